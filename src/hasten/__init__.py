@@ -1,0 +1,39 @@
+"""hasten: fast training of DeepSeek-family language models, proven on your own job.
+
+The names below are the articles' API and the nouns of the house; everything is imported on first
+use, so that ``import hasten`` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hasten.cluster.config import CloudConfig
+    from hasten.core.job import Job
+    from hasten.core.plan import Plan
+    from hasten.core.technique import Technique
+    from hasten.errors import InputError
+    from hasten.hosts.optimized_trainer import OptimizedTrainer
+
+_HOMES = {
+    "CloudConfig": "hasten.cluster.config",
+    "InputError": "hasten.errors",
+    "Job": "hasten.core.job",
+    "OptimizedTrainer": "hasten.hosts.optimized_trainer",
+    "Plan": "hasten.core.plan",
+    "Technique": "hasten.core.technique",
+}
+__version__ = "0.1.0"
+__all__ = ["CloudConfig", "InputError", "Job", "OptimizedTrainer", "Plan", "Technique"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'hasten' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

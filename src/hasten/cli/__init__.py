@@ -1,0 +1,1 @@
+"""The command ``hasten``: one thin file per command."""

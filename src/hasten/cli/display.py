@@ -1,0 +1,91 @@
+"""What a run shows while it goes on: a live bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+PLAIN_EVERY_SECONDS = 10.0
+
+
+class Display:
+    """Tells what happens and how long the rest will take.
+
+    On a terminal one line is redrawn; elsewhere a line is printed every ten seconds at most.
+    """
+
+    def __init__(self) -> None:
+        self.console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        self._task: Any = None
+        self._began = time.monotonic()
+        self._printed = 0.0
+
+    def __enter__(self) -> Display:
+        if self.console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.percentage:>3.0f} %"),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[eta]}"),
+                console=self.console,
+                transient=True,
+            )
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def tell(self, text: str) -> None:
+        """One line that stays."""
+        self.console.print(text, markup=False)
+
+    def begin(self) -> None:
+        """What is shown from now on is a new piece of work, with an ETA of its own."""
+        self._began = time.monotonic()
+        if self._bar is not None and self._task is not None:
+            self._bar.remove_task(self._task)
+        self._task = None
+
+    def show(self, text: str, share: float) -> None:
+        """The state of a work of which ``share`` (0 to 1) is done."""
+        eta = self._eta(share)
+        if self._bar is not None:
+            if self._task is None:
+                self._task = self._bar.add_task(text, total=1.0, eta=eta)
+            self._bar.update(self._task, description=text, completed=share, eta=eta)
+        elif share >= 1 or time.monotonic() - self._printed >= PLAIN_EVERY_SECONDS:
+            self._printed = time.monotonic()
+            self.tell(f"{share:4.0%}  {text}  {eta}")
+
+    def _eta(self, share: float) -> str:
+        if share <= 0:
+            return ""
+        return "ETA " + duration((time.monotonic() - self._began) * (1 - share) / share)
+
+
+def duration(seconds: float) -> str:
+    """``42 s``, ``3 min 05 s``, ``2 h 10 min``."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
+    return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
+
+
+def size(count: float) -> str:
+    """Bytes as ``1.9 GB`` or ``640 MB``."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"

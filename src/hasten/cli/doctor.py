@@ -1,0 +1,113 @@
+"""``hasten doctor``: everything of a recipe that can be checked without training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hasten.core.facts import Facts
+from hasten.core.plan import Plan
+from hasten.data.store import inspect
+from hasten.errors import InputError
+from hasten.recipe.build import batch_of, facts_of, job_of, total_steps
+from hasten.recipe.material import Material, gather
+from hasten.recipe.schema import Recipe, load_recipe
+from hasten.run import check_folder, check_space
+from hasten.techniques import CATALOGUE
+
+SHOWN_CHARACTERS = 600
+
+
+def doctor(path: Path, overrides: Sequence[str]) -> int:
+    """Print one line per check; the exit code is 2 if any failed."""
+    recipe = load_recipe(path, overrides)
+    checks = _Checks()
+    checks.note("recipe", f"{path} is well formed")
+    checks.run("output", lambda: _folder(Path(recipe.output)))
+    known = checks.run("model", lambda: _model(recipe))
+    material = checks.run("data", lambda: _data(recipe))
+    if known is not None:
+        if material is not None:
+            known = facts_of(recipe, material)
+        checks.run("disk", lambda: _space(recipe, known))
+        _techniques(recipe, known, checks)
+    if known is not None and material is not None:
+        checks.run("batch", lambda: _batch(recipe, material, known))
+        print(f"\nthe first record, trained parts in [[ ]]:\n{_first(material)}")
+    return 2 if checks.failed else 0
+
+
+class _Checks:
+    """Runs checks one after the other; a failed one doesn't keep the next from speaking."""
+
+    def __init__(self) -> None:
+        self.failed = False
+
+    def note(self, name: str, text: str, good: bool = True) -> None:
+        print(f"{'ok  ' if good else 'FAIL'} {name:<12} {text}", flush=True)
+        self.failed = self.failed or not good
+
+    def run(self, name: str, check: Callable[[], tuple[str, Any]]) -> Any:
+        """The check's value, or None where it failed."""
+        try:
+            text, value = check()
+        except InputError as error:
+            self.note(name, str(error), good=False)
+            return None
+        self.note(name, text)
+        return value
+
+
+def _folder(output: Path) -> tuple[str, None]:
+    check_folder(output)
+    return f"{output} can be written", None
+
+
+def _model(recipe: Recipe) -> tuple[str, Facts]:
+    known = facts_of(recipe)
+    model = known.model
+    text = (
+        f"{recipe.model}: {model.architecture}, {model.layers} layers, "
+        f"{model.parameters / 1e6:,.1f} M parameters, on {known.device}"
+    )
+    return text, known
+
+
+def _data(recipe: Recipe) -> tuple[str, Material]:
+    material = gather(recipe, Path(recipe.output) / "data", tell=lambda text: None)
+    records = material.record_facts()
+    text = (
+        f"{records.count:,} records, {records.tokens:,} tokens, longest {records.longest:,}, "
+        f"{records.trained_share:.0%} trained, {len(material.held_out):,} held out, "
+        f"{len(material.note.rejected)} left out"
+    )
+    return text, material
+
+
+def _space(recipe: Recipe, known: Facts) -> tuple[str, None]:
+    check_space(Path(recipe.output), known)
+    return "room for the run", None
+
+
+def _batch(recipe: Recipe, material: Material, known: Facts) -> tuple[str, None]:
+    job = job_of(recipe, material, known)
+    batch = batch_of(recipe)
+    unit = f"{batch.records} records" if batch.records else f"{batch.tokens:,} tokens"
+    return f"{unit} a step, {total_steps(job):,} steps", None
+
+
+def _techniques(recipe: Recipe, known: Facts, checks: _Checks) -> None:
+    plan: Plan | None = checks.run(
+        "plan", lambda: (str(p := Plan.from_list(recipe.plan, CATALOGUE)), p)
+    )
+    for technique in plan or ():
+        reasons = technique.obstacles(known)
+        good = not reasons or recipe.on_obstacle == "skip"
+        words = "; ".join(reasons) or f"{technique.slot.value}: no obstacle"
+        checks.note(technique.name(), words + (" (skipped)" if reasons and good else ""), good)
+
+
+def _first(material: Material) -> str:
+    text = inspect(material.tokenizer, material.train[0])
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."

@@ -1,0 +1,122 @@
+"""The command ``hasten``: parses arguments, imports the one command that is meant, sets exit codes.
+
+Nothing here imports torch, so that ``hasten --help`` answers at once.
+
+Exit codes: 0 done; 1 an error of hasten's own; 2 something given can't be used, nothing was
+trained; 3 gradients stayed non-finite, the weights before them are intact; 130 interrupted between
+two steps, the model was saved.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from hasten.errors import InputError
+
+STARTED = time.perf_counter()
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="hasten",
+    help="Fast training of DeepSeek-family language models, proven on your own job.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+RecipePath = Annotated[Path, typer.Argument(help="the recipe, a YAML file", metavar="RECIPE")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="changes to the recipe", metavar="[KEY=VALUE]...")
+]
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="folder of the demo's run")] = Path("runs/demo"),
+) -> None:
+    """Train a small DeepSeek model with and without hasten's techniques and compare (minutes)."""
+    from hasten.cli.demo import demo as command
+
+    command(output)
+
+
+@app.command()
+def train(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Train as a recipe says."""
+    from hasten.cli.train import train as command
+
+    raise typer.Exit(command(recipe, overrides or [], STARTED))
+
+
+@app.command()
+def speedup(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    arms: Annotated[
+        Literal["plan", "ladder", "all"],
+        typer.Option(
+            help="plan: baseline and plan; ladder: one technique more at a time; "
+            "all: each alone and each left out too"
+        ),
+    ] = "plan",
+    rounds: Annotated[int, typer.Option(min=2, help="turns of each arm")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="steps of a turn")] = 4,
+    warmup: Annotated[int, typer.Option(min=1, help="steps before the first round")] = 2,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="write report.json here as well")
+    ] = None,
+) -> None:
+    """Measure what the recipe's techniques gain on its own job."""
+    from hasten.cli.speedup import speedup as command
+
+    command(recipe, overrides or [], arms, rounds, steps, warmup, json_out)
+
+
+@app.command()
+def doctor(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Check a recipe without training: data, model, plan, obstacles, disk."""
+    from hasten.cli.doctor import doctor as command
+
+    raise typer.Exit(command(recipe, overrides or []))
+
+
+@app.command()
+def hardware(
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Show what this machine has: cores, instruction sets, memory, accelerators."""
+    from hasten.cli.hardware import hardware as command
+
+    command(as_json)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="a run's folder, or a report.json")],
+) -> None:
+    """Show a run's or an experiment's results; write report.html anew."""
+    from hasten.cli.report import report as command
+
+    command(run)
+
+
+def run() -> None:
+    """Run the command and turn what a user got wrong into one sentence and exit code 2."""
+    try:
+        app()
+    except InputError as error:
+        print(f"hasten: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("hasten: interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except Exception as error:
+        if type(error).__name__ != "NotFiniteError":
+            raise
+        print(f"hasten: {error}", file=sys.stderr)
+        sys.exit(3)

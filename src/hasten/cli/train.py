@@ -1,0 +1,116 @@
+"""``hasten train``: one process, or one per rank; a line per step; the summary at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hasten.cli.display import Display, duration, size
+from hasten.cli.main import INTERRUPTED
+from hasten.cluster.ranks import start
+from hasten.core import facts
+from hasten.core.session import Session
+from hasten.core.step import StepMetrics
+from hasten.recipe.build import total_steps
+from hasten.recipe.schema import Recipe, load_recipe
+from hasten.run import ready
+from hasten.run import train as run_training
+
+
+def train(path: Path, overrides: Sequence[str], started: float) -> int:
+    """Run the recipe; the exit code."""
+    import_seconds = time.perf_counter() - started
+    recipe = load_recipe(path, overrides)
+    if recipe.nproc > 1 and facts.world().size == 1:
+        return _as_ranks(recipe)
+    with Display() as display:
+        line = StepLine(display, recipe)
+        silent = not facts.world().is_main
+        summary = run_training(
+            recipe,
+            import_seconds=import_seconds,
+            tell=_nothing if silent else display.tell,
+            on_tokens=None if silent else line.tokenising,
+            on_start=line.start,
+            on_step=line.step,
+            on_evaluation=lambda e: display.tell(_evaluation(e.step, e.held_out_loss, e.metrics)),
+        )
+    if summary:
+        _conclude(summary)
+    return INTERRUPTED if summary.get("stopped") == "interrupted" else 0
+
+
+class StepLine:
+    """The line that says where a run is."""
+
+    def __init__(self, display: Display, recipe: Recipe) -> None:
+        self._display, self._recipe = display, recipe
+        self._steps = 1
+        self._seconds = 0.0
+        self._devices = 1
+
+    def tokenising(self, done: int, total: int) -> None:
+        self._display.show(f"tokenising {done:,}/{total:,} records", done / max(total, 1))
+
+    def start(self, session: Session) -> None:
+        self._steps = total_steps(session.setup.job)
+        self._devices = session.setup.facts.world.size
+        self._display.begin()
+
+    def step(self, m: StepMetrics) -> None:
+        self._seconds += m.step_seconds
+        parts = [
+            f"step {m.step}/{self._steps}",
+            f"loss {m.loss:.4f}",
+            f"{m.tokens_per_second:,.0f} tokens/s",
+            f"padding {m.padding_share:.0%}",
+            size(m.peak_memory_bytes),
+        ]
+        price = self._recipe.price
+        if price is not None:
+            cost = price.per_device_hour * self._devices * self._seconds / 3600
+            parts.append(f"{cost:.4f} {price.currency}")
+        if m.skipped:
+            parts.append("SKIPPED: not finite")
+        self._display.show("  ".join(parts), min(m.step / self._steps, 1.0))
+
+
+def _as_ranks(recipe: Recipe) -> int:
+    """Prepare the data once, then let one process per rank train on it."""
+    output = Path(recipe.output)
+    with Display() as display:
+        line = StepLine(display, recipe)
+        ready(recipe, display.tell, line.tokenising)
+    resolved = output / "data" / "ranks.yaml"
+    resolved.write_text(recipe.to_yaml())
+    return start(["train", str(resolved)], recipe.nproc, output / "data", facts.usable_cores())
+
+
+def _conclude(summary: dict[str, Any]) -> None:
+    print(
+        f"{summary['stopped']}: {summary['steps']} steps, {summary['tokens']:,} tokens in "
+        f"{duration(summary['seconds'])}"
+        + (f", {summary['tokens_per_second']:,.0f} tokens/s" if summary["steps"] else "")
+        + f", peak {size(summary['peak_memory_bytes'])}"
+    )
+    if summary["held_out_loss"] is not None:
+        print(f"held-out loss {summary['held_out_loss']:.4f}", end="")
+        print(f", perplexity {summary['perplexity']:.1f}")
+    for name, proof in summary["acted"].items():
+        print(f"{name}: {'acted' if proof['acted'] else 'DID NOT ACT'} ({proof['evidence']})")
+    for sample in summary["samples"]:
+        print(f"--- prompt\n{sample['prompt']}\n--- answer\n{sample['answer']}\n---")
+    if summary["cost"]:
+        print(f"cost {summary['cost']['total']:.4f} {summary['cost']['currency']}")
+    print(f"saved: {summary['saved']}")
+
+
+def _evaluation(step: int, loss: float | None, metrics: dict[str, float]) -> str:
+    words = [f"step {step}: held-out loss " + ("not measured" if loss is None else f"{loss:.4f}")]
+    return ", ".join([*words, *(f"{name} {value:.4g}" for name, value in metrics.items())])
+
+
+def _nothing(text: str) -> None:
+    return None

@@ -1,0 +1,1 @@
+"""Describing a cluster, and starting a job's processes."""

@@ -1,0 +1,132 @@
+"""One process per rank on this machine: start them, let them meet, end them together.
+
+Ranks that hasten starts meet through a file in the run's folder and talk over the loopback
+interface; no port is opened to the network. Under torchrun, Slurm or another launcher the usual
+environment variables are there already, and the ranks meet where those say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hasten.core import facts
+from hasten.core.facts import World
+
+GRACE_SECONDS = 10.0  # for the others to end by themselves once a rank has failed
+TIMEOUT = datetime.timedelta(minutes=10)
+
+
+@contextlib.contextmanager
+def process_group(world: World, device: str) -> Iterator[None]:
+    """The default process group for as long as the context lasts; nothing for a single rank."""
+    import torch.distributed as dist
+
+    if world.size == 1 or dist.is_initialized():
+        yield
+        return
+    meeting = facts.rendezvous_file()
+    dist.init_process_group(
+        backend="gloo" if device == "cpu" else "nccl",
+        init_method=f"file://{meeting}" if meeting else "env://",
+        rank=world.rank,
+        world_size=world.size,
+        timeout=TIMEOUT,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def start(arguments: Sequence[str], count: int, folder: Path, cores: int) -> int:
+    """Run ``python -m hasten ARGUMENTS`` as ``count`` ranks and wait; the exit code.
+
+    Rank 0 speaks to the user; what the others say is kept beside the run. When one fails, the
+    others are ended and its last words are shown. Cores are shared out between the ranks.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".ranks-") as place:
+        logs = [Path(place) / f"rank-{rank}.log" for rank in range(count)]
+        processes = [
+            _start_rank(arguments, rank, count, Path(place), logs[rank], max(1, cores // count))
+            for rank in range(count)
+        ]
+        with _forwarding(processes):
+            failed = _wait(processes)
+        if failed is None:
+            return 0
+        code = processes[failed].returncode
+        if failed and code > 0:
+            words = logs[failed].read_text(errors="replace").strip().splitlines()
+            print(f"rank {failed} failed: {words[-1] if words else ''}", file=sys.stderr)
+        return code if code > 0 else 1
+
+
+def _start_rank(
+    arguments: Sequence[str], rank: int, count: int, place: Path, log: Path, threads: int
+) -> subprocess.Popen[bytes]:
+    extra = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "HASTEN_RENDEZVOUS": str(place / "rendezvous"),
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "OMP_NUM_THREADS": str(threads),
+    }
+    command = [sys.executable, "-m", "hasten", *arguments]
+    if rank == 0:
+        return subprocess.Popen(command, env=facts.child_environment(extra))
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            command, env=facts.child_environment(extra), stdout=file, stderr=subprocess.STDOUT
+        )
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """The first rank that failed, or None; when it returns, all have ended."""
+    failed: int | None = None
+    deadline = float("inf")
+    while any(p.poll() is None for p in processes):
+        for rank, process in enumerate(processes):
+            if process.poll() not in (None, 0) and failed is None:
+                failed, deadline = rank, time.monotonic() + GRACE_SECONDS
+                _signal(processes, signal.SIGTERM)
+        if time.monotonic() > deadline:
+            _signal(processes, signal.SIGKILL)
+        time.sleep(0.05)
+    if failed is None:
+        failed = next((r for r, p in enumerate(processes) if p.returncode), None)
+    return failed
+
+
+def _signal(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(number)
+
+
+@contextlib.contextmanager
+def _forwarding(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """A terminal sends Ctrl-C to the ranks itself; SIGTERM reaches this process alone."""
+
+    def forward(number: int, frame: object) -> None:
+        _signal(processes, signal.SIGTERM)
+
+    before = [
+        (signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN)),
+        (signal.SIGTERM, signal.signal(signal.SIGTERM, forward)),
+    ]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+        _signal(processes, signal.SIGKILL)

@@ -1,0 +1,1 @@
+"""The frame: slots, techniques, plans, jobs, and the step that they share."""

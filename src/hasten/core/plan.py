@@ -1,0 +1,168 @@
+"""A plan is a set of techniques, one per slot at most; the same file is the same experiment.
+
+``arms`` and ``ladder`` name the plans an experiment compares; ``key`` names the plan itself in
+caches, checkpoints and reports.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from hasten.core.technique import Technique
+from hasten.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Techniques in the order of their slots.
+
+    Raises:
+        InputError: two techniques take the same slot.
+    """
+
+    techniques: tuple[Technique, ...] = ()
+
+    def __init__(self, techniques: Iterable[Technique] = ()) -> None:
+        ordered = tuple(sorted(techniques, key=lambda t: t.slot.position))
+        for one, two in itertools.pairwise(ordered):
+            if one.slot is two.slot:
+                raise InputError(
+                    f"plan: {one} and {two} both decide {one.slot.value} "
+                    f"(slot {one.slot.name}); keep one of them"
+                )
+        object.__setattr__(self, "techniques", ordered)
+
+    def __iter__(self) -> Iterator[Technique]:
+        return iter(self.techniques)
+
+    def __len__(self) -> int:
+        return len(self.techniques)
+
+    def __contains__(self, slot: object) -> bool:
+        return any(t.slot is slot for t in self.techniques)
+
+    def __str__(self) -> str:
+        return " + ".join(str(t) for t in self) or "baseline"
+
+    def with_(self, *techniques: Technique) -> Plan:
+        """This plan and more techniques."""
+        return Plan((*self.techniques, *techniques))
+
+    def without(self, technique: Technique) -> Plan:
+        """This plan less one technique."""
+        return Plan(t for t in self if t != technique)
+
+    @property
+    def key(self) -> str:
+        """Twelve hexadecimal digits that name this plan, equal for equal settings."""
+        text = json.dumps(self.to_list(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def arms(self) -> dict[str, Plan]:
+        """The plans of an ablation by name: nothing, each alone, each left out, all."""
+        found = {"baseline": Plan()}
+        if len(self) > 1:
+            found |= {f"only {t.name()}": Plan([t]) for t in self}
+        if len(self) > 2:
+            found |= {f"without {t.name()}": self.without(t) for t in self}
+        if self:
+            found["all"] = self
+        return found
+
+    def ladder(self) -> dict[str, Plan]:
+        """One technique more at a time, in the order of the slots."""
+        rungs = {"baseline": Plan()}
+        for count, technique in enumerate(self.techniques, start=1):
+            rungs[f"+ {technique.name()}"] = Plan(self.techniques[:count])
+        return rungs
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """JSON- and YAML-ready: one dictionary per technique."""
+        return [t.to_dict() for t in self]
+
+    @classmethod
+    def from_list(cls, entries: Iterable[Any], catalogue: Iterable[type[Technique]]) -> Plan:
+        """Read a plan back; an entry is a name, ``{name: settings}`` or the stored form.
+
+        Raises:
+            InputError: an unknown technique or setting, with the nearest known one.
+        """
+        known = {kind.name(): kind for kind in catalogue}
+        return cls(read_technique(entry, known) for entry in entries)
+
+
+def read_technique(entry: Any, known: Mapping[str, type[Technique]]) -> Technique:
+    """One technique from a name, ``{name: {setting: value}}`` or ``{"technique": name, ...}``."""
+    name, settings = _name_and_settings(entry)
+    kind = _find_kind(name, known)
+    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for key in settings:
+        if key not in fields:
+            raise InputError(
+                f"plan: {kind.name()} has no setting {key!r}{did_you_mean(key, fields)}; "
+                f"it has {', '.join(fields) or 'none'}"
+            )
+    values = {key: _read_value(value, known) for key, value in settings.items()}
+    for key, value in values.items():
+        _check_type(f"{kind.name()}: {key}", value, fields[key].default)
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"plan: {kind.name()}: {error}") from error
+
+
+def _name_and_settings(entry: Any) -> tuple[str, dict[str, Any]]:
+    if isinstance(entry, str):
+        return entry, {}
+    if isinstance(entry, Mapping) and isinstance(entry.get("technique"), str):
+        return entry["technique"], {k: v for k, v in entry.items() if k != "technique"}
+    if isinstance(entry, Mapping) and len(entry) == 1:
+        name, settings = next(iter(entry.items()))
+        if isinstance(name, str) and (settings is None or isinstance(settings, Mapping)):
+            return name, dict(settings or {})
+    raise InputError(
+        f"plan: can't read {entry!r}; write a technique's name, or `name: {{setting: value}}`"
+    )
+
+
+def _find_kind(name: str, known: Mapping[str, type[Technique]]) -> type[Technique]:
+    loose = {key.replace("_", ""): kind for key, kind in known.items()}
+    found = loose.get(name.replace("_", "").replace("-", "").lower())
+    if found is None:
+        raise InputError(
+            f"plan: no technique is called {name!r}{did_you_mean(name, known)}; "
+            f"there are {', '.join(sorted(known))}"
+        )
+    return found
+
+
+def _read_value(value: Any, known: Mapping[str, type[Technique]]) -> Any:
+    if isinstance(value, Mapping) and "technique" in value:
+        return read_technique(value, known)
+    if isinstance(value, list):
+        return tuple(_read_value(item, known) for item in value)
+    return value
+
+
+def _check_type(place: str, value: Any, default: Any) -> None:
+    """A setting has the type of its default; a whole number may stand for a float."""
+    if default is None or isinstance(value, Technique):
+        return
+    wanted = (int, float) if isinstance(default, float) else type(default)
+    is_bool = isinstance(value, bool)
+    if not isinstance(value, wanted) or is_bool != isinstance(default, bool):
+        raise InputError(
+            f"plan: {place} is {value!r}; it must be a {type(default).__name__}, like {default!r}"
+        )
+
+
+def did_you_mean(word: str, options: Iterable[str]) -> str:
+    """`` (did you mean 'x'?)`` when an option is near, else an empty string."""
+    near = difflib.get_close_matches(str(word), list(options), n=1, cutoff=0.6)
+    return f" (did you mean {near[0]!r}?)" if near else ""

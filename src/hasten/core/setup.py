@@ -1,0 +1,287 @@
+"""A setup has one field per slot; techniques edit it, and nothing runs until it is assembled.
+
+The defaults are the plain way of doing each thing, so that a technique that is off costs nothing
+and the step needs no ``if``. The protocols say what an object in a slot must do; parts satisfy them
+by shape, without importing this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hasten.core.batch import Collate, MicroBatch
+from hasten.core.facts import Facts
+from hasten.core.job import Job, OptimizerFactory
+from hasten.core.order import Sampler, ShuffledOrder
+from hasten.core.plan import Plan
+from hasten.errors import InputError
+
+if TYPE_CHECKING:
+    from hasten.core.engine import Assembly, Engine
+    from hasten.core.session import Session
+
+Edit = Callable[[nn.Module], None]
+Cut = Callable[[Sequence[Any]], list[list[Any]]]
+Feed = Callable[[Iterator[tuple[MicroBatch, ...]], str], Iterator[tuple[MicroBatch, ...]]]
+
+
+class Precision(Protocol):
+    """PRECISION: the number format of weights and computation, and who holds the true weights."""
+
+    def prepare(self, module: nn.Module) -> None:
+        """Bring the module into its working format, in place."""
+
+    def region(self) -> AbstractContextManager[Any]:
+        """The context of every forward pass."""
+
+    def own(self, optimizer: Optimizer) -> None:
+        """Make the optimizer update what this precision holds as the true weights."""
+
+    def before_backward(self, reduces: bool) -> None:
+        """Called before each backward pass; ``reduces``: its gradients go over the wire."""
+
+    def collect(self) -> None:
+        """Called after each backward pass, to take the gradients over."""
+
+    def parameters(self) -> list[Tensor]:
+        """The true weights, their ``.grad`` complete once all micro-batches are done."""
+
+    def publish(self) -> None:
+        """Called after each update: working weights follow the true ones."""
+
+    def finish(self, module: nn.Module) -> None:
+        """Give the module its true weights back, for saving."""
+
+
+class Layout(Protocol):
+    """LAYOUT: which rank holds which part; three functions on the model, and sums over ranks."""
+
+    size: int
+
+    def split(self, module: nn.Module) -> nn.Module:
+        """Pipeline stages."""
+
+    def within(self, module: nn.Module) -> nn.Module:
+        """Tensor, sequence, expert, context parallelism."""
+
+    def across(self, module: nn.Module, wire: Wire) -> nn.Module:
+        """Replicas or shards, with the wire's codec."""
+
+    def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        """The context of a micro-batch's backward pass; gradients travel in the last one."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The elementwise sum over all ranks of a float64 tensor on the host."""
+
+
+class Wire(Protocol):
+    """WIRE: what travels between ranks; three seams."""
+
+    def attach(self, module: nn.Module) -> None:
+        """Gradients ready: hook into the wrapped module."""
+
+    def before_update(self, parameters: Sequence[Tensor]) -> None:
+        """All gradients are there, the weights have not moved."""
+
+    def after_update(self, parameters: Sequence[Tensor]) -> None:
+        """The weights have moved (local steps average here)."""
+
+
+class Average(Protocol):
+    """AVERAGE: a running average of the weights."""
+
+    def after_update(self, parameters: Sequence[Tensor]) -> None:
+        """The weights have moved."""
+
+
+class Checkpointing(Protocol):
+    """CHECKPOINT: called between two steps, never inside one."""
+
+    def after_step(self, session: Session) -> None:
+        """A step is done."""
+
+    def after_epoch(self, session: Session) -> None:
+        """An epoch is done, after its last step."""
+
+    def resume(self, session: Session) -> Path | None:
+        """Bring a fresh session to the newest saved state; its path, or None without one."""
+
+
+class AsGiven:
+    """The number format the model came in; parameters are their own true weights."""
+
+    def __init__(self) -> None:
+        self._parameters: list[Tensor] = []
+
+    def prepare(self, module: nn.Module) -> None:
+        return None
+
+    def region(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def own(self, optimizer: Optimizer) -> None:
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def before_backward(self, reduces: bool) -> None:
+        return None
+
+    def collect(self) -> None:
+        return None
+
+    def parameters(self) -> list[Tensor]:
+        return self._parameters
+
+    def publish(self) -> None:
+        return None
+
+    def finish(self, module: nn.Module) -> None:
+        return None
+
+
+class OneProcess:
+    """Everything on this rank; there is no other."""
+
+    size = 1
+
+    def split(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def within(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def across(self, module: nn.Module, wire: Wire) -> nn.Module:
+        return module
+
+    def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values
+
+
+class Dense:
+    """Gradients travel as they are."""
+
+    def attach(self, module: nn.Module) -> None:
+        return None
+
+    def before_update(self, parameters: Sequence[Tensor]) -> None:
+        return None
+
+    def after_update(self, parameters: Sequence[Tensor]) -> None:
+        return None
+
+
+class NoAverage:
+    """Only the weights themselves are kept."""
+
+    def after_update(self, parameters: Sequence[Tensor]) -> None:
+        return None
+
+
+class NoCheckpoint:
+    """State stays in memory."""
+
+    def after_step(self, session: Session) -> None:
+        return None
+
+    def after_epoch(self, session: Session) -> None:
+        return None
+
+    def resume(self, session: Session) -> Path | None:
+        return None
+
+
+def in_one_piece(records: Sequence[Any]) -> list[list[Any]]:
+    """BATCH: all of a rank's records of a step are one micro-batch."""
+    return [list(records)]
+
+
+def straight(
+    steps: Iterator[tuple[MicroBatch, ...]], device: str
+) -> Iterator[tuple[MicroBatch, ...]]:
+    """FEED: copy each step's micro-batches to the device when they are needed."""
+    for micro_batches in steps:
+        yield tuple(m.to(device) for m in micro_batches)
+
+
+def leave(module: nn.Module) -> None:
+    """The default edit of a model: none."""
+
+
+def plain_engine(assembly: Assembly) -> Engine:
+    """The engine for a model that one process runs from end to end."""
+    from hasten.core.engine import PlainEngine
+
+    return PlainEngine(assembly)
+
+
+@dataclass
+class Setup:
+    """A training run before it is built: the job, the plan, and one field per slot."""
+
+    job: Job
+    plan: Plan
+    facts: Facts
+    folder: Path | None = None  # for checkpoints; None: a technique that writes is refused
+    sampler: Sampler | None = None
+    collate: Collate | None = None
+    feed: Feed = straight
+    cut: Cut = in_one_piece
+    adapter: Callable[[nn.Module], nn.Module] | None = None
+    routing: Edit = leave
+    attention: Edit = leave
+    layers: Edit = leave
+    loss: Callable[[nn.Module], nn.Module] | None = None
+    recompute: Edit = leave
+    compile: Edit = leave
+    precision: Precision = field(default_factory=AsGiven)
+    layout: Layout = field(default_factory=OneProcess)
+    wire: Wire = field(default_factory=Dense)
+    optimizer: OptimizerFactory | None = None
+    average: Average = field(default_factory=NoAverage)
+    checkpoint: Checkpointing = field(default_factory=NoCheckpoint)
+    threads: Callable[[], None] = lambda: None
+    allocator: Callable[[], None] = lambda: None
+    engine: Callable[[Assembly], Engine] = plain_engine  # a LAYOUT may bring its own
+
+
+def prepare(job: Job, plan: Plan, facts: Facts, folder: Path | None = None) -> Setup:
+    """The job's own way of doing everything, then each technique's edit.
+
+    Raises:
+        InputError: several ranks, and nothing in the plan says which holds what.
+    """
+    setup = Setup(job, plan, facts, folder)
+    setup.collate = job.collate
+    setup.adapter = job.adapter
+    setup.loss = job.loss
+    setup.optimizer = job.optimizer
+    if len(job.records):
+        setup.sampler = ShuffledOrder(job.lengths, job.batch, job.seed)
+    for technique in plan:
+        technique.apply(setup)
+    if facts.world.size != setup.layout.size:
+        raise InputError(
+            f"plan: {facts.world.size} ranks are running but the layout is for "
+            f"{setup.layout.size}; add a layout technique such as ddp to the plan"
+        )
+    return setup
+
+
+def obstacles(plan: Plan, facts: Facts) -> list[str]:
+    """Every reason why this plan can't work on this job, each starting with its technique."""
+    return [f"{t.name()}: {reason}" for t in plan for reason in t.obstacles(facts)]
+
+
+def on_device(module: nn.Module, device: str) -> nn.Module:
+    """Move a module unless it is already there (a given module keeps its identity)."""
+    return module.to(torch.device(device))

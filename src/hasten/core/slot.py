@@ -1,0 +1,38 @@
+"""A slot is one decision of a training job, and one technique at most fills it.
+
+Two techniques that answer the same question can't stand in one plan; no table of conflicting pairs
+is needed beyond that. The order below is the order of a step: from the record on disk to the disk.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Slot(Enum):
+    """The decisions of a training job; the value says which, for people and for messages."""
+
+    SAMPLER = "which records share a step and a micro-batch"
+    COLLATE = "how records become one tensor"
+    FEED = "how a batch reaches the device"
+    BATCH = "how a step's records are cut into micro-batches"
+    ADAPTER = "which parameters learn"
+    ROUTING = "how tokens are balanced over experts"
+    ATTENTION = "how attention is computed and documents are kept apart"
+    LAYERS = "which code computes norm, rotary embedding, activation, experts"
+    LOSS = "how head and loss are computed"
+    RECOMPUTE = "which activations are kept for the backward pass"
+    COMPILE = "which graph runs"
+    PRECISION = "in which number format the step runs"
+    LAYOUT = "which rank holds which part"
+    WIRE = "what travels between ranks, and by which path"
+    OPTIMIZER = "the update rule and the format of its state"
+    AVERAGE = "which running average of the weights is kept"
+    CHECKPOINT = "when and how state reaches the disk"
+    THREADS = "threads, affinity, waiting"
+    ALLOCATOR = "memory allocator, huge pages"
+
+    @property
+    def position(self) -> int:
+        """Place in the order of the step; plans list their techniques by it."""
+        return list(Slot).index(self)

@@ -1,0 +1,168 @@
+"""A technique is one switch: a frozen dataclass whose fields are its settings.
+
+The instance is its own configuration. It prints, hashes, compares, round-trips through JSON, and is
+swept with ``dataclasses.replace``. It edits a :class:`~hasten.core.setup.Setup` in ``apply`` and
+never sees the training step; the algorithm itself lives in ``hasten.parts``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hasten.core.slot import Slot
+
+if TYPE_CHECKING:
+    from hasten.core.facts import Facts
+    from hasten.core.session import Session
+    from hasten.core.setup import Setup
+
+
+class Fidelity(Enum):
+    """How far a technique may move the mathematics, and so which proof it owes."""
+
+    EXACT = "same bits: identical losses"
+    ROUNDING = "same mathematics, other rounding: one-step gradients agree within a tolerance"
+    LOSSY = "other mathematics: held-out loss not worse than a margin fixed before the run"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What somebody promised of a technique; the report sets the measurement beside it.
+
+    ``ratio`` is with / without, so 1.15 on ``tokens_per_second`` means 15 % more.
+    """
+
+    metric: str
+    ratio: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Expected change of the ledger's terms, never of speed: a cost model turns terms into time.
+
+    Factors are with / without; ``resident_bytes`` is a difference in bytes on one device.
+    """
+
+    slots: float = 1.0
+    flops: float = 1.0
+    bytes: float = 1.0
+    wire_bytes: float = 1.0
+    resident_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a technique was seen to do in a running session, in one line with its figures."""
+
+    acted: bool
+    evidence: str
+
+
+@dataclass(frozen=True)
+class Knob:
+    """The values a tuner may try for one setting: a list, or a range."""
+
+    choices: tuple[Any, ...] = ()
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+
+
+def knob(
+    default: Any,
+    doc: str,
+    *,
+    choices: Sequence[Any] = (),
+    low: float | None = None,
+    high: float | None = None,
+    log: bool = False,
+) -> Any:
+    """Declare a setting that a tuner may change, documented where it stands."""
+    metadata = {"doc": doc, "knob": Knob(tuple(choices), low, high, log)}
+    return field(default=default, metadata=metadata)
+
+
+def setting(default: Any, doc: str) -> Any:
+    """Declare a setting that only the user changes (a path, a seed, a target list)."""
+    return field(default=default, metadata={"doc": doc})
+
+
+class Technique(ABC):
+    """One switch of the catalogue. Every subclass is a final frozen dataclass."""
+
+    slot: ClassVar[Slot]
+
+    @property
+    @abstractmethod
+    def fidelity(self) -> Fidelity:
+        """The proof this instance owes before a gain counts."""
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """What was promised of it, with the source."""
+        return ()
+
+    @abstractmethod
+    def apply(self, setup: Setup) -> None:
+        """Put yourself into your slot of the setup; nothing runs yet."""
+
+    def environ(self, facts: Facts) -> Mapping[str, str]:
+        """Variables that must stand before the process starts; whoever starts it sets them."""
+        return {}
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        """Why this can't work on this job, one sentence each; empty when nothing is in the way."""
+        return ()
+
+    def forecast(self, facts: Facts) -> Forecast:
+        """The expected change of the ledger's terms on this job."""
+        return Forecast()
+
+    @abstractmethod
+    def probe(self, session: Session) -> Proof:
+        """What you did in this session, after at least one step."""
+
+    @classmethod
+    def name(cls) -> str:
+        """The class name as recipes write it: ``LabelledTokenLoss`` is ``labelled_token_loss``."""
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__).lower()
+
+    @classmethod
+    def knobs(cls) -> dict[str, Knob]:
+        """The settings a tuner may change, by field name."""
+        return {f.name: f.metadata["knob"] for f in cls._fields() if "knob" in f.metadata}
+
+    @classmethod
+    def _fields(cls) -> tuple[dataclasses.Field[Any], ...]:
+        return dataclasses.fields(cls)  # type: ignore[arg-type]  # every subclass is a dataclass
+
+    def settings(self) -> dict[str, Any]:
+        """The settings as plain JSON values; a nested technique becomes its own dictionary."""
+        return {f.name: _plain(getattr(self, f.name)) for f in self._fields()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """``{"technique": name, **settings}``, the form that plans store."""
+        return {"technique": self.name(), **self.settings()}
+
+    def __str__(self) -> str:
+        changed = [
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in self._fields()
+            if getattr(self, f.name) != f.default
+        ]
+        return f"{self.name()}({', '.join(changed)})" if changed else self.name()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Technique):
+        return value.to_dict()
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,154 @@
+"""The trainer's loop: steps, evaluation, the best model so far, early stop, a clean interrupt."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from hasten.core import facts
+from hasten.core.evaluate import Evaluation, evaluate
+from hasten.core.session import Session
+from hasten.core.step import StepMetrics, training
+
+
+@dataclass(frozen=True)
+class Watch:
+    """When to look at held-out data, and what follows from it.
+
+    Args:
+        every_steps: evaluate so often; 0: at the end only.
+        patience: evaluations without a better held-out loss before stopping; 0: never stop early.
+        on_step: called after every step (progress, metrics file).
+        on_evaluation: called after every evaluation.
+        on_best: called when the held-out loss is the lowest so far (keep the model).
+    """
+
+    every_steps: int = 0
+    patience: int = 0
+    on_step: Callable[[StepMetrics], None] = lambda metrics: None
+    on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None
+    on_best: Callable[[Evaluation], None] = lambda evaluation: None
+
+
+@dataclass
+class Outcome:
+    """What a run did, from its first step to its last."""
+
+    seconds: float = 0.0
+    step_seconds: list[float] = field(default_factory=list)
+    epoch_seconds: dict[int, float] = field(default_factory=dict)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    last_loss: float = math.nan
+    peak_memory_bytes: int = 0
+    stopped: str = "done"  # done | early stop | interrupted
+
+    @property
+    def best(self) -> Evaluation | None:
+        measured = [e for e in self.evaluations if e.held_out_loss is not None]
+        return min(measured, key=lambda e: e.held_out_loss or 0.0, default=None)
+
+    def summary(self, session: Session) -> dict[str, Any]:
+        """The measured part of ``summary.json``."""
+        progress = session.progress
+        trained = sum(self.step_seconds)
+        last = self.evaluations[-1] if self.evaluations else None
+        loss = last.held_out_loss if last else None
+        return {
+            "stopped": self.stopped,
+            "steps": progress.step,
+            "tokens": progress.tokens,
+            "trained_tokens": progress.trained_tokens,
+            "records": progress.records,
+            "seconds": self.seconds,
+            "tokens_per_second": progress.tokens / trained if trained else None,
+            "records_per_second": progress.records / trained if trained else None,
+            "epoch_seconds": list(self.epoch_seconds.values()),
+            "step_seconds_median": statistics.median(self.step_seconds or [0.0]),
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "peak_host_memory_bytes": facts.host_memory_peak(),
+            "training_loss": self.last_loss,
+            "held_out_loss": loss,
+            "perplexity": math.exp(min(loss, 700.0)) if loss is not None else None,
+            "metrics": last.metrics if last else {},
+            "world_size": session.setup.facts.world.size,
+        }
+
+
+def fit(session: Session, watch: Watch | None = None) -> Outcome:
+    """Train to the job's stop, evaluating as ``watch`` says and once at the end.
+
+    An interrupt (Ctrl-C, SIGTERM) lets the current step finish on all ranks; a second one ends the
+    process at once. What comes after is up to the caller: the session is intact.
+    """
+    watch = watch or Watch()
+    outcome = Outcome()
+    began = time.perf_counter()
+    with _interruptible(session):
+        for metrics in training(session):
+            _take_note(outcome, metrics)
+            watch.on_step(metrics)
+            if watch.every_steps and metrics.step % watch.every_steps == 0:
+                _look(session, watch, outcome)
+                if _should_stop(outcome, watch):
+                    outcome.stopped = "early stop"
+                    break
+    if session.stop_requested:
+        outcome.stopped = "interrupted"
+    if not outcome.evaluations or outcome.evaluations[-1].step != session.progress.step:
+        _look(session, watch, outcome)
+    outcome.seconds = time.perf_counter() - began
+    return outcome
+
+
+def _take_note(outcome: Outcome, metrics: StepMetrics) -> None:
+    outcome.step_seconds.append(metrics.step_seconds)
+    outcome.last_loss = metrics.loss
+    outcome.peak_memory_bytes = max(outcome.peak_memory_bytes, metrics.peak_memory_bytes)
+    spent = outcome.epoch_seconds
+    spent[metrics.epoch] = spent.get(metrics.epoch, 0.0) + metrics.step_seconds
+
+
+def _look(session: Session, watch: Watch, outcome: Outcome) -> None:
+    best_before = outcome.best
+    evaluation = evaluate(session)
+    outcome.evaluations.append(evaluation)
+    watch.on_evaluation(evaluation)
+    if evaluation.held_out_loss is None:
+        return
+    if best_before is None or evaluation is outcome.best:
+        watch.on_best(evaluation)
+
+
+def _should_stop(outcome: Outcome, watch: Watch) -> bool:
+    best = outcome.best
+    if not watch.patience or best is None:
+        return False
+    return len(outcome.evaluations) - 1 - outcome.evaluations.index(best) >= watch.patience
+
+
+@contextlib.contextmanager
+def _interruptible(session: Session) -> Iterator[None]:
+    """The first SIGINT or SIGTERM asks for a stop between two steps, the second acts as usual."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python delivers signals to the main thread alone
+        return
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def ask(number: int, frame: object) -> None:
+        session.stop_requested = True
+        signal.signal(number, before[signal.Signals(number)])
+
+    for number in before:
+        signal.signal(number, ask)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

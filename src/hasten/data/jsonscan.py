@@ -1,0 +1,200 @@
+"""The values of a JSON Lines file or a JSON list, one by one, each with its line.
+
+A damaged record costs itself and nothing more, so neither file is handed to `json.loads` whole:
+
+  (1) bytes become text with `surrogateescape`: a byte that isn't UTF-8 stays visible in its record
+  (2) lines are split at newline bytes only (str.splitlines also splits at U+2028, legal in JSON);
+      a list is read record by record with `raw_decode`
+  (3) what JSON readers disagree about is a fault: NaN, infinity, integers beyond 64 bits, NUL, a
+      byte order mark inside the file
+  (4) after a syntax error in a list, reading goes on at the next object that looks like a record
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+_BETWEEN = re.compile(r"[ \t\r\n,]*")
+_OBJECT = re.compile(r'\{[ \t\r\n]*"')  # inside a string the quote would be escaped
+_BAD_BYTE = re.compile("[\udc80-\udcff]")
+_BOM = b"\xef\xbb\xbf"
+_INT_DIGITS = 20  # no 64-bit integer has more
+
+
+class Found(NamedTuple):
+    """A value, or the reason why the place holds none."""
+
+    line: int  # the first is 1
+    value: Any
+    reason: str | None
+
+
+class _FaultError(ValueError):
+    """Why a stretch of text is not one sound value."""
+
+
+def scan(path: Path) -> Iterator[Found]:
+    """The records of a file in order: `.json` that begins with `[` is a list, all else is lines.
+
+    Raises OSError where the file can't be read.
+    """
+    if path.suffix == ".json":
+        data = path.read_bytes().removeprefix(_BOM)
+        if data.lstrip(b" \t\r\n").startswith(b"["):
+            return _scan_list(data.decode("utf-8", "surrogateescape"))
+    return _scan_lines(path)
+
+
+def _scan_lines(path: Path) -> Iterator[Found]:
+    blank: list[int] = []  # blank lines are faults only if something follows them
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            text = line.removeprefix(_BOM) if number == 1 else line
+            if not text.strip():
+                blank.append(number)
+                continue
+            yield from (Found(empty, None, "an empty line") for empty in blank)
+            blank.clear()
+            yield _line(number, text.rstrip().decode("utf-8", "surrogateescape"))
+
+
+def _line(number: int, text: str) -> Found:
+    decoder = _Decoder()
+    try:
+        value, end = decoder.decode(text, _end(_SPACE, text, 0))
+        if _end(_SPACE, text, end) < len(text):
+            raise _FaultError(f"more than one value on the line (column {end + 1})")
+        decoder.check(text)
+    except _FaultError as fault:
+        # A bad byte often breaks the syntax too; the byte is then the better reason.
+        return Found(number, None, _damage(text) or str(fault))
+    return Found(number, value, None)
+
+
+def _scan_list(text: str) -> Iterator[Found]:
+    at = text.index("[") + 1
+    place = _Lines(text)
+    decoder = _Decoder()
+    usual: set[str] = set()  # keys seen in sound records: how a record is told from its parts
+    while (at := _end(_BETWEEN, text, at)) < len(text):
+        if text[at] == "]" and _end(_SPACE, text, at + 1) == len(text):
+            return
+        line, start = place.line(at), at
+        try:
+            value, at = decoder.decode(text, at)
+        except _FaultError as fault:
+            at = _next_record(text, at + 1, usual)
+            yield Found(line, None, _damage(text[start:at]) or str(fault))
+            if at == len(text):
+                return
+            continue
+        try:
+            decoder.check(text[start:at])
+        except _FaultError as fault:
+            yield Found(line, None, str(fault))
+            continue
+        if isinstance(value, dict):
+            usual |= value.keys()
+        yield Found(line, value, None)
+    yield Found(place.line(len(text)), None, "the list isn't closed: the file may be truncated")
+
+
+def _next_record(text: str, at: int, usual: set[str]) -> int:
+    """Where the next object with a usual key begins; the end of the text where there is none."""
+    decoder = _Decoder()
+    for candidate in _OBJECT.finditer(text, at):
+        try:
+            value, _ = decoder.decode(text, candidate.start())
+        except _FaultError:
+            continue
+        if not usual or usual & value.keys():
+            return candidate.start()
+    return len(text)
+
+
+def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
+    match = pattern.match(text, at)
+    return match.end() if match else at
+
+
+def _damage(raw: str) -> str | None:
+    """What makes a stretch of text unfit whatever its syntax says."""
+    if bad := _BAD_BYTE.search(raw):
+        return f"a byte that isn't UTF-8 (0x{ord(bad.group()) - 0xDC00:02x})"
+    if "\x00" in raw:
+        return "a NUL byte"
+    if "\ufeff" in raw:
+        return "a byte order mark inside the file"
+    return None
+
+
+class _Decoder:
+    """A JSON decoder that notes dubious literals instead of losing its place over them."""
+
+    def __init__(self) -> None:
+        self._dubious: str | None = None
+        self._json = json.JSONDecoder(
+            parse_constant=self._constant, parse_int=self._int, parse_float=self._float
+        )
+
+    def decode(self, text: str, at: int) -> tuple[Any, int]:
+        """The value that begins at `at` and where it ends; raises _FaultError on a syntax error."""
+        self._dubious = None
+        try:
+            return self._json.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            cut = error.pos >= len(text) or error.msg.startswith("Unterminated")
+            reason = "truncated JSON" if cut else "not JSON"
+            where = f"column {_column(text, error.pos)}"
+            raise _FaultError(f"{reason}: {error.msg} ({where})") from None
+        except RecursionError:
+            raise _FaultError("nested too deeply") from None
+
+    def check(self, raw: str) -> None:
+        """Raise _FaultError if the value decoded last, or its text, holds what isn't allowed."""
+        if reason := _damage(raw) or self._dubious:
+            raise _FaultError(reason)
+
+    def _constant(self, name: str) -> float:
+        self._dubious = f"{name}, which is not JSON"
+        return 0.0
+
+    def _int(self, digits: str) -> int:
+        # Counted first: Python refuses to read integers of more than 4,300 digits.
+        if len(digits.lstrip("-")) <= _INT_DIGITS and -(2**63) <= int(digits) < 2**64:
+            return int(digits)
+        self._dubious = f"a number beyond 64 bits ({_short(digits)})"
+        return 0
+
+    def _float(self, digits: str) -> float:
+        number = float(digits)
+        if number in (float("inf"), float("-inf")):
+            self._dubious = f"a number beyond 64 bits ({_short(digits)})"
+        return number
+
+
+def _column(text: str, at: int) -> int:
+    return at - text.rfind("\n", 0, at)
+
+
+def _short(digits: str) -> str:
+    return digits if len(digits) <= 24 else digits[:20] + "..."
+
+
+class _Lines:
+    """Line numbers of growing positions; each stretch of the text is counted once."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+        self._line = 1
+
+    def line(self, at: int) -> int:
+        self._line += self._text.count("\n", self._at, at)
+        self._at = at
+        return self._line

@@ -1,0 +1,193 @@
+"""From measured arms to the report's dictionary: intervals, verdicts, claims, quality, cost."""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hasten.evidence.ablation import Arm
+from hasten.evidence.statistics import Interval, paired_ratio, spread, verdict
+
+MARGIN = 0.01  # of the held-out loss: fixed before any run, for the whole plan
+NOT_MEASURED: dict[str, float | None] = {"median": None, "low": None, "high": None}
+
+
+def report_of(
+    arms: Sequence[Arm],
+    *,
+    title: str,
+    command: str,
+    hardware: Mapping[str, Any],
+    versions: Mapping[str, str],
+    recipe: Mapping[str, Any],
+    currency: str | None = None,
+    per_device_hour: float = 0.0,
+    devices: int = 1,
+) -> dict[str, Any]:
+    """The report as ``docs/report-schema.md`` describes it; the first arm is the baseline."""
+    base, final = arms[0], arms[-1]
+    return {
+        "schema": 1,
+        "title": title,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "arms": [_arm(arm, base) for arm in arms],
+        "claims": _claims(arms),
+        "quality": quality(final, base),
+        "samples": [{**s, "arm": arm.name} for arm in (base, final) for s in arm.samples],
+        "hardware": dict(hardware),
+        "versions": dict(versions),
+        "recipe": dict(recipe),
+        "seed": recipe["seed"],
+        "cost": _cost(arms, currency, per_device_hour, devices),
+    }
+
+
+def ratio_to(arm: Arm, base: Arm) -> Interval | None:
+    """Tokens per second of an arm over the baseline's, paired by round; None if one has none."""
+    rounds = min(len(arm.rounds), len(base.rounds))
+    return paired_ratio(base.rounds[:rounds], arm.rounds[:rounds]) if rounds else None
+
+
+def quality(final: Arm, base: Arm) -> dict[str, Any]:
+    """Whether the held-out loss after equal tokens is within the margin of the baseline's."""
+    ours, theirs = _last_loss(final), _last_loss(base)
+    owed = "; ".join(f"{t}: {t.fidelity.value}" for t in final.plan) or "nothing is owed"
+    if ours is None or theirs is None:
+        return {"margin": MARGIN, "verdict": "inconclusive", "text": f"not measured ({owed})"}
+    change = ours / theirs - 1
+    tokens = final.held_out[-1][0]
+    if final.held_out[-1][0] != base.held_out[-1][0]:
+        return {"margin": MARGIN, "verdict": "inconclusive", "text": "tokens differ between arms"}
+    text = (
+        f"held-out loss {theirs:.4f} -> {ours:.4f} ({change:+.2%}) after the same {tokens:,} "
+        f"tokens, one seed; worse by at most {MARGIN:.0%} was allowed before the run"
+    )
+    return {"margin": MARGIN, "verdict": "not worse" if change <= MARGIN else "worse", "text": text}
+
+
+def _arm(arm: Arm, base: Arm) -> dict[str, Any]:
+    ratio = ratio_to(arm, base)
+    seconds = [s["step_seconds"] for s in arm.steps]
+    slots, tokens = (sum(s[k] for s in arm.steps) for k in ("slots", "tokens"))
+    found: dict[str, Any] = {
+        "name": arm.name,
+        "techniques": [str(t) for t in arm.plan],
+        "tokens_per_second": spread(arm.rounds).summary() if arm.rounds else NOT_MEASURED,
+        "ratio": _ratio(arm, base, ratio),
+        "verdict": _verdict(arm, base, ratio),
+        "peak_memory_bytes": arm.peak_memory_bytes,
+        "held_out_loss": _last_loss(arm),
+        "held_out_curve": [list(point) for point in arm.held_out],
+        "loss_curve": [list(point) for point in arm.losses],
+        "rounds": arm.rounds,
+        "padding_share": 1 - tokens / slots if slots else None,
+        "startup_seconds": {k: arm.startup_seconds.get(k) for k in ("imports", "data", "model")},
+        "acted": arm.acted,
+    }
+    if len(seconds) > 1:
+        cuts = statistics.quantiles(seconds, n=100, method="inclusive")
+        found["step_seconds"] = {"p50": cuts[49], "p99": cuts[98]}
+    return found
+
+
+def _ratio(arm: Arm, base: Arm, ratio: Interval | None) -> dict[str, float | None]:
+    if arm is base:
+        return {"median": 1.0, "low": 1.0, "high": 1.0} if arm.rounds else NOT_MEASURED
+    return ratio.summary() if ratio is not None else NOT_MEASURED
+
+
+def _verdict(arm: Arm, base: Arm, ratio: Interval | None) -> str:
+    if arm.failed is not None:
+        return f"failed: {arm.failed}"
+    if arm is base:
+        return "baseline"
+    if ratio is None:
+        return "inconclusive"
+    idle = [a["technique"] for a in arm.acted if not a["acted"]]
+    if idle:
+        return f"no effect: {', '.join(idle)} did not act"
+    if quality(arm, base)["verdict"] == "worse":
+        return "harmed"
+    return verdict(ratio, _speed_claim(arm) if len(arm.plan) == 1 else None)
+
+
+def _speed_claim(arm: Arm) -> float | None:
+    """The claimed ratio of tokens per second of an arm with a single technique."""
+    claims = [c for t in arm.plan for c in t.claims if c.metric == "tokens_per_second"]
+    return claims[0].ratio if claims else None
+
+
+def _claims(arms: Sequence[Arm]) -> list[dict[str, str]]:
+    """Every claim of the last arm's techniques beside what adding the technique changed here."""
+    base, final = arms[0], arms[-1]
+    found = []
+    for technique in final.plan:
+        pair = _pair_for(technique, arms)
+        for claim in technique.claims:
+            measured, word = "not measured apart", "inconclusive"
+            if claim.metric == "tokens_per_second" and pair is not None:
+                ratio = ratio_to(pair[1], pair[0])
+                if ratio is not None:
+                    one = ratio.summary()
+                    measured = f"x {one['median']:.2f}"
+                    if one["low"] is not None:
+                        measured += f" [{one['low']:.2f}, {one['high']:.2f}]"
+                    word = verdict(ratio, claim.ratio)
+            elif claim.metric == "peak_memory_bytes" and pair is not None:
+                measured, word = _memory_claim(pair, claim.ratio)
+            found.append(
+                {
+                    "technique": str(technique),
+                    "metric": claim.metric,
+                    "claimed": f"x {claim.ratio:.2f}",
+                    "source": claim.source,
+                    "measured": measured,
+                    "verdict": word,
+                }
+            )
+    return found if base is not final else []
+
+
+def _pair_for(technique: Any, arms: Sequence[Arm]) -> tuple[Arm, Arm] | None:
+    """Two arms that differ by this technique alone."""
+    for one in arms:
+        for other in arms:
+            without = set(other.plan.techniques) - {technique}
+            if technique in other.plan.techniques and set(one.plan.techniques) == without:
+                return one, other
+    return None
+
+
+def _memory_claim(pair: tuple[Arm, Arm], claimed: float) -> tuple[str, str]:
+    """Peak memory of a fixed shape repeats itself, so one value per arm is enough."""
+    before, after = pair[0].peak_memory_bytes, pair[1].peak_memory_bytes
+    if not before or not after:
+        return "not measured", "inconclusive"
+    found = after / before
+    word = "held" if found <= claimed else "fell short" if found < 1 else "no effect"
+    return f"x {found:.2f}", word
+
+
+def _last_loss(arm: Arm) -> float | None:
+    return arm.held_out[-1][1] if arm.held_out and not arm.failed else None
+
+
+def _cost(
+    arms: Sequence[Arm], currency: str | None, per_device_hour: float, devices: int
+) -> dict[str, Any] | None:
+    """Money per million tokens at each arm's median rate; None without a price."""
+    if currency is None:
+        return None
+    per_million = {
+        arm.name: per_device_hour * devices / 3600 / statistics.median(arm.rounds) * 1e6
+        for arm in arms
+        if arm.rounds
+    }
+    return {
+        "currency": currency,
+        "per_device_hour": per_device_hour,
+        "per_million_tokens": per_million,
+    }

@@ -1,0 +1,130 @@
+"""A trial seen from outside: an arm's process, its orders and answers, and how it failed if it did.
+
+Python alone takes seconds to import torch and transformers, so an arm's process stays alive and
+waits, asleep, for its next turn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hasten.core import facts
+from hasten.core.plan import Plan
+
+
+class TrialFailedError(RuntimeError):
+    """The arm's process died, hung, or reported an error; the message says which."""
+
+
+class Trial:
+    """One arm's process.
+
+    Args:
+        recipe: path of a resolved recipe whose data is ready.
+        plan: the arm's techniques.
+        environ: variables that the techniques want before the process starts.
+        log: where the process's own words go.
+        patience_seconds: longest wait for one answer.
+    """
+
+    def __init__(
+        self,
+        recipe: Path,
+        plan: Plan,
+        environ: Mapping[str, str],
+        log: Path,
+        patience_seconds: float = 1800.0,
+    ) -> None:
+        self.log = log
+        self._patience = patience_seconds
+        orders_read, orders_write = os.pipe()
+        answers_read, answers_write = os.pipe()
+        arguments = [str(recipe), json.dumps(plan.to_list()), str(orders_read), str(answers_write)]
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "hasten.trial", *arguments],
+                pass_fds=(orders_read, answers_write),
+                env=facts.child_environment(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+        os.close(orders_read)
+        os.close(answers_write)
+        self._orders = orders_write
+        self._answers = answers_read
+        self._unread = b""
+
+    def __enter__(self) -> Trial:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.end()
+
+    def ask(self, what: str, **details: Any) -> dict[str, Any]:
+        """Give an order and wait for its answer.
+
+        Raises:
+            TrialFailedError: there is no answer to be had.
+        """
+        try:
+            os.write(self._orders, (json.dumps({"do": what, **details}) + "\n").encode())
+        except OSError as error:
+            raise TrialFailedError(self._last_words()) from error
+        return self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        """The next answer (the first, after the start, says that the arm is ready)."""
+        deadline = time.monotonic() + self._patience
+        while b"\n" not in self._unread:
+            ready, _, _ = select.select(
+                [self._answers], [], [], max(deadline - time.monotonic(), 0)
+            )
+            if not ready:
+                raise TrialFailedError(f"no answer within {self._patience:.0f} s: it hangs")
+            piece = os.read(self._answers, 1 << 16)
+            if not piece:
+                raise TrialFailedError(self._last_words())
+            self._unread += piece
+        line, _, self._unread = self._unread.partition(b"\n")
+        found: dict[str, Any] = json.loads(line)
+        if "failed" in found:
+            raise TrialFailedError(found["failed"])
+        return found
+
+    def end(self) -> None:
+        """End the process; harmless when it has ended."""
+        for descriptor in (self._orders, self._answers):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._orders = self._answers = -1
+        try:
+            self._process.wait(timeout=5)  # an end of orders lets it leave by itself
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _last_words(self) -> str:
+        try:
+            code: object = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            code = "unknown"
+        words = self.log.read_text(errors="replace").strip().splitlines()
+        why = words[-1] if words else "it said nothing"
+        if code == -9:
+            why = "killed, most likely for want of memory"
+        return f"the process ended with code {code}: {why}"

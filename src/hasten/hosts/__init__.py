@@ -1,0 +1,1 @@
+"""Other people's loops, and the articles' plain one."""

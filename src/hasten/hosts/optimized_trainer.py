@@ -1,0 +1,256 @@
+"""The articles' trainer: any model, optimizer and loss function, trained in place, with switches.
+
+Each switch is off (False), on with its usual technique (True), or a technique of the caller's
+choice. A switch whose technique doesn't exist yet is one warning and "not available" in the
+summary: the run goes on and says what it did.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hasten.cluster.config import CloudConfig
+from hasten.cluster.ranks import process_group
+from hasten.core import facts
+from hasten.core.batch import Counts, MicroBatch
+from hasten.core.facts import Facts, ModelFacts
+from hasten.core.job import Job, Stop
+from hasten.core.plan import Plan
+from hasten.core.session import assemble
+from hasten.core.setup import obstacles, prepare
+from hasten.core.technique import Technique
+from hasten.core.trainer import Outcome, Watch, fit
+from hasten.errors import InputError
+from hasten.parts.losses import ObjectiveLoss
+from hasten.techniques.checkpoint import Checkpoints
+from hasten.techniques.layout import DDP
+from hasten.techniques.precision import Autocast
+
+Switch = bool | Technique | None
+USUAL: Mapping[str, Technique | None] = {
+    "compress_gradients": None,
+    "mixed_precision": Autocast(),
+    "dynamic_batch": None,
+}
+NOT_AVAILABLE = "not available"
+
+
+class OptimizedTrainer:
+    """Train any module with any loss function and loader.
+
+    Args:
+        model: trained in place, on the device it is on.
+        optimizer: over the model's parameters; not stepped before.
+        loss_fn: ``loss_fn(output, target)`` returns the mean over the batch, or (sum, count).
+        compress_gradients, mixed_precision, dynamic_batch: the articles' switches.
+        count: weight of a batch in the mean, from the batch; its number of records if left out.
+        max_grad_norm: clip gradients to this norm; no clipping if left out.
+
+    Raises:
+        InputError: a switch that is neither a bool nor a technique, or two for the same slot.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_fn: Callable[..., Any],
+        compress_gradients: Switch = False,
+        mixed_precision: Switch = False,
+        dynamic_batch: Switch = False,
+        *,
+        count: Callable[[Any], int] | None = None,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
+        self.count, self.max_grad_norm = count, max_grad_norm
+        asked = {
+            "compress_gradients": compress_gradients,
+            "mixed_precision": mixed_precision,
+            "dynamic_batch": dynamic_batch,
+        }
+        self.techniques = {name: _resolve(name, switch) for name, switch in asked.items()}
+        self.switches = {
+            name: str(self.techniques[name] or (NOT_AVAILABLE if switch else "off"))
+            for name, switch in asked.items()
+        }
+        self.plan = Plan(t for t in self.techniques.values() if t is not None)
+
+    def train(
+        self,
+        train_loader: Iterable[Any],
+        epochs: int = 1,
+        cloud_config: CloudConfig | None = None,
+        checkpoint_dir: str | Path | None = None,
+        resume: bool = False,
+    ) -> dict[str, Any]:
+        """Train for some epochs over a loader of (inputs, target) pairs or dictionaries.
+
+        Args:
+            cloud_config: the machines meant; where they are more than are here, the run uses
+                what is here and says so.
+            checkpoint_dir: the whole state is kept there at the end of each epoch.
+            resume: go on from the newest checkpoint of ``checkpoint_dir``, if there is one.
+
+        Returns:
+            A summary: steps, losses per epoch, records per second, peak memory, switches.
+        """
+        folder = Path(checkpoint_dir) if checkpoint_dir is not None else None
+        if resume and folder is None:
+            raise InputError("resume=True needs checkpoint_dir, the folder to resume from")
+        known = self._facts()
+        _say_what_is_here(cloud_config, known)
+        job = self._job(train_loader, epochs, known)
+        plan = self._whole_plan(folder, known)
+        with process_group(known.world, job.device):
+            session = assemble(prepare(job, plan, known, folder))
+            found = session.setup.checkpoint.resume(session) if resume else None
+            if resume and found is None:
+                print(f"{folder}: no checkpoint yet, starting from the beginning")
+            losses: dict[int, list[float]] = {}
+            watch = Watch(on_step=lambda m: losses.setdefault(m.epoch, []).append(m.loss))
+            outcome = fit(session, watch)
+            session.finish()
+        return self._summary(outcome, session.progress.records, losses, found, plan, known)
+
+    def _job(self, loader: Iterable[Any], epochs: int, known: Facts) -> Job:
+        return Job(
+            model=self.model,
+            loss=lambda model: ObjectiveLoss(model, self.loss_fn),
+            optimizer=lambda named: self.optimizer,
+            stop=Stop(epochs=epochs),
+            collate=lambda rows: _whole_or_part(rows, self.count),
+            stream=lambda epoch: _rows(loader),
+            counted=False,
+            max_grad_norm=self.max_grad_norm,
+            device=known.device,
+            seed=torch.initial_seed() % 2**31,
+        )
+
+    def _facts(self) -> Facts:
+        parameters = sum(p.numel() for p in self.model.parameters())
+        device = next((str(p.device) for p in self.model.parameters()), "cpu")
+        here = ModelFacts(type(self.model).__name__, parameters)
+        return replace(facts.seen_at_start(), device=device, model=here)
+
+    def _whole_plan(self, folder: Path | None, known: Facts) -> Plan:
+        more: list[Technique] = []
+        if folder is not None:
+            more.append(Checkpoints(every_steps=0))
+        if known.world.size > 1:
+            more.append(DDP())
+        plan = self.plan.with_(*more)
+        reasons = obstacles(plan, known)
+        if reasons:
+            raise InputError("this job can't use " + "; ".join(reasons))
+        return plan
+
+    def _summary(
+        self,
+        outcome: Outcome,
+        records: int,
+        losses: Mapping[int, Sequence[float]],
+        found: Path | None,
+        plan: Plan,
+        known: Facts,
+    ) -> dict[str, Any]:
+        trained = sum(outcome.step_seconds)
+        return {
+            "stopped": outcome.stopped,
+            "steps": len(outcome.step_seconds),
+            "seconds": outcome.seconds,
+            "records_per_second": records / trained if trained else None,
+            "epoch_losses": {e: sum(v) / len(v) for e, v in losses.items()},
+            "peak_memory_bytes": outcome.peak_memory_bytes,
+            "switches": dict(self.switches),
+            "plan": plan.to_list(),
+            "resumed_from": str(found) if found else None,
+            "world_size": known.world.size,
+        }
+
+
+class Row(NamedTuple):
+    """One record of a loader's batch: where it is, without a copy."""
+
+    batch: Any
+    row: int
+    rows: int
+
+
+def _resolve(name: str, switch: Any) -> Technique | None:
+    if switch is None or switch is False:
+        return None
+    if isinstance(switch, Technique):
+        return switch
+    if switch is not True:
+        raise InputError(f"{name} is {switch!r}; give True, False or a technique")
+    if USUAL[name] is None:
+        warnings.warn(f"{name}: not available in this version; training without it", stacklevel=3)
+    return USUAL[name]
+
+
+def _say_what_is_here(cloud: CloudConfig | None, known: Facts) -> None:
+    here = max(known.world.size, len(known.hardware.accelerators), 1)
+    if cloud is not None and cloud.devices > here:
+        print(
+            f"cloud_config asks for {cloud.devices} devices and this machine has {here}: training "
+            "on what is here. A run on a cluster is started with `hasten launch`, which is not in "
+            "this version yet"
+        )
+
+
+def _rows(loader: Iterable[Any]) -> Iterator[list[Row]]:
+    for batch in loader:
+        size = _records_in(batch)
+        yield [Row(batch, index, size) for index in range(size)]
+
+
+def _records_in(batch: Any) -> int:
+    if isinstance(batch, Tensor):
+        return int(batch.shape[0]) if batch.ndim else 1
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    for value in values if isinstance(values, Iterable) else ():
+        if isinstance(value, Tensor | Mapping | tuple | list):
+            return _records_in(value)
+    raise InputError(f"the loader gave a {type(batch).__name__} without a tensor in it")
+
+
+def _whole_or_part(rows: Sequence[Row], count: Callable[[Any], int] | None) -> MicroBatch:
+    """The loader's batch as it is, or the rows of it that a smaller micro-batch takes."""
+    batch = rows[0].batch
+    if len(rows) < rows[0].rows:
+        batch = _select(batch, torch.tensor([r.row for r in rows]))
+    weight = len(rows) if count is None else int(count(batch))
+    inputs, named, target = _split(batch)
+    given = {"inputs": inputs, "named": named, "target": target, "weight": weight}
+    return MicroBatch(given, Counts(len(rows), len(rows), len(rows), weight))
+
+
+def _select(value: Any, rows: Tensor) -> Any:
+    if isinstance(value, Tensor):
+        return value.index_select(0, rows.to(value.device))
+    if isinstance(value, Mapping):
+        return {k: _select(v, rows) for k, v in value.items()}
+    if isinstance(value, tuple | list):
+        return [_select(v, rows) for v in value]
+    return value
+
+
+def _split(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """(positional inputs, named inputs, target) of a loader's batch."""
+    if isinstance(batch, Mapping) and "labels" in batch:
+        return (), {k: v for k, v in batch.items() if k != "labels"}, batch["labels"]
+    if isinstance(batch, tuple | list) and len(batch) >= 2:
+        return tuple(batch[:-1]), {}, batch[-1]
+    raise InputError(
+        "a batch must be (inputs, target) or a dictionary with 'labels'; "
+        f"the loader gave a {type(batch).__name__}"
+    )

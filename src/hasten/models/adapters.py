@@ -1,0 +1,237 @@
+"""LoRA on the right modules of every architecture, and a table of what was adapted.
+
+The usual q/k/v/o_proj miss most of latent attention without a word: DeepSeek-V3 has only o_proj of
+the four, V2-Lite only q_proj and o_proj; the rest is q_a_proj, q_b_proj, kv_a_proj_with_mqa and
+kv_b_proj. So targets are resolved here to full module names, by where a projection sits and not by
+what it is called, and a target that finds nothing is an error. Two things are never adapted: the
+head, whose weight fused losses read directly, and a router, whose small changes send tokens to
+other experts. Routed experts (one fused tensor for all) are left out unless a target says
+``experts``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from torch import nn
+
+from hasten.errors import InputError
+from hasten.models.load import quiet, seeded
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+ATTENTION: Final = "self_attn"
+EXPERTS: Final = "experts"
+# In a model with routed experts peft 0.21 takes a module called so, wherever it sits, for an expert
+# of an older transformers and adapts the experts in its stead; given as a tensor it stays itself.
+_MISTAKEN_FOR_EXPERTS: Final = frozenset({"gate_proj", "up_proj", "down_proj"})
+_ROUTERS: Final = frozenset({"gate", "router", "shared_expert_gate"})
+_LAYER_NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class AdaptedRow:
+    """Adapted modules that differ by their layer's number only."""
+
+    modules: str  # full name with * for the layer, such as model.layers.*.self_attn.q_a_proj
+    count: int
+    rank: int
+    parameters: int  # trainable ones, of all of them together
+
+
+def lora_targets(model: PreTrainedModel, targets: str | Sequence[str] = "auto") -> list[str]:
+    """Full names of the linear modules, and of the fused expert tensors, that targets mean.
+
+    ``auto`` and ``attention``: every projection of attention, whatever its architecture calls it.
+    ``all-linear``: those and the dense and shared-expert projections; no head, no router, no routed
+    experts. A list holds full names or consecutive parts of them, as ``q_proj``,
+    ``self_attn.q_proj``, ``layers.3`` or ``shared_experts``; routed experts need ``experts`` or
+    ``experts.down_proj``. Raises InputError for a target that finds nothing, listing what exists.
+    """
+    linears = _adaptable_linears(model)
+    if isinstance(targets, str):
+        if targets == "all-linear":
+            return linears
+        if targets not in ("auto", "attention"):
+            raise InputError(
+                f"targets {targets!r} are unknown: say auto, attention or all-linear, or list names"
+            )
+        found = [name for name in linears if name.split(".")[-2:-1] == [ATTENTION]]
+        if not found:
+            raise InputError(
+                f"a {model.config.model_type} model has no {ATTENTION} to adapt: list names from "
+                f"{_kinds(linears)}"
+            )
+        return found
+    return _listed(linears, _expert_tensors(model), targets)
+
+
+def add_lora(
+    model: PreTrainedModel,
+    rank: int,
+    alpha: float,
+    dropout: float = 0.0,
+    targets: str | Sequence[str] = "auto",
+    seed: int = 0,
+    rslora: bool = False,
+    dora: bool = False,
+) -> PeftModel:
+    """Freeze the model and put low-rank updates beside its targets (LoRA, arXiv 2106.09685).
+
+    The update of a weight is ``alpha / rank * B @ A``, or ``alpha / sqrt(rank)`` with ``rslora``
+    (arXiv 2312.03732); ``dora`` learns each column's length apart (arXiv 2402.09353). A is drawn
+    from ``seed``, B is zero, so the adapted model starts as the same function. In a half-precision
+    model the adapter is float32. The model is changed in place and returned wrapped. Raises
+    InputError for impossible numbers, a second adapter, and dropout or DoRA where LoRA sits on bare
+    tensors: routed experts, and in a model that has those the dense and shared projections too.
+    """
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    _check_numbers(rank, alpha, dropout)
+    if isinstance(model, PeftModel):
+        raise InputError("this model carries an adapter already: merge it before adding another")
+    names = lora_targets(model, targets)
+    modules, tensors = _as_peft_takes_them(names, _expert_tensors(model))
+    if tensors and (dropout or dora):
+        raise InputError(
+            f"{tensors[0]} is adapted as a bare tensor, where LoRA has neither dropout nor DoRA: "
+            "switch them off or adapt attention only"
+        )
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=modules,
+        target_parameters=tensors or None,
+        use_rslora=rslora,
+        use_dora=dora,
+    )
+    with quiet(), seeded(seed):
+        adapted: PeftModel = get_peft_model(model, config)
+    _check_adapted(adapted, names)
+    return adapted
+
+
+def merge(model: PeftModel) -> PreTrainedModel:
+    """The base model with the adapter added into its weights; the adapter is gone afterwards."""
+    return model.merge_and_unload()
+
+
+def adapted_table(model: nn.Module) -> list[AdaptedRow]:
+    """What was adapted, a row per kind of module and rank, in the model's order; [] if nothing."""
+    from peft.tuners.lora import LoraLayer
+
+    groups: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLayer):
+            own = (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector)
+            size = sum(p.numel() for part in own for p in part.parameters())
+            kind = _LAYER_NUMBER.sub(".*", _adapted_name(name, layer))
+            groups[kind, layer.r[layer.active_adapters[0]]].append(size)
+    return [
+        AdaptedRow(kind, len(sizes), rank, sum(sizes)) for (kind, rank), sizes in groups.items()
+    ]
+
+
+def parameter_counts(model: nn.Module) -> tuple[int, int]:
+    """(trainable, all) parameters of the model, adapters included and tied ones counted once."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return sum(size for size, learns in sizes if learns), sum(size for size, _ in sizes)
+
+
+def _adaptable_linears(model: PreTrainedModel) -> list[str]:
+    head = model.get_output_embeddings()
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module is not head
+        and name.split(".")[-1] not in _ROUTERS
+    ]
+
+
+def _expert_tensors(model: PreTrainedModel) -> list[str]:
+    """Fused expert weights, each (experts, out, in), by their full parameter names."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 3 and name.split(".")[-2:-1] == [EXPERTS]
+    ]
+
+
+def _listed(linears: list[str], experts: list[str], targets: Sequence[str]) -> list[str]:
+    chosen: set[str] = set()
+    for target in targets:
+        pool = [*linears, *experts] if EXPERTS in target.split(".") else linears
+        found = [name for name in pool if f".{target}." in f".{name}."]
+        if not found:
+            raise InputError(
+                f"the target {target!r} finds nothing to adapt: choose from "
+                f"{_kinds([*linears, *experts])}"
+            )
+        chosen.update(found)
+    if not chosen:
+        raise InputError("the list of targets is empty: name at least one, or say auto")
+    return [name for name in [*linears, *experts] if name in chosen]
+
+
+def _check_numbers(rank: int, alpha: float, dropout: float) -> None:
+    if rank < 1:
+        raise InputError(f"a LoRA rank of {rank} adapts nothing: give at least 1")
+    if alpha <= 0:
+        raise InputError(f"a LoRA alpha of {alpha} switches the adapter off: give more than 0")
+    if not 0 <= dropout < 1:
+        raise InputError(f"a LoRA dropout of {dropout} is not in [0, 1): 0 and 0.05 are usual")
+
+
+def _kinds(names: Sequence[str]) -> str:
+    """The shortest names by which the list can be addressed, sorted."""
+    kinds = set()
+    for name in names:
+        parts = name.split(".")
+        kinds.add(".".join(parts[-2:]) if parts[-2:-1] == [EXPERTS] else parts[-1])
+    return ", ".join(sorted(kinds))
+
+
+def _as_peft_takes_them(names: list[str], experts: list[str]) -> tuple[list[str], list[str]]:
+    """The names split into modules and tensors, which peft is given apart."""
+    modules, tensors = [], []
+    for name in names:
+        if name in experts:
+            tensors.append(name)
+        elif experts and name.split(".")[-1] in _MISTAKEN_FOR_EXPERTS:
+            tensors.append(f"{name}.weight")
+        else:
+            modules.append(name)
+    return modules, tensors
+
+
+def _check_adapted(model: PeftModel, names: list[str]) -> None:
+    """InputError if peft adapted anything but the names: it rewrites targets it takes for old."""
+    import peft
+    from peft.tuners.lora import LoraLayer
+
+    layers = [(name, x) for name, x in model.named_modules() if isinstance(x, LoraLayer)]
+    wrong = {_adapted_name(name, layer) for name, layer in layers} ^ set(names)
+    if wrong:
+        raise InputError(
+            f"peft {peft.__version__} disagrees on adapting {min(wrong)} and {len(wrong) - 1} "
+            "others: adapt attention only, or install the version in the constraints file"
+        )
+
+
+def _adapted_name(name: str, layer: nn.Module) -> str:
+    """The name of an adapted module or expert tensor as it was before peft wrapped it."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    bare = name.removeprefix("base_model.model.").replace(".base_layer", "")
+    if isinstance(layer, ParamWrapper) and layer.parameter_name != "weight":
+        return f"{bare}.{layer.parameter_name}"
+    return bare

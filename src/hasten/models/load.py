@@ -1,0 +1,229 @@
+"""Models and tokenizers from a preset's name, a local folder or a hub name, or one clear sentence.
+
+A preset gives random weights that its seed decides. A folder or hub name gives trained weights,
+and every way in which they could be silently wrong is an error here: transformers fills a missing
+tensor with noise, skips one it doesn't know, and says both in a log line. Nothing from a folder is
+ever executed: weights come from safetensors alone (a pickle can run code) and custom model code is
+refused. ``source`` is looked up as a preset first; write ``./name`` for a folder called like one.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from hasten.errors import InputError
+from hasten.models.presets import PRESETS, build_config, with_vocabulary
+from hasten.models.sources import check_folder, check_native, check_source, check_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+_NAMES_SHOWN: Final = 3
+_REASON_SHOWN: Final = 300  # characters; transformers explains at length
+
+
+def load_model(
+    source: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    from_scratch: bool = False,
+    seed: int = 0,
+    vocab_size: int | None = None,
+    bos_token_id: int | None = None,
+    eos_token_id: int | None = None,
+    pad_token_id: int | None = None,
+) -> PreTrainedModel:
+    """A causal language model in training mode on the CPU, its parameters in ``dtype``.
+
+    A preset, and any source with ``from_scratch``, has random weights: drawn in float32 from
+    ``seed`` and then rounded to ``dtype``, so that every precision starts from the same model, and
+    with ``vocab_size`` rows of embedding. Buffers (rotary frequencies, the router's balancing bias)
+    stay float32 in every precision, as when transformers loads them.
+
+    Trained weights keep their embedding, which ``vocab_size`` may not exceed. The token ids go to
+    the configs of the model and of its generation. Raises InputError for whatever the source lacks.
+    """
+    tokens = {
+        "bos_token_id": bos_token_id,
+        "eos_token_id": eos_token_id,
+        "pad_token_id": pad_token_id,
+    }
+    random = from_scratch or source in PRESETS
+    if source in PRESETS:
+        config = build_config(PRESETS[source], vocab_size=vocab_size, **tokens)
+    else:
+        config = read_config(source, needs_weights=not from_scratch)
+        if not from_scratch:
+            _check_rows(source, config, vocab_size)
+        with_vocabulary(config, vocab_size=vocab_size if random else None, **tokens)
+    # Built without its padding token, whose embedding row transformers would zero and cut off from
+    # gradients: DeepSeek's tokenizers pad with the end-of-text token, which would never learn.
+    padding, config.pad_token_id = config.pad_token_id, None
+    model = _from_seed(config, seed, dtype) if random else _from_weights(source, config, dtype)
+    model.config.pad_token_id = padding
+    for name, token_id in tokens.items():
+        if token_id is not None:
+            setattr(model.generation_config, name, token_id)
+    model.train()
+    return model
+
+
+def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local folder or hub name, exactly as its ``tokenizer.json`` says.
+
+    The class that transformers 5 chooses by model type is passed over on purpose: for qwen2, and so
+    for the R1 distillations, it puts its own splitting rules in place of the file's, and the same
+    text gets other ids. Raises InputError for a preset, which has no tokenizer.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    check_tokenizer(source)
+    with quiet(), _advice(f"the tokenizer of {source} can't be loaded"):
+        return PreTrainedTokenizerFast.from_pretrained(source)
+
+
+def count_parameters(config: PreTrainedConfig) -> int:
+    """Parameters of a model with this config, tied ones once; no memory is taken."""
+    from transformers import AutoModelForCausalLM
+
+    with quiet(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(p.numel() for p in model.parameters())
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, transformers and the hub client show no progress bars and log errors only.
+
+    Notices of what a future version will do are dropped too: they speak to peft, not to the user.
+    """
+    from transformers.utils import logging as hf_logging
+
+    loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
+    levels = [logger.level for logger in loggers]
+    had_bars = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        if had_bars:
+            hf_logging.enable_progress_bar()
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, the CPU's random numbers follow ``seed``; afterwards they go on as if untouched."""
+    with torch.random.fork_rng(devices=[]):
+        # torch.manual_seed would reseed the accelerators too, which nothing restores.
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def read_config(
+    source: str, *, needs_weights: bool = False, vocab_size: int | None = None
+) -> PreTrainedConfig:
+    """The source's config, after every check that is possible without loading weights.
+
+    ``vocab_size`` is that of a preset's tokenizer, and of no effect on any other source.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+
+    if source in PRESETS:
+        return build_config(PRESETS[source], vocab_size=vocab_size)
+    folder = check_source(source)
+    if folder is not None:
+        check_folder(folder, needs_weights=needs_weights)
+    with quiet(), _advice(f"the config of {source} can't be read"):
+        raw, _ = PreTrainedConfig.get_config_dict(source)
+        check_native(source, raw, needs_weights=needs_weights)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InputError(f"{source} is a {config.model_type} model, which predicts no next token")
+    # The published V3 says how its weights are quantised; fresh ones are not.
+    vars(config).pop("quantization_config", None)
+    return config
+
+
+def _from_seed(config: PreTrainedConfig, seed: int, dtype: torch.dtype) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    with quiet(), seeded(seed), _advice(f"a {config.model_type} model can't be built"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+    return model
+
+
+def _from_weights(source: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    with quiet(), _advice(f"the weights of {source} can't be loaded"):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # only so that the report names them
+        )
+    _check_report(source, report)
+    return model
+
+
+def _check_rows(source: str, config: PreTrainedConfig, vocab_size: int | None) -> None:
+    if vocab_size is not None and vocab_size > config.vocab_size:
+        raise InputError(
+            f"the tokenizer has {vocab_size} tokens and the embedding of {source} only "
+            f"{config.vocab_size} rows: use the model's own tokenizer, or train from scratch"
+        )
+
+
+def _check_report(source: str, report: dict[str, Any]) -> None:
+    """InputError when the loader left out, made up or reshaped a tensor; names the first three."""
+    reshaped = [
+        f"{name} {list(found)} instead of {list(expected)}"
+        for name, found, expected in report["mismatched_keys"]
+    ]
+    findings = {
+        "missing": report["missing_keys"],
+        "unknown": report["unexpected_keys"],
+        "of another shape": reshaped,
+    }
+    wrong = [
+        f"{len(names)} {what} ({', '.join(sorted(names)[:_NAMES_SHOWN])})"
+        for what, names in findings.items()
+        if names
+    ]
+    if wrong:
+        raise InputError(
+            f"the weights of {source} don't fit its config.json, {'; '.join(wrong)}: "
+            "give the config and the weights of the same model"
+        )
+
+
+@contextmanager
+def _advice(failed: str) -> Iterator[None]:
+    """Turn what the libraries raise about somebody's files into one sentence after ``failed``."""
+    try:
+        yield
+    except (InputError, MemoryError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        if "automatic conversion of the weights" in reason:
+            reason = "some experts' weights are missing or differ in shape from the others'"
+        raise InputError(f"{failed}: {reason[:_REASON_SHOWN]}") from error

@@ -1,0 +1,1 @@
+"""Plain PyTorch parts, each useful alone in any training loop."""

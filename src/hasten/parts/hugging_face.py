@@ -1,0 +1,28 @@
+"""The two ends of a Hugging Face causal language model, adapters or not: its trunk and its head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def causal_lm(model: nn.Module) -> Any:
+    """The model itself inside a PEFT wrapper; its layers already hold the adapters.
+
+    Raises:
+        ValueError: not a causal language model.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(inner, "base_model_prefix") or not hasattr(inner, "lm_head"):
+        raise ValueError(
+            f"{type(inner).__name__} is not a Hugging Face causal language model with an lm_head"
+        )
+    return inner
+
+
+def trunk(model: nn.Module) -> nn.Module:
+    """The decoder that maps token ids to hidden states."""
+    inner = causal_lm(model)
+    found: nn.Module = getattr(inner, inner.base_model_prefix)
+    return found

@@ -1,0 +1,1 @@
+"""From a YAML recipe to a job and a plan; the only reader of the catalogue besides the tests."""

@@ -1,0 +1,169 @@
+"""From a recipe and its material to facts, a plan and a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from hasten.core import facts
+from hasten.core.batch import with_language_counts
+from hasten.core.facts import Facts, ModelFacts
+from hasten.core.job import Job, NamedParameters, Stop
+from hasten.core.order import GlobalBatch, ShuffledOrder
+from hasten.core.plan import Plan
+from hasten.core.schedule import Schedule
+from hasten.core.setup import obstacles
+from hasten.core.slot import Slot
+from hasten.errors import InputError
+from hasten.models.load import count_parameters, load_model, read_config
+from hasten.parts.collate import padded
+from hasten.parts.losses import WholeLogitsLoss
+from hasten.parts.parameter_groups import decayed_groups
+from hasten.recipe.material import Material
+from hasten.recipe.schema import Recipe
+from hasten.techniques import CATALOGUE
+from hasten.techniques.adapter import LoRA
+from hasten.techniques.layout import DDP
+
+DEFAULT_BATCH = 32  # records of a step where the recipe says nothing
+
+
+def facts_of(recipe: Recipe, material: Material | None = None) -> Facts:
+    """What is known of machine, model and records before anything is built."""
+    here = facts.seen_at_start()
+    device = here.device if recipe.device == "auto" else recipe.device
+    if device.startswith("cuda") and not here.hardware.accelerators:
+        raise InputError("device: this machine has no CUDA device; say device: auto or cpu")
+    if recipe.device == "cuda":
+        device = here.device
+    known = replace(here, device=device, model=model_facts(recipe, material))
+    return replace(known, records=material.record_facts()) if material else known
+
+
+def model_facts(recipe: Recipe, material: Material | None) -> ModelFacts:
+    """The model's shape from its config; nothing is loaded."""
+    rows = len(material.tokenizer) if material else None
+    config = read_config(recipe.model, needs_weights=not recipe.from_scratch, vocab_size=rows)
+    return ModelFacts(
+        architecture=config.model_type,
+        parameters=count_parameters(config),
+        hidden_size=config.hidden_size,
+        layers=config.num_hidden_layers,
+        vocabulary=config.vocab_size,
+        tied_head=bool(config.tie_word_embeddings),
+        experts=getattr(config, "n_routed_experts", 0) or 0,
+    )
+
+
+def plan_of(recipe: Recipe, known: Facts, tell: Callable[[str], None] = lambda text: None) -> Plan:
+    """The recipe's techniques, without those that can't work here if the recipe says skip.
+
+    Raises:
+        InputError: an unknown technique or setting, two for one slot, an obstacle.
+    """
+    plan = Plan.from_list(recipe.plan, CATALOGUE)
+    if recipe.finetuning_type == "lora" and Slot.ADAPTER in plan:
+        raise InputError(
+            "finetuning_type: lora and a technique of the plan both decide which parameters learn; "
+            "keep one of them"
+        )
+    if known.world.size > 1 and Slot.LAYOUT not in plan:
+        plan = plan.with_(DDP())
+    for technique in plan:
+        reasons = technique.obstacles(known)
+        if reasons and recipe.on_obstacle == "skip":
+            tell(f"going on without {technique}: {reasons[0]}")
+            plan = plan.without(technique)
+    found = obstacles(plan, known)
+    if found:
+        raise InputError(f"plan: {found[0]} (on_obstacle: skip goes on without it)")
+    return plan
+
+
+def job_of(recipe: Recipe, material: Material, known: Facts) -> Job:
+    """The recipe as a job: a fresh model, AdamW, padded batches, logits for every slot."""
+    job = Job(
+        model=partial(build_model, recipe, material),
+        loss=WholeLogitsLoss,
+        optimizer=partial(adamw, recipe),
+        stop=Stop(recipe.max_steps, recipe.epochs, recipe.max_tokens),
+        records=material.train,
+        lengths=material.train.lengths.tolist(),
+        collate=with_language_counts(partial(padded, pad_id=material.tokenizer.pad_token_id or 0)),
+        batch=batch_of(recipe),
+        adapter=_adapter(recipe),
+        held_out=material.held_out,
+        max_grad_norm=recipe.max_grad_norm,
+        seed=recipe.seed,
+        device=known.device,
+    )
+    return replace(job, schedule=_schedule(recipe, job))
+
+
+def build_model(recipe: Recipe, material: Material) -> nn.Module:
+    """The model in float32 with attention through SDPA, fitted to the tokenizer."""
+    tokenizer = material.tokenizer
+    model: Any = load_model(
+        recipe.model,
+        from_scratch=recipe.from_scratch,
+        seed=recipe.seed,
+        vocab_size=len(tokenizer),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model.set_attn_implementation("sdpa")
+    built: nn.Module = model
+    return built
+
+
+def adamw(recipe: Recipe, named: NamedParameters) -> torch.optim.Optimizer:
+    """AdamW as language models use it, in torch's fused form."""
+    groups = decayed_groups(named, recipe.weight_decay)
+    return AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def batch_of(recipe: Recipe) -> GlobalBatch:
+    """The global batch in the unit the recipe uses."""
+    if recipe.global_batch_tokens:
+        return GlobalBatch(records=None, tokens=recipe.global_batch_tokens)
+    return GlobalBatch(records=recipe.global_batch_size or DEFAULT_BATCH)
+
+
+def _adapter(recipe: Recipe) -> Callable[[nn.Module], nn.Module]:
+    if recipe.finetuning_type == "full":
+        return lambda model: model
+    targets = recipe.lora_targets
+    lora = LoRA(
+        rank=recipe.lora_rank,
+        alpha=recipe.lora_alpha,
+        dropout=recipe.lora_dropout,
+        targets=tuple(targets) if isinstance(targets, list) else targets,
+    )
+    return lora.adapt
+
+
+def _schedule(recipe: Recipe, job: Job) -> Schedule:
+    return Schedule(
+        recipe.lr_schedule, recipe.warmup_steps, total_steps(job), floor=recipe.min_lr_ratio
+    )
+
+
+def total_steps(job: Job) -> int:
+    """Steps until the first of the job's limits, as the data order has them."""
+    sizes = [
+        sum(job.lengths[i] for i in step)
+        for step in ShuffledOrder(job.lengths, job.batch, job.seed).steps(0)
+    ]
+    limits = [job.stop.steps or 10**12]
+    if job.stop.epochs:
+        limits.append(job.stop.epochs * len(sizes))
+    if job.stop.tokens:
+        limits.append(-(-job.stop.tokens * len(sizes) // sum(sizes)))
+    return min(limits)

@@ -1,0 +1,213 @@
+"""A recipe is one flat YAML file: what to train, on what, how long, and with which techniques.
+
+Every key is a field below and documented where it stands. A key that isn't known is an error with
+the nearest known one: a mistyped key that is silently dropped costs a day of somebody's training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hasten.core.plan import did_you_mean
+from hasten.errors import InputError
+
+LARGEST_FILE = 1 << 20  # bytes; a recipe is a page of text
+
+
+class Price(BaseModel):
+    """What a device costs, in the user's own currency."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    currency: str = Field(min_length=1, description="for example CNY, EUR, USD")
+    per_device_hour: float = Field(ge=0, description="price of one device for one hour")
+
+
+class Recipe(BaseModel):
+    """All keys of a recipe with their defaults."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    # Material
+    model: str = Field(description="a preset, a Hugging Face folder, or a hub name")
+    tokenizer: str | None = Field(
+        None, description="folder or hub name; of the model if left out, trained for presets"
+    )
+    from_scratch: bool = Field(False, description="random weights: pre-training")
+    dataset: str | list[str] = Field(
+        description="JSON or JSONL files or folders, or the embedded corpus: stdlib, stdlib-text"
+    )
+    held_out: float | str = Field(
+        0.05, description="a share below 1, a number of records, or a file of its own"
+    )
+    max_records: int | None = Field(None, ge=1, description="use so many records at most")
+    max_rejected: float = Field(
+        0.001, ge=0, description="unusable records allowed: a share below 1, or a number"
+    )
+    cutoff_len: int = Field(2048, ge=2, description="longest record in tokens; longer ones are cut")
+    vocabulary: int = Field(4096, ge=300, description="size of a tokenizer trained for a preset")
+
+    # What learns
+    finetuning_type: Literal["full", "lora"] = Field("full", description="all weights, or LoRA")
+    lora_rank: int = Field(16, ge=1, description="rank of the LoRA update")
+    lora_alpha: int = Field(32, ge=1, description="the update is scaled by lora_alpha / lora_rank")
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the adapter")
+    lora_targets: str | list[str] = Field("auto", description="auto, all-linear, or module names")
+
+    # How long
+    max_steps: int | None = Field(None, ge=1, description="stop after so many steps")
+    epochs: int | None = Field(None, ge=1, description="stop after so many passes over the data")
+    max_tokens: int | None = Field(None, ge=1, description="stop after so many tokens")
+
+    # Optimization
+    global_batch_size: int | None = Field(None, ge=1, description="records of one step, all ranks")
+    global_batch_tokens: int | None = Field(None, ge=1, description="tokens of one step, all ranks")
+    learning_rate: float = Field(2e-4, gt=0, description="peak learning rate")
+    lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "cosine", description="shape of the learning rate after the warm-up"
+    )
+    warmup_steps: int = Field(0, ge=0, description="steps of linear rise")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="lowest rate / peak rate")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW, matrices only")
+    max_grad_norm: float | None = Field(1.0, gt=0, description="clip gradients to this norm")
+    seed: int = Field(0, ge=0, description="of weights, data order and dropout")
+
+    # Looking
+    eval_every: int = Field(0, ge=0, description="steps between evaluations; 0: at the end only")
+    patience: int = Field(0, ge=0, description="evaluations without gain before stopping; 0: off")
+    price: Price | None = Field(None, description="currency and per_device_hour, for the cost")
+
+    # Machine
+    output: str = Field("runs/train", description="the run's folder; nothing is written elsewhere")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to train")
+    nproc: int = Field(1, ge=1, description="processes on this machine, one rank each")
+    resume: Literal["auto", "never"] = Field(
+        "never", description="auto: go on from the newest checkpoint of the output"
+    )
+
+    # Techniques
+    plan: list[Any] = Field(default_factory=list, description="techniques: name, or name: settings")
+    on_obstacle: Literal["stop", "skip"] = Field(
+        "stop", description="when a technique can't work here: stop, or go on without it"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        if not (self.max_steps or self.epochs or self.max_tokens):
+            raise ValueError("give max_steps, epochs or max_tokens, or the run has no end")
+        if self.global_batch_size and self.global_batch_tokens:
+            raise ValueError("give global_batch_size or global_batch_tokens, not both")
+        if self.patience and not self.eval_every:
+            raise ValueError("patience needs eval_every, the steps between two evaluations")
+        return self
+
+    @property
+    def datasets(self) -> list[str]:
+        return [self.dataset] if isinstance(self.dataset, str) else self.dataset
+
+    def to_yaml(self) -> str:
+        """The resolved recipe, every key written out."""
+        text: str = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, width=100)
+        return text
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file and apply ``key=value`` overrides.
+
+    Raises:
+        InputError: no such file, not YAML, an unknown key, a value that doesn't fit.
+    """
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; give the recipe, a .yaml file")
+    try:
+        with path.open("rb") as file:
+            raw = file.read(LARGEST_FILE + 1)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}; give the path of a recipe") from error
+    if len(raw) > LARGEST_FILE:
+        raise InputError(f"{path} is larger than {LARGEST_FILE} bytes; that is not a recipe")
+    found = read_yaml(raw.decode("utf-8", errors="replace"), str(path))
+    if not isinstance(found, dict):
+        raise InputError(f"{path} is not a recipe: it must be lines of `key: value`")
+    return recipe_from({**found, **read_overrides(overrides)}, str(path))
+
+
+def recipe_from(values: dict[Any, Any], place: str) -> Recipe:
+    """A recipe out of a dictionary; ``place`` names its origin in messages."""
+    for key in values:
+        if key not in Recipe.model_fields:
+            hint = did_you_mean(str(key), Recipe.model_fields)
+            raise InputError(f"{place}: unknown key {key!r}{hint}; see `hasten train --help`")
+    try:
+        return Recipe(**values)
+    except ValidationError as error:
+        raise InputError(f"{place}: {_first(error)}") from error
+
+
+def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """``key=value`` words as a dictionary; values are read as YAML."""
+    found: dict[str, Any] = {}
+    for word in overrides:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise InputError(f"can't read {word!r}: overrides are written key=value")
+        found[key.strip()] = read_yaml(value, f"override {word!r}")
+    return found
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without anchors (which can grow without bound), and 1e-4 as the number it is."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.events.AliasEvent):
+            raise yaml.YAMLError("aliases are not allowed")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
+        for position, key in enumerate(keys):
+            if key in keys[:position]:
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {key!r} stands twice", problem_mark=node.start_mark
+                )
+        return super().construct_mapping(node, deep=deep)
+
+
+_NUMBER = r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"
+
+
+def _number_resolver() -> None:
+    import re
+
+    _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_NUMBER), "-+0123456789.")
+
+
+_number_resolver()
+
+
+def read_yaml(text: str, place: str) -> Any:
+    """YAML as plain values, or one sentence on where it breaks."""
+    try:
+        return yaml.load(text, _Loader)  # a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line = f" line {mark.line + 1}" if mark else ""
+        raise InputError(f"{place}:{line} {error.problem or 'not YAML'}") from error
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise InputError(f"{place}: not YAML: {str(error).splitlines()[0]}") from error
+
+
+def _first(error: ValidationError) -> str:
+    """The first complaint as `key: what is wrong`."""
+    found = error.errors()[0]
+    key = ".".join(str(part) for part in found["loc"] if isinstance(part, str))
+    text = found["msg"].removeprefix("Value error, ")
+    if found["type"] == "missing":
+        return f"the key {key!r} is missing"
+    given = "" if not found["loc"] else f" (it is {found.get('input')!r})"
+    return f"{key}: {text}{given}" if key else text

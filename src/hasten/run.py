@@ -1,0 +1,263 @@
+"""The life of one training run: folder, data, model, steps, and what it leaves behind.
+
+    output/
+      recipe.yaml       the resolved recipe          metrics.jsonl     a line per step
+      evaluations.jsonl held-out loss and metrics    summary.json      the whole run in one object
+      model/ or adapter/  Hugging Face or PEFT form   data/             tokens, mapped by later runs
+      best/             weights of the lowest held-out loss, where the recipe evaluates on the way
+      rejected.jsonl    records left out, and why     checkpoints/      where the plan writes them
+
+An earlier run in the same folder is not overwritten: its results move to ``previous/1`` and so on.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from torch import nn
+
+from hasten.cluster.ranks import process_group
+from hasten.core import facts
+from hasten.core.evaluate import Evaluation
+from hasten.core.facts import Facts
+from hasten.core.plan import Plan
+from hasten.core.session import Session, assemble
+from hasten.core.setup import prepare
+from hasten.core.step import StepMetrics
+from hasten.core.trainer import Outcome, Watch, fit
+from hasten.errors import InputError
+from hasten.models.adapters import adapted_table, parameter_counts
+from hasten.models.save import save_adapter, save_model
+from hasten.recipe.build import facts_of, job_of, plan_of
+from hasten.recipe.material import Material, gather, write_rejected
+from hasten.recipe.schema import Recipe
+from hasten.sample import Sample, write_samples
+
+RESULTS = ("metrics.jsonl", "evaluations.jsonl", "summary.json", "rejected.jsonl", "recipe.yaml")
+Tell = Callable[[str], None]
+OnStep = Callable[[StepMetrics], None]
+OnEvaluation = Callable[[Evaluation], None]
+
+
+def train(
+    recipe: Recipe,
+    *,
+    import_seconds: float = 0.0,
+    tell: Tell = print,
+    on_tokens: Callable[[int, int], None] | None = None,
+    on_start: Callable[[Session], None] = lambda session: None,
+    on_step: OnStep = lambda metrics: None,
+    on_evaluation: OnEvaluation = lambda evaluation: None,
+) -> dict[str, Any]:
+    """Train as the recipe says and return what ``summary.json`` holds.
+
+    Raises:
+        InputError: anything of the recipe can't be used; nothing was trained.
+    """
+    began = time.perf_counter()
+    output = Path(recipe.output)
+    known, plan, material = ready(recipe, tell, on_tokens)
+    main = known.world.is_main
+    if main:
+        clear_the_way(output, keep_checkpoints=recipe.resume == "auto")
+        (output / "recipe.yaml").write_text(recipe.to_yaml())
+        if material.note.rejected:
+            write_rejected(material.note, output / "rejected.jsonl")
+            tell(f"{len(material.note.rejected)} records left out: {output / 'rejected.jsonl'}")
+    data_seconds = time.perf_counter() - began
+    facts.reset_memory_peak(known.device)
+    with process_group(known.world, known.device):
+        job = job_of(recipe, material, known)
+        session = assemble(prepare(job, plan, known, output / "checkpoints"))
+        if recipe.resume == "auto":
+            _resume(session, tell if main else _silent)
+        session.startup_seconds |= {"imports": import_seconds, "data": data_seconds}
+        tell_what_trains(session, tell if main else _silent)
+        on_start(session)
+        keeper = _Keeper(session, material, output) if main else None
+        watch = Watch(
+            every_steps=recipe.eval_every,
+            patience=recipe.patience,
+            on_step=_both(keeper.step, on_step) if keeper else _silent,
+            on_evaluation=_both(keeper.evaluation, on_evaluation) if keeper else _silent,
+            on_best=keeper.best if keeper and recipe.eval_every else _silent,
+        )
+        outcome = fit(session, watch)
+        proofs = {t.name(): asdict(t.probe(session)) for t in plan}
+        model = session.finish()
+        if not main:
+            return {}
+        return _leave(recipe, session, model, material, outcome, proofs, output)
+
+
+def ready(
+    recipe: Recipe, tell: Tell, on_tokens: Callable[[int, int], None] | None = None
+) -> tuple[Facts, Plan, Material]:
+    """Everything that can be wrong with a recipe, found out before anything is trained."""
+    output = Path(recipe.output)
+    plan_of(recipe, facts_of(recipe))  # the cheap part first: names, slots, architecture
+    check_folder(output)
+    material = gather(recipe, output / "data", tell, on_tokens)
+    known = facts_of(recipe, material)
+    plan = plan_of(recipe, known, tell)
+    job_of(recipe, material, known)
+    check_space(output, known)
+    return known, plan, material
+
+
+def clear_the_way(output: Path, keep_checkpoints: bool) -> None:
+    """Move an earlier run's results to ``previous/N``; its prepared data stays."""
+    output.mkdir(parents=True, exist_ok=True)
+    names = [*RESULTS, "model", "adapter", "best"]
+    if not keep_checkpoints:
+        names.append("checkpoints")
+    earlier = [output / name for name in names if (output / name).exists()]
+    if not earlier:
+        return
+    number = 1
+    while (output / "previous" / str(number)).exists():
+        number += 1
+    place = output / "previous" / str(number)
+    place.mkdir(parents=True)
+    for path in earlier:
+        path.rename(place / path.name)
+
+
+def tell_what_trains(session: Session, tell: Tell) -> None:
+    """One line on the model and the machine, and the table of what was adapted."""
+    learns, total = parameter_counts(session.model)
+    setup = session.setup
+    tell(
+        f"{setup.facts.model.architecture}, {total / 1e6:.1f} M parameters of which "
+        f"{learns / 1e6:.1f} M learn, on {setup.facts.hardware.short}; plan: {setup.plan}"
+    )
+    for row in adapted_table(session.model):
+        tell(f"  adapted {row.modules} x {row.count}, rank {row.rank}, {row.parameters:,} weights")
+
+
+def cost_of(recipe: Recipe, seconds: float, tokens: int, devices: int) -> dict[str, Any] | None:
+    """Price per device hour x devices x hours, and per million tokens; None without a price."""
+    if recipe.price is None:
+        return None
+    total = recipe.price.per_device_hour * devices * seconds / 3600
+    return {
+        "currency": recipe.price.currency,
+        "device_hours": devices * seconds / 3600,
+        "total": total,
+        "per_million_tokens": total / tokens * 1e6 if tokens else None,
+    }
+
+
+class _Keeper:
+    """Writes a run's lines as they come."""
+
+    def __init__(self, session: Session, material: Material, output: Path) -> None:
+        self._session, self._material, self._output = session, material, output
+        self._metrics = _open(output / "metrics.jsonl")
+        self._evaluations = _open(output / "evaluations.jsonl")
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._metrics.write(json.dumps(metrics.to_dict()) + "\n")
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self._evaluations.write(json.dumps(evaluation.to_dict()) + "\n")
+
+    def best(self, evaluation: Evaluation) -> None:
+        save(self._session.model, self._material, self._output / "best")
+
+
+def save(model: nn.Module, material: Material, folder: Path) -> Path:
+    """The model, or its adapter alone, in the format that Transformers and PEFT load."""
+    any_model: Any = model
+    if adapted_table(model):
+        save_adapter(any_model, material.tokenizer, folder)
+    else:
+        save_model(any_model, material.tokenizer, folder)
+    return folder
+
+
+def _leave(
+    recipe: Recipe,
+    session: Session,
+    model: nn.Module,
+    material: Material,
+    outcome: Outcome,
+    proofs: dict[str, Any],
+    output: Path,
+) -> dict[str, Any]:
+    adapted = bool(adapted_table(model))
+    folder = save(model, material, output / ("adapter" if adapted else "model"))
+    known = session.setup.facts
+    samples: Sequence[Sample] = write_samples(session, material.tokenizer, material.held_out)
+    summary = {
+        **outcome.summary(session),
+        "startup_seconds": session.startup_seconds,
+        "saved": str(folder),
+        "plan": session.setup.plan.to_list(),
+        "acted": proofs,
+        "samples": [asdict(s) for s in samples],
+        "cost": cost_of(recipe, outcome.seconds, session.progress.tokens, known.world.size),
+        "corpus_sha256": material.note.corpus_sha256,
+        "rejected": len(material.note.rejected),
+        "hardware": asdict(known.hardware),
+        "versions": dict(known.versions),
+        "seed": recipe.seed,
+    }
+    temporary = output / ".summary.json"
+    temporary.write_text(json.dumps(summary, indent=1))
+    temporary.replace(output / "summary.json")
+    return summary
+
+
+def _resume(session: Session, tell: Tell) -> None:
+    found = session.setup.checkpoint.resume(session)
+    if found is None:
+        tell("no checkpoint to resume from, starting at the beginning")
+    else:
+        tell(f"resuming from {found}, step {session.progress.step}")
+
+
+def check_folder(output: Path) -> None:
+    """Raise InputError unless the folder is there, or can be made, and takes files."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        probe = output / ".probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise InputError(
+            f"output: can't write into {output}: {error.strerror or error}; choose another folder"
+        ) from error
+
+
+def check_space(output: Path, known: Facts) -> None:
+    """The saved model, once more while it takes its final name, and some room for the lines."""
+    needed = 2 * 4 * known.model.parameters + 64 * 2**20
+    free = shutil.disk_usage(output).free
+    if free < needed:
+        raise InputError(
+            f"output: the run needs about {needed / 1e9:.1f} GB in {output} and {free / 1e9:.1f} "
+            "GB are free; make room or choose another folder"
+        )
+
+
+def _open(path: Path) -> TextIO:
+    return path.open("a", buffering=1)  # a line reaches the file when it is complete
+
+
+def _both(one: Callable[[Any], None], other: Callable[[Any], None]) -> Callable[[Any], None]:
+    def call(value: Any) -> None:
+        one(value)
+        other(value)
+
+    return call
+
+
+def _silent(value: Any) -> None:
+    return None

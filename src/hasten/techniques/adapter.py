@@ -1,0 +1,74 @@
+"""ADAPTER: which parameters learn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hasten.core.facts import Facts
+from hasten.core.session import Session
+from hasten.core.setup import Setup
+from hasten.core.slot import Slot
+from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.models import adapters
+
+
+@dataclass(frozen=True)
+class LoRA(Technique):
+    """Low-rank adapters on frozen weights: Hu et al., arXiv:2106.09685, through PEFT.
+
+    ``targets`` is ``auto`` (the attention's projections, found by architecture: MLA's too),
+    ``all-linear`` (every linear layer but head and router), or a list of module names.
+    """
+
+    slot = Slot.ADAPTER
+    rank: int = knob(16, "rank of the update", choices=(4, 8, 16, 32, 64, 128))
+    alpha: int = knob(32, "the update is scaled by alpha / rank", choices=(16, 32, 64, 128, 256))
+    dropout: float = knob(0.0, "dropout before the adapter", low=0.0, high=0.2)
+    targets: Any = setting("auto", "auto, all-linear, or a list of module names")
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or self.alpha <= 0 or not 0 <= self.dropout < 1:
+            raise ValueError(
+                f"rank {self.rank} and alpha {self.alpha} must be positive, "
+                f"dropout {self.dropout} within 0..1"
+            )
+        if isinstance(self.targets, list):
+            object.__setattr__(self, "targets", tuple(self.targets))
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.LOSSY
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        return (
+            Claim("epoch_seconds", 21.5 / 32, "the articles' LoRA run: an epoch 32 -> 21.5 min"),
+        )
+
+    def apply(self, setup: Setup) -> None:
+        setup.adapter = self.adapt
+
+    def adapt(self, model: nn.Module) -> nn.Module:
+        """The model in a PEFT wrapper; everything but the adapters is frozen."""
+        targets = list(self.targets) if isinstance(self.targets, tuple) else self.targets
+        found: nn.Module = adapters.add_lora(
+            model, rank=self.rank, alpha=self.alpha, dropout=self.dropout, targets=targets
+        )
+        return found
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        if facts.model.vocabulary:
+            return ()
+        return (f"needs a Hugging Face language model; this is a {facts.model.architecture}",)
+
+    def forecast(self, facts: Facts) -> Forecast:
+        # No weight gradients (a third of the products), no gradients and moments of the base.
+        return Forecast(flops=2 / 3, resident_bytes=-12.0 * facts.model.parameters)
+
+    def probe(self, session: Session) -> Proof:
+        learn = sum(p.numel() for p in session.model.parameters() if p.requires_grad)
+        total = sum(p.numel() for p in session.model.parameters())
+        return Proof(0 < learn < total, f"{learn:,} of {total:,} parameters learn")

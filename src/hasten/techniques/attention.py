@@ -1,0 +1,51 @@
+"""ATTENTION: how attention is computed and documents are kept apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from hasten.core.facts import Facts
+from hasten.core.session import Session
+from hasten.core.setup import Setup
+from hasten.core.slot import Slot
+from hasten.core.technique import Claim, Fidelity, Proof, Technique
+from hasten.parts import document_attention
+from hasten.parts.hugging_face import causal_lm
+
+
+@dataclass(frozen=True)
+class DocumentAttention(Technique):
+    """Causal attention document by document: no work between the records of a packed row.
+
+    On rows that aren't packed it is plain causal attention.
+    """
+
+    slot = Slot.ATTENTION
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.ROUNDING
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        return (Claim("tokens_per_second", 1.07, "the articles' graph optimisation: +7 % speed"),)
+
+    def apply(self, setup: Setup) -> None:
+        def select(model: nn.Module) -> None:
+            document_attention.use_document_attention(causal_lm(model))
+
+        setup.attention = select
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        if facts.model.architecture in document_attention.ARCHITECTURES:
+            return ()
+        return (
+            f"not proven for the architecture {facts.model.architecture}; it is for "
+            + ", ".join(document_attention.ARCHITECTURES),
+        )
+
+    def probe(self, session: Session) -> Proof:
+        chosen = causal_lm(session.model).config._attn_implementation
+        return Proof(chosen == document_attention.NAME, f"the model's attention is {chosen}")

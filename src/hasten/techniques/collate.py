@@ -1,0 +1,62 @@
+"""COLLATE: how records become one tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hasten.core.batch import with_language_counts
+from hasten.core.facts import Facts
+from hasten.core.session import Session
+from hasten.core.setup import Setup
+from hasten.core.slot import Slot
+from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique
+from hasten.parts import collate, document_attention
+
+
+@dataclass(frozen=True)
+class Packed(Technique):
+    """The records of a micro-batch end to end in one row, without padding.
+
+    The same records share the step as before, so the mathematics is the same. Positions restart
+    with each record and keep documents apart in every attention that reads them.
+    """
+
+    slot = Slot.COLLATE
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.ROUNDING
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        return (Claim("tokens_per_second", 1.08, "the articles' dynamic batching: +8 % speed"),)
+
+    def apply(self, setup: Setup) -> None:
+        setup.collate = with_language_counts(collate.packed)
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        return _architecture_obstacle("packing", facts)
+
+    def forecast(self, facts: Facts) -> Forecast:
+        records = facts.records
+        if not records.tokens:
+            return Forecast()
+        mean = records.tokens / records.count
+        return Forecast(slots=mean / max(records.longest, 1))  # at worst: every batch has a longest
+
+    def probe(self, session: Session) -> Proof:
+        slots, tokens = session.progress.slots, session.progress.tokens
+        return Proof(
+            acted=0 < slots == tokens,
+            evidence=f"{slots - tokens} of {slots} slots were padding",
+        )
+
+
+def _architecture_obstacle(what: str, facts: Facts) -> tuple[str, ...]:
+    known = document_attention.ARCHITECTURES
+    if facts.model.architecture in known:
+        return ()
+    return (
+        f"{what} is proven not to leak between documents for {', '.join(known)}, "
+        f"not for {facts.model.architecture}",
+    )

@@ -1,0 +1,100 @@
+"""One arm of an experiment in a process of its own: ``python -m hasten.trial RECIPE PLAN IN OUT``.
+
+RECIPE is a resolved recipe whose data lies ready, PLAN a plan as JSON; IN and OUT are file
+descriptors of pipes that carry one JSON object per line. The process builds the arm once and then
+answers orders, asleep in between, so that arms can take turns on one machine:
+
+    {"do": "steps", "count": 4}  ->  {"steps": [{step, loss, tokens, seconds, ...}, ...]}
+    {"do": "evaluate"}           ->  {"held_out_loss": ..., "tokens": ...}
+    {"do": "finish"}             ->  {"acted": [...], "samples": [...]} and the process ends
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+STARTED = time.perf_counter()
+
+
+def main(recipe_path: str, plan: str, orders: int, answers: int) -> int:
+    """Build the arm, then do as told until the orders end."""
+    with os.fdopen(orders, "r") as inbox, os.fdopen(answers, "w", buffering=1) as outbox:
+        try:
+            arm = Arm(Path(recipe_path), json.loads(plan))
+            _say(outbox, {"ready": True, "startup_seconds": arm.session.startup_seconds})
+            for line in inbox:
+                order = json.loads(line)
+                _say(outbox, arm.obey(order))
+                if order["do"] == "finish":
+                    break
+        except Exception as error:  # the controller reports the arm as failed, with the reason
+            _say(outbox, {"failed": f"{type(error).__name__}: {error}"})
+            return 1
+    return 0
+
+
+class Arm:
+    """A session that trains in pieces."""
+
+    def __init__(self, recipe_path: Path, plan: list[Any]) -> None:
+        from hasten.core import facts
+        from hasten.core.session import assemble
+        from hasten.core.setup import prepare
+        from hasten.core.step import training
+        from hasten.recipe.build import facts_of, job_of, plan_of
+        from hasten.recipe.material import gather
+        from hasten.recipe.schema import load_recipe
+
+        imported = time.perf_counter()
+        recipe = load_recipe(recipe_path).model_copy(update={"plan": plan})
+        folder = Path(recipe.output)
+        self.material = gather(recipe, folder / "data")
+        known = facts_of(recipe, self.material)
+        facts.reset_memory_peak(known.device)
+        opened = time.perf_counter()
+        self.plan = plan_of(recipe, known)
+        job = job_of(recipe, self.material, known)
+        place = folder / f"arm-{self.plan.key}"
+        self.session = assemble(prepare(job, self.plan, known, place))
+        self.session.startup_seconds |= {"imports": imported - STARTED, "data": opened - imported}
+        self._training: Iterator[Any] = training(self.session)
+
+    def obey(self, order: dict[str, Any]) -> dict[str, Any]:
+        """The answer to one order."""
+        from hasten.core.evaluate import evaluate
+
+        if order["do"] == "steps":
+            found = [next(self._training) for _ in range(order["count"])]
+            return {"steps": [m.to_dict() for m in found]}
+        if order["do"] == "evaluate":
+            return evaluate(self.session).to_dict()
+        if order["do"] == "finish":
+            return self._finish()
+        raise ValueError(f"unknown order {order['do']!r}")
+
+    def _finish(self) -> dict[str, Any]:
+        from dataclasses import asdict
+
+        from hasten.sample import write_samples
+
+        proofs = [(t.name(), t.probe(self.session)) for t in self.plan]
+        self.session.finish()
+        samples = write_samples(self.session, self.material.tokenizer, self.material.held_out)
+        return {
+            "acted": [{"technique": name, **asdict(proof)} for name, proof in proofs],
+            "samples": [asdict(s) for s in samples],
+        }
+
+
+def _say(outbox: Any, answer: dict[str, Any]) -> None:
+    outbox.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))

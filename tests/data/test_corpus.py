@@ -1,0 +1,139 @@
+"""The corpus out of the standard library, on a small library of its own and on the real one."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import textwrap
+import warnings
+from pathlib import Path
+
+import pytest
+
+from hasten.data.corpus import Corpus, stdlib_corpus
+from hasten.errors import InputError
+
+MODULE = '''
+class Shape:
+    """A closed figure."""
+
+    @property
+    def area(self, unit="m"):
+        r"""Return the area.
+
+        In square metres.
+        """
+        note = """text
+out of line"""
+        return note
+
+    def nothing(self):
+        """Do nothing."""
+
+    def short(self): """One line."""; return 1
+
+\x0c
+async def later(x,
+                y):
+    """Wait."""
+    return x + y  # é
+'''
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    return stdlib_corpus()
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    for number in range(60):
+        (tmp_path / f"m{number:02}.py").write_text(f"x = {number}\n")
+    (tmp_path / "shapes.py").write_text(MODULE, "utf-8")
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "test_shapes.py").write_text(MODULE, "utf-8")
+    return tmp_path
+
+
+def test_signature_and_docstring_ask_for_the_source_without_it(library: Path) -> None:
+    corpus = stdlib_corpus(library)
+    pairs = {pair.place: pair for side in (corpus.train, corpus.held_out) for pair in side.pairs}
+    assert list(pairs) == ["shapes.py:2", "shapes.py:6", "shapes.py:21"]
+    question, answer = (message.content for message in pairs["shapes.py:6"].messages)
+    assert question == (
+        'Write this in Python.\n\ndef area(self, unit="m"):\n\n'
+        "Return the area.\n\nIn square metres."
+    )
+    assert answer == (
+        'def area(self, unit="m"):\n    note = """text\nout of line"""\n    return note'
+    )
+    last = pairs["shapes.py:21"].messages[-1].content
+    assert last == "async def later(x,\n                y):\n    return x + y  # é"
+
+
+def test_modules_are_sorted_hashed_and_without_tests(library: Path) -> None:
+    corpus = stdlib_corpus(library)
+    assert corpus.modules == (*(f"m{number:02}.py" for number in range(60)), "shapes.py")
+    digest = hashlib.sha256()
+    for name in corpus.modules:
+        digest.update(name.encode() + b"\0" + (library / name).read_bytes() + b"\0")
+    assert corpus.sha256 == digest.hexdigest()
+    (library / "m07.py").write_text("x = 8\n")
+    assert stdlib_corpus(library).sha256 != corpus.sha256
+
+
+def test_a_module_that_cannot_be_read_is_left_out(library: Path) -> None:
+    (library / "bad.py").write_bytes(b"# coding: utf-8\nx = '\xff'\n")
+    (library / "worse.py").write_bytes(b"# coding: no-such-encoding\n")
+    (library / "odd.py").write_text('def (:\n    """Not Python."""\n')
+    corpus = stdlib_corpus(library)
+    assert not {"bad.py", "worse.py"} & {*corpus.modules}
+    assert "odd.py" in corpus.modules  # as text
+
+
+def test_stripped_sources_are_explained(tmp_path: Path) -> None:
+    (tmp_path / "os.py").write_text("x = 1\n")
+    with pytest.raises(InputError, match="the source of only 1 modules"):
+        stdlib_corpus(tmp_path)
+
+
+def test_the_real_library_gives_thousands_of_pairs_of_uneven_lengths(corpus: Corpus) -> None:
+    assert len(corpus.modules) > 300
+    assert len(corpus.train.pairs) > 4000
+    lengths = sorted(sum(len(m.content) for m in pair.messages) for pair in corpus.train.pairs)
+    assert lengths[len(lengths) * 99 // 100] > 10 * lengths[len(lengths) // 2]
+    total = len(corpus.train.texts) + len(corpus.held_out.texts)
+    assert total == len(corpus.modules)
+    assert 0.02 < len(corpus.held_out.texts) / total < 0.1
+
+
+def test_no_module_and_no_answer_is_on_both_sides(corpus: Corpus) -> None:
+    def modules(side: str) -> set[str]:
+        portion = getattr(corpus, side)
+        return {item.place.rpartition(":")[0] for item in (*portion.pairs, *portion.texts)}
+
+    assert not modules("train") & modules("held_out")
+    train = {pair.messages[-1].content for pair in corpus.train.pairs}
+    assert not any(pair.messages[-1].content in train for pair in corpus.held_out.pairs)
+
+
+def test_every_held_out_answer_parses(corpus: Corpus) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for pair in corpus.held_out.pairs:
+            ast.parse(pair.messages[-1].content)
+
+
+def test_a_known_function_is_there_as_inspect_sees_it(corpus: Corpus) -> None:
+    sides = (*corpus.train.pairs, *corpus.held_out.pairs)
+    pair = next(
+        p
+        for p in sides
+        if p.messages[0].content.startswith("Write this in Python.\n\ndef dedent(text):")
+    )
+    reference = ast.parse(inspect.getsource(textwrap.dedent))
+    function = reference.body[0]
+    assert isinstance(function, ast.FunctionDef)
+    function.body = function.body[1:]
+    assert ast.unparse(ast.parse(pair.messages[1].content)) == ast.unparse(reference)

@@ -1,0 +1,222 @@
+"""The token store: exactly what was encoded, once, and never a damaged file."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hasten.data import arrowfile
+from hasten.data.formats import Conversation, Message, read_records
+from hasten.data.store import Subset, TokenStore, cache_key, inspect, split, tokenize
+from hasten.data.templates import DEEPSEEK_V3, encode
+from hasten.data.tokenizer import BOS, EOS
+from hasten.errors import InputError
+from hasten.parts.records import TokenRecord, token_record
+
+
+def chats(count: int) -> list[Conversation]:
+    return [
+        Conversation(
+            (Message("user", f"question {n}"), Message("assistant", "word " * (n % 7 + 1))),
+            None,
+            f"data.jsonl:{n + 1}",
+        )
+        for n in range(count)
+    ]
+
+
+def same(left: TokenRecord, right: TokenRecord) -> bool:
+    return np.array_equal(left.input_ids, right.input_ids) and np.array_equal(
+        left.trained, right.trained
+    )
+
+
+RECORDS = st.lists(
+    st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), min_size=1, max_size=20).map(
+        lambda pairs: token_record([p[0] for p in pairs], [p[1] for p in pairs])
+    ),
+    max_size=12,
+)
+
+
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(records=RECORDS, batch_tokens=st.sampled_from([1, 30, 10**6]))
+def test_records_come_back_as_written_however_they_are_batched(
+    tmp_path: Path, records: list[TokenRecord], batch_tokens: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arrowfile, "_BATCH_TOKENS", batch_tokens)
+        arrowfile.write(tmp_path / "a.arrow", iter(records), lambda: {"rejected": []})
+    store = TokenStore(tmp_path / "a.arrow")
+    assert len(store) == len(records)
+    assert all(same(store[at], record) for at, record in enumerate(records))
+    assert store.lengths.tolist() == [record.length for record in records]
+    assert store.trained_counts.tolist() == [record.trained_tokens for record in records]
+    assert store.lengths.dtype == store.trained_counts.dtype == np.int32
+
+
+def test_a_flipped_bit_or_a_cut_anywhere_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    arrowfile.write(path, [token_record([1, 2, 3])], lambda: {"rejected": []})
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(arrowfile.DamagedError):
+            TokenStore(path)
+        path.write_bytes(whole[:at])
+        with pytest.raises(arrowfile.DamagedError):
+            TokenStore(path)
+
+
+def test_other_arrow_readers_see_the_records(tmp_path: Path) -> None:
+    arrowfile.write(tmp_path / "a.arrow", [token_record([1, 2]), token_record([3], [False])])
+    with pa.OSFile(str(tmp_path / "a.arrow")) as file:
+        table = pa.ipc.open_stream(file).read_all()
+    assert table.to_pydict() == {
+        "input_ids": [[1, 2], [3]],
+        "trained": [[True, True], [False]],
+    }
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    arrowfile.write(path, [token_record([1])], lambda: {"rejected": []})
+
+    def failing() -> Any:
+        yield token_record([2])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        arrowfile.write(path, failing())
+    assert [file.name for file in tmp_path.iterdir()] == ["a.arrow"]
+    assert TokenStore(path)[0].input_ids.tolist() == [1]
+
+
+def test_a_store_holds_what_encode_gives(tokenizer: Any, tmp_path: Path) -> None:
+    conversations = chats(50)
+    store = tokenize(conversations, tokenizer, tmp_path, 64)
+    for at, conversation in enumerate(conversations):
+        assert same(store[at], encode(tokenizer, conversation, 64).records[0])
+    assert same(store[-1], store[49])
+    with pytest.raises(IndexError):
+        store[50]
+
+
+def test_a_record_is_a_view_of_the_file_and_read_only(tokenizer: Any, tmp_path: Path) -> None:
+    record = tokenize(chats(3), tokenizer, tmp_path, 64)[1]
+    assert not record.input_ids.flags.owndata
+    assert not record.input_ids.flags.writeable
+
+
+def test_tokenising_happens_once(tokenizer: Any, tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    for _ in range(2):
+        store = tokenize(
+            chats(250), tokenizer, tmp_path, 64, on_progress=lambda *call: calls.append(call)
+        )
+    assert calls == [(100, 250), (200, 250), (250, 250)]
+    assert list(tmp_path.iterdir()) == [store.path]
+
+
+def test_a_damaged_cache_is_built_anew(tokenizer: Any, tmp_path: Path) -> None:
+    path = tokenize(chats(20), tokenizer, tmp_path, 64).path
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:-9], whole[:99] + b"\xff\xfe" + whole[101:]):
+        path.unlink()
+        path.write_bytes(damaged)
+        assert len(tokenize(chats(20), tokenizer, tmp_path, 64)) == 20
+        assert path.read_bytes() == whole
+
+
+def test_whatever_changes_the_tokens_changes_the_key(tokenizer: Any) -> None:
+    base = cache_key(chats(3), tokenizer, 64)
+    tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=2)
+    assert cache_key(chats(3), tokenizer, 64) == base  # a call leaves settings, not content
+    others = [
+        cache_key(chats(4), tokenizer, 64),
+        cache_key(chats(3), tokenizer, 65),
+        cache_key([*chats(2), Conversation((), "question 2", "data.jsonl:3")], tokenizer, 64),
+    ]
+    tokenizer.chat_template = DEEPSEEK_V3
+    others.append(cache_key(chats(3), tokenizer, 64))
+    assert len({base, *others}) == 5
+
+
+def test_rejected_records_are_counted_named_and_remembered(tokenizer: Any, tmp_path: Path) -> None:
+    long = Conversation((Message("user", "x" * 99), Message("assistant", "y")), None, "d.jsonl:9")
+    mixed = [*chats(9), long]
+    for _ in range(2):
+        store = tokenize(mixed, tokenizer, tmp_path, 32, max_rejected=0.1)
+        assert len(store) == 9
+        assert store.rejected == [("d.jsonl", 9, "no answer left within cutoff_len=32")]
+    with pytest.raises(InputError, match=r"1 of 10 .* d\.jsonl:9: no answer left"):
+        tokenize(mixed, tokenizer, tmp_path, 32, max_rejected=0)
+    with pytest.raises(InputError, match="none of 1 records is left"):
+        tokenize([long], tokenizer, tmp_path, 32, max_rejected=1)
+
+
+def test_a_folder_that_cannot_be_written_is_explained(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="can't be written"):
+        tokenize(chats(1), tokenizer, tmp_path / "file", 64)
+
+
+def test_a_pickled_store_is_small_and_opens_the_same_file(tokenizer: Any, tmp_path: Path) -> None:
+    store = tokenize(chats(200), tokenizer, tmp_path, 64)
+    data = pickle.dumps(store)
+    assert len(data) < 1000
+    assert same(pickle.loads(data)[7], store[7])
+
+
+@settings(max_examples=50, deadline=None)
+@given(total=st.integers(2, 200), share=st.floats(0.01, 0.9), seed=st.integers(0, 2**32))
+def test_a_split_is_a_partition_that_the_seed_decides(total: int, share: float, seed: int) -> None:
+    if max(1, round(share * total)) >= total:
+        return
+    train, held_out = split(range(total), share, seed)
+    assert sorted([*train, *held_out]) == list(range(total))
+    assert len(held_out) == max(1, round(share * total))
+    assert all(map(np.array_equal, split(range(total), share, seed), (train, held_out)))
+
+
+def test_a_split_by_count_may_be_empty_but_leaves_something_to_train_on() -> None:
+    assert [len(side) for side in split(range(10), 3, 0)] == [7, 3]
+    assert [len(side) for side in split(range(10), 0, 0)] == [10, 0]
+    for held_out in (10, -1, float("nan")):
+        with pytest.raises(InputError, match="held_out"):
+            split(range(10), held_out, 0)
+
+
+def test_a_subset_of_a_subset_has_the_interface_of_the_store(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    store = tokenize(chats(20), tokenizer, tmp_path, 64)
+    inner = Subset(Subset(store, np.arange(19, -1, -1)), np.array([0, 5]))
+    assert len(inner) == 2
+    assert same(inner[1], store[14])
+    assert inner.lengths.tolist() == [store[19].length, store[14].length]
+    assert inner.trained_counts.tolist() == [store[19].trained_tokens, store[14].trained_tokens]
+
+
+def test_inspect_marks_what_is_trained(tokenizer: Any, tmp_path: Path) -> None:
+    record = tokenize(chats(1), tokenizer, tmp_path, 64)[0]
+    assert inspect(tokenizer, record) == (f"{BOS}User: question 0\n\nAssistant:[[ word {EOS}]]")
+    assert "\033[32m word" in inspect(tokenizer, record, colour=True)
+
+
+def test_real_records_are_tokenised_whole(tokenizer: Any, real_data: Path, tmp_path: Path) -> None:
+    reading = read_records([real_data / "gsm8k_train.jsonl"])
+    store = tokenize(reading.conversations, tokenizer, tmp_path, 4096)
+    assert len(store) == 7473
+    assert store.rejected == []
+    assert store.lengths.sum() > store.trained_counts.sum() > 0
+    assert store[7472].trained_tokens == store.trained_counts[7472]

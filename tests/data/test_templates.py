@@ -1,0 +1,226 @@
+"""Chat templates: the ids of the whole text, loss on the answers and on nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hasten.data.formats import Conversation, Message, read_records
+from hasten.data.templates import (
+    DEEPSEEK_LLM,
+    DEEPSEEK_V3,
+    encode,
+    encode_all,
+    ensure_chat_template,
+)
+from hasten.data.tokenizer import BOS, EOS, train_bpe
+from hasten.errors import InputError
+from hasten.parts.records import TokenRecord
+
+# The way R1 writes: thoughts are cut off every answer, also the last one.
+DROPS_THOUGHTS = """\
+{{- bos_token }}{% for m in messages %}{% if m.role == 'user' %}<U>{{ m.content }}
+{%- else %}<A>{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<A>{% endif %}"""
+OPENS_THOUGHTS = DROPS_THOUGHTS.replace("%}<A>{% endif", "%}<A>{{ '<think>\\n' }}{% endif")
+CLOSES_THOUGHTS = DROPS_THOUGHTS.replace("<A>", "<A></think>")
+# The way Qwen writes: a line break after the end-of-turn token.
+CHATML = """\
+{%- for m in messages %}{{ '<im>' + m.role + '\n' + m.content + eos_token + '\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<im>assistant\n' }}{% endif %}"""
+
+
+def chat(*contents: str, system: str | None = None) -> Conversation:
+    roles = ("user", "assistant") * len(contents)
+    turns = [Message(role, content) for role, content in zip(roles, contents, strict=False)]
+    first = [Message("system", system)] if system else []
+    return Conversation((*first, *turns), None, "chat.jsonl:7")
+
+
+def parts(tokenizer: Any, record: TokenRecord) -> tuple[str, list[str]]:
+    """The text of a record, and the text of each run of trained tokens."""
+    runs: list[list[int]] = []
+    for at, token in enumerate(record.input_ids.tolist()):
+        if record.trained[at]:
+            if not record.trained[at - 1]:
+                runs.append([])
+            runs[-1].append(token)
+    return tokenizer.decode(record.input_ids), [tokenizer.decode(run) for run in runs]
+
+
+def rendered(tokenizer: Any, *contents: str, system: str | None = None) -> tuple[str, list[str]]:
+    (record,) = encode(tokenizer, chat(*contents, system=system), 10_000).records
+    return parts(tokenizer, record)
+
+
+def test_deepseek_llm_is_written_as_published(tokenizer: Any) -> None:
+    text, trained = rendered(tokenizer, "Hi", "Hello", "1+1?", "2", system="Be kind.")
+    assert text == (
+        f"{BOS}Be kind.\n\nUser: Hi\n\nAssistant: Hello{EOS}User: 1+1?\n\nAssistant: 2{EOS}"
+    )
+    assert trained == [f" Hello{EOS}", f" 2{EOS}"]
+
+
+def test_deepseek_v3_is_written_as_published(tokenizer: Any) -> None:
+    tokenizer.chat_template = DEEPSEEK_V3
+    text, trained = rendered(tokenizer, "Hi", "Hello", "1+1?", "2", system="Be kind.")
+    assert text == (
+        f"{BOS}Be kind.<｜User｜>Hi<｜Assistant｜>Hello{EOS}<｜User｜>1+1?<｜Assistant｜>2{EOS}"
+    )
+    assert trained == [f"Hello{EOS}", f"2{EOS}"]
+
+
+def test_the_bos_token_is_there_once(tokenizer: Any) -> None:
+    (record,) = encode(tokenizer, chat("Hi", "Hello"), 100).records
+    assert np.count_nonzero(record.input_ids == tokenizer.bos_token_id) == 1
+
+
+def test_a_line_break_after_the_end_of_turn_is_not_trained(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHATML
+    text, trained = rendered(tokenizer, "Hi", "Hello\n", "more", "yes")
+    assert text.endswith(f"yes{EOS}\n")
+    assert trained == [f"Hello\n{EOS}", f"yes{EOS}"]
+
+
+@pytest.mark.parametrize("template", [DROPS_THOUGHTS, CLOSES_THOUGHTS])
+def test_the_last_thought_stays_and_a_rewritten_earlier_turn_is_not_trained(
+    tokenizer: Any, template: str
+) -> None:
+    tokenizer.chat_template = template
+    text, trained = rendered(
+        tokenizer, "q", "<think>early</think>one", "r", "<think>late</think>two"
+    )
+    assert "early" not in text
+    assert text.endswith(f"<A><think>late</think>two{EOS}")
+    assert trained == [f"<think>late</think>two{EOS}"]
+
+
+def test_a_thought_that_the_prompt_opens_is_learned_from_where_the_model_begins(
+    tokenizer: Any,
+) -> None:
+    tokenizer.chat_template = OPENS_THOUGHTS
+    text, trained = rendered(tokenizer, "q", "<think>\nlate</think>two")
+    assert text.endswith(f"<A><think>\nlate</think>two{EOS}")
+    assert trained == [f"late</think>two{EOS}"]
+    assert rendered(tokenizer, "q", "plain")[1] == [f"plain{EOS}"]
+
+
+def test_a_template_that_keeps_only_the_last_thought_is_taken_as_it_is(tokenizer: Any) -> None:
+    tokenizer.chat_template = DROPS_THOUGHTS.replace(
+        "m.content.split('</think>')[-1]",
+        "m.content if loop.last else m.content.split('</think>')[-1]",
+    )
+    text, trained = rendered(tokenizer, "q", "<think>a</think>1", "r", "<think>b</think>2")
+    assert text.endswith(f"<A>1{EOS}<U>r<A><think>b</think>2{EOS}")
+    assert trained == [f"<think>b</think>2{EOS}"]
+
+
+def test_a_template_without_answers_gives_a_reason(tokenizer: Any) -> None:
+    for template in ("{{ messages[0].content }}", DROPS_THOUGHTS.replace("<A>{{", "<A>{{ 1 or")):
+        tokenizer.chat_template = template
+        encoded = encode(tokenizer, chat("q", "an answer"), 100)
+        assert encoded.records == ()
+        assert "drops or rewrites" in str(encoded.reason)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('no system turns') }}",
+        "{{ 1 / 0 }}",
+        "{% if %}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    ],
+)
+def test_a_failing_template_is_named_with_the_record(tokenizer: Any, template: str) -> None:
+    tokenizer.chat_template = template
+    with pytest.raises(InputError, match=r"chat template fails on chat\.jsonl:7"):
+        encode(tokenizer, chat("q", "a"), 100)
+
+
+def test_a_missing_template_is_an_error_until_a_fallback_is_set(tokenizer: Any) -> None:
+    assert not ensure_chat_template(tokenizer)
+    tokenizer.chat_template = None
+    with pytest.raises(InputError, match="no chat template"):
+        encode(tokenizer, chat("q", "a"), 100)
+    with pytest.raises(InputError, match=r"use deepseek-v3"):
+        ensure_chat_template(tokenizer, "deepseek-v33")
+    assert ensure_chat_template(tokenizer)
+    assert tokenizer.chat_template == DEEPSEEK_LLM
+
+
+def test_a_long_dialogue_is_cut_and_one_without_answer_is_rejected(tokenizer: Any) -> None:
+    whole = encode(tokenizer, chat("q", "a b c d e"), 1000).records[0]
+    first = int(np.flatnonzero(whole.trained)[0])
+    (cut,) = encode(tokenizer, chat("q", "a b c d e"), first + 1).records
+    assert np.array_equal(cut.input_ids, whole.input_ids[: first + 1])
+    assert cut.trained_tokens == 1
+    encoded = encode(tokenizer, chat("q", "a b c d e"), first)
+    assert encoded == ((), f"no answer left within cutoff_len={first}")
+    with pytest.raises(InputError, match="cutoff_len=1"):
+        encode(tokenizer, chat("q", "a"), 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1), cutoff=st.integers(2, 9))
+def test_plain_text_loses_nothing_and_predicts_every_token_once(text: str, cutoff: int) -> None:
+    tokenizer = _plain()
+    pieces = encode(tokenizer, Conversation((), text, "t:1"), cutoff).records
+    whole = [tokenizer.bos_token_id, *tokenizer.encode(text), tokenizer.eos_token_id]
+    predicted = np.concatenate([piece.input_ids[1:] for piece in pieces])
+    assert [pieces[0].input_ids[0], *predicted] == whole
+    assert all(2 <= piece.length <= cutoff and piece.trained.all() for piece in pieces)
+
+
+WORDS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
+
+
+@settings(max_examples=100, deadline=None)
+@given(contents=st.lists(WORDS, min_size=2, max_size=6).filter(lambda words: len(words) % 2 == 0))
+def test_ids_are_those_of_the_whole_text_and_trained_are_exactly_the_answers(
+    contents: list[str],
+) -> None:
+    tokenizer = _plain()
+    (record,) = encode(tokenizer, chat(*contents), 10_000).records
+    whole, expected = [tokenizer.bos_token_id], [False]
+    for question, answer in zip(contents[::2], contents[1::2], strict=True):
+        # The reference: pieces by themselves. The format keeps merges from crossing "Assistant:".
+        prompt = tokenizer.encode(f"User: {question}\n\nAssistant:")
+        reply = [*tokenizer.encode(f" {answer}"), tokenizer.eos_token_id]
+        whole += prompt + reply
+        expected += [False] * len(prompt) + [True] * len(reply)
+    assert record.input_ids.tolist() == whole
+    assert record.trained.tolist() == expected
+
+
+def test_many_are_encoded_in_order_whatever_their_kind(tokenizer: Any) -> None:
+    mixed = [chat("q", "a" * n) if n % 3 else Conversation((), "t" * n, "t:1") for n in range(600)]
+    single = [encode(tokenizer, conversation, 64) for conversation in mixed[250:260]]
+    for one, many in zip(single, list(encode_all(tokenizer, mixed, 64))[250:260], strict=True):
+        for left, right in zip(one.records, many.records, strict=True):
+            assert np.array_equal(left.input_ids, right.input_ids)
+            assert np.array_equal(left.trained, right.trained)
+
+
+def test_real_answers_are_trained_to_the_letter(tokenizer: Any, real_data: Any) -> None:
+    reading = read_records([real_data / "alpaca_en_demo.json"])
+    for conversation, encoded in zip(
+        reading.conversations, encode_all(tokenizer, reading.conversations, 10**6), strict=True
+    ):
+        _, trained = parts(tokenizer, encoded.records[0])
+        assert trained == [f" {conversation.messages[-1].content}{EOS}"]
+
+
+_TOKENIZERS: list[Any] = []
+
+
+def _plain() -> Any:
+    """One tokenizer for property tests, which can't take fixtures of a function's scope."""
+    if not _TOKENIZERS:
+        _TOKENIZERS.append(train_bpe(["User: a b c Assistant: the answer is yes"] * 9, 300))
+    return _TOKENIZERS[0]

@@ -1,0 +1,374 @@
+"""The report's files, read back with independent parsers, on a realistic and on hostile reports."""
+
+import copy
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hasten.errors import InputError
+from hasten.evidence.report import outline, read_report, render_markdown, span, words, write_report
+
+SCHEMA_DOC = Path(__file__).parents[2] / "docs" / "report-schema.md"
+Report = dict[str, Any]
+
+
+class Page(HTMLParser):
+    """What a browser would see: elements with their attributes, texts, and the script's content."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text, self.data, self.stack = "", "", [""]
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in ("meta", "br"):
+            self.stack.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack.pop() == tag
+        self.text += " " if tag in ("dt", "dd", "th", "td") else ""
+
+    def handle_data(self, data: str) -> None:
+        if self.stack[-1] == "script":
+            self.data += data
+        elif self.stack[-1] != "style":
+            self.text += data
+
+    def words(self) -> str:
+        return " ".join(self.text.replace("\xa0", " ").split())
+
+
+def written(report: Report, folder: Path) -> Page:
+    return Page(write_report(report, folder).read_text(encoding="utf-8"))
+
+
+def smallest() -> Report:
+    block = re.search(r"```json\n(.*?)```", SCHEMA_DOC.read_text(encoding="utf-8"), re.S)
+    assert block
+    result: Report = json.loads(block[1])
+    return result
+
+
+def test_both_files_carry_the_whole_report(report: Report, tmp_path: Path) -> None:
+    page = written(report, tmp_path / "made" / "if missing")
+    file = tmp_path / "made" / "if missing" / "report.json"
+    assert json.loads(page.data) == json.loads(file.read_text()) == report
+    assert page.stack == [""]  # every element was closed, in order
+
+
+def test_the_head_says_how_much_faster_and_how_sure(report: Report, tmp_path: Path) -> None:
+    head = written(report, tmp_path).words().split("Speed of each arm")[0]
+    ratio = report["arms"][-1]["ratio"]
+    assert f"{ratio['median']:.2f}×" in head
+    assert f"interval {ratio['low']:.2f}× to {ratio['high']:.2f}×" in head
+    for said in (
+        "61.2 GiB → 38.4 GiB",
+        "−37.3 %",
+        "2.4131 → 2.4142",
+        "not worse",
+        "8 rounds",
+        "H100",
+    ):
+        assert said in head
+
+
+def test_every_section_is_there_and_cost_only_if_known(report: Report, tmp_path: Path) -> None:
+    def headings(page: Page) -> list[str | None]:
+        return [attributes.get("id") for tag, attributes in page.elements if tag == "h2"]
+
+    named = ["arms", "quality", "stability", "memory", "acted", "claims", "sample", "cost"]
+    assert headings(written(report, tmp_path)) == [*named, "reproduction"]
+    report["cost"] = None
+    assert headings(written(report, tmp_path)) == [*named[:-1], "reproduction"]
+
+
+def test_the_page_needs_no_network_and_runs_no_script(report: Report, tmp_path: Path) -> None:
+    page = written(report, tmp_path)
+    scripts = [attributes for tag, attributes in page.elements if tag == "script"]
+    assert scripts == [{"type": "application/json", "id": "report-data"}]
+    for tag, attributes in page.elements:
+        assert tag not in ("link", "img", "iframe", "object", "form", "a")
+        assert not {"src", "href"} & set(attributes)
+        assert not [name for name in attributes if name.startswith("on")]
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "default-src 'none'" in html
+    assert not re.search(r"url\(|@import", html)
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance by the definition of WCAG 2.1."""
+    shares = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    linear = [s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares]
+    return sum(weight * s for weight, s in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_text_and_marks_stand_out_in_light_dark_and_print(report: Report, tmp_path: Path) -> None:
+    html = write_report(report, tmp_path).read_text(encoding="utf-8")
+    palettes = [
+        dict(re.findall(r"--([\w-]+): (#\w{6})", block)) for block in html.split(":root {")[1:]
+    ]
+    assert len(palettes) == 3
+    for colours in palettes:
+        for text in ("ink", "muted", "good", "bad"):
+            assert contrast(colours[text], colours["page"]) >= 4.5, text
+        for mark in ("accent", "base", "other", "bad"):
+            assert contrast(colours[mark], colours["page"]) >= 3, mark
+        for soft in ("good", "bad"):
+            assert contrast(colours[soft], colours[f"{soft}-soft"]) >= 4.5, soft
+
+
+def hostile(value: Any, attack: str) -> Any:
+    """The report with the attack at the end of every text, the time of writing excepted."""
+    if isinstance(value, dict):
+        return {k: v if k == "created" else hostile(v, attack) for k, v in value.items()}
+    if isinstance(value, list):
+        return [hostile(item, attack) for item in value]
+    return value + attack if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "</script><script>alert(1)</script>",
+        "<!--<script>",
+        "</title></style></pre></svg><img src=x onerror=alert(1)>",
+        "\" onload='alert(1)' x=\"",
+        "{{ 7 * 7 }}{% raw %}",
+        "]]>&lt;script&gt;&#60;",
+        "\x00\x1b[31m\x07\u202e\u2066\ufeff\ud800\u2028",
+    ],
+)
+def test_no_text_in_the_report_can_change_the_page(
+    report: Report, attack: str, tmp_path: Path
+) -> None:
+    calm, attacked = written(report, tmp_path), hostile(report, attack)
+    page = written(attacked, tmp_path)
+    structure = [(tag, sorted(attributes)) for tag, attributes in page.elements]
+    assert structure == [(tag, sorted(attributes)) for tag, attributes in calm.elements]
+    assert json.loads(page.data) == attacked
+    html = (tmp_path / "report.html").read_bytes().decode("utf-8")
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", html)
+
+
+def test_a_sample_is_shown_word_for_word(report: Report, tmp_path: Path) -> None:
+    answer = "\n  if a < b && c:\n\treturn '</pre>'"
+    report["samples"][0]["answer"] = answer
+    assert answer in written(report, tmp_path).text
+
+
+def test_a_long_sample_says_how_much_is_missing(report: Report, tmp_path: Path) -> None:
+    report["samples"] = [{"prompt": "p", "answer": "x" * 2500, "arm": "baseline"}] * 8
+    said = written(report, tmp_path).words()
+    assert "x… (500 more characters in report.json)" in said
+    assert "2 more in report.json" in said
+
+
+def test_what_was_not_measured_is_said_and_never_a_number(tmp_path: Path) -> None:
+    report = smallest()
+    report["arms"][1]["ratio"] = {"median": None, "low": None, "high": None}
+    page = written(report, tmp_path)
+    said = page.words()
+    head = said.split("Speed of each arm")[0]
+    assert "not measured tokens per second" in head
+    assert "Peak memory not measured → not measured Held-out loss not measured" in head
+    assert "Repeats not measured" in head
+    assert "Equal quality: not measured" in said
+    for invented in ("nan", "None", "null", "0.0000", "0 MiB"):
+        assert not re.search(rf"\b{invented}\b", said), invented
+
+
+def test_one_round_has_a_ratio_without_an_interval(tmp_path: Path) -> None:
+    report = smallest()
+    report["arms"][1]["ratio"] = {"median": 1.5, "low": None, "high": None}
+    assert (
+        "1.50× tokens per second, packing against baseline; interval not measured"
+        in written(report, tmp_path).words()
+    )
+
+
+def test_a_baseline_alone_is_compared_with_nothing(tmp_path: Path) -> None:
+    report = smallest()
+    del report["arms"][1]
+    head = written(report, tmp_path).words().split("Speed of each arm")[0]
+    assert "nothing to compare" in head
+    assert "×" not in head
+
+
+def test_numbers_that_are_not_finite_become_null(report: Report, tmp_path: Path) -> None:
+    report["arms"][1]["held_out_loss"] = math.nan
+    report["arms"][1]["loss_curve"][3] = [1e5, math.inf]
+    report["arms"][1]["peak_memory_bytes"] = np.int64(2**30)
+    arm = json.loads(written(report, tmp_path).data)["arms"][1]
+    assert (arm["held_out_loss"], arm["loss_curve"][3]) == (None, [1e5, None])
+    assert arm["peak_memory_bytes"] == 2**30
+
+
+def test_a_page_of_many_long_runs_stays_below_500_kilobytes(report: Report, tmp_path: Path) -> None:
+    report["arms"][0]["loss_curve"] = [[i * 1e3, 2 + 1 / (i + 1)] for i in range(6_000)]
+    arm = report["arms"][0]
+    report["arms"] = [arm | {"name": f"arm {i}"} for i in range(20)]
+    page = written(report, tmp_path)
+    assert (tmp_path / "report.html").stat().st_size < 500_000
+    assert "All numbers stand in report.json" in page.words()
+    assert len(json.loads((tmp_path / "report.json").read_text())["arms"][0]["loss_curve"]) == 6_000
+    assert 0 < len(json.loads(page.data)["arms"][0]["loss_curve"]) <= 200
+
+
+def path_of(report: Report, place: str) -> tuple[Any, str]:
+    """The container and the key of a place such as arms.1.ratio.low."""
+    *way, last = place.split(".")
+    for step in way:
+        report = report[int(step) if step.isdigit() else step]  # type: ignore[index]
+    return report, last
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        *("schema", "title", "command", "arms", "hardware", "recipe", "seed", "arms.1.name"),
+        *("arms.2.ratio.low", "arms.0.tokens_per_second", "claims.0.source", "quality.margin"),
+    ],
+)
+def test_a_missing_key_is_named_with_its_place(report: Report, place: str, tmp_path: Path) -> None:
+    container, key = path_of(report, place)
+    del container[key]
+    parent = re.sub(r"\.(\d+)", r"[\1]", f"report.{place}".rpartition(".")[0])
+    with pytest.raises(InputError, match=re.escape(f"{parent} lacks the key '{key}'")):
+        write_report(report, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "complaint"),
+    [
+        ("title", 3, "report.title must be text, not 3"),
+        ("arms.1.ratio.low", "1.2", "report.arms[1].ratio.low must be a number or null, not '1.2'"),
+        ("arms.1.padding_share", True, "must be a number or null, not True"),
+        ("arms.1.loss_curve", [[1.0]], "report.arms[1].loss_curve[0] must be a pair"),
+        ("arms.1.acted", {}, "report.arms[1].acted must be a list"),
+        ("arms.1", None, "report.arms[1] must be an object"),
+        ("recipe", ["a"], "report.recipe must be an object"),
+        ("recipe", {"path": Path("x")}, "report.recipe.path is a PosixPath"),
+        ("arms", [], "at least one arm"),
+        ("arms.1.name", "baseline", "no name twice"),
+        ("schema", 2, "schema 2"),
+        ("created", "yesterday", "ISO 8601"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_place(
+    report: Report, place: str, value: Any, complaint: str
+) -> None:
+    container, key = path_of(report, place)
+    container[int(key) if key.isdigit() else key] = value
+    with pytest.raises(InputError, match=re.escape(complaint)):
+        read_report(report)
+
+
+def test_a_refused_report_leaves_the_old_files_as_they_were(report: Report, tmp_path: Path) -> None:
+    write_report(report, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert sorted(before) == ["report.html", "report.json"]
+    with pytest.raises(InputError):
+        write_report(report | {"title": None}, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_folder_that_cannot_be_written_is_the_users_to_mend(
+    report: Report, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="name another folder"):
+        write_report(report, tmp_path / "file")
+
+
+def test_the_report_given_is_not_changed(report: Report, tmp_path: Path) -> None:
+    before = copy.deepcopy(report)
+    write_report(report, tmp_path)
+    assert report == before
+
+
+def test_the_markdown_table_has_a_row_per_arm_and_equal_columns(report: Report) -> None:
+    lines = render_markdown(report).splitlines()
+    assert len(lines) == 2 + len(report["arms"])
+    assert len({len(line) for line in lines}) == 1
+    cells = [cell.strip() for cell in lines[-1].strip("|").split("|")]
+    assert cells[0] == "all techniques"
+    assert cells[1] == "34,840 [34,474, 35,379]"
+    assert cells[3:] == ["38.4 GiB", "2.4142", "held"]
+
+
+def test_a_name_cannot_break_the_markdown_table() -> None:
+    report = smallest()
+    report["arms"][1]["name"] = "a|b\n<img> [x](y) \x1b[31m`"
+    row = render_markdown(report).splitlines()[3]
+    assert len(re.findall(r"(?<!\\)\|", row)) == 7
+    assert "\x1b" not in row
+    assert r"\<img\> \[x\](y)" in row
+    assert row.count("not measured") == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "said"),
+    [
+        (21_448.3, "amount", "21,448"),
+        (12.345, "amount", "12.3"),
+        (1.6249, "times", "1.62×"),
+        (3 * 2**29, "memory", "1.5 GiB"),
+        (2**28, "memory", "256 MiB"),
+        (0.0381, "percent", "3.8 %"),
+        (-0.37, "change", "−37.0 %"),
+        (0.412, "seconds", "412 ms"),
+        (1.5e6, "tokens", "1.5 M"),
+        (None, "loss", "not measured"),
+    ],
+)
+def test_numbers_read_as_people_write_them(value: float | None, unit: str, said: str) -> None:
+    assert words(value, unit) == said
+
+
+def test_a_span_prints_its_interval_only_if_it_has_one() -> None:
+    assert span({"median": 1.5, "low": 1.4, "high": 1.6}, "times") == "1.50× [1.40, 1.60]"
+    assert span({"median": 1.5, "low": None, "high": None}, "times") == "1.50×"
+
+
+def test_the_outline_is_yaml_that_means_the_same() -> None:
+    yaml = pytest.importorskip("yaml")
+    recipe = {
+        "model": "deepseek-ai/DeepSeek-V2-Lite",
+        "techniques": ["PackWithinStep", {"Prefetch": {"depth": 2}}, ["a", []]],
+        "strange keys: yes": {"on": "off", "empty": {}, "text": "a: b # c\n- d", "no": None},
+        "numbers": [
+            1,
+            2.5,
+            1e-05,
+            -3e30,
+            True,
+            "1",
+            "1e3",
+            "null",
+            "true",
+            "",
+            " x",
+            "~",
+            "2026-11-20",
+        ],
+        "text": "梯度",
+    }
+    assert yaml.safe_load(outline(recipe)) == recipe
+
+
+def test_the_documented_example_is_a_report(tmp_path: Path) -> None:
+    assert "1.47×" in written(smallest(), tmp_path).words()

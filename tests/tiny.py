@@ -1,0 +1,136 @@
+"""Small jobs for tests: real architectures at toy size, records of uneven lengths, no downloads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hasten.core import facts as facts_module
+from hasten.core.batch import with_language_counts
+from hasten.core.facts import Facts, ModelFacts, RecordFacts, World
+from hasten.core.job import Job, Stop
+from hasten.core.order import GlobalBatch
+from hasten.core.plan import Plan
+from hasten.core.session import Session, assemble
+from hasten.core.setup import prepare
+from hasten.core.step import StepMetrics, training
+from hasten.core.technique import Technique
+from hasten.parts.collate import padded
+from hasten.parts.losses import WholeLogitsLoss
+from hasten.parts.parameter_groups import decayed_groups
+from hasten.parts.records import TokenRecord, token_record
+
+VOCABULARY = 97
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+MLA = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}
+ARCHITECTURES = ("llama", "qwen2", "deepseek_v2", "deepseek_v3")
+
+
+def tiny_config(architecture: str) -> Any:
+    import transformers as hf
+
+    if architecture == "llama":
+        return hf.LlamaConfig(**COMMON, num_key_value_heads=4)
+    if architecture == "qwen2":
+        return hf.Qwen2Config(**COMMON, num_key_value_heads=2)
+    if architecture == "deepseek_v2":
+        return hf.DeepseekV2Config(**COMMON, **MLA, topk_method="greedy", n_group=1, topk_group=1)
+    if architecture == "deepseek_v3":
+        return hf.DeepseekV3Config(
+            **COMMON, **{**MLA, "q_lora_rank": 16}, n_group=2, topk_group=1, norm_topk_prob=True
+        )
+    raise ValueError(architecture)
+
+
+def tiny_model(architecture: str = "llama", seed: int = 0, dtype: Any = torch.float32) -> nn.Module:
+    import transformers as hf
+
+    torch.manual_seed(seed)
+    model = hf.AutoModelForCausalLM.from_config(tiny_config(architecture))
+    model.set_attn_implementation("sdpa")
+    built: nn.Module = model.to(dtype)
+    return built
+
+
+def records(count: int = 24, seed: int = 0, longest: int = 40) -> list[TokenRecord]:
+    """Records of uneven lengths with uneven loss masks, each with at least one trained token."""
+    draw = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        length = int(draw.integers(3, longest + 1))
+        trained = draw.random(length) < 0.6
+        trained[-1] = True
+        found.append(token_record(draw.integers(3, VOCABULARY, length), trained))
+    return found
+
+
+def language_job(
+    model: Callable[[], nn.Module] = tiny_model,
+    *,
+    data: Sequence[TokenRecord] | None = None,
+    steps: int = 3,
+    batch: int = 8,
+    lr: float = 1e-2,
+    optimizer: Any = torch.optim.AdamW,
+    **changes: Any,
+) -> Job:
+    data = records() if data is None else data
+    settings: dict[str, Any] = {
+        "model": model,
+        "loss": WholeLogitsLoss,
+        "optimizer": lambda named: optimizer(decayed_groups(named, 0.0), lr=lr),
+        "stop": Stop(steps=steps),
+        "records": data,
+        "lengths": [r.length for r in data],
+        "collate": with_language_counts(padded),
+        "batch": GlobalBatch(records=batch),
+        "held_out": records(6, seed=9),
+        "seed": 3,
+    }
+    return Job(**{**settings, **changes})
+
+
+def job_facts(job: Job, architecture: str = "llama", world: World | None = None) -> Facts:
+    lengths = [int(n) for n in job.lengths]
+    return Facts(
+        hardware=facts_module.hardware(),
+        world=world or World(),
+        model=ModelFacts(architecture, 50_000, 32, 2, VOCABULARY),
+        records=RecordFacts(len(lengths), sum(lengths), max(lengths, default=0), 0.6),
+    )
+
+
+def session_of(
+    job: Job, *techniques: Technique, architecture: str = "llama", folder: Any = None
+) -> Session:
+    return assemble(prepare(job, Plan(techniques), job_facts(job, architecture), folder))
+
+
+def run(session: Session) -> list[StepMetrics]:
+    return list(training(session))
