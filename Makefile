@@ -1,0 +1,43 @@
+# Everything sets itself up in .venv: Python >= 3.11, git and make are all a machine needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: help install demo test lint format clean
+help:
+	@echo "make demo     set up, then compare a small model with and without hasten's techniques"
+	@echo "make test     set up, then run the tests"
+	@echo "make lint     set up, then check style and types"
+	@echo "make install  set up only"
+	@echo "make clean    remove the environment and caches (runs/ stays)"
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "hasten needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..."; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	  { echo "$(PYTHON) can't make a virtual environment; install its venv module"; exit 2; }
+	@echo "installing hasten and its pinned dependencies into $(VENV) ..."
+	@began=$$(date +%s); $(PIP) install --quiet --constraint constraints.txt --editable '.[dev]' && \
+	  echo "installed in $$(( $$(date +%s) - began )) s"
+	@touch $@
+
+demo: install
+	@$(BIN)/hasten demo
+
+test: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix src tests
+	$(BIN)/ruff format src tests
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info
