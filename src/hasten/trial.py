@@ -11,6 +11,7 @@ answers orders, asleep in between, so that arms can take turns on one machine:
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -34,7 +35,7 @@ def main(recipe_path: str, plan: str, orders: int, answers: int) -> int:
                 if order["do"] == "finish":
                     break
         except Exception as error:  # the controller reports the arm as failed, with the reason
-            _say(outbox, {"failed": f"{type(error).__name__}: {error}"})
+            _say(outbox, {"failed": _reason(error)})
             return 1
     return 0
 
@@ -70,7 +71,9 @@ class Arm:
         from hasten.core.evaluate import evaluate
 
         if order["do"] == "steps":
-            found = [next(self._training) for _ in range(order["count"])]
+            found = list(itertools.islice(self._training, order["count"]))
+            if len(found) < order["count"]:
+                raise RuntimeError(f"training ended {order['count'] - len(found)} steps too early")
             return {"steps": [m.to_dict() for m in found]}
         if order["do"] == "evaluate":
             return evaluate(self.session).to_dict()
@@ -90,6 +93,12 @@ class Arm:
             "acted": [{"technique": name, **asdict(proof)} for name, proof in proofs],
             "samples": [asdict(s) for s in samples],
         }
+
+
+def _reason(error: Exception) -> str:
+    from hasten.errors import InputError
+
+    return str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
 
 
 def _say(outbox: Any, answer: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from hasten.evidence.statistics import paired_ratio, spread, verdict
 
-# name, techniques, speed against the baseline, GiB, final held-out loss, share of padding
+# name, techniques, speed against the baseline, GB, final held-out loss, share of padding
 ARMS: list[tuple[str, list[str], float, float, float, float]] = [
     ("baseline", [], 1.0, 61.2, 2.4131, 0.38),
     ("packing", ["PackWithinStep"], 1.47, 58.9, 2.4128, 0.004),
@@ -80,7 +80,7 @@ def realistic_report() -> dict[str, Any]:
 
 
 def _arm(arm: Any, rounds: dict[str, list[float]], rng: np.random.Generator) -> dict[str, Any]:
-    name, techniques, factor, gib, final_loss, padding = arm
+    name, techniques, factor, gigabytes, final_loss, padding = arm
     tokens = np.linspace(0, 1e7, 400)
     fall = 0.9 * np.exp(-tokens / 1.4e6)
     training = final_loss - 0.03 + fall + rng.normal(0, 0.03, 400)
@@ -92,7 +92,7 @@ def _arm(arm: Any, rounds: dict[str, list[float]], rng: np.random.Generator) -> 
         "techniques": techniques,
         "tokens_per_second": spread(rounds[name]).summary(),
         "ratio": ratio.summary(),
-        "peak_memory_bytes": int(gib * 2**30),
+        "peak_memory_bytes": int(gigabytes * 1e9),
         "held_out_loss": final_loss,
         "held_out_curve": np.stack([tokens[::40], held_out], 1).tolist(),
         "loss_curve": np.stack([tokens, training], 1).tolist(),

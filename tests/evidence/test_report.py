@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hasten.errors import InputError
-from hasten.evidence.report import outline, read_report, render_markdown, span, words, write_report
+from hasten.evidence.report import render_markdown, write_report
 
 SCHEMA_DOC = Path(__file__).parents[2] / "docs" / "report-schema.md"
 Report = dict[str, Any]
@@ -29,7 +29,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
-        if tag not in ("meta", "br"):
+        if tag not in ("meta", "br", "wbr"):
             self.stack.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -70,7 +70,7 @@ def test_the_head_says_how_much_faster_and_how_sure(report: Report, tmp_path: Pa
     assert f"{ratio['median']:.2f}×" in head
     assert f"interval {ratio['low']:.2f}× to {ratio['high']:.2f}×" in head
     for said in (
-        "61.2 GiB → 38.4 GiB",
+        "61.20 GB → 38.40 GB",
         "−37.3 %",
         "2.4131 → 2.4142",
         "not worse",
@@ -182,7 +182,7 @@ def test_what_was_not_measured_is_said_and_never_a_number(tmp_path: Path) -> Non
     page = written(report, tmp_path)
     said = page.words()
     head = said.split("Speed of each arm")[0]
-    assert "not measured tokens per second" in head
+    assert "packing (PackWithinStep) against baseline; ratio not measured" in head
     assert "Peak memory not measured → not measured Held-out loss not measured" in head
     assert "Repeats not measured" in head
     assert "Equal quality: not measured" in said
@@ -193,10 +193,9 @@ def test_what_was_not_measured_is_said_and_never_a_number(tmp_path: Path) -> Non
 def test_one_round_has_a_ratio_without_an_interval(tmp_path: Path) -> None:
     report = smallest()
     report["arms"][1]["ratio"] = {"median": 1.5, "low": None, "high": None}
-    assert (
-        "1.50× tokens per second, packing against baseline; interval not measured"
-        in written(report, tmp_path).words()
-    )
+    said = written(report, tmp_path).words()
+    assert "1.50× 812 → 1,190 tokens per second" in said
+    assert "packing (PackWithinStep) against baseline; interval not measured" in said
 
 
 def test_a_baseline_alone_is_compared_with_nothing(tmp_path: Path) -> None:
@@ -225,56 +224,6 @@ def test_a_page_of_many_long_runs_stays_below_500_kilobytes(report: Report, tmp_
     assert "All numbers stand in report.json" in page.words()
     assert len(json.loads((tmp_path / "report.json").read_text())["arms"][0]["loss_curve"]) == 6_000
     assert 0 < len(json.loads(page.data)["arms"][0]["loss_curve"]) <= 200
-
-
-def path_of(report: Report, place: str) -> tuple[Any, str]:
-    """The container and the key of a place such as arms.1.ratio.low."""
-    *way, last = place.split(".")
-    for step in way:
-        report = report[int(step) if step.isdigit() else step]  # type: ignore[index]
-    return report, last
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        *("schema", "title", "command", "arms", "hardware", "recipe", "seed", "arms.1.name"),
-        *("arms.2.ratio.low", "arms.0.tokens_per_second", "claims.0.source", "quality.margin"),
-    ],
-)
-def test_a_missing_key_is_named_with_its_place(report: Report, place: str, tmp_path: Path) -> None:
-    container, key = path_of(report, place)
-    del container[key]
-    parent = re.sub(r"\.(\d+)", r"[\1]", f"report.{place}".rpartition(".")[0])
-    with pytest.raises(InputError, match=re.escape(f"{parent} lacks the key '{key}'")):
-        write_report(report, tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "complaint"),
-    [
-        ("title", 3, "report.title must be text, not 3"),
-        ("arms.1.ratio.low", "1.2", "report.arms[1].ratio.low must be a number or null, not '1.2'"),
-        ("arms.1.padding_share", True, "must be a number or null, not True"),
-        ("arms.1.loss_curve", [[1.0]], "report.arms[1].loss_curve[0] must be a pair"),
-        ("arms.1.acted", {}, "report.arms[1].acted must be a list"),
-        ("arms.1", None, "report.arms[1] must be an object"),
-        ("recipe", ["a"], "report.recipe must be an object"),
-        ("recipe", {"path": Path("x")}, "report.recipe.path is a PosixPath"),
-        ("arms", [], "at least one arm"),
-        ("arms.1.name", "baseline", "no name twice"),
-        ("schema", 2, "schema 2"),
-        ("created", "yesterday", "ISO 8601"),
-    ],
-)
-def test_a_wrong_value_is_refused_with_its_place(
-    report: Report, place: str, value: Any, complaint: str
-) -> None:
-    container, key = path_of(report, place)
-    container[int(key) if key.isdigit() else key] = value
-    with pytest.raises(InputError, match=re.escape(complaint)):
-        read_report(report)
 
 
 def test_a_refused_report_leaves_the_old_files_as_they_were(report: Report, tmp_path: Path) -> None:
@@ -307,7 +256,7 @@ def test_the_markdown_table_has_a_row_per_arm_and_equal_columns(report: Report) 
     cells = [cell.strip() for cell in lines[-1].strip("|").split("|")]
     assert cells[0] == "all techniques"
     assert cells[1] == "34,840 [34,474, 35,379]"
-    assert cells[3:] == ["38.4 GiB", "2.4142", "held"]
+    assert cells[3:] == ["38.40 GB", "2.4142", "held"]
 
 
 def test_a_name_cannot_break_the_markdown_table() -> None:
@@ -318,56 +267,6 @@ def test_a_name_cannot_break_the_markdown_table() -> None:
     assert "\x1b" not in row
     assert r"\<img\> \[x\](y)" in row
     assert row.count("not measured") == 2
-
-
-@pytest.mark.parametrize(
-    ("value", "unit", "said"),
-    [
-        (21_448.3, "amount", "21,448"),
-        (12.345, "amount", "12.3"),
-        (1.6249, "times", "1.62×"),
-        (3 * 2**29, "memory", "1.5 GiB"),
-        (2**28, "memory", "256 MiB"),
-        (0.0381, "percent", "3.8 %"),
-        (-0.37, "change", "−37.0 %"),
-        (0.412, "seconds", "412 ms"),
-        (1.5e6, "tokens", "1.5 M"),
-        (None, "loss", "not measured"),
-    ],
-)
-def test_numbers_read_as_people_write_them(value: float | None, unit: str, said: str) -> None:
-    assert words(value, unit) == said
-
-
-def test_a_span_prints_its_interval_only_if_it_has_one() -> None:
-    assert span({"median": 1.5, "low": 1.4, "high": 1.6}, "times") == "1.50× [1.40, 1.60]"
-    assert span({"median": 1.5, "low": None, "high": None}, "times") == "1.50×"
-
-
-def test_the_outline_is_yaml_that_means_the_same() -> None:
-    yaml = pytest.importorskip("yaml")
-    recipe = {
-        "model": "deepseek-ai/DeepSeek-V2-Lite",
-        "techniques": ["PackWithinStep", {"Prefetch": {"depth": 2}}, ["a", []]],
-        "strange keys: yes": {"on": "off", "empty": {}, "text": "a: b # c\n- d", "no": None},
-        "numbers": [
-            1,
-            2.5,
-            1e-05,
-            -3e30,
-            True,
-            "1",
-            "1e3",
-            "null",
-            "true",
-            "",
-            " x",
-            "~",
-            "2026-11-20",
-        ],
-        "text": "梯度",
-    }
-    assert yaml.safe_load(outline(recipe)) == recipe
 
 
 def test_the_documented_example_is_a_report(tmp_path: Path) -> None:

@@ -10,11 +10,10 @@ from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.data.store import inspect
 from hasten.errors import InputError
-from hasten.recipe.build import batch_of, facts_of, job_of, total_steps
+from hasten.recipe.build import batch_of, facts_of, job_of, requested_plan, total_steps
 from hasten.recipe.material import Material, gather
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.run import check_folder, check_space
-from hasten.techniques import CATALOGUE
 
 SHOWN_CHARACTERS = 600
 
@@ -98,9 +97,7 @@ def _batch(recipe: Recipe, material: Material, known: Facts) -> tuple[str, None]
 
 
 def _techniques(recipe: Recipe, known: Facts, checks: _Checks) -> None:
-    plan: Plan | None = checks.run(
-        "plan", lambda: (str(p := Plan.from_list(recipe.plan, CATALOGUE)), p)
-    )
+    plan: Plan | None = checks.run("plan", lambda: (str(p := requested_plan(recipe)), p))
     for technique in plan or ():
         reasons = technique.obstacles(known)
         good = not reasons or recipe.on_obstacle == "skip"

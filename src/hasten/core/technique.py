@@ -131,8 +131,11 @@ class Technique(ABC):
 
     @classmethod
     def name(cls) -> str:
-        """The class name as recipes write it: ``LabelledTokenLoss`` is ``labelled_token_loss``."""
-        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__).lower()
+        """The class name as recipes write it: ``LabelledTokenLoss`` is ``labelled_token_loss``.
+
+        A word begins with a capital before a small letter, so that ``LoRA`` is ``lora``.
+        """
+        return re.sub(r"(?<=[A-Za-z0-9])(?=[A-Z][a-z])", "_", cls.__name__).lower()
 
     @classmethod
     def knobs(cls) -> dict[str, Knob]:

@@ -7,7 +7,8 @@
   4. at equal tokens every arm is asked for its held-out loss; at the end, for what its techniques
      did and what its model writes
 
-An arm that fails is reported with its reason, and the others go on.
+An arm that fails is reported with its reason and its process is ended, and the others go on. One
+that fails only at the very end, in 4, has been measured all the same: it keeps its numbers.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class Arm:
     acted: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, str]] = field(default_factory=list)
     peak_memory_bytes: int | None = None
-    failed: str | None = None
+    failed: str | None = None  # why there is no result
+    unfinished: str | None = None  # why what its techniques did, and its samples, aren't known
 
 
 def compare(
@@ -99,18 +101,27 @@ def compare(
                 work.done(design.steps)
         for arm in arms:
             work.say(f"finishing {arm.name}")
-            _attempt(arm, _finish, trials)
+            _attempt(arm, _finish, trials, at_the_end=True)
     return arms
 
 
-def _attempt(arm: Arm, act: Callable[..., None], trials: Mapping[str, Trial]) -> None:
-    """What goes wrong in one arm is noted there; an arm that has failed gets no more orders."""
+def _attempt(
+    arm: Arm, act: Callable[..., None], trials: Mapping[str, Trial], at_the_end: bool = False
+) -> None:
+    """What goes wrong in one arm is noted there; an arm that has failed gets no more orders.
+
+    Its process is ended at once: one that hangs would slow the others, and its memory is theirs.
+    """
     if arm.failed is not None:
         return
     try:
         act(arm, trials[arm.name])
     except TrialFailedError as error:
-        arm.failed = str(error)
+        if at_the_end:
+            arm.unfinished = str(error)
+        else:
+            arm.failed = str(error)
+        trials[arm.name].end()
 
 
 def _begin(arm: Arm, trial: Trial, design: Design) -> None:

@@ -9,7 +9,13 @@ Record = TypeVar("Record")
 
 
 def by_count(records: Sequence[Record], size: int) -> list[list[Record]]:
-    """Pieces of ``size`` records in the order given; the last may be smaller."""
+    """Pieces of ``size`` records in the order given; the last may be smaller.
+
+    Raises:
+        ValueError: ``size`` is below 1.
+    """
+    if size < 1:
+        raise ValueError(f"size is {size}; a piece has at least one record")
     return [list(records[i : i + size]) for i in range(0, len(records), size)]
 
 

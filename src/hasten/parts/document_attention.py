@@ -26,7 +26,11 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")
 
 
 def use_document_attention(model: Any) -> None:
-    """Make a Hugging Face causal LM attend document by document; ``model`` alone is changed."""
+    """Make a Hugging Face causal LM attend document by document; ``model`` alone is changed.
+
+    Transformers builds no mask for such an attention: a two-dimensional ``attention_mask`` never
+    arrives, so that filler must stand on the right, where a causal token doesn't see it.
+    """
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
@@ -51,11 +55,17 @@ def attend(
 
     Raises:
         ValueError: the call is not a training pass over whole rows (generation with a cache): give
-            the model its own attention back first, ``model.set_attn_implementation("sdpa")``.
+            the model its own attention back first, ``model.set_attn_implementation("sdpa")``; or
+            it asks for a mask or a sliding window, which this attention doesn't have.
     """
     if query.shape[2] != key.shape[2]:
         raise ValueError(
             "document attention is for training passes; before generating, call "
+            'model.set_attn_implementation("sdpa")'
+        )
+    if attention_mask is not None or other.get("sliding_window") is not None:
+        raise ValueError(
+            "document attention takes neither a mask nor a sliding window; call "
             'model.set_attn_implementation("sdpa")'
         )
     if document_lengths is None:

@@ -20,7 +20,7 @@ IGNORED = -100
 
 
 class WholeLogitsLoss(nn.Module):
-    """Cross-entropy over the logits of every slot, in float32, summed over labels."""
+    """Cross-entropy over the logits of every slot, in float32 or wider, summed over labels."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -28,7 +28,8 @@ class WholeLogitsLoss(nn.Module):
 
     def forward(self, labels: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
         """``labels`` (B, T), aligned with the position that predicts them, -100: no loss."""
-        logits = self.model(use_cache=False, **inputs).logits.float()  # (B, T, vocabulary)
+        logits = self.model(use_cache=False, **inputs).logits  # (B, T, vocabulary)
+        logits = logits.to(_at_least_float32(logits.dtype))
         loss = F.cross_entropy(
             logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum"
         )
@@ -61,8 +62,11 @@ class LabelOnlyHead(nn.Module):
 
     def __init__(self, head: nn.Linear, chunk: int) -> None:
         super().__init__()
-        if head.bias is not None:
-            raise ValueError("a head with a bias is not supported; leave the loss as it is")
+        if type(head) is not nn.Linear or head.bias is not None:  # an adapter would be bypassed
+            raise ValueError(
+                "only a plain linear head without a bias can be replaced, and this one is "
+                f"{head}; leave the loss as it is, or the head without an adapter"
+            )
         self.weight = head.weight  # (vocabulary, hidden)
         self.in_features, self.out_features = head.in_features, head.out_features
         self.bias = None
@@ -89,12 +93,19 @@ class LabelOnlyHead(nn.Module):
 def label_only_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
     """Sum of cross-entropy of ``hidden @ weight.T`` against ``labels``, at most a chunk at a time.
 
+    First derivatives only: the gradients are constants to autograd.
+
     Args:
         hidden: (labels, hidden), every row labelled.
         weight: (vocabulary, hidden).
         labels: (labels,), int64.
         chunk: rows whose logits exist at once.
+
+    Raises:
+        ValueError: ``chunk`` is below 1.
     """
+    if chunk < 1:
+        raise ValueError(f"chunk is {chunk}; at least one row of logits must exist at once")
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -143,10 +154,11 @@ def _softmax_minus_label(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
     """Summed loss of a chunk in float32 or wider, and d loss / d logits in the logits' format."""
     scores = logits.to(_at_least_float32(logits.dtype))
     log_sum = torch.logsumexp(scores, dim=-1, keepdim=True)
-    rows = torch.arange(len(labels), device=labels.device)
-    loss = (log_sum.squeeze(1) - scores[rows, labels]).sum()
+    wanted = labels.unsqueeze(1)
+    # gather refuses a label outside the vocabulary; an index of -1 would mean its last token.
+    loss = (log_sum - scores.gather(1, wanted)).sum()
     grad = scores.sub_(log_sum).exp_()
-    grad[rows, labels] -= 1
+    grad.scatter_add_(1, wanted, grad.new_full(wanted.shape, -1.0))
     return loss, grad.to(logits.dtype)
 
 

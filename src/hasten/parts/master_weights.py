@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 Pair = tuple[Tensor, Tensor]  # (working weight, master)
 
@@ -28,8 +29,10 @@ class MasterWeights:
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         self.dtype = dtype
-        self._masters: dict[int, Tensor] = {}  # by id of the working parameter, until owned
-        self._pairs: list[Pair] = []
+        self._masters: dict[int, Tensor] = {}  # by id of the working parameter
+        self._pairs: list[Pair] = []  # what the optimizer moves
+        self._given: list[tuple[Tensor, torch.dtype]] = []  # what was cast, and its format before
+        self._hooks: list[RemovableHandle] = []
 
     def prepare(self, module: nn.Module) -> None:
         """Cast floating parameters to the working format; buffers (rotary tables) keep theirs.
@@ -41,29 +44,35 @@ class MasterWeights:
                 continue
             if parameter.requires_grad:
                 self._masters[id(parameter)] = parameter.detach().to(torch.float32, copy=True)
+            self._given.append((parameter, parameter.dtype))
             parameter.data = parameter.data.to(self.dtype)
-        module.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
+        self._hooks.append(module.register_forward_pre_hook(self._cast_inputs, with_kwargs=True))
 
     def region(self) -> AbstractContextManager[Any]:
         """Nothing to wrap: the weights have the working format already."""
         return nullcontext()
 
     def own(self, optimizer: Optimizer) -> None:
-        """Put the masters where the optimizer had the working weights.
+        """Put the masters where the optimizer had the working weights; frozen ones stay there.
 
         Raises:
             ValueError: the optimizer has taken a step already, so its state belongs to the old
-                weights; or it holds a weight that ``prepare`` has not seen.
+                weights; or it holds a trainable weight that ``prepare`` has not seen as one.
         """
         if any(optimizer.state.values()):
             raise ValueError("the optimizer has state already; give it to own() before any step")
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(p.requires_grad and id(p) not in self._masters for p in held):
+            raise ValueError(
+                "the optimizer holds a weight that isn't in the prepared module, or was frozen "
+                "when prepare() saw it"
+            )
         for group in optimizer.param_groups:
-            group["params"] = [self._adopt(p) for p in group["params"]]
+            group["params"] = [self._adopt(p) if p.requires_grad else p for p in group["params"]]
 
     def _adopt(self, working: Tensor) -> Tensor:
-        if id(working) not in self._masters:
-            raise ValueError("the optimizer holds a weight that isn't in the prepared module")
         master = self._masters[id(working)].to(working.device).requires_grad_()
+        self._masters[id(working)] = master
         self._pairs.append((working, master))
         return master
 
@@ -103,9 +112,18 @@ class MasterWeights:
 
     @torch.no_grad()
     def finish(self, module: nn.Module) -> None:
-        """Give the module its float32 weights back. Frozen weights stay rounded."""
-        for working, master in self._pairs:
-            working.data = master.detach().clone()
+        """Give the module its float32 weights back, and leave its inputs alone from now on.
+
+        Frozen weights get the format they had, and stay rounded.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        for working, given in self._given:
+            master = self._masters.get(id(working))
+            if master is None:
+                working.data = working.data.to(given)
+            else:
+                working.data = master.detach().to(working.device, copy=True)
 
     def _cast_inputs(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -117,4 +135,6 @@ class MasterWeights:
             return value.to(self.dtype)
         if isinstance(value, tuple | list):
             return type(value)(self._cast(item) for item in value)
+        if isinstance(value, dict):
+            return {key: self._cast(item) for key, item in value.items()}
         return value

@@ -61,18 +61,24 @@ def model_facts(recipe: Recipe, material: Material | None) -> ModelFacts:
     )
 
 
-def plan_of(recipe: Recipe, known: Facts, tell: Callable[[str], None] = lambda text: None) -> Plan:
-    """The recipe's techniques, without those that can't work here if the recipe says skip.
-
-    Raises:
-        InputError: an unknown technique or setting, two for one slot, an obstacle.
-    """
+def requested_plan(recipe: Recipe) -> Plan:
+    """The recipe's techniques as they are written, whether they can work here or not."""
     plan = Plan.from_list(recipe.plan, CATALOGUE)
     if recipe.finetuning_type == "lora" and Slot.ADAPTER in plan:
         raise InputError(
             "finetuning_type: lora and a technique of the plan both decide which parameters learn; "
             "keep one of them"
         )
+    return plan
+
+
+def plan_of(recipe: Recipe, known: Facts, tell: Callable[[str], None] = lambda text: None) -> Plan:
+    """The recipe's techniques, without those that can't work here if the recipe says skip.
+
+    Raises:
+        InputError: an unknown technique or setting, two for one slot, an obstacle.
+    """
+    plan = requested_plan(recipe)
     if known.world.size > 1 and Slot.LAYOUT not in plan:
         plan = plan.with_(DDP())
     for technique in plan:

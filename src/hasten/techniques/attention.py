@@ -10,7 +10,7 @@ from hasten.core.facts import Facts
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Claim, Fidelity, Proof, Technique
+from hasten.core.technique import Fidelity, Proof, Technique
 from hasten.parts import document_attention
 from hasten.parts.hugging_face import causal_lm
 
@@ -27,10 +27,6 @@ class DocumentAttention(Technique):
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.ROUNDING
-
-    @property
-    def claims(self) -> tuple[Claim, ...]:
-        return (Claim("tokens_per_second", 1.07, "the articles' graph optimisation: +7 % speed"),)
 
     def apply(self, setup: Setup) -> None:
         def select(model: nn.Module) -> None:

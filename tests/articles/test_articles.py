@@ -1,0 +1,38 @@
+"""Every snippet in this folder runs as a reader would run it: in a fresh folder, as a script."""
+
+from __future__ import annotations
+
+import runpy
+import warnings
+from pathlib import Path
+
+import pytest
+
+
+def test_the_appendix_example_runs_and_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    snippet = str(Path(__file__).parent / "appendix_example.py")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        names = runpy.run_path(snippet)
+    summary = names["summary"]
+    losses = summary["epoch_losses"]
+    assert losses[2] < losses[0]
+    assert summary["steps"] == 24
+    assert summary["switches"] == {
+        "compress_gradients": "not available",
+        "mixed_precision": "autocast",
+        "dynamic_batch": "not available",
+    }
+    said = [str(w.message) for w in caught if "not available" in str(w.message)]
+    assert [s.split(":")[0] for s in said] == ["compress_gradients", "dynamic_batch"]
+    out = capsys.readouterr().out
+    assert "no checkpoint yet" in out
+    assert "32 devices" in out
+    assert "hasten launch" in out
+    assert sorted(p.name for p in Path("checkpoints").iterdir()) == [
+        "step-00000016",
+        "step-00000024",
+    ]

@@ -1,0 +1,92 @@
+"""Two ranks train as one process does; a failing rank takes the others along and is named."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.cluster.ranks import start
+from hasten.core.facts import World
+from rank_jobs import CASES, train_all
+from ranks import on_ranks
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return on_ranks("rank_jobs:train_all", tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    return train_all(World())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_train_as_one_process_does(
+    found: list[Any], alone: dict[str, Any], case: str
+) -> None:
+    ours, theirs = found[0][case], alone[case]
+    tolerance = 2e-2 if "masters" in case else 1e-6
+    assert ours["replicated"]
+    assert not theirs["replicated"]
+    assert ours["tokens"] == theirs["tokens"]
+    assert ours["trained"] == theirs["trained"]
+    for key in ("losses", "norms", "weights"):
+        assert ours[key] == pytest.approx(theirs[key], rel=tolerance, abs=tolerance)
+    assert ours["held_out"] == pytest.approx(theirs["held_out"], rel=tolerance)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_replicas_stay_identical_and_report_the_same(found: list[Any], case: str) -> None:
+    assert found[0][case] == found[1][case]
+
+
+def test_a_stop_asked_of_one_rank_stops_all_after_the_same_step(found: list[Any]) -> None:
+    assert [rank["stopped by one rank"] for rank in found] == [2, 2]
+
+
+def test_a_failing_rank_ends_the_others_and_gives_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    print('the disk is gone', file=sys.stderr); sys.exit(7)\n"
+        "time.sleep(60)\n"
+    )
+    _instead_of_hasten(monkeypatch, script)
+    assert start([], 3, tmp_path, 2) == 7
+    assert "rank 1 failed: the disk is gone" in capfd.readouterr().err
+
+
+def test_ranks_share_the_cores_and_know_their_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import os, pathlib\n"
+        "e = os.environ\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'said-' + e['RANK']).write_text(\n"
+        "    ' '.join([e['WORLD_SIZE'], e['LOCAL_RANK'], e['OMP_NUM_THREADS']]))\n"
+    )
+    _instead_of_hasten(monkeypatch, script)
+    assert start([], 2, tmp_path, 6) == 0
+    assert [(tmp_path / f"said-{r}").read_text() for r in range(2)] == ["2 0 3", "2 1 3"]
+    assert not list(tmp_path.glob(".ranks-*"))
+
+
+def _instead_of_hasten(monkeypatch: pytest.MonkeyPatch, script: Path) -> None:
+    """Let the starter run a script where it would run ``python -m hasten``."""
+    import subprocess
+
+    real = subprocess.Popen
+
+    def popen(command: list[str], **settings: Any) -> Any:
+        assert command[:3] == [sys.executable, "-m", "hasten"]
+        return real([sys.executable, str(script)], **settings)
+
+    monkeypatch.setattr("hasten.cluster.ranks.subprocess.Popen", popen)

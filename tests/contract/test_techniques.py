@@ -1,0 +1,172 @@
+"""The exam that every member of the catalogue takes, on every architecture."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from hasten.core.facts import Facts, ModelFacts
+from hasten.core.job import Job
+from hasten.core.plan import Plan
+from hasten.core.session import Session
+from hasten.core.slot import Slot
+from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique
+from hasten.techniques import CATALOGUE
+from hasten.techniques.attention import DocumentAttention
+from hasten.techniques.batch import Accumulate
+from hasten.techniques.collate import Packed
+from hasten.techniques.layout import DDP
+from tiny import ARCHITECTURES, job_facts, language_job, records, run, session_of, tiny_model
+
+# Instances examined beside the defaults, where a setting takes another path through the code.
+MORE: tuple[Technique, ...] = (Accumulate(micro_batch_size=3), Accumulate(micro_batch_tokens=60))
+INSTANCES = (*(kind() for kind in CATALOGUE), *MORE)
+# A technique that shows nothing alone is examined on top of another one.
+ON_TOP_OF = {DocumentAttention: (Packed(),)}
+# Relative error of one step's gradient against float64: number formats of 8 bits, and of 24.
+BF16_BOUND, FLOAT32_BOUND = 4e-2, 2e-5
+
+kinds = pytest.mark.parametrize("kind", CATALOGUE, ids=lambda k: k.name())
+instances = pytest.mark.parametrize("technique", INSTANCES, ids=str)
+architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
+
+
+class GradientOnly(torch.optim.SGD):
+    """Keeps the gradients it is given and moves nothing."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.seen = [p.grad.clone() for g in self.param_groups for p in g["params"]]
+
+
+def job(architecture: str, dtype: Any = torch.float32, **changes: Any) -> Job:
+    return language_job(lambda: tiny_model(architecture, dtype=dtype), data=records(8), **changes)
+
+
+def gradient(session: Session) -> Tensor:
+    """The gradient of the first step as one float64 vector."""
+    run(session)
+    optimizer: Any = session.optimizer
+    return torch.cat([g.double().flatten() for g in optimizer.seen])
+
+
+@functools.cache
+def reference(architecture: str) -> Tensor:
+    """The same step without any technique, in float64."""
+    plain = job(architecture, torch.float64, steps=1, optimizer=GradientOnly, max_grad_norm=None)
+    return gradient(session_of(plain, architecture=architecture))
+
+
+def test_every_slot_has_a_decision_and_every_name_is_its_own() -> None:
+    assert all(isinstance(kind.slot, Slot) for kind in CATALOGUE)
+    assert len({kind.name() for kind in CATALOGUE}) == len(CATALOGUE)
+
+
+@kinds
+def test_a_technique_is_a_final_frozen_dataclass(kind: type[Technique]) -> None:
+    assert dataclasses.is_dataclass(kind)
+    assert kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert kind.__mro__[1] is Technique
+    assert not kind.__subclasses__()
+    assert inspect.getdoc(kind)
+
+
+@kinds
+def test_every_setting_is_documented_where_it_is_declared(kind: type[Technique]) -> None:
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        assert field.metadata.get("doc"), f"{kind.name()}.{field.name}"
+        assert field.default is not dataclasses.MISSING
+
+
+@instances
+def test_it_round_trips_and_compares(technique: Technique) -> None:
+    plan = Plan([technique])
+    for text, read in ((json.dumps, json.loads), (yaml.safe_dump, yaml.safe_load)):
+        again = Plan.from_list(read(text(plan.to_list())), CATALOGUE)  # type: ignore[operator]
+        assert again == plan
+        assert hash(again) == hash(plan)
+    assert dataclasses.replace(technique) == technique  # type: ignore[type-var]
+
+
+@instances
+def test_what_it_says_of_itself_has_the_agreed_form(technique: Technique) -> None:
+    known = job_facts(job("llama"))
+    assert isinstance(technique.fidelity, Fidelity)
+    assert isinstance(technique.forecast(known), Forecast)
+    assert all(isinstance(c, Claim) and c.source and c.ratio > 0 for c in technique.claims)
+    assert technique.obstacles(known) == ()
+    assert all(isinstance(v, str) for v in technique.environ(known).values())
+
+
+@instances
+def test_what_stands_in_its_way_is_a_sentence(technique: Technique) -> None:
+    hardware = job_facts(job("llama")).hardware
+    strange = Facts(hardware, model=ModelFacts("resnet", 1000))
+    for reason in technique.obstacles(strange):
+        assert len(reason.split()) > 4
+        assert "resnet" in reason
+
+
+@architectures
+@instances
+def test_it_owes_a_proof_and_gives_it(
+    technique: Technique, architecture: str, tmp_path: Any
+) -> None:
+    if technique.fidelity is Fidelity.EXACT:
+        plain = run(session_of(job(architecture), architecture=architecture))
+        session = session_of(
+            job(architecture), technique, architecture=architecture, folder=tmp_path
+        )
+        assert [m.loss for m in run(session)] == [m.loss for m in plain]
+    elif technique.fidelity is Fidelity.ROUNDING:
+        once = job(architecture, steps=1, optimizer=GradientOnly, max_grad_norm=None)
+        below = ON_TOP_OF.get(type(technique), ())
+        session = session_of(once, technique, *below, architecture=architecture)
+        found, expected = gradient(session), reference(architecture)
+        error = float((found - expected).norm() / expected.norm())
+        assert error < (BF16_BOUND if technique.slot is Slot.PRECISION else FLOAT32_BOUND)
+    else:
+        longer = job(architecture, steps=12)
+        losses = [m.loss for m in run(session_of(longer, technique, architecture=architecture))]
+        assert losses[-1] < losses[0]
+
+
+@architectures
+@pytest.mark.parametrize("technique", [t for t in INSTANCES if not isinstance(t, DDP)], ids=str)
+def test_its_probe_tells_a_run_with_it_from_one_without(
+    technique: Technique, architecture: str, tmp_path: Any
+) -> None:
+    if technique.name() == "checkpoints":
+        technique = dataclasses.replace(technique, every_steps=1)  # type: ignore[type-var]
+    if technique.name() == "accumulate" and technique == Accumulate():
+        technique = Accumulate(micro_batch_size=4)  # the default holds this tiny step whole
+    with_it = session_of(job(architecture), technique, architecture=architecture, folder=tmp_path)
+    without = session_of(job(architecture), architecture=architecture)
+    run(with_it)
+    run(without)
+    proof = technique.probe(with_it)
+    assert isinstance(proof, Proof)
+    assert proof.acted, proof.evidence
+    assert not technique.probe(without).acted
+
+
+@architectures
+@instances
+def test_a_model_saved_after_it_has_the_same_names(
+    technique: Technique, architecture: str, tmp_path: Any
+) -> None:
+    session = session_of(job(architecture), technique, architecture=architecture, folder=tmp_path)
+    run(session)
+    names = set(session.finish().state_dict())
+    plain = set(tiny_model(architecture).state_dict())
+    if technique.slot is not Slot.ADAPTER:
+        assert names == plain
+    dtypes = {p.dtype for p in session.model.parameters() if p.requires_grad}
+    assert dtypes == {torch.float32}

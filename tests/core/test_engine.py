@@ -1,0 +1,122 @@
+"""A second engine: a pipeline of two stages in one process takes the plain engine's place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hasten.core.batch import MicroBatch
+from hasten.core.engine import Assembly, PlainEngine
+from hasten.core.setup import OneProcess, Setup, Wire
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Proof, Technique
+from hasten.parts.hugging_face import causal_lm
+from hasten.techniques.batch import Accumulate
+from hasten.techniques.precision import BF16MasterWeights
+from tiny import language_job, run, session_of, tiny_model
+
+
+class Stages(nn.Module):
+    """A language model cut in two; what crosses the cut is detached, as between two machines."""
+
+    def __init__(self, loss_module: nn.Module) -> None:
+        super().__init__()
+        self.whole = loss_module
+        self.crossed = 0
+
+    def first(self, input_ids: Tensor) -> Tensor:
+        trunk = causal_lm(self.whole.model).model
+        hidden = trunk.embed_tokens(input_ids)
+        return self._layers(trunk, hidden, slice(0, 1))
+
+    def second(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        model = causal_lm(self.whole.model)
+        hidden = model.model.norm(self._layers(model.model, hidden, slice(1, None)))
+        logits = model.lm_head(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+        return F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+
+    @staticmethod
+    def _layers(trunk: Any, hidden: Tensor, part: slice) -> Tensor:
+        positions = torch.arange(hidden.shape[1])[None]
+        rotary = trunk.rotary_emb(hidden, position_ids=positions)
+        for layer in trunk.layers[part]:
+            hidden = layer(hidden, position_embeddings=rotary, position_ids=positions)
+        return hidden
+
+
+class TwoStageEngine(PlainEngine):
+    """All forward passes of both stages first, then all backward passes (GPipe)."""
+
+    def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
+        stages: Any = self.module
+        sent, losses = [], []
+        for micro_batch in micro_batches:
+            out = stages.first(micro_batch.inputs["input_ids"])
+            arrived = out.detach().requires_grad_()
+            sent.append((out, arrived))
+            losses.append(stages.second(arrived, micro_batch.inputs["labels"]))
+        for (out, arrived), loss in zip(sent, losses, strict=True):
+            (loss / denominator).backward()
+            out.backward(arrived.grad)
+            stages.crossed += 1
+            self.setup.precision.collect()
+        return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+class TwoStageLayout(OneProcess):
+    def split(self, module: nn.Module) -> nn.Module:
+        return Stages(module)
+
+    def across(self, module: nn.Module, wire: Wire) -> nn.Module:
+        return module
+
+    def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+@dataclass(frozen=True)
+class TwoStages(Technique):
+    slot = Slot.LAYOUT
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.ROUNDING
+
+    def apply(self, setup: Setup) -> None:
+        setup.layout = TwoStageLayout()
+        setup.engine = _two_stage_engine
+
+    def probe(self, session: Any) -> Proof:
+        return Proof(session.module.crossed > 0, f"{session.module.crossed} crossings")
+
+
+def _two_stage_engine(assembly: Assembly) -> TwoStageEngine:
+    return TwoStageEngine(assembly)
+
+
+@pytest.mark.parametrize(
+    "more", [(), (BF16MasterWeights(),)], ids=["float64", "bf16 with float32 masters"]
+)
+def test_a_pipeline_engine_trains_to_the_same_weights_without_a_change_to_the_step(
+    more: Any,
+) -> None:
+    dtype = torch.float32 if more else torch.float64
+    tolerance = 2e-2 if more else 1e-10
+    job = language_job(lambda: tiny_model(dtype=dtype), steps=3)
+    plain = session_of(job, Accumulate(micro_batch_size=3), *more)
+    piped = session_of(job, Accumulate(micro_batch_size=3), TwoStages(), *more)
+    for one, two in zip(run(plain), run(piped), strict=True):
+        assert two.loss == pytest.approx(one.loss, rel=tolerance)
+        assert two.grad_norm == pytest.approx(one.grad_norm, rel=tolerance)
+    for one, two in zip(plain.finish().parameters(), piped.finish().parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance)
+    proof = TwoStages().probe(piped)
+    assert proof.evidence == "9 crossings"

@@ -1,0 +1,197 @@
+"""The step's loss and gradients against one whole batch in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hasten.core.job import Stop
+from hasten.core.order import GlobalBatch, ShuffledOrder
+from hasten.core.plan import Plan
+from hasten.core.session import assemble, batches
+from hasten.core.setup import prepare
+from hasten.core.step import NotFiniteError, train_step, training
+from hasten.errors import InputError
+from hasten.techniques.batch import Accumulate
+from hasten.techniques.collate import Packed
+from tiny import job_facts, language_job, records, run, session_of, tiny_model
+
+
+def reference(data: Any, step: list[int]) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of a step, record by record, without batches, padding or micro-batches."""
+    model = tiny_model(dtype=torch.float64)
+    trained = sum(data[i].trained_tokens for i in step)
+    total = torch.zeros((), dtype=torch.float64)
+    for index in step:
+        ids = torch.tensor(data[index].input_ids.astype("int64"))[None]
+        logits = model(input_ids=ids).logits[0, :-1]
+        kept = torch.tensor(data[index].trained[1:])
+        total = total + F.cross_entropy(logits[kept], ids[0, 1:][kept], reduction="sum")
+    (total / trained).backward()
+    return float(total.detach() / trained), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
+
+
+class KeepGradients(torch.optim.SGD):
+    """Remembers the gradients it was given."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.seen = [p.grad.clone() for g in self.param_groups for p in g["params"]]
+
+
+@pytest.mark.parametrize(
+    "techniques",
+    [
+        (),
+        (Accumulate(micro_batch_size=3),),
+        (Accumulate(micro_batch_tokens=45),),
+        (Accumulate(micro_batch_size=1), Packed()),
+    ],
+    ids=["one batch", "by records", "by tokens", "packed, one by one"],
+)
+def test_loss_and_gradients_equal_a_float64_loop_over_records(techniques: Any) -> None:
+    data = records(11)  # eleven records in threes: the last micro-batch has two
+    step = next(ShuffledOrder([r.length for r in data], GlobalBatch(11), 3).steps(0))
+    loss, gradients = reference(data, step)
+    job = language_job(
+        lambda: tiny_model(dtype=torch.float64),
+        data=data,
+        steps=1,
+        batch=11,
+        optimizer=KeepGradients,
+        max_grad_norm=None,
+    )
+    session = session_of(job, *techniques)
+    names = {id(p): n for n, p in session.model.named_parameters()}
+    metrics = run(session)[0]
+    assert metrics.loss == pytest.approx(loss, rel=1e-12)
+    optimizer: Any = session.optimizer
+    parameters = [p for g in optimizer.param_groups for p in g["params"]]
+    for parameter, gradient in zip(parameters, optimizer.seen, strict=True):
+        expected = gradients[names[id(parameter)]]
+        torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-13)
+    expected_norm = torch.sqrt(sum((g**2).sum() for g in gradients.values()))  # type: ignore[arg-type]
+    assert metrics.grad_norm == pytest.approx(float(expected_norm), rel=1e-10)
+
+
+def test_counts_are_those_of_the_records() -> None:
+    data = records(8)
+    session = session_of(language_job(data=data, steps=1))
+    (metrics,) = run(session)
+    assert metrics.tokens == sum(r.length for r in data)
+    assert metrics.trained_tokens == sum(r.trained_tokens for r in data)
+    assert metrics.slots == 8 * max(r.length for r in data)
+    assert metrics.padding_share == pytest.approx(1 - metrics.tokens / metrics.slots)
+
+
+def test_clipping_limits_the_update_and_reports_the_norm_before_it() -> None:
+    moved = {}
+    for limit in (None, 0.1):
+        job = language_job(steps=1, lr=1.0, optimizer=torch.optim.SGD, max_grad_norm=limit)
+        session = session_of(job)
+        before = [p.detach().clone() for p in session.model.parameters()]
+        (metrics,) = run(session)
+        assert metrics.grad_norm > 0.5
+        change = [p.detach() - b for p, b in zip(session.model.parameters(), before, strict=True)]
+        moved[limit] = float(torch.nn.utils.get_total_norm(change))
+    assert moved[0.1] == pytest.approx(0.1, rel=1e-4)
+    assert moved[None] > 0.5
+
+
+def test_the_learning_rate_follows_the_schedule() -> None:
+    from hasten.core.schedule import Schedule
+
+    job = language_job(steps=4, lr=0.5, schedule=Schedule("linear", 0, total_steps=4))
+    rates = [m.learning_rate for m in run(session_of(job))]
+    assert rates == pytest.approx([0.5, 0.5 * 2 / 3, 0.5 / 3, 0])
+
+
+class BreaksAt(nn.Module):
+    """The plain loss, NaN on chosen calls."""
+
+    def __init__(self, model: nn.Module, calls: set[int]) -> None:
+        super().__init__()
+        from hasten.parts.losses import WholeLogitsLoss
+
+        self.inner, self.calls, self.count = WholeLogitsLoss(model), calls, 0
+
+    def forward(self, **inputs: Any) -> tuple[Tensor, Tensor]:
+        self.count += 1
+        loss, labels = self.inner(**inputs)
+        return (loss * float("nan") if self.count in self.calls else loss), labels
+
+
+def test_a_step_that_is_not_finite_moves_nothing() -> None:
+    job = language_job(steps=3, loss=lambda m: BreaksAt(m, {2}))
+    session = session_of(job)
+    steps = training(session)
+    next(steps)
+    before = [p.detach().clone() for p in session.model.parameters()]
+    assert next(steps).skipped
+    for parameter, old in zip(session.model.parameters(), before, strict=True):
+        assert torch.equal(parameter, old)
+    assert not next(steps).skipped
+
+
+def test_a_run_whose_gradients_stay_not_finite_stops_with_its_weights_intact() -> None:
+    job = language_job(steps=50, loss=lambda m: BreaksAt(m, set(range(2, 99))))
+    session = session_of(job)
+    with pytest.raises(NotFiniteError, match="10 steps in a row"):
+        run(session)
+    assert all(bool(torch.isfinite(p).all()) for p in session.model.parameters())
+
+
+def test_the_same_seed_gives_the_same_bits() -> None:
+    one, two = (run(session_of(language_job(steps=4))) for _ in range(2))
+    assert [m.loss for m in one] == [m.loss for m in two]
+    other = run(session_of(language_job(steps=4, seed=4)))
+    assert [m.loss for m in one] != [m.loss for m in other]
+
+
+def test_a_run_ends_by_steps_by_epochs_or_by_tokens() -> None:
+    data = records(10)
+    per_epoch = sum(r.length for r in data)
+    assert len(run(session_of(language_job(data=data, batch=4, steps=5)))) == 5
+    by_epochs = language_job(data=data, batch=4, stop=Stop(epochs=2))
+    metrics = run(session_of(by_epochs))
+    assert [m.epoch for m in metrics] == [0, 0, 0, 1, 1, 1]
+    assert sum(m.tokens for m in metrics) == 2 * per_epoch
+    by_tokens = language_job(data=data, batch=4, stop=Stop(tokens=per_epoch + 1))
+    total = sum(m.tokens for m in run(session_of(by_tokens)))
+    assert per_epoch < total
+
+
+def test_a_stop_must_say_when() -> None:
+    with pytest.raises(InputError):
+        Stop()
+    with pytest.raises(InputError):
+        Stop(steps=0)
+
+
+def test_records_without_a_trained_token_are_refused_in_the_step() -> None:
+    from hasten.parts.records import token_record
+
+    mute = [token_record([5, 6, 7], [False] * 3)] * 4
+    with pytest.raises(InputError, match="no trained token"):
+        run(session_of(language_job(data=mute, batch=4)))
+
+
+def test_several_ranks_without_a_layout_are_refused() -> None:
+    from hasten.core.facts import World
+
+    job = language_job()
+    known = job_facts(job, world=World(0, 0, 2))
+    with pytest.raises(InputError, match="add a layout technique"):
+        prepare(job, Plan(), known)
+
+
+def test_the_step_can_be_driven_by_hand() -> None:
+    session = assemble(prepare(language_job(steps=2), Plan(), job_facts(language_job())))
+    losses = [train_step(session, batch, 0.0).loss for batch in batches(session)]
+    assert len(losses) == 2
+    assert losses == [m.loss for m in run(session_of(language_job(steps=2)))]

@@ -1,0 +1,156 @@
+"""The loop around the step: evaluation, early stop, the best model, interruption, resuming."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hasten.core.evaluate import evaluate
+from hasten.core.job import Stop
+from hasten.core.state import restore, state_of
+from hasten.core.step import training
+from hasten.core.trainer import Watch, fit
+from hasten.errors import InputError
+from hasten.parts import checkpoint
+from hasten.techniques.adapter import LoRA
+from hasten.techniques.batch import Accumulate
+from hasten.techniques.checkpoint import Checkpoints
+from hasten.techniques.collate import Packed
+from hasten.techniques.loss import LabelledTokenLoss
+from hasten.techniques.precision import BF16MasterWeights
+from tiny import language_job, records, run, session_of, tiny_model
+
+
+def test_held_out_loss_is_the_mean_over_trained_tokens_of_all_records() -> None:
+    held_out = records(19, seed=5)
+    job = language_job(lambda: tiny_model(dtype=torch.float64), held_out=held_out)
+    found = evaluate(session_of(job)).held_out_loss
+    model = tiny_model(dtype=torch.float64).eval()
+    total, count = 0.0, 0
+    for record in held_out:
+        ids = torch.tensor(record.input_ids.astype("int64"))[None]
+        kept = torch.tensor(record.trained[1:])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, :-1][kept]
+        total += float(F.cross_entropy(logits, ids[0, 1:][kept], reduction="sum"))
+        count += int(kept.sum())
+    assert found == pytest.approx(total / count, rel=1e-12)
+
+
+def test_evaluation_leaves_training_untouched() -> None:
+    plain = run(session_of(language_job(steps=4)))
+    session = session_of(language_job(steps=4))
+    losses = []
+    for metrics in training(session):
+        losses.append(metrics.loss)
+        evaluate(session)
+        assert session.module.training
+    assert losses == [m.loss for m in plain]
+
+
+def test_metrics_of_the_user_are_measured_at_every_evaluation() -> None:
+    def weight_norm(model: Any) -> float:
+        return float(model.lm_head.weight.norm())
+
+    job = language_job(steps=4, metrics={"weight_norm": weight_norm})
+    outcome = fit(session_of(job), Watch(every_steps=2))
+    assert [e.step for e in outcome.evaluations] == [2, 4]
+    norms = [e.metrics["weight_norm"] for e in outcome.evaluations]
+    assert norms[0] != norms[1]
+
+
+def test_training_stops_early_when_the_held_out_loss_stops_falling() -> None:
+    job = language_job(steps=200, lr=1.0)  # far too high: the held-out loss can only rise
+    best: list[int] = []
+    watch = Watch(every_steps=2, patience=3, on_best=lambda e: best.append(e.step))
+    session = session_of(job)
+    outcome = fit(session, watch)
+    assert outcome.stopped == "early stop"
+    assert session.progress.step < 200
+    assert outcome.best is not None
+    assert best[-1] == outcome.best.step
+    assert session.progress.step == outcome.best.step + 2 * 3
+
+
+def test_an_interrupt_ends_the_run_between_two_steps() -> None:
+    session = session_of(language_job(steps=50))
+
+    def interrupt(metrics: Any) -> None:
+        if metrics.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    handler = signal.getsignal(signal.SIGINT)
+    outcome = fit(session, Watch(on_step=interrupt))
+    assert outcome.stopped == "interrupted"
+    assert session.progress.step == 3
+    assert outcome.evaluations[-1].step == 3
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_the_summary_says_what_was_done() -> None:
+    data = records(10)
+    session = session_of(language_job(data=data, batch=4, stop=Stop(epochs=2)))
+    summary = fit(session).summary(session)
+    assert summary["steps"] == 6
+    assert summary["records"] == 20
+    assert summary["tokens"] == 2 * sum(r.length for r in data)
+    assert len(summary["epoch_seconds"]) == 2
+    assert summary["perplexity"] > 1
+    assert summary["stopped"] == "done"
+
+
+PLANS = {
+    "plain": (),
+    "masters": (BF16MasterWeights(), Packed(), LabelledTokenLoss(chunk=32)),
+    "accumulating": (Accumulate(micro_batch_size=3),),
+    "lora with dropout": (LoRA(rank=4, dropout=0.2),),
+}
+
+
+@pytest.mark.parametrize("techniques", PLANS.values(), ids=PLANS.keys())
+def test_a_resumed_run_continues_with_the_same_bits(tmp_path: Path, techniques: Any) -> None:
+    def job() -> Any:
+        return language_job(data=records(20), batch=6, stop=Stop(epochs=2))
+
+    whole = [m.loss for m in run(session_of(job(), *techniques))]
+    first = session_of(job(), *techniques)
+    steps = training(first)
+    for _ in range(5):  # into the second epoch
+        next(steps)
+    tensors, meta = state_of(first)
+    checkpoint.save(tmp_path, 5, tensors, meta)
+    found = checkpoint.load_latest(tmp_path)
+    assert found is not None
+    second = session_of(job(), *techniques)
+    restore(second, found[0], found[1])
+    assert [m.loss for m in run(second)] == whole[5:]
+
+
+def test_checkpoints_are_written_when_due_and_resumed_from(tmp_path: Path) -> None:
+    keep = Checkpoints(every_steps=2, keep=2)
+    whole = run(session_of(language_job(steps=7), keep, folder=tmp_path))
+    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["step-00000004", "step-00000006"]
+    session = session_of(language_job(steps=7), keep, folder=tmp_path)
+    session.setup.checkpoint.resume(session)
+    assert [m.loss for m in run(session)] == [whole[6].loss]
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    tensors, meta = state_of(session_of(language_job(lambda: tiny_model("qwen2"))))
+    session = session_of(language_job())
+    before = {k: v.clone() for k, v in session.loss_module.state_dict().items()}
+    with pytest.raises(InputError, match="another model"):
+        restore(session, tensors, meta)
+    after = session.loss_module.state_dict()
+    assert all(torch.equal(after[k], v) for k, v in before.items())
+
+
+def test_checkpoints_without_a_folder_are_refused() -> None:
+    with pytest.raises(InputError, match="run folder"):
+        session_of(language_job(), Checkpoints())

@@ -1,0 +1,137 @@
+"""The example recipes: each loads, nothing is in its plan's way, and it trains."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten import run as run_module
+from hasten.core.setup import obstacles
+from hasten.data.corpus import Corpus, Portion
+from hasten.data.shapes import Conversation, Message
+from hasten.models.presets import PRESETS
+from hasten.recipe.build import facts_of, plan_of
+from hasten.recipe.material import gather
+from hasten.recipe.schema import Recipe, load_recipe
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+each = pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+SHORT = {"held_out": 3, "max_records": 40, "cutoff_len": 64, "vocabulary": 300, "warmup_steps": 0}
+SHORT |= {"max_steps": 2, "global_batch_size": 4, "global_batch_tokens": None, "eval_every": 0}
+
+
+def short_corpus() -> Corpus:
+    """A stand-in for the embedded corpus, whose records hardly ever fit into 64 tokens."""
+
+    def portion(numbers: range) -> Portion:
+        pairs = [
+            (f"def add_{n}(x):\n\nAdd {n} to x.", f"    return x + {n}{'  # again' * (n % 4)}")
+            for n in numbers
+        ]
+        talks = [
+            Conversation((Message("user", q), Message("assistant", a)), None, q) for q, a in pairs
+        ]
+        texts = [Conversation((), f"{q}\n{a}\n" * (n % 3 + 1), q) for n, (q, a) in enumerate(pairs)]
+        return Portion(tuple(talks), tuple(texts))
+
+    return Corpus(portion(range(60)), portion(range(60, 70)), "0" * 64, ())
+
+
+def sums(path: Path) -> Path:
+    """Question and answer records of the GSM8K form."""
+    lines = [
+        {"question": f"{a} and {b} together?", "answer": f"{a} + {b} = {a + b}\n#### {a + b}"}
+        for a, b in ((i, 3 * i + 1) for i in range(48))
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return path
+
+
+def short(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    """The example with seconds of work and everything of its own kept."""
+    monkeypatch.setattr("hasten.recipe.material.stdlib_corpus", short_corpus)
+    recipe = load_recipe(path)
+    changes: dict[str, Any] = {**SHORT, "patience": 0, "output": str(folder / "run")}
+    if recipe.dataset not in ("stdlib", "stdlib-text"):
+        changes["dataset"] = str(sums(folder / "sums.jsonl"))
+    return Recipe(**{**recipe.model_dump(), **changes})
+
+
+@each
+def test_an_example_trains_with_all_its_techniques(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = short(path, tmp_path, monkeypatch)
+    said: list[str] = []
+    summary = run_module.train(recipe, tell=said.append)
+    assert summary["steps"] == 2
+    assert summary["held_out_loss"] > 0
+    assert (Path(summary["saved"]) / "tokenizer.json").is_file()
+    assert ("adapter" in summary["saved"]) == (recipe.finetuning_type == "lora")
+    # Two steps of four records: too few for an accumulation by thousands of tokens to cut, or for
+    # a checkpoint every fifty steps.
+    idle = {name for name, proof in summary["acted"].items() if not proof["acted"]}
+    assert idle <= {"accumulate", "checkpoints"}
+    assert not any("without" in line for line in said)
+
+
+@each
+def test_an_example_has_no_obstacle_as_it_stands(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe(path)
+    known = facts_of(recipe, gather(short(path, tmp_path, monkeypatch), tmp_path / "data"))
+    plan = plan_of(recipe, known)
+    assert len(plan) == len(recipe.plan) > 0
+    assert obstacles(plan, known) == []
+
+
+@each
+def test_an_example_says_what_it_is_and_how_it_is_started(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("# ")
+    assert f"hasten train examples/{path.name}" in text
+    recipe = load_recipe(path)
+    assert recipe.output == f"runs/{path.stem}"
+    named = re.findall(r"model: ([\w.-]+-(?:tiny|small))\b", text)
+    assert named
+    assert set(named) <= set(PRESETS)
+
+
+def test_the_tiny_presets_all_have_an_example() -> None:
+    used = {load_recipe(path).model for path in EXAMPLES}
+    assert {name for name in PRESETS if name.endswith("-tiny")} <= used
+
+
+def test_the_readme_s_demo_recipe_is_that_of_the_example() -> None:
+    from hasten.cli.demo import recipe_for
+
+    example = load_recipe(ROOT / "examples" / "stdlib_tiny.yaml").model_dump()
+    demo = recipe_for(Path("runs/demo"), on_gpu=False).model_dump()
+    differ = {key for key in demo if demo[key] != example[key]}
+    assert differ <= {"output", "on_obstacle"}
+
+
+def test_the_metrics_page_names_every_key_that_a_run_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = short(ROOT / "examples" / "stdlib_tiny.yaml", tmp_path, monkeypatch)
+    summary = run_module.train(recipe, tell=lambda text: None)
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    for heading, keys in (
+        ("## summary.json", summary.keys()),
+        ("## evaluations.jsonl", _last_line(tmp_path / "run" / "evaluations.jsonl").keys()),
+    ):
+        section = page.split(heading)[1].split("\n## ")[0]
+        named = set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
+        assert named == set(keys)
+
+
+def _last_line(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text().splitlines()[-1])
+    return found

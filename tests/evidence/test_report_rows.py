@@ -1,0 +1,127 @@
+"""What the report says of several arms together: rungs, the fastest, proofs, the machine."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.evidence.report import render_markdown, write_report
+from hasten.evidence.report_rows import fastest, machine, proofs, rungs
+from hasten.evidence.report_schema import read_report
+
+RATES = {"baseline": 100.0, "+ a": 150.0, "+ b": 300.0, "+ c": 270.0}
+WEATHER = (1.0, 0.6, 1.5)
+Report = dict[str, Any]
+
+
+@pytest.fixture
+def ladder() -> Report:
+    """Four rungs, of which the last takes back a tenth of what the others gained."""
+    arms: list[Report] = []
+    for count, (name, rate) in enumerate(RATES.items()):
+        ratio = rate / 100
+        arms.append(
+            {
+                "name": name,
+                "techniques": ["a", "b", "c"][:count],
+                "tokens_per_second": {"median": rate, "low": rate - 1, "high": rate + 1},
+                "ratio": {"median": ratio, "low": ratio - 0.01, "high": ratio + 0.01},
+                "verdict": "held" if count else "baseline",
+                "rounds": [rate * w for w in WEATHER],
+                "acted": [
+                    {"technique": t, "acted": True, "evidence": f"{t} was seen"}
+                    for t in ["a", "b", "c"][:count]
+                ],
+            }
+        )
+    free = {"hardware": {}, "versions": {}, "recipe": {}, "seed": 0}
+    head = {"schema": 1, "title": "t", "created": "2026-11-20T14:03:27+00:00", "command": "c"}
+    return {**head, "arms": arms, **free}
+
+
+def arms_of(report: Report) -> list[Report]:
+    found: list[Report] = read_report(report)["arms"]
+    return found
+
+
+def page(report: Report, folder: Path) -> str:
+    text = write_report(report, folder).read_text(encoding="utf-8")
+    return text.partition('<script type="application/json"')[0]
+
+
+def test_a_rung_is_compared_with_the_rung_below(ladder: Report, tmp_path: Path) -> None:
+    said = rungs(arms_of(ladder))
+    assert [text.split()[0] for text in said] == ["–", "1.50×", "2.00×", "0.90×"]
+    assert "[0.90, 0.90]" in said[3] or said[3] == "0.90×"  # paired, so the weather cancels
+    assert "Against the arm above" in page(ladder, tmp_path)
+    assert "the whole plan</strong> (a, b, c)" in page(ladder, tmp_path)
+
+
+def test_arms_that_are_no_ladder_have_no_rungs(ladder: Report, tmp_path: Path) -> None:
+    ladder["arms"][2]["techniques"] = ["b"]
+    assert rungs(arms_of(ladder)) == []
+    assert "Against the arm above" not in page(ladder, tmp_path)
+    assert "<strong>+ c</strong> (a, b, c)" in page(ladder, tmp_path)
+
+
+def test_a_failed_rung_is_compared_with_nothing(ladder: Report) -> None:
+    ladder["arms"][2]["verdict"] = "failed: no memory"
+    ladder["arms"][1]["rounds"] = [None, 90.0, 0.0]
+    missing = "not measured"
+    assert rungs(arms_of(ladder)) == ["–", "1.50×", missing, missing]
+
+
+def test_an_arm_faster_than_the_last_is_named(ladder: Report, tmp_path: Path) -> None:
+    best = fastest(arms_of(ladder))
+    assert best is not None
+    assert best["name"] == "+ b"
+    assert "The fastest arm was <strong>+ b</strong>: 3.00× [2.99, 3.01]." in page(ladder, tmp_path)
+    ladder["arms"][2]["verdict"] = "harmed: held-out loss 2.00 → 2.50"  # fast, but worse
+    assert fastest(arms_of(ladder)) is None
+    ladder["arms"][2]["verdict"] = "held"
+    ladder["arms"][3]["ratio"]["median"] = 3.1
+    assert fastest(arms_of(ladder)) is None
+
+
+def test_arms_with_the_same_proof_share_a_row(ladder: Report) -> None:
+    ladder["arms"][3]["acted"][1]["acted"] = False
+    found = [(row["technique"], row["acted"], row["arms"]) for row in proofs(arms_of(ladder))]
+    assert found == [
+        ("a", True, "all 3 with it"),
+        ("b", True, "+ b"),
+        ("b", False, "+ c"),
+        ("c", True, "+ c"),
+    ]
+
+
+def test_a_reason_stands_beside_its_verdict_and_below_the_table(
+    ladder: Report, tmp_path: Path
+) -> None:
+    ladder["arms"][3]["verdict"] = "failed: the process\nended | with code -9"
+    html = page(ladder, tmp_path)
+    assert '<span class="verdict bad">failed</span>' in html
+    assert '<span class="reason">the process\nended | with code -9</span>' in html
+    table, _, notes = render_markdown(ladder).partition("\n\n")
+    assert table.splitlines()[-1].split("|")[-2].strip() == "failed"
+    assert notes == "- + c: failed: the process ended \\| with code -9\n"
+
+
+def test_the_machine_is_named_by_what_it_trained_on() -> None:
+    gpus = [{"name": "H100", "memory_bytes": 80}, {"name": "H100"}]
+    host = {"cpu": "EPYC", "usable_cores": 16, "memory_limit_bytes": 25_276_502_016}
+    assert machine(host | {"accelerators": gpus, "device": "cuda"}) == (
+        "2 × H100 · EPYC · 16 cores · 25.28 GB"
+    )
+    assert machine(host | {"accelerators": gpus, "device": "cpu"}) == "EPYC · 16 cores · 25.28 GB"
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        {"accelerators": "many", "usable_cores": "two"},
+        {"accelerators": [3, {"name": ["x"]}, {}]},
+        {"memory_limit_bytes": "much", "device": 3},
+    ],
+)
+def test_hardware_of_any_form_makes_a_page(ladder: Report, strange: Report, tmp_path: Path) -> None:
+    assert "Hardware" in page(ladder | {"hardware": strange}, tmp_path)

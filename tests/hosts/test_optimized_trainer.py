@@ -1,0 +1,203 @@
+"""The articles' trainer on plain modules, loss functions and loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hasten import CloudConfig, InputError, OptimizedTrainer
+from hasten.techniques.batch import Accumulate
+from hasten.techniques.precision import Autocast, BF16MasterWeights
+
+
+def data(count: int = 22) -> TensorDataset:
+    draw = torch.Generator().manual_seed(1)
+    return TensorDataset(
+        torch.randn(count, 6, generator=draw).double(),
+        torch.randint(0, 3, (count,), generator=draw),
+    )
+
+
+def classifier(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
+
+
+def plain_loop(loss: Callable[[Tensor, Tensor], Tensor], epochs: int, size: int) -> nn.Module:
+    """The reference: whole batches, no library."""
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(epochs):
+        for x, y in DataLoader(data(), batch_size=size):
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()
+    return model
+
+
+def trained(loss: Any, epochs: int, size: int, **settings: Any) -> tuple[nn.Module, dict[str, Any]]:
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trainer = OptimizedTrainer(model, optimizer, loss, **settings)
+    return model, trainer.train(DataLoader(data(), batch_size=size), epochs=epochs)
+
+
+def same(one: nn.Module, two: nn.Module) -> None:
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def sum_and_count(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(output, target, reduction="sum"), torch.tensor(len(target))
+
+
+def only_some_count(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Class 0 carries no loss, so the count is known in the forward pass alone."""
+    loss = F.cross_entropy(output, target, ignore_index=0, reduction="sum")
+    return loss, (target != 0).sum()
+
+
+def mean_of_some(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target, ignore_index=0)
+
+
+ACCUMULATE = {"dynamic_batch": Accumulate(micro_batch_size=3)}  # 8 -> 3, 3, 2
+
+
+@pytest.mark.parametrize("settings", [{}, ACCUMULATE], ids=["whole", "in micro-batches"])
+@pytest.mark.parametrize(
+    ("loss", "count", "reference"),
+    [
+        (F.cross_entropy, None, F.cross_entropy),
+        (sum_and_count, None, F.cross_entropy),
+        (only_some_count, None, mean_of_some),
+        (mean_of_some, lambda batch: int((batch[1] != 0).sum()), mean_of_some),
+    ],
+    ids=["mean", "sum and count", "count known late", "mean with count="],
+)
+def test_weights_equal_those_of_a_plain_loop_over_whole_batches(
+    settings: dict[str, Any], loss: Any, count: Any, reference: Any
+) -> None:
+    model, summary = trained(loss, 3, 8, count=count, **settings)
+    same(model, plain_loop(reference, 3, 8))
+    assert summary["steps"] == 9
+
+
+def test_it_trains_the_very_objects_it_was_given() -> None:
+    model = classifier()
+    weights = list(model.parameters())
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    OptimizedTrainer(model, optimizer, F.cross_entropy).train(DataLoader(data(), batch_size=8))
+    assert all(a is b for a, b in zip(model.parameters(), weights, strict=True))
+    assert weights[0].grad is None
+
+
+def test_the_reported_loss_is_the_mean_over_records() -> None:
+    model = classifier()
+    expected = float(F.cross_entropy(model(data().tensors[0]), data().tensors[1]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)
+    trainer = OptimizedTrainer(model, optimizer, F.cross_entropy, **ACCUMULATE)
+    summary = trainer.train(DataLoader(data(), batch_size=22))
+    assert summary["epoch_losses"][0] == pytest.approx(expected)
+
+
+def test_a_batch_may_be_a_dictionary_with_labels() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = classifier()
+
+        def forward(self, features: Tensor) -> Tensor:
+            return self.inner(features)  # type: ignore[no-any-return]
+
+    model = Named()
+    rows = [{"features": x, "labels": y} for x, y in data()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trainer = OptimizedTrainer(model, optimizer, F.cross_entropy, **ACCUMULATE)
+    trainer.train(DataLoader(rows, batch_size=8), epochs=2)  # type: ignore[arg-type]
+    same(model.inner, plain_loop(F.cross_entropy, 2, 8))
+
+
+@pytest.mark.parametrize("technique", [Autocast(), BF16MasterWeights()], ids=str)
+def test_mixed_precision_trains_float_inputs_and_leaves_float32_weights(technique: Any) -> None:
+    model = classifier(torch.float32)
+    loader = DataLoader([(x.float(), y) for x, y in data()], batch_size=8)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    trainer = OptimizedTrainer(model, optimizer, F.cross_entropy, mixed_precision=technique)
+    losses = trainer.train(loader, epochs=8)["epoch_losses"]
+    assert losses[7] < losses[0]
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_resumed_run_ends_where_the_whole_run_ends(tmp_path: Path, shuffle: bool) -> None:
+    def run(epochs: int, folder: Path) -> nn.Module:
+        model = classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        torch.manual_seed(7)
+        loader = DataLoader(data(), batch_size=8, shuffle=shuffle)
+        trainer = OptimizedTrainer(model, optimizer, F.cross_entropy)
+        trainer.train(loader, epochs=epochs, checkpoint_dir=folder, resume=True)
+        return model
+
+    whole = run(4, tmp_path / "whole")
+    run(2, tmp_path / "parts")
+    same(run(4, tmp_path / "parts"), whole)
+
+
+def test_resume_needs_a_folder() -> None:
+    model = classifier()
+    trainer = OptimizedTrainer(model, torch.optim.SGD(model.parameters(), lr=1), F.cross_entropy)
+    with pytest.raises(InputError, match="checkpoint_dir"):
+        trainer.train(DataLoader(data()), resume=True)
+
+
+@pytest.mark.parametrize("batches", [[3], [(torch.zeros(2, 6),)], [("a", "b")]])
+def test_a_loader_that_gives_something_else_is_explained(batches: Any) -> None:
+    model = classifier()
+    trainer = OptimizedTrainer(model, torch.optim.SGD(model.parameters(), lr=1), F.cross_entropy)
+    with pytest.raises(InputError, match="loader gave"):
+        trainer.train(batches)
+
+
+def test_an_empty_loader_is_explained() -> None:
+    model = classifier()
+    trainer = OptimizedTrainer(model, torch.optim.SGD(model.parameters(), lr=1), F.cross_entropy)
+    with pytest.raises(InputError, match="no steps"):
+        trainer.train([])
+
+
+def test_a_switch_is_a_bool_or_a_technique() -> None:
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    with pytest.raises(InputError, match="mixed_precision is 'bf16'"):
+        OptimizedTrainer(model, optimizer, F.cross_entropy, mixed_precision="bf16")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="slot PRECISION"):
+        OptimizedTrainer(
+            model,
+            optimizer,
+            F.cross_entropy,
+            mixed_precision=True,
+            compress_gradients=BF16MasterWeights(),
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"nodes": 0}, "nodes is 0"),
+        ({"gpus_per_node": True}, "gpus_per_node"),
+        ({"topology": "fat_trees"}, "did you mean 'fat_tree'"),
+        ({"network_priority": "cheap"}, "one of low_latency"),
+    ],
+)
+def test_an_impossible_cluster_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        CloudConfig(**settings)

@@ -1,0 +1,48 @@
+"""Records for tests of whole runs: the real files where they are, generated ones elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+TEXT = "how many apples does she have left if she gives two to her friend and eats one"
+WORDS = TEXT.split()
+
+
+def dataset(name: str, folder: Path) -> str:
+    """Path of ``gsm8k_train.jsonl`` or ``alpaca_en_demo.json``, real or of the same shape."""
+    real = os.environ.get("HASTEN_TEST_DATA")
+    if real and (Path(real) / name).is_file():
+        return str(Path(real) / name)
+    draw = random.Random(0)
+    rows: list[dict[str, Any]] = []
+    for _ in range(300):
+        question, answer = (" ".join(draw.choices(WORDS, k=draw.randint(5, 40))) for _ in range(2))
+        if name.startswith("gsm8k"):
+            rows.append({"question": question, "answer": answer})
+        else:
+            rows.append({"instruction": question, "input": "", "output": answer})
+    path = folder / name
+    lines = [json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) if name.endswith("l") else f"[{','.join(lines)}]")
+    return str(path)
+
+
+def small(folder: Path, **changes: Any) -> dict[str, Any]:
+    """A recipe that trains in seconds."""
+    return {
+        "model": "deepseek-llm-tiny",
+        "dataset": dataset("gsm8k_train.jsonl", folder),
+        "held_out": 8,
+        "max_records": 120,
+        "cutoff_len": 96,
+        "vocabulary": 400,
+        "max_steps": 3,
+        "global_batch_size": 8,
+        "learning_rate": 3e-3,
+        "output": str(folder / "run"),
+        **changes,
+    }

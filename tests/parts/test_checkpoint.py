@@ -1,0 +1,291 @@
+"""Checkpoints: what was saved comes back bit for bit, or the one before it does."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from hasten.parts import checkpoint
+from hasten.parts.checkpoint import MANIFEST, STATE, DamagedCheckpointError
+
+META = {"step": 3, "plan": [{"packed": {}}], "loss": 1.5, "none": None, "words": "词 é"}
+
+
+def state(step: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    weights = torch.randn(7, 5, generator=generator)
+    return {
+        "weights": weights,
+        "half": weights.bfloat16(),
+        "counts": torch.arange(6, dtype=torch.int64) + step,
+        "random": torch.randint(256, (50,), generator=generator, dtype=torch.uint8),
+        "step": torch.tensor(float(step)),
+        "flag": torch.tensor(True),
+        "empty": torch.empty(0, 3),
+        "transposed": weights.T,
+    }
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(
+        left[n].dtype == right[n].dtype and torch.equal(left[n], right[n]) for n in left
+    )
+
+
+def two(folder: Path) -> Path:
+    """A folder with the checkpoints of steps 1 and 2."""
+    for step in (1, 2):
+        checkpoint.save(folder, step, _unshared(state(step)), {"step": step})
+    return folder
+
+
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {n: t.contiguous() for n, t in tensors.items()}
+
+
+def hidden(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if p.name.startswith("."))
+
+
+def test_every_format_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path / "a" / "b", 3, state(), META)
+    tensors, meta = checkpoint.load(path)
+    assert same(tensors, state())
+    assert tensors["step"].ndim == 0
+    assert meta == META
+
+
+def test_the_newest_is_loaded_and_nothing_is_no_error(tmp_path: Path) -> None:
+    assert checkpoint.load_latest(tmp_path / "missing") is None
+    assert checkpoint.load_latest(tmp_path) is None
+    found = checkpoint.load_latest(two(tmp_path))
+    assert found is not None
+    assert same(found[0], state(2))
+    assert (found[1], found[2].name) == ({"step": 2}, "step-00000002")
+
+
+def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
+    for step in (99_999_999, 100_000_000, 5):
+        checkpoint.save(tmp_path, step, state(), {})
+    order = [int(p.name[5:]) for p in checkpoint.checkpoints(tmp_path)]
+    assert order == [5, 99_999_999, 100_000_000]
+
+
+def test_a_step_that_is_there_is_not_written_again(tmp_path: Path) -> None:
+    two(tmp_path)
+    checkpoint.save(tmp_path, 2, state(7), {"step": 7})
+    tensors, meta = checkpoint.load(tmp_path / "step-00000002")
+    assert same(tensors, state(2))
+    assert meta == {"step": 2}
+
+
+def falls_back(folder: Path, name: str = "step-00000002") -> bool:
+    """Whether step 1 is restored and the damaged step 2 is kept under another name."""
+    found = checkpoint.load_latest(folder)
+    assert found is not None
+    restored = found[1] == {"step": 1} and same(found[0], state(1))
+    moved = [h for h in hidden(folder) if h.startswith(f".damaged-{name}-")]
+    return restored and len(moved) == 1 and not (folder / name).exists()
+
+
+@pytest.mark.parametrize("name", [STATE, MANIFEST])
+def test_every_flipped_byte_is_found_and_the_older_checkpoint_used(
+    name: str, tmp_path: Path
+) -> None:
+    base = two(tmp_path / "base")
+    draw = random.Random(name)
+    size = (base / "step-00000002" / name).stat().st_size
+    for position in draw.sample(range(size), 60):
+        folder = tmp_path / f"at-{position}"
+        shutil.copytree(base, folder)
+        damaged = folder / "step-00000002" / name
+        data = bytearray(damaged.read_bytes())
+        data[position] ^= draw.randrange(1, 256)
+        damaged.write_bytes(data)
+        assert falls_back(folder), f"byte {position} of {name}: {bytes(data)!r}"
+
+
+def test_a_newline_of_another_system_is_damage(tmp_path: Path) -> None:
+    """Text mode would translate it and hide that the file isn't the one that was written."""
+    manifest = two(tmp_path) / "step-00000002" / MANIFEST
+    manifest.write_bytes(manifest.read_bytes().replace(b"\n", b"\r", 1))
+    assert falls_back(tmp_path)
+
+
+@pytest.mark.parametrize("name", [STATE, MANIFEST])
+def test_a_missing_or_cut_file_is_damage(name: str, tmp_path: Path) -> None:
+    for left in (None, 0, 100):
+        folder = two(tmp_path / str(left))
+        file = folder / "step-00000002" / name
+        data = file.read_bytes()
+        file.unlink()
+        if left is not None:
+            file.write_bytes(data[:left])
+        assert falls_back(folder)
+
+
+@pytest.mark.parametrize("text", ["not json", "[]", "3", "null", "{}", '{"seal": 1}', "\xff\xfe"])
+def test_a_manifest_of_another_kind_is_damage(text: str, tmp_path: Path) -> None:
+    two(tmp_path)
+    (tmp_path / "step-00000002" / MANIFEST).write_text(text, encoding="latin-1")
+    assert falls_back(tmp_path)
+
+
+def test_a_file_in_the_place_of_a_checkpoint_is_damage(tmp_path: Path) -> None:
+    two(tmp_path)
+    shutil.rmtree(tmp_path / "step-00000002")
+    (tmp_path / "step-00000002").write_text("")
+    assert falls_back(tmp_path)
+
+
+def test_the_same_step_may_be_damaged_twice(tmp_path: Path) -> None:
+    two(tmp_path)
+    for times in (1, 2):
+        checkpoint.save(tmp_path, 2, _unshared(state(2)), {"step": 2})
+        (tmp_path / "step-00000002" / STATE).unlink()
+        found = checkpoint.load_latest(tmp_path)
+        assert found is not None
+        assert found[1] == {"step": 1}
+        assert len(hidden(tmp_path)) == times
+
+
+def test_a_folder_where_nothing_can_be_renamed_still_gives_the_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (two(tmp_path) / "step-00000002" / STATE).unlink()
+
+    def refuse(self: Path, target: Path) -> Path:
+        raise PermissionError(self)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    found = checkpoint.load_latest(tmp_path)
+    assert found is not None
+    assert found[1] == {"step": 1}
+
+
+def test_another_versions_checkpoint_is_left_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "FORMAT", 2)
+    two(tmp_path)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="has format 2 and this version reads 1") as raised:
+        checkpoint.load_latest(tmp_path)
+    assert not isinstance(raised.value, DamagedCheckpointError)
+    assert len(checkpoint.checkpoints(tmp_path)) == 2
+
+
+class Trap:
+    """Unpickling it creates a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+@pytest.mark.parametrize("forged", [False, True])
+def test_a_pickle_is_refused_and_its_code_does_not_run(forged: bool, tmp_path: Path) -> None:
+    """Forged: with a manifest that vouches for it, as somebody with access could write."""
+    path, sprung = two(tmp_path / "run") / "step-00000002", tmp_path / "sprung"
+    (path / STATE).write_bytes(pickle.dumps(Trap(sprung)))
+    if forged:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        del manifest["seal"]
+        manifest["files"] = {STATE: checkpoint._fingerprint(path / STATE)}
+        (path / MANIFEST).write_bytes(checkpoint._sealed(manifest))
+    with pytest.raises(DamagedCheckpointError):
+        checkpoint.load(path)
+    assert falls_back(tmp_path / "run")
+    assert not sprung.exists()
+    pickle.loads(pickle.dumps(Trap(sprung)))
+    assert sprung.exists(), "the trap itself doesn't work"
+
+
+def test_a_full_disk_leaves_older_checkpoints_and_no_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two(tmp_path)
+
+    def full(tensors: dict[str, Tensor], path: Path) -> None:
+        path.write_bytes(b"the first few bytes")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.save(tmp_path, 3, state(3), {})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+    found = checkpoint.load_latest(tmp_path)
+    assert found is not None
+    assert same(found[0], state(2))
+
+
+def test_what_the_library_says_of_a_full_disk_is_an_os_error(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the full disk."""
+    code = (
+        "import resource, signal, sys, torch; from pathlib import Path\n"
+        "from hasten.parts import checkpoint\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "try: checkpoint.save(Path(sys.argv[1]), 3, {'a': torch.zeros(100_000)}, {})\n"
+        "except OSError as error: print('refused:', error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert "File too large" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_meta_that_is_not_json_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        checkpoint.save(tmp_path, 1, state(), {"set": {1}})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensors_that_share_memory_are_refused(tmp_path: Path) -> None:
+    shared = torch.zeros(3)
+    with pytest.raises(RuntimeError, match="share memory"):
+        checkpoint.save(tmp_path, 1, {"a": shared, "b": shared}, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_prune_keeps_the_newest(tmp_path: Path) -> None:
+    for step in (1, 30, 200, 4):
+        checkpoint.save(tmp_path, step, state(step), {})
+    checkpoint.prune(tmp_path, 2)
+    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["step-00000030", "step-00000200"]
+    assert hidden(tmp_path) == []
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_prune_refuses_to_keep_nothing(keep: int, tmp_path: Path) -> None:
+    two(tmp_path)
+    with pytest.raises(ValueError, match=f"keep is {keep}"):
+        checkpoint.prune(tmp_path, keep)
+    assert len(checkpoint.checkpoints(tmp_path)) == 2
+
+
+def test_foreign_folders_are_left_alone(tmp_path: Path) -> None:
+    foreign = ["step-3", "step-00000003-best", "model", ".git", ".writing-notes", "xstep-00000001"]
+    for name in foreign:
+        (tmp_path / name).mkdir()
+    two(tmp_path)
+    found = checkpoint.load_latest(tmp_path)
+    assert found is not None
+    assert found[1] == {"step": 2}
+    checkpoint.prune(tmp_path, 1)
+    left = sorted(p.name for p in tmp_path.iterdir())
+    assert left == sorted([*foreign, "step-00000002"])

@@ -1,0 +1,129 @@
+"""Collators: padded and packed ask for exactly what a plain loop over the records asks for."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hasten.parts.collate import IGNORED, aligned_labels, packed, padded
+from hasten.parts.records import TokenRecord, token_record
+from tiny import records
+
+Question = tuple[tuple[int, ...], int]  # (everything that is seen, the token to predict)
+PAD = 7  # occurs in records as well, so that filler can't be told from tokens by its value
+
+RECORDS = st.lists(
+    st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=1, max_size=15).map(
+        lambda pairs: token_record([p[0] for p in pairs], [p[1] for p in pairs])
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+def asked(given_records: list[TokenRecord]) -> Counter[Question]:
+    """What training on these records asks, by the definition."""
+    found: Counter[Question] = Counter()
+    for record in given_records:
+        ids = record.input_ids.tolist()
+        for t in range(1, len(ids)):
+            if record.trained[t]:
+                found[tuple(ids[:t]), ids[t]] += 1
+    return found
+
+
+def asked_by_padded(given_records: list[TokenRecord]) -> Counter[Question]:
+    batch = padded(given_records, PAD)
+    found: Counter[Question] = Counter()
+    for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+        found.update((tuple(ids[: t + 1]), y) for t, y in enumerate(labels) if y != IGNORED)
+    return found
+
+
+def asked_by_packed(given_records: list[TokenRecord]) -> Counter[Question]:
+    batch = packed(given_records)
+    rows = (batch[k][0].tolist() for k in ("input_ids", "labels", "position_ids"))
+    ids, labels, positions = rows
+    return Counter(
+        (tuple(ids[t - positions[t] : t + 1]), y) for t, y in enumerate(labels) if y != IGNORED
+    )
+
+
+@given(given_records=RECORDS)
+def test_padded_and_packed_ask_what_the_records_ask(given_records: list[TokenRecord]) -> None:
+    expected = asked(given_records)
+    assert asked_by_padded(given_records) == expected
+    assert asked_by_packed(given_records) == expected
+
+
+@given(given_records=RECORDS)
+def test_labels_number_the_trained_tokens(given_records: list[TokenRecord]) -> None:
+    expected = sum(r.trained_tokens for r in given_records)
+    for batch in (padded(given_records, PAD), packed(given_records)):
+        assert int((batch["labels"] != IGNORED).sum()) == expected
+
+
+@given(given_records=RECORDS)
+def test_the_last_token_of_a_record_predicts_nothing(given_records: list[TokenRecord]) -> None:
+    batch = packed(given_records)
+    last = batch["boundaries"][1:].long() - 1
+    assert (batch["labels"][0, last] == IGNORED).all()
+    filled = padded(given_records, PAD)
+    ends = torch.tensor([r.length - 1 for r in given_records])
+    assert (filled["labels"][torch.arange(len(ends)), ends] == IGNORED).all()
+
+
+@given(given_records=RECORDS)
+def test_a_packed_row_is_the_records_end_to_end(given_records: list[TokenRecord]) -> None:
+    batch = packed(given_records)
+    pieces = [t.tolist() for t in batch["input_ids"][0].split(batch["document_lengths"])]
+    longest_first = sorted(given_records, key=lambda r: -r.length)  # stable: ties keep their order
+    assert pieces == [r.input_ids.tolist() for r in longest_first]
+    assert batch["input_ids"].shape == (1, sum(r.length for r in given_records))
+
+
+@given(given_records=RECORDS)
+def test_positions_lengths_and_boundaries_tell_the_same_story(
+    given_records: list[TokenRecord],
+) -> None:
+    batch = packed(given_records)
+    starts = (batch["position_ids"][0] == 0).nonzero().squeeze(1).tolist()
+    assert batch["boundaries"].tolist() == [*starts, batch["input_ids"].shape[1]]
+    assert batch["boundaries"].dtype == torch.int32  # what the kernels take
+    assert tuple(np.diff(batch["boundaries"])) == batch["document_lengths"]
+    for positions in batch["position_ids"][0].split(batch["document_lengths"]):
+        assert positions.tolist() == list(range(len(positions)))
+
+
+@given(given_records=RECORDS)
+def test_padded_rows_keep_their_order_and_end_in_filler(given_records: list[TokenRecord]) -> None:
+    batch = padded(given_records, PAD)
+    longest = max(r.length for r in given_records)
+    assert batch["input_ids"].shape == batch["labels"].shape == (len(given_records), longest)
+    for ids, labels, record in zip(batch["input_ids"], batch["labels"], given_records, strict=True):
+        assert ids[: record.length].tolist() == record.input_ids.tolist()
+        assert (ids[record.length :] == PAD).all()
+        assert (labels[record.length :] == IGNORED).all()
+
+
+def test_records_are_left_as_they_were() -> None:
+    given_records = records(5)
+    before = [(r.input_ids.copy(), r.trained.copy()) for r in given_records]
+    packed(given_records)["labels"].fill_(3)
+    padded(given_records)["input_ids"].fill_(3)
+    for record, (ids, trained) in zip(given_records, before, strict=True):
+        assert np.array_equal(record.input_ids, ids)
+        assert np.array_equal(record.trained, trained)
+
+
+def test_a_record_of_one_token_asks_nothing() -> None:
+    assert aligned_labels(token_record([4])).tolist() == [IGNORED]
+
+
+def test_labels_are_what_the_next_position_holds() -> None:
+    record = token_record([10, 11, 12, 13], [True, False, True, True])
+    assert aligned_labels(record).tolist() == [IGNORED, 12, 13, IGNORED]

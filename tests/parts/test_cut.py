@@ -1,0 +1,57 @@
+"""Cuts: every record once, no piece above its limit, the same pieces every time."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hasten.parts.cut import by_count, by_tokens
+
+LENGTHS = st.lists(st.integers(0, 60), max_size=40)
+
+
+@given(records=st.lists(st.integers()), size=st.integers(1, 50))
+def test_by_count_keeps_every_record_in_its_order(records: list[int], size: int) -> None:
+    pieces = by_count(records, size)
+    assert [r for piece in pieces for r in piece] == records
+    assert all(len(piece) == size for piece in pieces[:-1])
+    assert all(1 <= len(piece) <= size for piece in pieces)
+    assert pieces == by_count(records, size)
+
+
+@given(lengths=LENGTHS, limit=st.integers(1, 80))
+def test_by_tokens_keeps_every_record_once(lengths: list[int], limit: int) -> None:
+    pieces = by_tokens(range(len(lengths)), lengths, limit)
+    assert sorted(r for piece in pieces for r in piece) == list(range(len(lengths)))
+    assert all(pieces)
+
+
+@given(lengths=LENGTHS, limit=st.integers(1, 80))
+def test_only_a_single_record_exceeds_the_limit(lengths: list[int], limit: int) -> None:
+    for piece in by_tokens(range(len(lengths)), lengths, limit):
+        assert sum(lengths[i] for i in piece) <= limit or len(piece) == 1
+
+
+@given(lengths=LENGTHS, limit=st.integers(1, 80))
+def test_by_tokens_is_deterministic(lengths: list[int], limit: int) -> None:
+    names = [f"record {i}" for i in range(len(lengths))]
+    assert by_tokens(names, lengths, limit) == by_tokens(tuple(names), tuple(lengths), limit)
+
+
+@given(lengths=LENGTHS, limit=st.integers(1, 80))
+def test_no_two_pieces_could_have_been_one(lengths: list[int], limit: int) -> None:
+    sums = [sum(lengths[i] for i in p) for p in by_tokens(range(len(lengths)), lengths, limit)]
+    assert all(left + right > limit for left, right in combinations(sums, 2))
+
+
+def test_a_record_goes_into_the_fullest_piece_that_holds_it() -> None:
+    assert by_tokens("abcd", [7, 6, 3, 4], 10) == [["a", "c"], ["b", "d"]]
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_size_that_would_lose_records_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=f"size is {size}"):
+        by_count([1, 2, 3], size)

@@ -1,0 +1,227 @@
+"""Packed rows: the same logits and gradients as record by record, and no view of another document.
+
+The reference is the model itself, in float64, one record at a time. Norms, rotary tables and
+routers compute in float32 in these models whatever the weights are: a router's product rounds
+differently with the number of rows, hence the wider tolerance where there are experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from torch import Tensor, nn
+
+from hasten.parts import document_attention
+from hasten.parts.collate import aligned_labels, packed
+from hasten.parts.document_attention import attend, use_document_attention
+from hasten.parts.records import TokenRecord
+from tiny import ARCHITECTURES, COMMON, records, tiny_model
+
+RECORDS = sorted(records(5, seed=2, longest=20), key=lambda r: -r.length)  # packed() keeps this
+BATCH = packed(RECORDS)
+INPUTS = {k: v for k, v in BATCH.items() if k != "labels"}
+LABELS = BATCH["labels"]
+NAMES = (*ARCHITECTURES, "qwen3")
+
+
+def built(architecture: str, attention: str) -> Any:
+    if architecture == "qwen3":
+        torch.manual_seed(0)
+        config = hf.Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=8)
+        model: Any = hf.Qwen3ForCausalLM(config).to(torch.float64)
+    else:
+        model = tiny_model(architecture, dtype=torch.float64)
+    if attention == "documents":
+        use_document_attention(model)
+    else:
+        model.set_attn_implementation(attention)
+    return model
+
+
+def close(architecture: str, found: Tensor, expected: Tensor) -> bool:
+    relative = 1e-6 if "deepseek" in architecture else 1e-12
+    return bool((found - expected).abs().max() <= relative * expected.abs().max())
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def one_by_one(model: Any, given: list[TokenRecord]) -> tuple[Tensor, Tensor]:
+    """(logits of all records, summed loss), each record on its own in the model."""
+    logits, loss = [], torch.zeros((), dtype=torch.float64)
+    for record in given:
+        ids = torch.from_numpy(record.input_ids).long()
+        logits.append(model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0])
+        loss = loss + F.cross_entropy(
+            logits[-1], torch.from_numpy(aligned_labels(record)), reduction="sum"
+        )
+    return torch.cat(logits), loss
+
+
+@pytest.mark.parametrize("architecture", NAMES)
+@pytest.mark.parametrize("attention", ["sdpa", "documents"])
+def test_packed_equals_record_by_record(architecture: str, attention: str) -> None:
+    plain = built(architecture, "sdpa")
+    expected, expected_loss = one_by_one(plain, RECORDS)
+    expected_gradients = gradients(plain, expected_loss)
+    model = built(architecture, attention)
+    logits = model(use_cache=False, **INPUTS).logits[0]
+    loss = F.cross_entropy(logits, LABELS[0], reduction="sum")
+    assert close(architecture, logits, expected)
+    assert close(architecture, loss, expected_loss)
+    found = gradients(model, loss)
+    assert found.keys() == expected_gradients.keys()
+    assert len(found) > 10
+    for name, gradient in found.items():
+        assert close(architecture, gradient, expected_gradients[name]), name
+
+
+def strangers_that_changed(model: Any, **more: Any) -> list[int]:
+    """Documents whose replacement changed a bit of any other document's logits."""
+    with torch.no_grad():
+        before = model(use_cache=False, **INPUTS, **more).logits[0]
+        found = []
+        for index, (start, end) in enumerate(zip(*_spans(), strict=True)):
+            ids = INPUTS["input_ids"].clone()
+            ids[0, start:end] = (ids[0, start:end] + 11) % COMMON["vocab_size"]
+            after = model(use_cache=False, **{**INPUTS, "input_ids": ids}, **more).logits[0]
+            changed = (after != before).any(dim=1)
+            assert changed[start], "a new document must change its own logits"
+            changed[start:end] = False
+            if changed.any():
+                found.append(index)
+    return found
+
+
+def _spans() -> tuple[list[int], list[int]]:
+    return BATCH["boundaries"][:-1].tolist(), BATCH["boundaries"][1:].tolist()
+
+
+@pytest.mark.parametrize("architecture", NAMES)
+@pytest.mark.parametrize("attention", ["sdpa", "documents"])
+def test_a_document_changes_no_bit_of_another(architecture: str, attention: str) -> None:
+    assert strangers_that_changed(built(architecture, attention)) == []
+
+
+def test_a_mask_of_ones_lets_documents_see_the_ones_before_them() -> None:
+    """Why packed() gives none: Transformers then stops looking at the positions."""
+    mask = torch.ones_like(INPUTS["input_ids"])
+    model = built("llama", "sdpa")
+    assert strangers_that_changed(model, attention_mask=mask) == [0, 1, 2, 3]
+    use_document_attention(model)
+    assert strangers_that_changed(model, attention_mask=mask) == []
+
+
+@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3"])
+def test_rows_that_are_not_packed_are_plain_causal(architecture: str) -> None:
+    ids = torch.randint(3, 97, (3, 12), generator=torch.Generator().manual_seed(0))
+    plain, model = built(architecture, "sdpa"), built(architecture, "documents")
+    expected = plain(input_ids=ids, use_cache=False).logits
+    assert close(architecture, model(input_ids=ids, use_cache=False).logits, expected)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # its name in the next major release
+def test_gradients_survive_recomputation() -> None:
+    model = built("llama", "documents").train()
+    expected = gradients(model, model(use_cache=False, **INPUTS).logits.square().sum())
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    found = gradients(model, model(use_cache=False, **INPUTS).logits.square().sum())
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("architecture", NAMES)
+def test_generation_asks_for_the_models_own_attention(architecture: str) -> None:
+    prompt = INPUTS["input_ids"][:, :5]
+    settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    expected = built(architecture, "sdpa").generate(prompt, **settings)
+    model = built(architecture, "documents")
+    with pytest.raises(ValueError, match=r'call model.set_attn_implementation\("sdpa"\)'):
+        model.generate(prompt, **settings)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(model.generate(prompt, **settings), expected)
+
+
+def test_only_the_model_that_asks_is_changed() -> None:
+    first, second = built("llama", "sdpa"), built("llama", "sdpa")
+    use_document_attention(first)
+    assert first.config._attn_implementation == document_attention.NAME
+    assert second.config._attn_implementation == "sdpa"
+
+
+def _tensors(heads: int = 4, kv_heads: int = 2, tokens: int = 9) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(1, n, tokens, 8) for n in (heads, kv_heads, kv_heads)]
+    return [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+
+
+@pytest.mark.parametrize(
+    "unheard", [{"attention_mask": torch.ones(1, 1, 9, 9)}, {"sliding_window": 4}]
+)
+def test_a_mask_or_a_window_is_refused_not_ignored(unheard: dict[str, Any]) -> None:
+    arguments = {"attention_mask": None, **unheard}
+    with pytest.raises(ValueError, match="neither a mask nor a sliding window"):
+        attend(nn.Identity(), *_tensors(), **arguments)
+
+
+def _reference(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """Attention by the definition, one document, head and token at a time: (1, T, heads, d)."""
+    out = torch.zeros_like(query).transpose(1, 2)
+    group = query.shape[1] // key.shape[1]
+    start = 0
+    for length in lengths:
+        for head in range(query.shape[1]):
+            for t in range(start, start + length):
+                k, v = (x[0, head // group, start : t + 1] for x in (key, value))
+                weights = torch.softmax(k @ query[0, head, t] * 0.3, dim=0)
+                out[0, t, head] = weights @ v
+        start += length
+    return out
+
+
+def test_attention_is_what_the_definition_says() -> None:
+    tensors, lengths = _tensors(), (4, 3, 1, 1)
+    found, _ = attend(nn.Identity(), *tensors, None, scaling=0.3, document_lengths=lengths)
+    torch.testing.assert_close(found, _reference(*tensors, lengths), rtol=1e-12, atol=1e-14)
+
+
+def test_one_kernel_call_gets_the_row_and_its_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way to a device's variable-length kernel, with a plain kernel in its place."""
+    lengths, calls = (4, 3, 2), []
+    boundaries = torch.tensor([0, 4, 7, 9], dtype=torch.int32)
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *where: Any, scale: float) -> Tensor:
+        calls.append(where)
+        assert q.shape == k.shape == v.shape == (9, 4, 8)  # (tokens, heads, d), groups repeated
+        assert scale == 0.3
+        rows = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+        return _reference(*rows, lengths)[0]
+
+    _always(monkeypatch, kernel)
+    tensors = _tensors()
+    found, _ = attend(
+        nn.Identity(), *tensors, None, 0.3, document_lengths=lengths, boundaries=boundaries
+    )
+    torch.testing.assert_close(found, _reference(*tensors, lengths), rtol=1e-12, atol=1e-14)
+    (call,) = calls
+    assert call[0] is boundaries
+    assert call[1] is boundaries
+    assert call[2:] == (4, 4)
+
+
+def _always(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor]) -> None:
+    monkeypatch.setattr(document_attention, "_varlen", lambda: kernel)
+    monkeypatch.setattr(document_attention, "_fits_varlen", lambda *given: True)
+
+
+def test_torch_has_the_kernel_and_it_is_told_to_be_causal() -> None:
+    kernel = document_attention._varlen()
+    assert kernel is not None
+    assert kernel.keywords in ({"window_size": (-1, 0)}, {"is_causal": True})

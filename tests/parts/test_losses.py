@@ -1,0 +1,263 @@
+"""Label-only loss: the value and gradients of the usual way, with one chunk of logits at a time.
+
+The reference is ``F.cross_entropy`` on all logits, in float64.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from hasten.parts.collate import IGNORED, padded
+from hasten.parts.losses import (
+    LabelOnlyHead,
+    LabelOnlyLoss,
+    ObjectiveLoss,
+    WholeLogitsLoss,
+    label_only_cross_entropy,
+)
+from tiny import ARCHITECTURES, VOCABULARY, records, tiny_config, tiny_model
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # between peft and transformers
+V, H = 29, 8
+BATCH = padded(records(6, seed=4))
+TOKENS = BATCH["input_ids"][:, :12]
+
+
+def leaves(rows: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """(hidden, weight, labels), the first two without history and in need of gradients."""
+    generator = torch.Generator().manual_seed(rows)
+    hidden = torch.randn(rows, H, generator=generator, dtype=torch.float64).to(dtype)
+    weight = torch.randn(V, H, generator=generator, dtype=torch.float64).to(dtype)
+    labels = torch.randint(V, (rows,), generator=generator)
+    return hidden.requires_grad_(), weight.requires_grad_(), labels
+
+
+def usual(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight), labels, reduction="sum")
+
+
+def tied_model() -> Any:
+    torch.manual_seed(0)
+    config = tiny_config("llama")
+    config.tie_word_embeddings = True
+    model = AutoModelForCausalLM.from_config(config)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    return model.double()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 20])
+@pytest.mark.parametrize("chunk", [1, 3, 7, 1000])
+@pytest.mark.parametrize("incoming", [1.0, -0.37])
+def test_value_and_gradients_are_those_of_all_logits(
+    rows: int, chunk: int, incoming: float
+) -> None:
+    hidden, weight, labels = leaves(rows)
+    found = label_only_cross_entropy(hidden, weight, labels, chunk)
+    expected = usual(hidden, weight, labels)
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+    got = torch.autograd.grad(found * incoming, (hidden, weight))
+    want = torch.autograd.grad(expected * incoming, (hidden, weight))
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("chunk", [2, 100])
+def test_gradients_agree_with_finite_differences(chunk: int) -> None:
+    hidden, weight, labels = leaves(5)
+    assert torch.autograd.gradcheck(
+        lambda h, w: label_only_cross_entropy(h, w, labels, chunk), (hidden, weight)
+    )
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_what_is_frozen_gets_no_gradient_and_the_other_its_own(frozen: str) -> None:
+    tensors = dict(zip(("hidden", "weight", "labels"), leaves(9), strict=True))
+    tensors[frozen] = tensors[frozen].detach()
+    learning = tensors["weight" if frozen == "hidden" else "hidden"]
+    (got,) = torch.autograd.grad(label_only_cross_entropy(**tensors, chunk=4), learning)
+    (want,) = torch.autograd.grad(usual(**tensors), learning)
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-13)
+    assert tensors[frozen].grad is None
+
+
+@pytest.mark.parametrize("chunk", [1, 64])
+def test_bf16_stays_within_its_rounding_however_many_chunks_add_up(chunk: int) -> None:
+    """A bf16 number has a relative error of 2^-9; a bf16 sum of 2,000 rows would lose far more."""
+    hidden, weight, labels = leaves(2000, torch.bfloat16)
+    wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    found, expected = label_only_cross_entropy(hidden, weight, labels, chunk), usual(*wide, labels)
+    assert found.dtype == torch.float32
+    assert abs(found.item() / expected.item() - 1) < 2**-9
+    got = torch.autograd.grad(found, (hidden, weight))
+    want = torch.autograd.grad(expected, wide)
+    for narrow, reference in zip(got, want, strict=True):
+        assert narrow.dtype == torch.bfloat16
+        assert (narrow.double() - reference).norm() < 2**-7 * reference.norm()
+
+
+def test_autocast_rounds_products_and_leaves_gradients_in_float32() -> None:
+    hidden, weight, labels = leaves(50, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = label_only_cross_entropy(hidden, weight, labels, 16)
+        expected = usual(hidden, weight, labels)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    got = torch.autograd.grad(found, (hidden, weight))
+    want = torch.autograd.grad(expected, (hidden, weight))
+    for mine, reference in zip(got, want, strict=True):
+        assert mine.dtype == torch.float32
+        assert (mine - reference).norm() < 2**-7 * reference.norm()
+    plain = torch.autograd.grad(usual(hidden, weight, labels), weight)[0]
+    assert not torch.equal(got[1], plain), "autocast had no effect"
+
+
+@pytest.mark.parametrize("chunk", [0, -3])
+def test_a_chunk_without_rows_is_refused(chunk: int) -> None:
+    with pytest.raises(ValueError, match=f"chunk is {chunk}"):
+        label_only_cross_entropy(*leaves(3), chunk)
+
+
+@pytest.mark.parametrize("label", [-1, V])
+def test_a_label_outside_the_vocabulary_is_refused(label: int) -> None:
+    hidden, weight, labels = leaves(3)
+    labels[1] = label
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        label_only_cross_entropy(hidden, weight, labels, 2)
+
+
+def gradients(loss: nn.Module, **batch: Tensor) -> tuple[float, int, dict[str, Tensor]]:
+    loss.zero_grad()
+    total, count = loss(**batch)
+    total.backward()
+    found = {n: p.grad.clone() for n, p in loss.named_parameters() if p.grad is not None}
+    return total.item(), int(count), found
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "tied"])
+def test_a_model_learns_the_same_from_labelled_positions_alone(architecture: str) -> None:
+    """Tied: the gradients of head and embedding add up in one weight."""
+    models = [
+        tied_model() if architecture == "tied" else tiny_model(architecture, dtype=torch.float64)
+        for _ in range(2)
+    ]
+    expected = gradients(WholeLogitsLoss(models[0]), **BATCH)
+    found = gradients(LabelOnlyLoss(models[1], chunk=5), **BATCH)
+    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+    assert found[1] == expected[1] == int((BATCH["labels"] != IGNORED).sum())
+    assert found[2].keys() == expected[2].keys()
+    for name, gradient in found[2].items():
+        reference = expected[2][name]
+        assert (gradient - reference).norm() <= 1e-9 * reference.norm(), name
+
+
+class LargestLogits(TorchDispatchMode):
+    """Watches every tensor that any operation makes, for rows of a vocabulary's width."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.parameters = {p.shape for p in model.parameters()}
+        self.parameters |= {s[::-1] for s in self.parameters}  # a weight's gradient, transposed
+        self.rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            shape = tensor.shape if isinstance(tensor, Tensor) else ()
+            if VOCABULARY in shape and shape not in self.parameters:
+                self.rows = max(self.rows, tensor.numel() // VOCABULARY)
+        return out
+
+
+@pytest.mark.parametrize("chunk", [1, 10, 1000])
+def test_no_more_than_a_chunk_of_logits_ever_exists(chunk: int) -> None:
+    model = tiny_model()
+    loss = LabelOnlyLoss(model, chunk)
+    labelled = int((BATCH["labels"] != IGNORED).sum())
+    assert labelled > 32 == model.config.hidden_size
+    with LargestLogits(model) as seen:
+        gradients(loss, **BATCH)
+    assert seen.rows == min(chunk, labelled) == model.lm_head.largest_logits
+
+
+def test_the_common_way_makes_logits_for_every_slot() -> None:
+    model = tiny_model()
+    with LargestLogits(model) as seen:
+        gradients(WholeLogitsLoss(model), **BATCH)
+    assert seen.rows == BATCH["labels"].numel()
+
+
+def test_a_micro_batch_without_labels_costs_nothing_and_teaches_nothing() -> None:
+    loss = LabelOnlyLoss(tiny_model(), chunk=4)
+    nothing = torch.full_like(BATCH["labels"], IGNORED)
+    total, count, found = gradients(loss, input_ids=BATCH["input_ids"], labels=nothing)
+    assert (total, count) == (0.0, 0)
+    assert not any(g.any() for g in found.values())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_names_weights_files_and_generation_stay_as_they_were(tied: bool, tmp_path: Path) -> None:
+    model: Any = tied_model() if tied else tiny_model(dtype=torch.float64)
+    before = {n: t.data_ptr() for n, t in model.state_dict().items()}
+    logits = model(input_ids=TOKENS).logits
+    text = model.generate(TOKENS[:1], max_new_tokens=5, do_sample=False)
+    LabelOnlyLoss(model, chunk=3)
+    assert isinstance(model.lm_head, LabelOnlyHead)
+    assert {n: t.data_ptr() for n, t in model.state_dict().items()} == before
+    assert torch.equal(model(input_ids=TOKENS).logits, logits)
+    assert torch.equal(model.generate(TOKENS[:1], max_new_tokens=5, do_sample=False), text)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert again.state_dict().keys() == before.keys()
+    assert torch.equal(again(input_ids=TOKENS).logits, logits)
+
+
+def test_a_head_is_replaced_once() -> None:
+    model: Any = tiny_model()
+    LabelOnlyLoss(model, chunk=3)
+    head = model.lm_head
+    LabelOnlyLoss(model, chunk=3)
+    assert model.lm_head is head
+
+
+def test_a_bias_or_an_adapter_on_the_head_is_refused() -> None:
+    with pytest.raises(ValueError, match="plain linear head without a bias"):
+        LabelOnlyHead(nn.Linear(4, 9), 3)
+    adapted = get_peft_model(tiny_model(), LoraConfig(target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match="plain linear head without a bias"):
+        LabelOnlyLoss(adapted, chunk=3)
+
+
+def test_adapters_below_the_head_learn_the_same() -> None:
+    found = []
+    for wrap in (WholeLogitsLoss, lambda model: LabelOnlyLoss(model, chunk=5)):
+        model = tiny_model(dtype=torch.float64)
+        torch.manual_seed(1)
+        config = LoraConfig(target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+        found.append(gradients(wrap(get_peft_model(model, config).double()), **BATCH))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-12)
+    assert found[0][2].keys() == found[1][2].keys()
+    for name, gradient in found[0][2].items():
+        assert "lora" in name
+        torch.testing.assert_close(found[1][2][name], gradient, rtol=1e-8, atol=1e-10)
+
+
+def test_a_module_without_a_head_is_refused() -> None:
+    with pytest.raises(ValueError, match="Linear is not a Hugging Face causal language model"):
+        LabelOnlyLoss(nn.Linear(3, 3), chunk=2)
+
+
+def test_an_objectives_mean_is_weighted_and_its_pair_is_taken_as_it_is() -> None:
+    layer = nn.Linear(3, 1)
+    x, y = torch.randn(5, 3), torch.randn(5, 1)
+    mean, weight = ObjectiveLoss(layer, F.mse_loss)((x,), {}, y, 5)
+    assert mean.item() == pytest.approx(5 * F.mse_loss(layer(x), y).item())
+    pair = ObjectiveLoss(layer, lambda out, target: (out.sum(), 2))((), {"input": x}, y, 5)
+    assert (pair[0].item(), int(pair[1])) == (layer(x).sum().item(), 2)
+    assert int(weight) == 5

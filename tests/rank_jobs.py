@@ -1,0 +1,74 @@
+"""Jobs that tests run on several ranks; each returns plain JSON values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hasten.core.evaluate import evaluate
+from hasten.core.facts import World
+from hasten.core.job import Job, Stop
+from hasten.core.plan import Plan
+from hasten.core.session import Session, assemble
+from hasten.core.setup import prepare
+from hasten.core.step import training
+from hasten.core.technique import Technique
+from hasten.techniques.batch import Accumulate
+from hasten.techniques.collate import Packed
+from hasten.techniques.layout import DDP
+from hasten.techniques.loss import LabelledTokenLoss
+from hasten.techniques.precision import BF16MasterWeights
+from tiny import job_facts, language_job, records, tiny_model
+
+CASES: dict[str, tuple[Technique, ...]] = {
+    "plain": (),
+    "accumulated": (Accumulate(micro_batch_size=2),),
+    "packed, label-only": (Packed(), LabelledTokenLoss(chunk=16), Accumulate(micro_batch_size=2)),
+    "masters, accumulated": (BF16MasterWeights(), Accumulate(micro_batch_size=2)),
+}
+
+
+def job(case: str) -> Job:
+    """Nine records in fours: the last step of an epoch has one, fewer than there are ranks."""
+    dtype = torch.float32 if "masters" in case else torch.float64
+    return language_job(
+        lambda: tiny_model(dtype=dtype), data=records(9), batch=4, stop=Stop(epochs=2)
+    )
+
+
+def session_on(world: World, case: str) -> Session:
+    techniques = CASES[case] + ((DDP(),) if world.size > 1 else ())
+    made = job(case)
+    return assemble(prepare(made, Plan(techniques), job_facts(made, world=world)))
+
+
+def train_all(world: World) -> dict[str, Any]:
+    """Losses, norms, counts, held-out loss and a weight of every case."""
+    found = {}
+    for case in CASES:
+        session = session_on(world, case)
+        steps = list(training(session))
+        held_out = evaluate(session).held_out_loss
+        acted = DDP().probe(session).acted
+        model: Any = session.finish()
+        found[case] = {
+            "losses": [m.loss for m in steps],
+            "norms": [m.grad_norm for m in steps],
+            "tokens": [m.tokens for m in steps],
+            "trained": [m.trained_tokens for m in steps],
+            "held_out": held_out,
+            "weights": model.lm_head.weight[:2, :4].detach().double().flatten().tolist(),
+            "replicated": acted,
+        }
+    found["stopped by one rank"] = _stopped_by_one(world)
+    return found
+
+
+def _stopped_by_one(world: World) -> int:
+    """Only the last rank asks for a stop, after two steps; all must leave after the same one."""
+    session = session_on(world, "plain")
+    for metrics in training(session):
+        if world.rank == world.size - 1 and metrics.step == 2:
+            session.stop_requested = True
+    return session.progress.step

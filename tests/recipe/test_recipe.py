@@ -1,0 +1,118 @@
+"""Recipes: strict keys, overrides, and sentences for whatever is wrong."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hasten.errors import InputError
+from hasten.recipe.schema import Recipe, load_recipe, read_yaml
+
+GOOD = {"model": "deepseek-llm-tiny", "dataset": "stdlib", "max_steps": 3}
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_overrides_win_and_are_read_as_yaml(tmp_path: Path) -> None:
+    path = write(tmp_path, yaml.safe_dump(GOOD))
+    words = ["learning_rate=1e-4", "plan=[packed, {accumulate: {micro_batch_size: 2}}]", "seed=7"]
+    recipe = load_recipe(path, words)
+    assert recipe.learning_rate == 1e-4
+    assert recipe.plan == ["packed", {"accumulate": {"micro_batch_size": 2}}]
+    assert recipe.seed == 7
+
+
+def test_a_resolved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
+    price = {"currency": "EUR", "per_device_hour": 2.5}
+    recipe = Recipe(**{**GOOD, "price": price, "plan": [{"packed": None}], "held_out": "x.jsonl"})
+    assert load_recipe(write(tmp_path, recipe.to_yaml())) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "not a recipe"),
+        ("- a\n- b", "not a recipe"),
+        ("model: [", "line 1"),
+        ("model: a\nmodel: b", "stands twice"),
+        ("model: &a x\ndataset: *a", "aliases"),
+        ("model: !!python/object/apply:os.system ['true']", "could not determine a constructor"),
+        ("a: " + "[" * 3000, "not YAML"),
+        ("learning_rte: 1", "did you mean 'learning_rate'"),
+        ("3: 4", "unknown key 3"),
+        ("model: m\ndataset: d", "max_steps, epochs or max_tokens"),
+        ("dataset: d\nmax_steps: 1", "the key 'model' is missing"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_one_sentence(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load_recipe(write(tmp_path, text))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_steps": 0}, "max_steps"),
+        ({"max_steps": "soon"}, "max_steps"),
+        ({"finetuning_type": "loar"}, "finetuning_type"),
+        ({"learning_rate": -1}, "learning_rate"),
+        ({"learning_rate": float("nan")}, "learning_rate"),
+        ({"global_batch_size": 4, "global_batch_tokens": 9}, "not both"),
+        ({"patience": 2}, "eval_every"),
+        ({"price": {"per_device_hour": 1}}, "price"),
+        ({"price": {"currency": "EUR", "per_device_hour": 1, "spot": 2}}, "price"),
+        ({"plan": "packed"}, "plan"),
+        ({"cutoff_len": 1}, "cutoff_len"),
+        ({"on_obstacle": "ignore"}, "on_obstacle"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_named(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InputError, match=words):
+        load_recipe(write(tmp_path, yaml.safe_dump({**GOOD, **changes})))
+
+
+@pytest.mark.parametrize("word", ["learning_rate", "=3", "", "--seed"])
+def test_an_override_is_key_equals_value(tmp_path: Path, word: str) -> None:
+    with pytest.raises(InputError, match="key=value"):
+        load_recipe(write(tmp_path, yaml.safe_dump(GOOD)), [word])
+
+
+def test_every_mistyped_key_is_refused_with_a_suggestion(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    keys = [key for key in Recipe.model_fields if len(key) > 4]
+    for _ in range(200):
+        key = draw.choice(keys)
+        place = draw.randrange(1, len(key) - 1)
+        mistyped = key[:place] + draw.choice("qjz") + key[place + 1 :]
+        with pytest.raises(InputError, match=f"unknown key '{mistyped}'.*did you mean"):
+            load_recipe(write(tmp_path, yaml.safe_dump({**GOOD, mistyped: 1})))
+
+
+def test_every_key_is_documented_where_it_is_declared() -> None:
+    for name, field in Recipe.model_fields.items():
+        assert field.description, name
+
+
+def test_numbers_with_an_exponent_are_numbers() -> None:
+    assert read_yaml("[1e-4, 2E3, -1.5e+2, 1e, e4]", "x") == [1e-4, 2e3, -150.0, "1e", "e4"]
+
+
+def test_a_file_that_is_not_there_or_too_large_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="No such file"):
+        load_recipe(tmp_path / "none.yaml")
+    with pytest.raises(InputError, match="folder"):
+        load_recipe(tmp_path)
+    with pytest.raises(InputError, match="larger"):
+        load_recipe(write(tmp_path, "#" * (1 << 21)))

@@ -1,0 +1,153 @@
+"""Parts in a training loop written by hand: alone or together, they train the same model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from hasten.parts import checkpoint, cut
+from hasten.parts.collate import packed, padded
+from hasten.parts.document_attention import use_document_attention
+from hasten.parts.losses import LabelOnlyLoss, WholeLogitsLoss
+from hasten.parts.master_weights import MasterWeights
+from hasten.parts.parameter_groups import decayed_groups
+from hasten.parts.records import TokenRecord
+from tiny import records, tiny_model
+
+STEPS = [records(8, seed=s) for s in range(6)]
+Collate = Callable[[Sequence[TokenRecord]], dict[str, Any]]
+
+
+def adamw(model: nn.Module) -> AdamW:
+    return AdamW(decayed_groups(model.named_parameters(), 0.1), lr=3e-3)
+
+
+def train(
+    loss: nn.Module,
+    optimizer: Optimizer,
+    collate: Collate = padded,
+    micro_batches: Callable[[Sequence[TokenRecord]], Iterable[Sequence[TokenRecord]]] = lambda r: [
+        r
+    ],
+    steps: Iterable[Sequence[TokenRecord]] = STEPS,
+) -> list[float]:
+    """The loop anybody would write; the mean loss of each step."""
+    losses = []
+    for step in steps:
+        trained, total = sum(r.trained_tokens for r in step), 0.0
+        for part in micro_batches(step):
+            loss_sum, _ = loss(**collate(part))
+            (loss_sum / trained).backward()
+            total += loss_sum.item() / trained
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def plain(dtype: torch.dtype) -> tuple[nn.Module, list[float]]:
+    model = tiny_model(dtype=dtype)
+    return model, train(WholeLogitsLoss(model), adamw(model))
+
+
+def at_most_60_tokens(step: Sequence[TokenRecord]) -> list[list[TokenRecord]]:
+    return cut.by_tokens(step, [r.length for r in step], 60)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [{"packed"}, {"documents"}, {"packed", "documents"}, {"labels"}, {"cut"}]
+    + [{"packed", "documents", "labels", "cut"}],
+    ids="+".join,
+)
+def test_a_part_trains_the_same_weights_as_the_loop_without_it(parts: set[str]) -> None:
+    expected, expected_losses = plain(torch.float64)
+    model = tiny_model(dtype=torch.float64)
+    if "documents" in parts:
+        use_document_attention(model)
+    losses = train(
+        LabelOnlyLoss(model, chunk=16) if "labels" in parts else WholeLogitsLoss(model),
+        adamw(model),
+        packed if "packed" in parts else padded,
+        at_most_60_tokens if "cut" in parts else lambda step: [step],
+    )
+    assert losses == pytest.approx(expected_losses, rel=1e-7)
+    assert losses[-1] < losses[0]
+    wanted = dict(expected.named_parameters())
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight, wanted[name], rtol=0, atol=1e-6, msg=name)
+
+
+def test_all_parts_with_master_weights_follow_the_float32_loop() -> None:
+    _, expected = plain(torch.float32)
+    model = tiny_model()
+    use_document_attention(model)
+    loss = LabelOnlyLoss(model, chunk=16)
+    masters = MasterWeights()
+    masters.prepare(loss)
+    optimizer = adamw(model)
+    masters.own(optimizer)
+    losses = []
+    for step in STEPS:
+        trained, total = sum(r.trained_tokens for r in step), 0.0
+        for part in at_most_60_tokens(step):
+            loss_sum, _ = loss(**packed(part))
+            (loss_sum / trained).backward()
+            masters.collect()
+            total += loss_sum.item() / trained
+        torch.nn.utils.clip_grad_norm_(masters.parameters(), 1e9)
+        optimizer.step()
+        optimizer.zero_grad()
+        masters.publish()
+        losses.append(total)
+    assert losses == pytest.approx(expected, rel=2**-7)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    masters.finish(loss)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    again = train(LabelOnlyLoss(model, chunk=16), adamw(model), packed, steps=STEPS[:1])
+    assert again[0] < expected[0], "what the masters learned must be in the finished model"
+
+
+def saved(folder: Path, step: int, model: nn.Module, optimizer: Optimizer) -> Path:
+    tensors = {f"model/{name}": t for name, t in model.state_dict().items()}
+    for index, values in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer/{index}/{key}": t for key, t in values.items()}
+    return checkpoint.save(folder, step, tensors, {"step": step})
+
+
+def restored(folder: Path, model: nn.Module, optimizer: Optimizer) -> int:
+    found = checkpoint.load_latest(folder)
+    assert found is not None
+    tensors, meta, _ = found
+    model.load_state_dict({n[6:]: t for n, t in tensors.items() if n.startswith("model/")})
+    state: dict[int, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer/"):
+            _, index, key = name.split("/")
+            state.setdefault(int(index), {})[key] = tensor
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    step: int = meta["step"]
+    return step
+
+
+def test_a_loop_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
+    expected, _ = plain(torch.float32)
+    model = tiny_model()
+    optimizer = adamw(model)
+    train(WholeLogitsLoss(model), optimizer, steps=STEPS[:2])
+    saved(tmp_path, 2, model, optimizer)
+    train(WholeLogitsLoss(model), optimizer, steps=STEPS[2:3])
+    (saved(tmp_path, 3, model, optimizer) / checkpoint.STATE).write_bytes(b"damaged")
+    model = tiny_model(seed=1)
+    optimizer = adamw(model)
+    assert restored(tmp_path, model, optimizer) == 2
+    train(WholeLogitsLoss(model), optimizer, steps=STEPS[2:])
+    wanted = dict(expected.named_parameters())
+    assert all(torch.equal(p, wanted[name]) for name, p in model.named_parameters())

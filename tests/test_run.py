@@ -1,0 +1,188 @@
+"""Whole training runs: real records in, a model that Transformers loads out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from hasten.core.session import Session
+from hasten.models.load import load_model, load_tokenizer
+from hasten.parts.hugging_face import causal_lm
+from hasten.recipe.schema import Recipe, load_recipe
+from hasten.run import train
+from material import dataset, small
+
+PRESETS = ("deepseek-llm-tiny", "r1-distill-qwen-tiny", "v2-lite-tiny", "v3-tiny")
+PLAN = ["packed", "document_attention", "labelled_token_loss", "bf16_master_weights"]
+
+
+def run(values: dict[str, Any]) -> tuple[dict[str, Any], Session]:
+    sessions: list[Session] = []
+    recipe = Recipe(**values)
+    summary = train(recipe, tell=lambda text: None, on_start=sessions.append)
+    return summary, sessions[0]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("finetuning", ["full", "lora"])
+@pytest.mark.parametrize("data", ["gsm8k_train.jsonl", "alpaca_en_demo.json"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_training_lowers_the_loss_and_the_saved_model_loads_with_equal_logits(
+    tmp_path: Path, preset: str, data: str, finetuning: str
+) -> None:
+    lora = finetuning == "lora"
+    values = small(
+        tmp_path,
+        model=preset,
+        dataset=dataset(data, tmp_path),
+        max_steps=10,
+        finetuning_type=finetuning,
+        learning_rate=4e-3 if lora else 3e-3,
+        plan=PLAN[:3] if lora else PLAN,
+    )
+    summary, session = run(values)
+    losses = [line["loss"] for line in lines(tmp_path / "run" / "metrics.jsonl")]
+    assert len(losses) == 10
+    assert sum(losses[-3:]) < sum(losses[:3])
+    assert all(proof["acted"] for proof in summary["acted"].values())
+    loaded = _load(Path(summary["saved"]), preset, summary, lora)
+    ids = torch.randint(
+        3, loaded.config.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0)
+    )
+    causal_lm(session.model).set_attn_implementation("sdpa")
+    with torch.no_grad():
+        ours, theirs = (m.eval()(input_ids=ids).logits for m in (session.model, loaded))
+    assert torch.equal(ours, theirs)
+    assert loaded.generate(input_ids=ids[:1], max_new_tokens=3, do_sample=False).shape[1] <= 20
+    assert summary["samples"][0]["prompt"]
+
+
+def _load(folder: Path, preset: str, summary: dict[str, Any], lora: bool) -> Any:
+    """As a user would, with Transformers and PEFT alone."""
+    import transformers
+
+    if not lora:
+        assert folder.name == "model"
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    from peft import PeftModel
+
+    assert folder.name == "adapter"
+    tokenizer = load_tokenizer(str(folder))
+    base = load_model(
+        preset,
+        seed=summary["seed"],
+        vocab_size=len(tokenizer),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return PeftModel.from_pretrained(base, folder)
+
+
+def test_a_saved_model_is_trained_further_from_its_folder(tmp_path: Path) -> None:
+    first, _ = run(small(tmp_path, max_steps=8))
+    again, _ = run(small(tmp_path, model=first["saved"], output=str(tmp_path / "again")))
+    firsts = lines(tmp_path / "run" / "metrics.jsonl")
+    agains = lines(tmp_path / "again" / "metrics.jsonl")
+    assert agains[0]["loss"] < firsts[0]["loss"] - 0.3
+    assert again["steps"] == 3
+
+
+def test_from_scratch_forgets_the_weights_of_a_folder(tmp_path: Path) -> None:
+    first, _ = run(small(tmp_path, max_steps=8))
+    values = small(
+        tmp_path, model=first["saved"], from_scratch=True, output=str(tmp_path / "again")
+    )
+    run(values)
+    again = lines(tmp_path / "again" / "metrics.jsonl")
+    assert again[0]["loss"] == pytest.approx(
+        lines(tmp_path / "run/metrics.jsonl")[0]["loss"], abs=0.3
+    )
+
+
+def test_a_run_leaves_what_the_docs_promise(tmp_path: Path) -> None:
+    price = {"currency": "CNY", "per_device_hour": 0.6}
+    values = small(tmp_path, eval_every=2, max_steps=4, price=price)
+    summary, _ = run(values)
+    output = tmp_path / "run"
+    written = {p.name for p in output.iterdir()}
+    assert written - {"rejected.jsonl"} == {
+        *("recipe.yaml", "metrics.jsonl", "evaluations.jsonl", "summary.json"),
+        *("model", "best", "data"),
+    }
+    keys = {
+        *("step", "loss", "learning_rate", "grad_norm", "tokens", "trained_tokens"),
+        *("tokens_per_second", "step_seconds", "padding_share", "peak_memory_bytes"),
+    }
+    assert keys <= set(lines(output / "metrics.jsonl")[0])
+    assert [e["step"] for e in lines(output / "evaluations.jsonl")] == [2, 4]
+    assert json.loads((output / "summary.json").read_text()) == json.loads(json.dumps(summary))
+    promised = {
+        *("steps", "tokens", "trained_tokens", "seconds", "startup_seconds", "tokens_per_second"),
+        *("records_per_second", "epoch_seconds", "step_seconds_median", "peak_memory_bytes"),
+        *("peak_host_memory_bytes", "held_out_loss", "perplexity", "metrics", "world_size"),
+        *("plan", "hardware", "versions", "seed", "cost"),
+    }
+    assert promised <= set(summary)
+    assert set(summary["startup_seconds"]) == {"imports", "data", "model", "assembly"}
+    assert summary["cost"]["total"] == pytest.approx(0.6 * summary["seconds"] / 3600)
+    resolved = load_recipe(output / "recipe.yaml")
+    assert resolved == Recipe(**values)
+    assert yaml.safe_load((output / "recipe.yaml").read_text())["lr_schedule"] == "cosine"
+
+
+def test_the_same_recipe_gives_the_same_bits_and_nothing_is_overwritten(tmp_path: Path) -> None:
+    values = small(tmp_path, plan=PLAN)
+    run(values)
+    once = lines(tmp_path / "run" / "metrics.jsonl")
+    run(values)
+    twice = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [m["loss"] for m in once] == [m["loss"] for m in twice]
+    assert [m["grad_norm"] for m in once] == [m["grad_norm"] for m in twice]
+    before = tmp_path / "run" / "previous" / "1"
+    assert lines(before / "metrics.jsonl") == once
+    assert (before / "model" / "config.json").is_file()
+
+
+def test_a_resumed_run_continues_where_it_stopped(tmp_path: Path) -> None:
+    plan = [{"checkpoints": {"every_steps": 2}}]
+    run(small(tmp_path, max_steps=6, plan=plan, lr_schedule="constant", output=str(tmp_path / "w")))
+    whole = [m["loss"] for m in lines(tmp_path / "w" / "metrics.jsonl")]
+    values = small(tmp_path, max_steps=4, plan=plan, lr_schedule="constant")
+    run(values)
+    _, session = run({**values, "max_steps": 6, "resume": "auto"})
+    assert [m["loss"] for m in lines(tmp_path / "run" / "metrics.jsonl")] == whole[4:]
+    assert session.progress.step == 6
+
+
+def test_best_holds_the_weights_of_the_lowest_held_out_loss(tmp_path: Path) -> None:
+    values = small(tmp_path, eval_every=1, max_steps=6, learning_rate=0.5, lr_schedule="constant")
+    run(values)
+    evaluations = lines(tmp_path / "run" / "evaluations.jsonl")
+    best = min(e["held_out_loss"] for e in evaluations)
+    assert best != evaluations[-1]["held_out_loss"]
+    again = small(
+        tmp_path,
+        model=str(tmp_path / "run" / "best"),
+        output=str(tmp_path / "again"),
+        max_steps=1,
+        learning_rate=1e-12,
+    )
+    summary, _ = run(again)
+    assert summary["held_out_loss"] == pytest.approx(best, rel=1e-4)
+
+
+def test_pretraining_on_plain_text_trains_every_token(tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    rows = [json.dumps({"text": f"record {i} " + "some plain text " * 9}) for i in range(60)]
+    texts.write_text("\n".join(rows))
+    summary, _ = run(small(tmp_path, dataset=str(texts), max_steps=2))
+    assert summary["trained_tokens"] == summary["tokens"] - summary["records"]
