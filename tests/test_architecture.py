@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evidence": {"evidence", "core", "errors"},
     "hosts": {"hosts", "core", "techniques", "recipe", "parts", "cluster", "errors"},
     "sample": {"core", "parts"},
-    "run": {"core", "recipe", "models", "cluster", "sample", "errors"},
+    "run": {"core", "recipe", "data", "models", "cluster", "sample", "errors"},
     "trial": {"core", "recipe", "sample"},
     "cli": {
         *("cli", "core", "techniques", "data", "models", "cluster", "recipe", "evidence"),

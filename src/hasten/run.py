@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -31,6 +32,7 @@ from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.step import StepMetrics
 from hasten.core.trainer import Outcome, Watch, fit
+from hasten.data.store import inspect
 from hasten.errors import InputError
 from hasten.models.adapters import adapted_table, parameter_counts
 from hasten.models.save import save_adapter, save_model
@@ -40,6 +42,7 @@ from hasten.recipe.schema import Recipe
 from hasten.sample import Sample, write_samples
 
 RESULTS = ("metrics.jsonl", "evaluations.jsonl", "summary.json", "rejected.jsonl", "recipe.yaml")
+SHOWN_CHARACTERS = 500  # of a record, at the start
 Tell = Callable[[str], None]
 OnStep = Callable[[StepMetrics], None]
 OnEvaluation = Callable[[Evaluation], None]
@@ -78,7 +81,7 @@ def train(
         if recipe.resume == "auto":
             _resume(session, tell if main else _silent)
         session.startup_seconds |= {"imports": import_seconds, "data": data_seconds}
-        tell_what_trains(session, tell if main else _silent)
+        tell_what_trains(session, material, tell if main else _silent)
         on_start(session)
         keeper = _Keeper(session, material, output) if main else None
         watch = Watch(
@@ -129,8 +132,8 @@ def clear_the_way(output: Path, keep_checkpoints: bool) -> None:
         path.rename(place / path.name)
 
 
-def tell_what_trains(session: Session, tell: Tell) -> None:
-    """One line on the model and the machine, and the table of what was adapted."""
+def tell_what_trains(session: Session, material: Material, tell: Tell) -> None:
+    """Model, machine and plan in a line, what was adapted, and the first record as it is seen."""
     learns, total = parameter_counts(session.model)
     setup = session.setup
     tell(
@@ -139,6 +142,14 @@ def tell_what_trains(session: Session, tell: Tell) -> None:
     )
     for row in adapted_table(session.model):
         tell(f"  adapted {row.modules} x {row.count}, rank {row.rank}, {row.parameters:,} weights")
+    tell(first_record(material))
+
+
+def first_record(material: Material) -> str:
+    """The first record decoded, for a look at template and loss mask before hours are spent."""
+    text = inspect(material.tokenizer, material.train[0])
+    shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."
+    return f"the first record, trained parts in [[ ]]:\n{shown}"
 
 
 def cost_of(recipe: Recipe, seconds: float, tokens: int, devices: int) -> dict[str, Any] | None:
@@ -227,9 +238,8 @@ def check_folder(output: Path) -> None:
     """Raise InputError unless the folder is there, or can be made, and takes files."""
     try:
         output.mkdir(parents=True, exist_ok=True)
-        probe = output / ".probe"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=output):  # ranks do this at the same time
+            pass
     except OSError as error:
         raise InputError(
             f"output: can't write into {output}: {error.strerror or error}; choose another folder"

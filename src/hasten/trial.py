@@ -35,7 +35,7 @@ def main(recipe_path: str, plan: str, orders: int, answers: int) -> int:
                 if order["do"] == "finish":
                     break
         except Exception as error:  # the controller reports the arm as failed, with the reason
-            _say(outbox, {"failed": _reason(error)})
+            _say(outbox, {"failed": f"{type(error).__name__}: {error}"})
             return 1
     return 0
 
@@ -93,12 +93,6 @@ class Arm:
             "acted": [{"technique": name, **asdict(proof)} for name, proof in proofs],
             "samples": [asdict(s) for s in samples],
         }
-
-
-def _reason(error: Exception) -> str:
-    from hasten.errors import InputError
-
-    return str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
 
 
 def _say(outbox: Any, answer: dict[str, Any]) -> None:

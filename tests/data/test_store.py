@@ -151,15 +151,15 @@ def test_whatever_changes_the_tokens_changes_the_key(tokenizer: Any) -> None:
     assert len({base, *others}) == 5
 
 
-def test_rejected_records_are_counted_named_and_remembered(tokenizer: Any, tmp_path: Path) -> None:
+def test_records_too_long_are_named_and_remembered_and_cost_no_budget(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     long = Conversation((Message("user", "x" * 99), Message("assistant", "y")), None, "d.jsonl:9")
     mixed = [*chats(9), long]
     for _ in range(2):
-        store = tokenize(mixed, tokenizer, tmp_path, 32, max_rejected=0.1)
+        store = tokenize(mixed, tokenizer, tmp_path, 32, max_rejected=0)
         assert len(store) == 9
         assert store.rejected == [("d.jsonl", 9, "no answer left within cutoff_len=32")]
-    with pytest.raises(InputError, match=r"1 of 10 .* d\.jsonl:9: no answer left"):
-        tokenize(mixed, tokenizer, tmp_path, 32, max_rejected=0)
     with pytest.raises(InputError, match="none of 1 records is left"):
         tokenize([long], tokenizer, tmp_path, 32, max_rejected=1)
 

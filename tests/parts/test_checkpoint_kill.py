@@ -1,4 +1,4 @@
-"""A process killed while it saves: the last finished checkpoint is restored, or a newer whole one."""
+"""A process killed while it saves: its last finished checkpoint is restored, or a newer one."""
 
 from __future__ import annotations
 

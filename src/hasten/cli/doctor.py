@@ -8,14 +8,11 @@ from typing import Any
 
 from hasten.core.facts import Facts
 from hasten.core.plan import Plan
-from hasten.data.store import inspect
 from hasten.errors import InputError
 from hasten.recipe.build import batch_of, facts_of, job_of, requested_plan, total_steps
 from hasten.recipe.material import Material, gather
 from hasten.recipe.schema import Recipe, load_recipe
-from hasten.run import check_folder, check_space
-
-SHOWN_CHARACTERS = 600
+from hasten.run import check_folder, check_space, first_record
 
 
 def doctor(path: Path, overrides: Sequence[str]) -> int:
@@ -33,7 +30,7 @@ def doctor(path: Path, overrides: Sequence[str]) -> int:
         _techniques(recipe, known, checks)
     if known is not None and material is not None:
         checks.run("batch", lambda: _batch(recipe, material, known))
-        print(f"\nthe first record, trained parts in [[ ]]:\n{_first(material)}")
+        print(f"\n{first_record(material)}")
     return 2 if checks.failed else 0
 
 
@@ -103,8 +100,3 @@ def _techniques(recipe: Recipe, known: Facts, checks: _Checks) -> None:
         good = not reasons or recipe.on_obstacle == "skip"
         words = "; ".join(reasons) or f"{technique.slot.value}: no obstacle"
         checks.note(technique.name(), words + (" (skipped)" if reasons and good else ""), good)
-
-
-def _first(material: Material) -> str:
-    text = inspect(material.tokenizer, material.train[0])
-    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."

@@ -104,8 +104,8 @@ def tokenize(
 
     `on_progress(done, total)` counts conversations and is called only while tokenising.
     `max_rejected` is as in `read_records`; a record that only `cutoff_len` leaves without an answer
-    is noted as rejected and doesn't count towards it. Raises InputError where more are rejected, where no
-    record is left, or where the folder can't be written.
+    is noted as rejected and doesn't count towards it. Raises InputError where more are rejected,
+    where no record is left, or where the folder can't be written.
     """
     path = folder / f"{cache_key(conversations, tokenizer, cutoff_len)}.arrow"
     try:

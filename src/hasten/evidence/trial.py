@@ -19,6 +19,7 @@ from typing import Any
 
 from hasten.core import facts
 from hasten.core.plan import Plan
+from hasten.errors import InputError
 
 
 class TrialFailedError(RuntimeError):
@@ -103,7 +104,8 @@ class Trial:
         line, _, self._unread = self._unread.partition(b"\n")
         found: dict[str, Any] = json.loads(line)
         if "failed" in found:
-            raise TrialFailedError(found["failed"])
+            # An InputError is a sentence for the user; of other errors the kind says more.
+            raise TrialFailedError(found["failed"].removeprefix(f"{InputError.__name__}: "))
         return found
 
     def end(self) -> None:
