@@ -157,40 +157,48 @@ def test_a_model_learns_the_same_from_labelled_positions_alone(architecture: str
         assert (gradient - reference).norm() <= 1e-9 * reference.norm(), name
 
 
-class LargestLogits(TorchDispatchMode):
-    """Watches every tensor that any operation makes, for rows of a vocabulary's width."""
+class Made(TorchDispatchMode):
+    """Notes the shape of every tensor that any operation makes."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.parameters = {p.shape for p in model.parameters()}
-        self.parameters |= {s[::-1] for s in self.parameters}  # a weight's gradient, transposed
-        self.rows = 0
+        self.shapes: set[torch.Size] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            shape = tensor.shape if isinstance(tensor, Tensor) else ()
-            if VOCABULARY in shape and shape not in self.parameters:
-                self.rows = max(self.rows, tensor.numel() // VOCABULARY)
+        found = out if isinstance(out, tuple | list) else (out,)
+        self.shapes |= {t.shape for t in found if isinstance(t, Tensor)}
         return out
+
+    def rows_of_logits(self) -> int:
+        """The most rows of a vocabulary's width, leaving out the head's weight and its gradient."""
+        width = tiny_config("llama").hidden_size
+        wide = (s for s in self.shapes if VOCABULARY in s and width not in s)
+        return max((s.numel() // VOCABULARY for s in wide), default=0)
 
 
 @pytest.mark.parametrize("chunk", [1, 10, 1000])
 def test_no_more_than_a_chunk_of_logits_ever_exists(chunk: int) -> None:
-    model = tiny_model()
-    loss = LabelOnlyLoss(model, chunk)
+    model: Any = tiny_model()
     labelled = int((BATCH["labels"] != IGNORED).sum())
-    assert labelled > 32 == model.config.hidden_size
-    with LargestLogits(model) as seen:
-        gradients(loss, **BATCH)
-    assert seen.rows == min(chunk, labelled) == model.lm_head.largest_logits
+    assert labelled > 10
+    with Made() as made:
+        gradients(LabelOnlyLoss(model, chunk), **BATCH)
+    assert made.rows_of_logits() == min(chunk, labelled) == model.lm_head.largest_logits
 
 
 def test_the_common_way_makes_logits_for_every_slot() -> None:
-    model = tiny_model()
-    with LargestLogits(model) as seen:
-        gradients(WholeLogitsLoss(model), **BATCH)
-    assert seen.rows == BATCH["labels"].numel()
+    with Made() as made:
+        gradients(WholeLogitsLoss(tiny_model()), **BATCH)
+    assert made.rows_of_logits() == BATCH["labels"].numel()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_frozen_head_costs_no_gradient_of_its_size(frozen: bool) -> None:
+    hidden, weight, labels = leaves(9)
+    with Made() as made:
+        label_only_cross_entropy(hidden, weight.requires_grad_(not frozen), labels, 4).backward()
+    assert (weight.shape in made.shapes) is not frozen
 
 
 def test_a_micro_batch_without_labels_costs_nothing_and_teaches_nothing() -> None:
