@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -66,37 +66,58 @@ def train(
     began = time.perf_counter()
     output = Path(recipe.output)
     known, plan, material = ready(recipe, tell, on_tokens)
-    main = known.world.is_main
-    if main:
+    if known.world.is_main:
         clear_the_way(output, keep_checkpoints=recipe.resume == "auto")
         (output / "recipe.yaml").write_text(recipe.to_yaml())
         if material.note.rejected:
             write_rejected(material.note, output / "rejected.jsonl")
             tell(f"{len(material.note.rejected)} records left out: {output / 'rejected.jsonl'}")
-    data_seconds = time.perf_counter() - began
+    seconds = {"imports": import_seconds, "data": time.perf_counter() - began}
     facts.reset_memory_peak(known.device)
     with process_group(known.world, known.device):
-        job = job_of(recipe, material, known)
-        session = assemble(prepare(job, plan, known, output / "checkpoints"))
-        if recipe.resume == "auto":
-            _resume(session, tell if main else _silent)
-        session.startup_seconds |= {"imports": import_seconds, "data": data_seconds}
-        tell_what_trains(session, material, tell if main else _silent)
-        on_start(session)
-        keeper = _Keeper(session, material, output) if main else None
-        watch = Watch(
-            every_steps=recipe.eval_every,
-            patience=recipe.patience,
-            on_step=_both(keeper.step, on_step) if keeper else _silent,
-            on_evaluation=_both(keeper.evaluation, on_evaluation) if keeper else _silent,
-            on_best=keeper.best if keeper and recipe.eval_every else _silent,
-        )
-        outcome = fit(session, watch)
-        proofs = {t.name(): asdict(t.probe(session)) for t in plan}
-        model = session.finish()
-        if not main:
-            return {}
-        return _leave(recipe, session, model, material, outcome, proofs, output)
+        run = _Run(recipe, known, plan, material, output, tell if known.world.is_main else _silent)
+        return _train(run, seconds, on_start, on_step, on_evaluation)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a run starts from."""
+
+    recipe: Recipe
+    known: Facts
+    plan: Plan
+    material: Material
+    output: Path
+    tell: Tell
+
+
+def _train(
+    run: _Run,
+    seconds: dict[str, float],
+    on_start: Callable[[Session], None],
+    on_step: OnStep,
+    on_evaluation: OnEvaluation,
+) -> dict[str, Any]:
+    recipe, main = run.recipe, run.known.world.is_main
+    job = job_of(recipe, run.material, run.known)
+    session = assemble(prepare(job, run.plan, run.known, run.output / "checkpoints"))
+    if recipe.resume == "auto":
+        _resume(session, run.tell)
+    session.startup_seconds |= seconds
+    tell_what_trains(session, run.material, run.tell)
+    on_start(session)
+    keeper = _Keeper(session, run.material, run.output) if main else None
+    watch = Watch(
+        every_steps=recipe.eval_every,
+        patience=recipe.patience,
+        on_step=_both(keeper.step, on_step) if keeper else _silent,
+        on_evaluation=_both(keeper.evaluation, on_evaluation) if keeper else _silent,
+        on_best=keeper.best if keeper and recipe.eval_every else _silent,
+    )
+    outcome = fit(session, watch)
+    proofs = {t.name(): asdict(t.probe(session)) for t in run.plan}
+    model = session.finish()
+    return _leave(run, session, model, outcome, proofs) if main else {}
 
 
 def ready(
@@ -194,17 +215,11 @@ def save(model: nn.Module, material: Material, folder: Path) -> Path:
 
 
 def _leave(
-    recipe: Recipe,
-    session: Session,
-    model: nn.Module,
-    material: Material,
-    outcome: Outcome,
-    proofs: dict[str, Any],
-    output: Path,
+    run: _Run, session: Session, model: nn.Module, outcome: Outcome, proofs: dict[str, Any]
 ) -> dict[str, Any]:
+    recipe, material, output, known = run.recipe, run.material, run.output, run.known
     adapted = bool(adapted_table(model))
     folder = save(model, material, output / ("adapter" if adapted else "model"))
-    known = session.setup.facts
     samples: Sequence[Sample] = write_samples(session, material.tokenizer, material.held_out)
     summary = {
         **outcome.summary(session),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,29 @@ def test_a_failing_rank_ends_the_others_and_gives_its_code(
     _instead_of_hasten(monkeypatch, script)
     assert start([], 3, tmp_path, 2) == 7
     assert "rank 1 failed: the disk is gone" in capfd.readouterr().err
+
+
+def test_a_rank_that_does_not_leave_when_rank_0_is_done_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text("import os, time; time.sleep(60 * int(os.environ['RANK']))")
+    _instead_of_hasten(monkeypatch, script)
+    monkeypatch.setattr("hasten.cluster.ranks.GRACE_SECONDS", 0.5)
+    began = time.monotonic()
+    assert start([], 2, tmp_path, 2) == 0
+    assert time.monotonic() - began < 30  # not the minute that rank 1 would sleep
+
+
+def test_a_failure_after_rank_0_is_done_is_still_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import os, sys, time; r = int(os.environ['RANK']); time.sleep(r); sys.exit(5 * r)"
+    )
+    _instead_of_hasten(monkeypatch, script)
+    assert start([], 2, tmp_path, 2) == 5
 
 
 def test_ranks_share_the_cores_and_know_their_place(

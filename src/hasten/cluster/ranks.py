@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import signal
 import subprocess
 import sys
@@ -20,13 +21,16 @@ from pathlib import Path
 from hasten.core import facts
 from hasten.core.facts import World
 
-GRACE_SECONDS = 10.0  # for the others to end by themselves once a rank has failed
+GRACE_SECONDS = 10.0  # for the others to end by themselves once a rank has failed or rank 0 is done
 TIMEOUT = datetime.timedelta(minutes=10)
 
 
 @contextlib.contextmanager
 def process_group(world: World, device: str) -> Iterator[None]:
-    """The default process group for as long as the context lasts; nothing for a single rank."""
+    """The default process group for as long as the context lasts; nothing for a single rank.
+
+    Build what uses the group in a function called inside, so that it is gone when the group goes.
+    """
     import torch.distributed as dist
 
     if world.size == 1 or dist.is_initialized():
@@ -43,6 +47,11 @@ def process_group(world: World, device: str) -> Iterator[None]:
     try:
         yield
     finally:
+        # Whoever drops the last reference to a gloo group joins its threads. If that is DDP's
+        # reducer it holds the interpreter's lock, which a thread may want for freeing a tensor, and
+        # both wait for ever (torch 2.13). So what was built inside goes first; callers build it in
+        # a function of its own.
+        gc.collect()
         dist.destroy_process_group()
 
 
@@ -91,20 +100,28 @@ def _start_rank(
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """The first rank that failed, or None; when it returns, all have ended."""
+    """The first rank that failed, or None; when it returns, all have ended.
+
+    Rank 0 saves and reports, so that when it has ended well nothing is lost by ending a rank that
+    doesn't find its way out.
+    """
     failed: int | None = None
     deadline = float("inf")
     while any(p.poll() is None for p in processes):
         for rank, process in enumerate(processes):
-            if process.poll() not in (None, 0) and failed is None:
+            if failed is None and process.poll() not in (None, 0):
                 failed, deadline = rank, time.monotonic() + GRACE_SECONDS
                 _signal(processes, signal.SIGTERM)
+        if processes[0].poll() == 0:
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if time.monotonic() > deadline:
             _signal(processes, signal.SIGKILL)
+            break
         time.sleep(0.05)
-    if failed is None:
-        failed = next((r for r, p in enumerate(processes) if p.returncode), None)
-    return failed
+    codes = [p.wait() for p in processes]
+    done = codes[0] == 0
+    bad = [r for r, code in enumerate(codes) if code and not (done and code == -signal.SIGKILL)]
+    return failed if failed is not None else next(iter(bad), None)
 
 
 def _signal(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:

@@ -25,7 +25,7 @@ from hasten.core.facts import Facts, ModelFacts
 from hasten.core.job import Job, Stop
 from hasten.core.plan import Plan
 from hasten.core.session import assemble
-from hasten.core.setup import obstacles, prepare
+from hasten.core.setup import Setup, obstacles, prepare
 from hasten.core.technique import Technique
 from hasten.core.trainer import Outcome, Watch, fit
 from hasten.errors import InputError
@@ -111,15 +111,18 @@ class OptimizedTrainer:
         job = self._job(train_loader, epochs, known)
         plan = self._whole_plan(folder, known)
         with process_group(known.world, job.device):
-            session = assemble(prepare(job, plan, known, folder))
-            found = session.setup.checkpoint.resume(session) if resume else None
-            if resume and found is None:
-                print(f"{folder}: no checkpoint yet, starting from the beginning")
-            losses: dict[int, list[float]] = {}
-            watch = Watch(on_step=lambda m: losses.setdefault(m.epoch, []).append(m.loss))
-            outcome = fit(session, watch)
-            session.finish()
-        return self._summary(outcome, session.progress.records, losses, found, plan, known)
+            return self._train(prepare(job, plan, known, folder), resume)
+
+    def _train(self, setup: Setup, resume: bool) -> dict[str, Any]:
+        session = assemble(setup)
+        found = setup.checkpoint.resume(session) if resume else None
+        if resume and found is None:
+            print(f"{setup.folder}: no checkpoint yet, starting from the beginning")
+        losses: dict[int, list[float]] = {}
+        watch = Watch(on_step=lambda m: losses.setdefault(m.epoch, []).append(m.loss))
+        outcome = fit(session, watch)
+        session.finish()
+        return self._summary(outcome, session.progress.records, losses, found, setup)
 
     def _job(self, loader: Iterable[Any], epochs: int, known: Facts) -> Job:
         return Job(
@@ -159,8 +162,7 @@ class OptimizedTrainer:
         records: int,
         losses: Mapping[int, Sequence[float]],
         found: Path | None,
-        plan: Plan,
-        known: Facts,
+        setup: Setup,
     ) -> dict[str, Any]:
         trained = sum(outcome.step_seconds)
         return {
@@ -171,9 +173,9 @@ class OptimizedTrainer:
             "epoch_losses": {e: sum(v) / len(v) for e, v in losses.items()},
             "peak_memory_bytes": outcome.peak_memory_bytes,
             "switches": dict(self.switches),
-            "plan": plan.to_list(),
+            "plan": setup.plan.to_list(),
             "resumed_from": str(found) if found else None,
-            "world_size": known.world.size,
+            "world_size": setup.facts.world.size,
         }
 
 
