@@ -101,7 +101,7 @@ def test_it_trains_the_very_objects_it_was_given() -> None:
 
 def test_the_reported_loss_is_the_mean_over_records() -> None:
     model = classifier()
-    expected = float(F.cross_entropy(model(data().tensors[0]), data().tensors[1]))
+    expected = F.cross_entropy(model(data().tensors[0]), data().tensors[1]).item()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)
     trainer = OptimizedTrainer(model, optimizer, F.cross_entropy, **ACCUMULATE)
     summary = trainer.train(DataLoader(data(), batch_size=22))
@@ -150,6 +150,19 @@ def test_a_resumed_run_ends_where_the_whole_run_ends(tmp_path: Path, shuffle: bo
     whole = run(4, tmp_path / "whole")
     run(2, tmp_path / "parts")
     same(run(4, tmp_path / "parts"), whole)
+
+
+def test_checkpoints_of_an_earlier_run_are_neither_overwritten_nor_mixed_in(tmp_path: Path) -> None:
+    def train(**settings: Any) -> dict[str, Any]:
+        model = classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = OptimizedTrainer(model, optimizer, F.cross_entropy)
+        return trainer.train(DataLoader(data(), batch_size=8), checkpoint_dir=tmp_path, **settings)
+
+    train()
+    with pytest.raises(InputError, match="resume=True"):
+        train()
+    assert train(resume=True, epochs=2)["steps"] == 3
 
 
 def test_resume_needs_a_folder() -> None:

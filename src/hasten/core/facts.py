@@ -77,6 +77,7 @@ class ModelFacts:
     vocabulary: int = 0
     tied_head: bool = False
     experts: int = 0
+    sliding_window: bool = False
 
 
 @dataclass(frozen=True)

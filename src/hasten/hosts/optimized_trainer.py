@@ -29,6 +29,7 @@ from hasten.core.setup import Setup, obstacles, prepare
 from hasten.core.technique import Technique
 from hasten.core.trainer import Outcome, Watch, fit
 from hasten.errors import InputError
+from hasten.parts.checkpoint import checkpoints
 from hasten.parts.losses import ObjectiveLoss
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout import DDP
@@ -106,6 +107,11 @@ class OptimizedTrainer:
         folder = Path(checkpoint_dir) if checkpoint_dir is not None else None
         if resume and folder is None:
             raise InputError("resume=True needs checkpoint_dir, the folder to resume from")
+        if folder is not None and not resume and checkpoints(folder):
+            raise InputError(
+                f"{folder} holds checkpoints of an earlier run; say resume=True to go on from them, "
+                "or give another checkpoint_dir"
+            )
         known = self._facts()
         _say_what_is_here(cloud_config, known)
         job = self._job(train_loader, epochs, known)

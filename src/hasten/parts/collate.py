@@ -34,6 +34,8 @@ def padded(records: Sequence[TokenRecord], pad_id: int = 0) -> dict[str, Tensor]
     No mask is needed: attention is causal, so a token never sees the filler behind it, and the
     filler carries no loss.
     """
+    if not records:
+        raise ValueError("there are no records to lay out")
     longest = max(r.length for r in records)
     ids = np.full((len(records), longest), pad_id, np.int64)
     labels = np.full((len(records), longest), IGNORED, np.int64)
@@ -53,6 +55,8 @@ def packed(records: Sequence[TokenRecord]) -> dict[str, Any]:
     Models that read positions tell the records apart by the positions alone; see
     :mod:`hasten.parts.document_attention` for attention that also does no work between them.
     """
+    if not records:
+        raise ValueError("there are no records to lay out")
     ordered = sorted(records, key=lambda r: -r.length)
     lengths = [r.length for r in ordered]
     return {

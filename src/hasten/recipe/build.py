@@ -58,6 +58,7 @@ def model_facts(recipe: Recipe, material: Material | None) -> ModelFacts:
         vocabulary=config.vocab_size,
         tied_head=bool(config.tie_word_embeddings),
         experts=getattr(config, "n_routed_experts", 0) or 0,
+        sliding_window=bool(getattr(config, "use_sliding_window", False)),
     )
 
 

@@ -35,6 +35,8 @@ class DocumentAttention(Technique):
         setup.attention = select
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        if facts.model.sliding_window:
+            return (f"this {facts.model.architecture} attends through a sliding window",)
         if facts.model.architecture in document_attention.ARCHITECTURES:
             return ()
         return (

@@ -14,6 +14,10 @@ from hasten.parts.hugging_face import causal_lm
 from hasten.parts.losses import LabelOnlyHead, LabelOnlyLoss
 
 
+# Architectures whose logits are head x hidden state: no soft-capping, no scaling, no bias.
+PLAIN_HEADS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+
+
 @dataclass(frozen=True)
 class LabelledTokenLoss(Technique):
     """Logits for trained tokens alone, a chunk at a time, gradients formed in the forward pass."""
@@ -38,9 +42,12 @@ class LabelledTokenLoss(Technique):
         setup.loss = partial(LabelOnlyLoss, chunk=self.chunk)
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
-        if facts.model.vocabulary:
+        if facts.model.architecture in PLAIN_HEADS:
             return ()
-        return (f"needs a causal language model; this is a {facts.model.architecture}",)
+        return (
+            f"the head of {facts.model.architecture} isn't known to be a linear layer and no more; "
+            f"it is for {', '.join(PLAIN_HEADS)}",
+        )
 
     def forecast(self, facts: Facts) -> Forecast:
         longest, share = facts.records.longest, facts.records.trained_share
