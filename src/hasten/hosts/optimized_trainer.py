@@ -109,8 +109,8 @@ class OptimizedTrainer:
             raise InputError("resume=True needs checkpoint_dir, the folder to resume from")
         if folder is not None and not resume and checkpoints(folder):
             raise InputError(
-                f"{folder} holds checkpoints of an earlier run; say resume=True to go on from them, "
-                "or give another checkpoint_dir"
+                f"{folder} holds checkpoints of an earlier run; say resume=True to go on from "
+                "them, or give another checkpoint_dir"
             )
         known = self._facts()
         _say_what_is_here(cloud_config, known)

@@ -13,7 +13,6 @@ from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, k
 from hasten.parts.hugging_face import causal_lm
 from hasten.parts.losses import LabelOnlyHead, LabelOnlyLoss
 
-
 # Architectures whose logits are head x hidden state: no soft-capping, no scaling, no bias.
 PLAIN_HEADS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 
