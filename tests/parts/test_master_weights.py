@@ -177,15 +177,28 @@ def test_frozen_weights_may_stand_in_the_optimizer() -> None:
     assert [p.dtype for p in held] == [torch.bfloat16] * 2 + [torch.float32] * 2
 
 
-def test_an_optimizer_with_state_is_refused() -> None:
+def test_an_optimizer_keeps_its_memory_through_own_and_finish() -> None:
     module = linear()
-    masters = MasterWeights()
-    masters.prepare(module)
-    optimizer = AdamW(module.parameters())
+    optimizer = AdamW(module.parameters(), lr=0.1)
     module(torch.randn(2, 16)).sum().backward()
     optimizer.step()
-    with pytest.raises(ValueError, match="has state already"):
-        masters.own(optimizer)
+    optimizer.zero_grad()
+    before = {k: v.clone() for k, v in optimizer.state[module.weight].items()}
+    masters = MasterWeights()
+    masters.prepare(module)
+    masters.own(optimizer)
+    assert all(
+        torch.equal(optimizer.state[masters.parameters()[0]][k], v) for k, v in before.items()
+    )
+    module(torch.randn(2, 16)).sum().backward()
+    masters.collect()
+    optimizer.step()
+    masters.publish()
+    masters.finish(module)
+    held = optimizer.param_groups[0]["params"]
+    assert [id(p) for p in held] == [id(p) for p in module.parameters()]
+    assert optimizer.state[module.weight]["step"] == 2
+    assert set(optimizer.state) == set(module.parameters())
 
 
 def test_a_weight_that_was_not_prepared_is_refused_and_nothing_is_exchanged() -> None:
@@ -229,7 +242,29 @@ def test_floating_inputs_are_cast_wherever_they_stand_and_integers_are_not() -> 
     mastered(module)
     x = torch.randn(2, 16)
     out = module(x, (x,), {"x": x, "ids": torch.arange(3)}, y=x)
-    assert out.dtype == torch.bfloat16
+    assert out.dtype == torch.float32  # widened on its way out
+    assert torch.equal(out, out.bfloat16().float())
+
+
+class Loss(nn.Module):
+    """A loss around a model, as the trainer wraps them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.seen = [self.model(x), target]
+        return (self.seen[0] - target).square().sum()
+
+
+def test_targets_keep_their_digits_and_the_loss_is_taken_in_float32() -> None:
+    loss = Loss(linear())
+    mastered(loss)
+    target = torch.full((2, 16), 1000.001)
+    assert loss(torch.randn(2, 16), target).dtype == torch.float32
+    assert torch.equal(loss.seen[1], target)
 
 
 def test_published_weights_are_the_masters_rounded() -> None:

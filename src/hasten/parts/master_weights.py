@@ -33,11 +33,14 @@ class MasterWeights:
         self._pairs: list[Pair] = []  # what the optimizer moves
         self._given: list[tuple[Tensor, torch.dtype]] = []  # what was cast, and its format before
         self._hooks: list[RemovableHandle] = []
+        self._optimizer: Optimizer | None = None
 
     def prepare(self, module: nn.Module) -> None:
         """Cast floating parameters to the working format; buffers (rotary tables) keep theirs.
 
-        Floating inputs are cast on their way in, so that a model fed with images works too.
+        Floating inputs are cast on their way in and a tensor that comes out is widened to float32,
+        so that a model fed with images works too. Where the module is a loss around a ``model``,
+        this is done to that model: targets keep their digits, and the loss is taken in float32.
         """
         for parameter in module.parameters():
             if not parameter.is_floating_point():
@@ -46,21 +49,23 @@ class MasterWeights:
                 self._masters[id(parameter)] = parameter.detach().to(torch.float32, copy=True)
             self._given.append((parameter, parameter.dtype))
             parameter.data = parameter.data.to(self.dtype)
-        self._hooks.append(module.register_forward_pre_hook(self._cast_inputs, with_kwargs=True))
+        inner = getattr(module, "model", None)
+        model = inner if isinstance(inner, nn.Module) else module
+        self._hooks.append(model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True))
+        self._hooks.append(model.register_forward_hook(_widen))
 
     def region(self) -> AbstractContextManager[Any]:
         """Nothing to wrap: the weights have the working format already."""
         return nullcontext()
 
     def own(self, optimizer: Optimizer) -> None:
-        """Put the masters where the optimizer had the working weights; frozen ones stay there.
+        """Put the masters where the optimizer had the working weights, their state with them.
+
+        Frozen weights stay where they are. ``finish`` gives the optimizer its weights back.
 
         Raises:
-            ValueError: the optimizer has taken a step already, so its state belongs to the old
-                weights; or it holds a trainable weight that ``prepare`` has not seen as one.
+            ValueError: it holds a trainable weight that ``prepare`` has not seen as one.
         """
-        if any(optimizer.state.values()):
-            raise ValueError("the optimizer has state already; give it to own() before any step")
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if any(p.requires_grad and id(p) not in self._masters for p in held):
             raise ValueError(
@@ -69,6 +74,8 @@ class MasterWeights:
             )
         for group in optimizer.param_groups:
             group["params"] = [self._adopt(p) if p.requires_grad else p for p in group["params"]]
+        _move_state(optimizer, self._pairs)
+        self._optimizer = optimizer
 
     def _adopt(self, working: Tensor) -> Tensor:
         master = self._masters[id(working)].to(working.device).requires_grad_()
@@ -124,6 +131,11 @@ class MasterWeights:
                 working.data = working.data.to(given)
             else:
                 working.data = master.detach().to(working.device, copy=True)
+        if self._optimizer is not None:
+            back = {id(master): working for working, master in self._pairs}
+            for group in self._optimizer.param_groups:
+                group["params"] = [back.get(id(p), p) for p in group["params"]]
+            _move_state(self._optimizer, [(master, working) for working, master in self._pairs])
 
     def _cast_inputs(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -138,3 +150,16 @@ class MasterWeights:
         if isinstance(value, dict):
             return {key: self._cast(item) for key, item in value.items()}
         return value
+
+
+def _widen(module: nn.Module, args: Any, output: Any) -> Any:
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        return output
+    return output.to(torch.promote_types(output.dtype, torch.float32))
+
+
+def _move_state(optimizer: Optimizer, pairs: list[Pair]) -> None:
+    """What the optimizer remembers of the first of each pair, it remembers of the second."""
+    for old, new in pairs:
+        if old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)
