@@ -46,6 +46,18 @@ def demo(
 
 
 @app.command()
+def init(
+    model: Annotated[str, typer.Argument(help="a preset, a Hugging Face folder, or a hub name")],
+    dataset: Annotated[str, typer.Argument(help="a data file or folder, stdlib, or stdlib-text")],
+    recipe: Annotated[Path, typer.Option(help="the file to write")] = Path("recipe.yaml"),
+) -> None:
+    """Look at a model, a data set and this machine, and write a first recipe."""
+    from hasten.cli.init import init as command
+
+    command(model, dataset, recipe)
+
+
+@app.command()
 def train(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Train as a recipe says."""
     from hasten.cli.train import train as command

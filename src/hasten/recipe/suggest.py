@@ -1,0 +1,168 @@
+"""A first recipe for somebody's model and data, every choice with its reason beside it.
+
+A sample of the data is read and tokenised, the model's shape and the machine are looked at, and the
+choices follow from what was seen: the cut from the lengths, LoRA or all weights from the memory,
+techniques from padding, loss mask and number formats. It is a start that runs, not a tuned recipe.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from hasten.core.facts import Facts
+from hasten.core.setup import obstacles
+from hasten.models.presets import PRESETS
+from hasten.recipe.build import facts_of, requested_plan
+from hasten.recipe.material import Material, gather
+from hasten.recipe.schema import Recipe, recipe_from
+
+SAMPLE = 2000  # records that are looked at
+BATCH = 32  # records of a step
+BYTES_PER_WEIGHT = 16  # float32 weight, gradient and two moments
+ROOM = 0.6  # of the memory, for these; the rest is for activations
+MICRO_BATCH_TOKENS = 8192  # a step with more tokens is cut
+BF16_SETS = ("amx_bf16", "avx512_bf16")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One key of the recipe and why it has its value."""
+
+    key: str
+    value: Any
+    reason: str = ""
+
+    def text(self) -> str:
+        flow = yaml.safe_dump(self.value, default_flow_style=True, width=10**6).splitlines()[0]
+        line = f"{self.key}: {flow}"
+        if not self.reason:
+            return line
+        together = f"{line:<28} # {self.reason}"
+        return together if len(together) <= 100 else f"# {self.reason}\n{line}"
+
+
+def suggest(model: str, dataset: str, output: str) -> str:
+    """The text of a recipe that trains ``model`` on ``dataset``.
+
+    Raises:
+        InputError: the model or the data can't be used.
+    """
+    with tempfile.TemporaryDirectory(prefix="hasten-init-") as folder:
+        look = recipe_from(
+            {
+                "model": model,
+                "dataset": dataset,
+                "held_out": 0,
+                "max_records": SAMPLE,
+                "cutoff_len": 1 << 20,
+                "max_steps": 1,
+                "output": folder,
+            },
+            "init",
+        )
+        material = gather(look, Path(folder))
+        known = facts_of(look, material)
+        lines = _lines(look, material, known, output)
+    head = (
+        f"# {known.model.architecture}, {known.model.parameters / 1e6:,.1f} M parameters, "
+        f"on {known.hardware.short}.\n"
+        f"# Seen: {_seen(material)}.\n"
+        "# Check it with `hasten doctor`, measure it with `hasten speedup`.\n"
+    )
+    return head + "\n".join(line.text() for line in lines) + "\n"
+
+
+def _lines(look: Recipe, material: Material, known: Facts, output: str) -> list[Line]:
+    lengths = material.train.lengths
+    cutoff, why_cut = _cutoff(lengths)
+    fresh = look.model in PRESETS
+    lora, why_lora = _lora(known, fresh)
+    rate = 1e-3 if fresh else 2e-4 if lora else 2e-5
+    plan, why_plan = _plan(look, material, known, cutoff)
+    return [
+        Line("model", look.model, "random weights: a preset" if fresh else ""),
+        Line("dataset", look.dataset),
+        Line("held_out", 0.05, "of the records, for the held-out loss"),
+        Line("cutoff_len", cutoff, why_cut),
+        Line("finetuning_type", "lora" if lora else "full", why_lora),
+        Line("epochs", 1),
+        Line("global_batch_size", BATCH, "records of a step, over all ranks and micro-batches"),
+        Line("learning_rate", rate, _why_rate(fresh, lora)),
+        Line("warmup_steps", 10),
+        Line("eval_every", 100),
+        Line("output", output),
+        Line("plan", plan, why_plan),
+        Line("on_obstacle", "skip"),
+    ]
+
+
+def _seen(material: Material) -> str:
+    lengths = material.train.lengths
+    low, middle, high = (int(np.percentile(lengths, q)) for q in (10, 50, 99))
+    known = material.record_facts()
+    return (
+        f"{known.count:,} records, tokens at 10/50/99 %: {low}/{middle}/{high}, "
+        f"{known.trained_share:.0%} of the tokens carry loss"
+    )
+
+
+def _cutoff(lengths: NDArray[np.int32]) -> tuple[int, str]:
+    """The 99th percentile, rounded up to 64 tokens."""
+    cut = -(-int(np.percentile(lengths, 99)) // 64) * 64
+    longer = float((lengths > cut).mean())
+    return cut, f"holds all but {longer:.1%} of the records whole"
+
+
+def _lora(known: Facts, fresh: bool) -> tuple[bool, str]:
+    """All weights where their state fits into the memory, LoRA elsewhere."""
+    gpus = known.hardware.accelerators
+    memory = min((g.memory_bytes for g in gpus), default=known.hardware.memory_limit_bytes)
+    needed = BYTES_PER_WEIGHT * known.model.parameters
+    if fresh or needed <= ROOM * memory:
+        return False, f"weights, gradients and moments take {needed / 1e9:,.1f} GB"
+    return True, f"all weights would take {needed / 1e9:,.1f} GB of {memory / 1e9:,.0f}"
+
+
+def _why_rate(fresh: bool, lora: bool) -> str:
+    return "usual for random weights" if fresh else "usual for LoRA" if lora else "usual for all"
+
+
+def _plan(look: Recipe, material: Material, known: Facts, cutoff: int) -> tuple[list[Any], str]:
+    """The techniques that have something to do here, and what they have to do."""
+    lengths = np.minimum(material.train.lengths, cutoff)
+    padding = _padding(lengths)
+    plan: list[Any] = []
+    reasons = []
+    if padding > 0.1:
+        plan += ["packed", "document_attention"]
+        reasons.append(f"{padding:.0%} of the slots would be padding")
+    plan.append("labelled_token_loss")
+    if known.on_gpu or set(BF16_SETS) & set(known.hardware.instruction_sets):
+        plan.append("bf16_master_weights")
+        reasons.append("the processor multiplies bf16")
+    if BATCH * lengths.mean() > MICRO_BATCH_TOKENS:
+        limit = max(MICRO_BATCH_TOKENS, cutoff)
+        plan.insert(0, {"accumulate": {"micro_batch_tokens": limit}})
+        reasons.append(f"a step has {BATCH * lengths.mean():,.0f} tokens")
+    kept = [entry for entry in plan if not _obstacles(look, entry, known)]
+    return kept, "; ".join(reasons)
+
+
+def _obstacles(look: Recipe, entry: Any, known: Facts) -> Sequence[str]:
+    return obstacles(requested_plan(look.model_copy(update={"plan": [entry]})), known)
+
+
+def _padding(lengths: NDArray[np.int32]) -> float:
+    """Share of filler in batches padded to their longest record."""
+    order = np.random.default_rng(0).permutation(len(lengths))
+    batches = [lengths[order[i : i + BATCH]] for i in range(0, len(order), BATCH)]
+    slots = sum(len(batch) * int(batch.max()) for batch in batches)
+    return 1 - float(lengths.sum()) / slots

@@ -1,0 +1,97 @@
+"""The first recipe that ``hasten init`` writes."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hasten.cli.init import init
+from hasten.core.facts import Facts
+from hasten.errors import InputError
+from hasten.recipe import suggest as module
+from hasten.recipe.schema import Recipe, load_recipe
+from hasten.recipe.suggest import suggest
+from hasten.run import train
+from material import dataset
+
+
+def test_it_writes_a_recipe_that_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    init("deepseek-llm-tiny", dataset("alpaca_en_demo.json", tmp_path), Path("mine.yaml"))
+    assert "next: hasten doctor mine.yaml" in capsys.readouterr().out
+    recipe = load_recipe(Path("mine.yaml"), ["max_steps=2", "max_records=80", "vocabulary=400"])
+    assert recipe.output == "runs/mine"
+    assert sorted(p.name for p in tmp_path.glob("*.yaml")) == ["mine.yaml"]
+    assert train(recipe, tell=lambda text: None)["steps"] == 2
+
+
+def test_every_choice_has_its_reason_beside_it(tmp_path: Path) -> None:
+    text = suggest("deepseek-llm-tiny", dataset("gsm8k_train.jsonl", tmp_path), "runs/x")
+    for key in ("cutoff_len", "finetuning_type", "learning_rate", "plan"):
+        assert re.search(rf"(#.*\n)?{key}: .*", text)
+        line = next(line for line in text.splitlines() if line.startswith(key))
+        above = text.splitlines()[text.splitlines().index(line) - 1]
+        assert "#" in line or above.startswith("#"), key
+    assert all(len(line) <= 120 for line in text.splitlines())
+
+
+def ragged(folder: Path, lengths: list[int]) -> str:
+    path = folder / "data.jsonl"
+    rows = [{"question": "q", "answer": "word " * n} for n in lengths]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)
+
+
+def test_packing_is_chosen_where_lengths_differ_and_left_out_where_they_do_not(
+    tmp_path: Path,
+) -> None:
+    even = suggest("deepseek-llm-tiny", ragged(tmp_path, [20] * 80), "x")
+    uneven = suggest("deepseek-llm-tiny", ragged(tmp_path, [5] * 70 + [90] * 10), "x")
+    assert "packed" not in even
+    assert "packed" in uneven
+
+
+def test_the_cut_holds_nearly_all_records() -> None:
+    cut, reason = module._cutoff(np.array([100] * 99 + [5000], np.int32))
+    assert cut % 64 == 0
+    assert 100 <= cut < 200
+    assert "1.0%" in reason
+
+
+@pytest.mark.parametrize(("parameters", "lora"), [(10**8, False), (10**12, True)])
+def test_lora_is_chosen_where_all_weights_do_not_fit(
+    tmp_path: Path, parameters: int, lora: bool
+) -> None:
+    recipe = Recipe(model="deepseek-llm-tiny", dataset="stdlib", max_steps=1)
+    known: Facts = module.facts_of(recipe)
+    known = replace(known, model=replace(known.model, parameters=parameters))
+    assert module._lora(known, fresh=False)[0] is lora
+
+
+def test_an_existing_file_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("mine")
+    with pytest.raises(InputError, match="exists"):
+        init("deepseek-llm-tiny", "stdlib", path)
+    assert path.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "words"),
+    [("deepseek-llm-tiny", "nothere.jsonl", "nothere"), ("deepsek-llm-tiny", None, "did you mean")],
+)
+def test_what_can_not_be_used_is_named_and_nothing_is_written(
+    tmp_path: Path, model: str, data: Any, words: str
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    with pytest.raises(InputError, match=words):
+        init(model, data or dataset("gsm8k_train.jsonl", tmp_path), path)
+    assert not path.exists()
