@@ -29,6 +29,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+data = typer.Typer(help="Look at a data set, or convert it.", no_args_is_help=True)
+app.add_typer(data, name="data")
+
 RecipePath = Annotated[Path, typer.Argument(help="the recipe, a YAML file", metavar="RECIPE")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="changes to the recipe", metavar="[KEY=VALUE]...")
@@ -115,6 +118,42 @@ def report(
     from hasten.cli.report import report as command
 
     command(run)
+
+
+@data.command("inspect")
+def data_inspect(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    count: Annotated[int, typer.Option(min=1, help="records to show")] = 3,
+) -> None:
+    """Show records as the model will see them, trained parts marked."""
+    from hasten.cli.data import inspect as command
+
+    command(recipe, overrides or [], count)
+
+
+@data.command("stats")
+def data_stats(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Show lengths, trained share, duplicates and padding of a recipe's data."""
+    from hasten.cli.data import stats as command
+
+    command(recipe, overrides or [], as_json)
+
+
+@data.command("convert")
+def data_convert(
+    sources: Annotated[list[Path], typer.Argument(help="files or folders to read")],
+    output: Annotated[Path, typer.Option("--to", help="the JSONL file to write")],
+    max_rejected: Annotated[float, typer.Option(min=0, help="as in a recipe")] = 0.001,
+) -> None:
+    """Write records of any known shape as JSONL of messages."""
+    from hasten.cli.data import convert as command
+
+    command(sources, output, max_rejected)
 
 
 def run() -> None:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from hasten.core.facts import Facts
 from hasten.core.setup import obstacles
+from hasten.data.statistics import padding_share
 from hasten.models.presets import PRESETS
 from hasten.recipe.build import facts_of, requested_plan
 from hasten.recipe.material import Material, gather
@@ -138,7 +139,7 @@ def _why_rate(fresh: bool, lora: bool) -> str:
 def _plan(look: Recipe, material: Material, known: Facts, cutoff: int) -> tuple[list[Any], str]:
     """The techniques that have something to do here, and what they have to do."""
     lengths = np.minimum(material.train.lengths, cutoff)
-    padding = _padding(lengths)
+    padding = padding_share(lengths, BATCH)
     plan: list[Any] = []
     reasons = []
     if padding > 0.1:
@@ -158,11 +159,3 @@ def _plan(look: Recipe, material: Material, known: Facts, cutoff: int) -> tuple[
 
 def _obstacles(look: Recipe, entry: Any, known: Facts) -> Sequence[str]:
     return obstacles(requested_plan(look.model_copy(update={"plan": [entry]})), known)
-
-
-def _padding(lengths: NDArray[np.int32]) -> float:
-    """Share of filler in batches padded to their longest record."""
-    order = np.random.default_rng(0).permutation(len(lengths))
-    batches = [lengths[order[i : i + BATCH]] for i in range(0, len(order), BATCH)]
-    slots = sum(len(batch) * int(batch.max()) for batch in batches)
-    return 1 - float(lengths.sum()) / slots

@@ -1,0 +1,98 @@
+"""``hasten data``: look at a data set before hours are spent on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hasten.data.formats import read_records
+from hasten.data.shapes import Conversation
+from hasten.data.statistics import Statistics, padding_share, statistics_of
+from hasten.data.store import inspect as rendered
+from hasten.errors import InputError
+from hasten.recipe.material import Material, gather
+from hasten.recipe.schema import Recipe, load_recipe
+
+BAR = 40  # characters of the longest bar
+
+
+def inspect(path: Path, overrides: Sequence[str], count: int) -> None:
+    """Print records as the model will see them; trained parts in [[ ]], green on a terminal."""
+    material = _material(load_recipe(path, overrides))
+    colour = sys.stdout.isatty()
+    bos = material.tokenizer.bos_token_id
+    for index in range(min(count, len(material.train))):
+        record = material.train[index]
+        if bos is not None and (record.input_ids[:2] == bos).sum() == 2:
+            raise InputError(
+                f"record {index + 1} begins with two {material.tokenizer.bos_token}: the chat "
+                "template and the tokenizer both add one; correct the template"
+            )
+        print(f"--- {index + 1}: {record.length} tokens, {record.trained_tokens} of them trained")
+        print(rendered(material.tokenizer, record, colour))
+
+
+def stats(path: Path, overrides: Sequence[str], as_json: bool) -> None:
+    """Print lengths, loss mask, duplicates and the padding that batches would have."""
+    recipe = load_recipe(path, overrides)
+    material = _material(recipe)
+    found = statistics_of(material.train)
+    batch = recipe.global_batch_size or 32
+    padding = padding_share(material.train.lengths, batch)
+    if as_json:
+        values = {**found.__dict__, "bins": [b.__dict__ for b in found.bins]}
+        print(json.dumps({**values, "padding_share": padding, "batch": batch}, indent=1))
+        return
+    _print(found)
+    print(f"\npadding         {padding:.1%} of the slots, in random batches of {batch} records")
+
+
+def convert(sources: Sequence[Path], output: Path, max_rejected: float) -> None:
+    """Write records of any known shape as JSONL of messages (or text), all or nothing."""
+    if output.exists():
+        raise InputError(f"{output} exists; give another name")
+    reading = read_records(sources, max_rejected)
+    temporary = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as file:
+            for conversation in reading.conversations:
+                file.write(json.dumps(_row(conversation), ensure_ascii=False) + "\n")
+        temporary.rename(output)
+    except OSError as error:
+        raise InputError(f"{output} can't be written: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    for file_name, shape in reading.shapes.items():
+        print(f"{file_name}: {shape} records")
+    for rejected in reading.rejected:
+        print(f"left out {rejected.file}:{rejected.line}: {rejected.reason}")
+    print(f"{len(reading.conversations):,} records: {output}")
+
+
+def _material(recipe: Recipe) -> Material:
+    tell = lambda text: print(text, file=sys.stderr)  # noqa: E731
+    return gather(recipe, Path(recipe.output) / "data", tell)
+
+
+def _row(conversation: Conversation) -> dict[str, object]:
+    if conversation.text is not None:
+        return {"text": conversation.text}
+    return {"messages": [{"role": m.role, "content": m.content} for m in conversation.messages]}
+
+
+def _print(found: Statistics) -> None:
+    quantiles = ", ".join(f"{q} %: {n:,}" for q, n in found.quantiles.items())
+    print(f"records         {found.records:,}, {found.duplicates:,} of them duplicates")
+    share = found.trained_tokens / found.tokens
+    print(f"tokens          {found.tokens:,}, {share:.1%} of them trained")
+    print(f"tokens/record   {found.shortest:,} to {found.longest:,}; {quantiles}\n")
+    most = max(b.records for b in found.bins)
+    for one in found.bins:
+        bar = "█" * round(BAR * one.records / most) or ("▏" if one.records else "")
+        share = one.tokens / found.tokens
+        name = f"{one.low:,}-{one.high - 1:,}" if one.high - one.low > 1 else f"{one.low:,}"
+        print(f"{name:>15} {bar:<{BAR}} {one.records:>9,}  {share:5.1%} of tokens")

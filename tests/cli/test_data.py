@@ -1,0 +1,106 @@
+"""``hasten data``: looking at data, and converting it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hasten.cli import data
+from hasten.data.formats import read_records
+from hasten.data.statistics import padding_share, statistics_of
+from hasten.errors import InputError
+from hasten.parts.records import TokenRecord, token_record
+from material import small
+
+
+class InMemory:
+    """Records as a store has them."""
+
+    def __init__(self, records: list[TokenRecord]) -> None:
+        self._records = records
+        self.lengths = np.array([r.length for r in records], np.int32)
+        self.trained_counts = np.array([r.trained_tokens for r in records], np.int32)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> TokenRecord:
+        return self._records[index]
+
+
+def recipe(folder: Path, **changes: Any) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(small(folder, **changes)))
+    return path
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=9), min_size=1, max_size=30))
+def test_statistics_are_those_of_a_plain_count(rows: list[list[int]]) -> None:
+    found = statistics_of(InMemory([token_record(row) for row in rows]))
+    lengths = [len(row) for row in rows]
+    assert found.records == len(rows)
+    assert found.tokens == sum(lengths) == sum(b.tokens for b in found.bins)
+    assert sum(b.records for b in found.bins) == len(rows)
+    assert found.trained_tokens == sum(n - 1 for n in lengths)
+    assert (found.shortest, found.longest) == (min(lengths), max(lengths))
+    assert found.duplicates == len(rows) - len({tuple(row) for row in rows})
+
+
+def test_padding_is_what_random_batches_would_have() -> None:
+    assert padding_share(np.array([7] * 10, np.int32), 4) == 0
+    assert padding_share(np.array([1, 3], np.int32), 2) == pytest.approx(2 / 6)
+
+
+def test_inspect_shows_the_asked_number_of_records_with_their_mask(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data.inspect(recipe(tmp_path), [], 2)
+    out = capsys.readouterr().out
+    assert out.count("--- ") == 2
+    assert out.count("[[") == 2
+    assert "User:" in out
+
+
+def test_stats_are_printed_for_people_and_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = recipe(tmp_path)
+    data.stats(path, [], as_json=False)
+    out = capsys.readouterr().out
+    assert "duplicates" in out
+    assert "█" in out
+    data.stats(path, [], as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["records"] + 0 == sum(b["records"] for b in found["bins"])
+    assert 0 < found["padding_share"] < 1
+
+
+def test_converted_records_are_the_same_conversations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "alpaca.json"
+    rows = [{"instruction": f"do {i}", "input": "", "output": f"did {i} ✓"} for i in range(30)]
+    source.write_text(json.dumps(rows))
+    target = tmp_path / "out" / "messages.jsonl"
+    data.convert([source], target, 0.001)
+    assert "30 records" in capsys.readouterr().out
+    before = read_records([source]).conversations
+    after = read_records([target]).conversations
+    assert [c.messages for c in before] == [c.messages for c in after]
+    with pytest.raises(InputError, match="exists"):
+        data.convert([source], target, 0.001)
+
+
+def test_nothing_is_left_behind_where_conversion_fails(tmp_path: Path) -> None:
+    source = tmp_path / "bad.jsonl"
+    source.write_text('{"question": "a"}\n{"question": "b", "answer": "c"}\n')
+    with pytest.raises(InputError, match=r"bad\.jsonl:1"):
+        data.convert([source], tmp_path / "out.jsonl", 0)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl"]
