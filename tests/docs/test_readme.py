@@ -68,6 +68,7 @@ def test_yaml_blocks_are_recipes(block: Block) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_that_is_named_exists(page: str) -> None:
     commands = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}
+    commands |= {str(group.name) for group in app.registered_groups}
     source = (ROOT / page).read_text(encoding="utf-8")
     started = "".join(block.text for block in blocks(page, "bash"))
     named = {*re.findall(r"`hasten ([a-z]+)", source)}
@@ -81,6 +82,10 @@ def test_a_readme_lists_every_command_and_every_card(readme: str) -> None:
     for command in app.registered_commands:
         assert command.callback
         assert f"| `hasten {command.name or command.callback.__name__}" in source
+    for group in app.registered_groups:
+        assert group.typer_instance
+        for command in group.typer_instance.registered_commands:
+            assert f"| `hasten {group.name} {command.name}" in source
     for kind in CATALOGUE:
         assert f"(docs/cards/{kind.name()}.md)" in source
 
