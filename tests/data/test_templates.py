@@ -34,6 +34,9 @@ CHATML = """\
 {%- if add_generation_prompt %}{{ '<im>assistant\n' }}{% endif %}"""
 
 
+SMALL = train_bpe(["a question ab ba"] * 3, 300)
+
+
 def chat(*contents: str, system: str | None = None) -> Conversation:
     roles = ("user", "assistant") * len(contents)
     turns = [Message(role, content) for role, content in zip(roles, contents, strict=False)]
@@ -161,7 +164,7 @@ def test_a_long_dialogue_is_cut_and_one_without_answer_is_rejected(tokenizer: An
     assert np.array_equal(cut.input_ids, whole.input_ids[: first + 1])
     assert cut.trained_tokens == 1
     encoded = encode(tokenizer, chat("q", "a b c d e"), first)
-    assert encoded == ((), f"no answer left within cutoff_len={first}")
+    assert encoded == ((), f"no answer left within cutoff_len={first}", True)
     with pytest.raises(InputError, match="cutoff_len=1"):
         encode(tokenizer, chat("q", "a"), 1)
 
@@ -224,3 +227,30 @@ def _plain() -> Any:
     if not _TOKENIZERS:
         _TOKENIZERS.append(train_bpe(["User: a b c Assistant: the answer is yes"] * 9, 300))
     return _TOKENIZERS[0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    answers=st.lists(st.text("ab \n", min_size=1, max_size=40).filter(str.strip), min_size=1),
+    cutoff=st.integers(2, 30),
+)
+def test_splitting_predicts_every_trained_token_once(answers: list[str], cutoff: int) -> None:
+    turns = [text for answer in answers for text in ("a question", answer)]
+    whole = encode(SMALL, chat(*turns), 10**6)
+    found = encode(SMALL, chat(*turns), cutoff, "split")
+    (record,) = whole.records
+    trained = [piece.input_ids[1:][piece.trained[1:]] for piece in found.records]
+    assert np.array_equal(np.concatenate(trained), record.input_ids[1:][record.trained[1:]])
+    assert all(2 <= piece.length <= cutoff and piece.trained_tokens for piece in found.records)
+    assert found.long == (record.length > cutoff)
+    assert not whole.long
+
+
+def test_dropping_leaves_out_what_is_too_long_and_nothing_else(tokenizer: Any) -> None:
+    text = Conversation((), "a tale of some length", "t:1")
+    for example in (chat("q", "an answer"), text):
+        (whole,) = encode(tokenizer, example, 1000, "drop").records
+        assert encode(tokenizer, example, whole.length, "drop").records
+        dropped = encode(tokenizer, example, whole.length - 1, "drop")
+        reason = f"too long for cutoff_len={whole.length - 1}: {whole.length} tokens"
+        assert dropped == ((), reason, True)

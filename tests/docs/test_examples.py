@@ -65,7 +65,7 @@ def sums(path: Path) -> Path:
 
 def short(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     """The example with seconds of work and everything of its own kept."""
-    monkeypatch.setattr("hasten.recipe.material.stdlib_corpus", short_corpus)
+    monkeypatch.setattr("hasten.recipe.reading.stdlib_corpus", short_corpus)
     recipe = load_recipe(path)
     changes: dict[str, Any] = {**SHORT, "patience": 0, "output": str(folder / "run")}
     if recipe.dataset not in ("stdlib", "stdlib-text"):

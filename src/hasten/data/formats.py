@@ -1,7 +1,8 @@
-"""Conversations out of JSON and JSON Lines files, whichever of the usual shapes they have.
+"""Conversations out of files, whichever container and whichever of the usual shapes they have.
 
-The shape is decided once per file, from its first records, and reported: a record that lacks what
-the shape needs is rejected with its place and reason, never read as something else.
+The shape is decided once per file, from its first records, and reported with the container: a
+record that lacks what the shape needs is rejected with its place (its line, or its row in a table)
+and reason, never read as something else.
 """
 
 from __future__ import annotations
@@ -9,19 +10,35 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
-from hasten.data.jsonscan import Found, scan
+from hasten.data.columns import Columns
+from hasten.data.containers import NAMES, Container, container_of, named, open_stream
+from hasten.data.datasetinfo import FILE
+from hasten.data.jsonscan import Found, scan_json, scan_lines
 from hasten.data.shapes import SHAPES, Conversation, Message, UnfitError, conversation, shape_of
+from hasten.data.sources import Source
+from hasten.data.tables import scan_csv, scan_table
 from hasten.errors import InputError
 
-__all__ = ["Conversation", "Message", "Reading", "Rejected", "check_rejected", "read_records"]
+__all__ = [
+    "Conversation",
+    "Message",
+    "Reading",
+    "Rejected",
+    "check_rejected",
+    "read_records",
+    "read_sources",
+]
 
-SUFFIXES = (".json", ".jsonl")
 _LOOK = 200  # records that decide a file's shape
+_HUB = (
+    " (a name on the hub is not read: install hasten[hub], save the data set with to_parquet, "
+    "and give that folder)"
+)
 
 
 class Rejected(NamedTuple):
@@ -39,24 +56,44 @@ class Reading:
     conversations: list[Conversation]
     rejected: list[Rejected]
     shapes: dict[str, str]  # file -> name of its shape
+    containers: dict[str, str] = field(default_factory=dict)  # file -> its container
 
 
 def read_records(paths: Sequence[Path], max_rejected: float = 0.001) -> Reading:
-    """All records of files and folders (their .json and .jsonl files, sorted by name).
+    """All records of files and folders (their files of known containers, sorted by name).
 
     `max_rejected` below 1 is a share of all records, from 1 on a count. Raises InputError where
     more are rejected, nothing is left, a file is missing or has no known shape.
     """
+    whole = Reading([], [], {})
+    for reading in read_sources([Source(Path(path)) for path in paths], max_rejected):
+        whole.conversations.extend(reading.conversations)
+        whole.rejected.extend(reading.rejected)
+        whole.shapes.update(reading.shapes)
+        whole.containers.update(reading.containers)
+    return whole
+
+
+def read_sources(sources: Sequence[Source], max_rejected: float = 0.001) -> list[Reading]:
+    """`read_records` with one reading for each source; the budget of rejects is theirs together."""
+    if not sources:
+        raise InputError(f"no data file is named: give a file ({NAMES}), or a folder of them")
+    readings = [_read_source(source) for source in sources]
+    rejected = [row for reading in readings for row in reading.rejected]
+    usable = sum(len(reading.conversations) for reading in readings)
+    check_rejected(rejected, usable + len(rejected), max_rejected)
+    if not usable:
+        raise InputError(f"no usable record in {', '.join(str(s.path) for s in sources)}")
+    return readings
+
+
+def _read_source(source: Source) -> Reading:
     reading = Reading([], [], {})
-    for path in _files(paths):
+    for path in _files(source.path):
         try:
-            _read_file(path, reading)
+            _read_file(path, source.columns, reading)
         except OSError as error:
             raise InputError(f"{path} can't be read: {error.strerror or error}") from error
-    total = len(reading.conversations) + len(reading.rejected)
-    check_rejected(reading.rejected, total, max_rejected)
-    if not reading.conversations:
-        raise InputError(f"no usable record in {', '.join(map(str, paths))}")
     return reading
 
 
@@ -75,58 +112,76 @@ def check_rejected(rejected: Sequence[Rejected], total: int, max_rejected: float
     )
 
 
-def _files(paths: Sequence[Path]) -> Iterator[Path]:
-    if not paths:
-        raise InputError("no data file is named: give a .json or .jsonl file, or a folder of them")
-    for path in map(Path, paths):
-        if path.is_dir():
-            files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
-            if not files:
-                raise InputError(f"the folder {path} has no .json or .jsonl file")
-            yield from files
-        elif not path.exists():
-            raise InputError(f"there is no file {path}{_near(path)}")
-        elif path.suffix not in SUFFIXES:
-            raise InputError(f"{path} is neither a .json nor a .jsonl file: convert or rename it")
-        else:
-            yield path
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if named(file) and file.is_file())
+        if any(file.name == FILE for file in files):
+            raise InputError(f"{path} lists its data sets: add one's name, as in {path}:NAME")
+        if not files:
+            raise InputError(f"the folder {path} has no file of {NAMES}")
+        return files
+    if not path.exists():
+        raise InputError(f"there is no file {path}{_near(path)}")
+    return [path]
 
 
 def _near(path: Path) -> str:
+    hub = "" if len(path.parts) != 2 or path.suffix else _HUB
     if not path.parent.is_dir():
-        return f", nor a folder {path.parent}"
+        return f", nor a folder {path.parent}{hub}"
     close = difflib.get_close_matches(path.name, [file.name for file in path.parent.iterdir()])
-    return f": did you mean {' or '.join(close)}?" if close else ": check the name"
+    return f": did you mean {' or '.join(close)}?" if close else f": check the name{hub}"
 
 
-def _read_file(path: Path, reading: Reading) -> None:
-    records = scan(path)
+def _scan(path: Path, container: Container) -> Iterator[Found]:
+    if container.kind == "csv":
+        return scan_csv(path, container)
+    if container.kind in ("parquet", "arrow"):
+        return scan_table(path, container)
+    read = scan_json if container.kind == "json" else scan_lines
+    return read(open_stream(path, container))
+
+
+def _read_file(path: Path, columns: Columns, reading: Reading) -> None:
+    container = container_of(path)
+    records = _scan(path, container)
     head = list(islice(records, _LOOK))
     if not head:
         raise InputError(f"{path} is empty: it needs at least one record")
-    shape = _detect(path, head)
+    shape = _detect(path, head, columns)
     reading.shapes[str(path)] = shape
+    reading.containers[str(path)] = str(container)
     for found in chain(head, records):
         try:
             if found.reason is not None:
                 raise UnfitError(found.reason)
-            made = conversation(found.value, shape, f"{path}:{found.line}")
+            record = columns.renamed(found.value, shape)
+            made = conversation(record, shape, f"{path}:{found.line}")
         except UnfitError as unfit:
             reading.rejected.append(Rejected(str(path), found.line, str(unfit)))
         else:
             reading.conversations.append(made)
 
 
-def _detect(path: Path, head: Sequence[Found]) -> str:
+def _detect(path: Path, head: Sequence[Found], columns: Columns) -> str:
     """The shape that most of the first records have, the earliest of the table where several do."""
     objects = [found.value for found in head if isinstance(found.value, dict)]
-    votes = Counter(name for record in objects if (name := shape_of(record)))
+    possible = columns.shapes()
+    renamed = map(columns.renamed, objects)
+    votes = Counter(name for record in renamed if (name := shape_of(record, possible)))
     if votes:
         return votes.most_common(1)[0][0]
     if not objects:
         return "unknown"  # no record is sound: each is rejected with its own reason
-    known = "; ".join(f"{name}: {' + '.join(shape.needs)}" for name, shape in SHAPES.items())
+    keys = f"its first record has the keys {', '.join(map(repr, objects[0])) or '(none)'}"
+    if columns.names:
+        own = ", ".join(f"{known} from {name!r}" for known, name in columns.names.items())
+        raise InputError(
+            f"{path} has not what columns ask for ({own}, for the shape "
+            f"{' or '.join(possible)}): {keys}"
+        )
+    known = "; ".join(f"{name}: {' + '.join(SHAPES[name].needs)}" for name in possible)
     raise InputError(
-        f"{path} has none of the known shapes: its first record has the keys "
-        f"{', '.join(map(repr, objects[0])) or '(none)'}; rename them to one of {known}"
+        f"{path} has none of the known shapes: {keys}; rename them to one of {known}, or say "
+        "in columns what they are"
     )

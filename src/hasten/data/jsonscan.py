@@ -12,17 +12,20 @@ A damaged record costs itself and nothing more, so neither file is handed to `js
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
+
+from hasten.data.containers import DamagedStreamError
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BETWEEN = re.compile(r"[ \t\r\n,]*")
 _OBJECT = re.compile(r'\{[ \t\r\n]*"')  # inside a string the quote would be escaped
 _BAD_BYTE = re.compile("[\udc80-\udcff]")
 _BOM = b"\xef\xbb\xbf"
+LONGEST_LINE = 1 << 26  # bytes
 _INT_DIGITS = 20  # no 64-bit integer has more
 
 
@@ -38,29 +41,55 @@ class _FaultError(ValueError):
     """Why a stretch of text is not one sound value."""
 
 
-def scan(path: Path) -> Iterator[Found]:
-    """The records of a file in order: `.json` that begins with `[` is a list, all else is lines.
-
-    Raises OSError where the file can't be read.
-    """
-    if path.suffix == ".json":
-        data = path.read_bytes().removeprefix(_BOM)
-        if data.lstrip(b" \t\r\n").startswith(b"["):
-            return _scan_list(data.decode("utf-8", "surrogateescape"))
-    return _scan_lines(path)
-
-
-def _scan_lines(path: Path) -> Iterator[Found]:
+def scan_lines(file: IO[bytes]) -> Iterator[Found]:
+    """The records of a stream with one on each line; closes it. May raise OSError."""
     blank: list[int] = []  # blank lines are faults only if something follows them
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+    with file:
+        for number, line, fault in _lines(file):
             text = line.removeprefix(_BOM) if number == 1 else line
-            if not text.strip():
+            if fault:
+                yield Found(number, None, fault)
+            elif not text.strip():
                 blank.append(number)
-                continue
-            yield from (Found(empty, None, "an empty line") for empty in blank)
-            blank.clear()
-            yield _line(number, text.rstrip().decode("utf-8", "surrogateescape"))
+            else:
+                yield from (Found(empty, None, "an empty line") for empty in blank)
+                blank.clear()
+                yield _line(number, text.rstrip().decode("utf-8", "surrogateescape"))
+
+
+def scan_json(file: IO[bytes]) -> Iterator[Found]:
+    """The records of a stream that is a list, or else has one on each line. May raise OSError."""
+    pieces: list[bytes] = []
+    fault = None
+    with file:
+        try:
+            while piece := file.read(1 << 16):
+                pieces.append(piece)
+        except DamagedStreamError as error:
+            fault = str(error)
+    data = b"".join(pieces).removeprefix(_BOM)
+    if data.lstrip(b" \t\r\n").startswith(b"["):
+        yield from _scan_list(data.decode("utf-8", "surrogateescape"))
+    else:
+        yield from scan_lines(io.BytesIO(data))
+    if fault:
+        yield Found(data.count(b"\n") + 1, None, fault)
+
+
+def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes, str | None]]:
+    """Numbered lines, or why one can't be read; none longer than LONGEST_LINE is ever held."""
+    number = 1
+    try:
+        while line := file.readline(LONGEST_LINE + 1):
+            reason = None
+            if len(line) > LONGEST_LINE:
+                reason = f"a line longer than {LONGEST_LINE >> 20} MiB"
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(LONGEST_LINE)
+            yield number, line, reason
+            number += 1
+    except DamagedStreamError as error:
+        yield number, b"", str(error)
 
 
 def _line(number: int, text: str) -> Found:
@@ -72,7 +101,7 @@ def _line(number: int, text: str) -> Found:
         decoder.check(text)
     except _FaultError as fault:
         # A bad byte often breaks the syntax too; the byte is then the better reason.
-        return Found(number, None, _damage(text) or str(fault))
+        return Found(number, None, damage(text) or str(fault))
     return Found(number, value, None)
 
 
@@ -89,7 +118,7 @@ def _scan_list(text: str) -> Iterator[Found]:
             value, at = decoder.decode(text, at)
         except _FaultError as fault:
             at = _next_record(text, at + 1, usual)
-            yield Found(line, None, _damage(text[start:at]) or str(fault))
+            yield Found(line, None, damage(text[start:at]) or str(fault))
             if at == len(text):
                 return
             continue
@@ -122,7 +151,7 @@ def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
     return match.end() if match else at
 
 
-def _damage(raw: str) -> str | None:
+def damage(raw: str) -> str | None:
     """What makes a stretch of text unfit whatever its syntax says."""
     if bad := _BAD_BYTE.search(raw):
         return f"a byte that isn't UTF-8 (0x{ord(bad.group()) - 0xDC00:02x})"
@@ -157,7 +186,7 @@ class _Decoder:
 
     def check(self, raw: str) -> None:
         """Raise _FaultError if the value decoded last, or its text, holds what isn't allowed."""
-        if reason := _damage(raw) or self._dubious:
+        if reason := damage(raw) or self._dubious:
             raise _FaultError(reason)
 
     def _constant(self, name: str) -> float:

@@ -50,9 +50,10 @@ class UnfitError(ValueError):
     """Why a record has no conversation in it."""
 
 
-def shape_of(record: Mapping[str, Any]) -> str | None:
-    """The name of the first shape whose columns the record has."""
-    return next((name for name, shape in SHAPES.items() if record.keys() >= {*shape.needs}), None)
+def shape_of(record: Mapping[str, Any], possible: Sequence[str] | None = None) -> str | None:
+    """The name of the first shape, of all or of the possible, whose columns the record has."""
+    names = SHAPES if possible is None else possible
+    return next((name for name in names if record.keys() >= {*SHAPES[name].needs}), None)
 
 
 def conversation(record: Any, shape: str, place: str) -> Conversation:
@@ -61,7 +62,7 @@ def conversation(record: Any, shape: str, place: str) -> Conversation:
         raise UnfitError(f"{_kind(record)}, not an object")
     if shape not in SHAPES:
         raise UnfitError("the file's shape is unknown: its first records are all damaged")
-    needs, read = SHAPES[shape]
+    needs, read = SHAPES[shape].needs, SHAPES[shape].read
     if missing := [key for key in needs if key not in record]:
         raise UnfitError(f"lacks {' and '.join(map(repr, missing))} (the file's shape is {shape})")
     if read is None:
@@ -85,7 +86,7 @@ def _check_turns(messages: Sequence[Message]) -> None:
 
 def _alpaca(record: Mapping[str, Any]) -> Iterator[Message]:
     yield from _system(record)
-    for pair in _list(record, "history") if record.get("history") is not None else ():
+    for pair in _list(record, "history") if record.get("history") not in (None, "") else ():
         if not isinstance(pair, list) or len(pair) != 2:
             raise UnfitError("'history' must hold pairs of question and answer")
         question, answer = pair
@@ -171,12 +172,14 @@ def _kind(value: Any) -> str:
 class _Shape(NamedTuple):
     needs: tuple[str, ...]
     read: Callable[[Mapping[str, Any]], Iterator[Message]] | None  # None: plain text
+    takes: tuple[str, ...] = ()  # columns that may be missing
+    turn: tuple[str, str] | None = None  # keys of a turn: who, what
 
 
 SHAPES: dict[str, _Shape] = {  # the first that fits wins: alpaca files often have a "text" too
-    "alpaca": _Shape(("instruction", "output"), _alpaca),
-    "sharegpt": _Shape(("conversations",), _sharegpt),
-    "messages": _Shape(("messages",), _messages),
+    "alpaca": _Shape(("instruction", "output"), _alpaca, ("input", "system", "history")),
+    "sharegpt": _Shape(("conversations",), _sharegpt, ("system",), ("from", "value")),
+    "messages": _Shape(("messages",), _messages, (), ("role", "content")),
     "prompt": _Shape(("prompt", "completion"), _pair("prompt", "completion")),
     "question": _Shape(("question", "answer"), _pair("question", "answer")),
     "text": _Shape(("text",), None),

@@ -24,14 +24,14 @@ from numpy.typing import NDArray
 from hasten.data import arrowfile
 from hasten.data.formats import Rejected, check_rejected
 from hasten.data.shapes import Conversation
-from hasten.data.templates import TOO_LONG, encode_all
+from hasten.data.templates import NOT_THE_RECORDS_FAULT, TooLong, encode_all
 from hasten.errors import InputError
 from hasten.parts.records import TokenRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT = 1  # change it with anything that changes the tokens of a given input
+_FORMAT = 2  # change it with anything that changes the tokens of a given input
 _REPORT_EVERY = 100  # conversations between two calls of on_progress
 
 
@@ -57,6 +57,7 @@ class TokenStore:
         self.path = path
         self._batches, summary = arrowfile.read(path)
         self.rejected = [Rejected(*row) for row in summary["rejected"]]
+        self.long: int = summary.get("long", 0)  # conversations longer than cutoff_len
         sizes = (len(batch.starts) - 1 for batch in self._batches)
         self._firsts = np.asarray([0, *accumulate(sizes)], np.int64)  # (batches + 1,)
         lengths = [np.diff(batch.starts) for batch in self._batches]
@@ -99,27 +100,30 @@ def tokenize(
     cutoff_len: int,
     max_rejected: float = 0.001,
     on_progress: Callable[[int, int], None] | None = None,
+    too_long: TooLong = "truncate",
 ) -> TokenStore:
     """The token records of conversations, from `folder/<key>.arrow` where they lie there already.
 
     `on_progress(done, total)` counts conversations and is called only while tokenising.
-    `max_rejected` is as in `read_records`; a record that only `cutoff_len` leaves without an answer
-    is noted as rejected and doesn't count towards it. Raises InputError where more are rejected,
-    where no record is left, or where the folder can't be written.
+    `max_rejected` is as in `read_records`; a record that only `cutoff_len` leaves without an
+    answer, or `too_long` drops, is noted as rejected and doesn't count towards it. Raises
+    InputError where more are rejected, where no record is left, or where the folder can't be
+    written.
     """
-    path = folder / f"{cache_key(conversations, tokenizer, cutoff_len)}.arrow"
+    path = folder / f"{cache_key(conversations, tokenizer, cutoff_len, too_long)}.arrow"
     try:
         store = _opened(path)
         if store is None:
             folder.mkdir(parents=True, exist_ok=True)
             rejected: list[Rejected] = []
-            encoded = encode_all(tokenizer, conversations, cutoff_len)
-            records = _kept(conversations, encoded, rejected, on_progress)
-            arrowfile.write(path, records, lambda: {"rejected": rejected})
+            long: list[str] = []
+            encoded = encode_all(tokenizer, conversations, cutoff_len, too_long)
+            records = _kept(conversations, encoded, rejected, long, on_progress)
+            arrowfile.write(path, records, lambda: {"rejected": rejected, "long": len(long)})
             store = TokenStore(path)
     except OSError as error:
         raise InputError(f"the token cache {path} can't be written or read: {error}") from error
-    unusable = [r for r in store.rejected if not r.reason.startswith(TOO_LONG)]
+    unusable = [r for r in store.rejected if not r.reason.startswith(NOT_THE_RECORDS_FAULT)]
     check_rejected(unusable, len(conversations), max_rejected)
     if not len(store):
         raise InputError(f"none of {len(conversations)} records is left after tokenising")
@@ -127,14 +131,17 @@ def tokenize(
 
 
 def cache_key(
-    conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase, cutoff_len: int
+    conversations: Sequence[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    cutoff_len: int,
+    too_long: TooLong = "truncate",
 ) -> str:
     """A hash of all that decides the records, 32 hex digits; where a record came from is part."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     for changing in ("truncation", "padding"):  # left behind by the tokenizer's last call
         backend.pop(changing, None)
     borders = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.special_tokens_map)
-    parts = [_FORMAT, cutoff_len, backend, tokenizer.chat_template, borders]
+    parts = [_FORMAT, cutoff_len, too_long, backend, tokenizer.chat_template, borders]
     digest = xxhash.xxh3_128(json.dumps(parts, sort_keys=True, default=str).encode())
     for conversation in conversations:
         content = (conversation.messages, conversation.text, conversation.place)
@@ -183,6 +190,7 @@ def _kept(
     conversations: Sequence[Conversation],
     encoded: Iterator[Any],
     rejected: list[Rejected],
+    long: list[str],
     on_progress: Callable[[int, int], None] | None,
 ) -> Iterator[TokenRecord]:
     total = len(conversations)
@@ -190,6 +198,8 @@ def _kept(
         if item.reason is not None:
             file, _, line = conversation.place.rpartition(":")
             rejected.append(Rejected(file, int(line) if line.isdecimal() else 0, item.reason))
+        if item.long:
+            long.append(conversation.place)
         yield from item.records
         if on_progress and (done % _REPORT_EVERY == 0 or done == total):
             on_progress(done, total)

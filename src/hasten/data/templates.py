@@ -5,21 +5,32 @@
       or rewrites there (the thoughts of earlier turns) is not trained
   (3) the text is tokenised once, as a model would see it; the offsets of the tokens say which of
       them belong to an answer, its end-of-turn token included
-  (4) the record is cut at `cutoff_len`; plain text is cut into pieces instead
+  (4) what is longer than `cutoff_len` meets `too_long`:
 
-Templates come from model folders, so transformers renders them in Jinja's sandbox.
+      truncate    a dialogue is cut at the end; a plain text goes on in the next piece
+      split       a dialogue goes on too; pieces without any part of an answer are left out
+      drop        dialogue or text, it is left out whole
+
+Pieces overlap by one token, so every trained token of the whole is predicted exactly once.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
+from hasten.data.chatformats import (
+    DEEPSEEK_LLM,
+    DEEPSEEK_R1,
+    DEEPSEEK_V3,
+    FALLBACKS,
+    ensure_chat_template,
+)
+from hasten.data.render import render as render_template
 from hasten.data.shapes import Conversation, Message
 from hasten.errors import InputError
 from hasten.parts.records import TokenRecord, token_record
@@ -27,41 +38,22 @@ from hasten.parts.records import TokenRecord, token_record
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The chat format of DeepSeek LLM (DeepSeek-AI 2024, the model card of deepseek-llm-7b-chat).
-DEEPSEEK_LLM = """\
-{{- bos_token }}
-{%- for message in messages %}
-    {%- if message.role == 'user' %}
-        {{- 'User: ' + message.content + '\n\n' }}
-    {%- elif message.role == 'assistant' %}
-        {{- 'Assistant: ' + message.content + eos_token }}
-    {%- else %}
-        {{- message.content + '\n\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- 'Assistant:' }}
-{%- endif %}"""
+__all__ = [
+    "DEEPSEEK_LLM",
+    "DEEPSEEK_R1",
+    "DEEPSEEK_V3",
+    "FALLBACKS",
+    "NOT_THE_RECORDS_FAULT",
+    "Encoded",
+    "TooLong",
+    "encode",
+    "encode_all",
+    "ensure_chat_template",
+]
 
-# The chat format of DeepSeek V3 (DeepSeek-AI 2024, the model card of DeepSeek-V3), no tools.
-DEEPSEEK_V3 = """\
-{{- bos_token }}
-{%- for message in messages %}
-    {%- if message.role == 'user' %}
-        {{- '<｜User｜>' + message.content }}
-    {%- elif message.role == 'assistant' %}
-        {{- '<｜Assistant｜>' + message.content + eos_token }}
-    {%- else %}
-        {{- message.content }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<｜Assistant｜>' }}
-{%- endif %}"""
-
-FALLBACKS = {"deepseek-llm": DEEPSEEK_LLM, "deepseek-v3": DEEPSEEK_V3}
-
-TOO_LONG = "no answer left"  # how the reason begins when cutting, not the record, is at fault
+TooLong = Literal["truncate", "split", "drop"]
+_NONE_LEFT, _DROPPED = "no answer left", "too long"
+NOT_THE_RECORDS_FAULT = (_NONE_LEFT, _DROPPED)  # how reasons begin where cutoff_len is at fault
 _BATCH = 256  # texts that the tokenizer sees at once: it spreads them over the cores
 _STAND_IN = "\ue000answer\ue000"  # private use characters: no template changes them
 _THOUGHT = re.compile(r"(?:<think>\s*)?</think>\s*\Z|<think>\s*\Z")  # opened or left empty
@@ -70,8 +62,9 @@ _THOUGHT = re.compile(r"(?:<think>\s*)?</think>\s*\Z|<think>\s*\Z")  # opened or
 class Encoded(NamedTuple):
     """The records of one conversation, or why there are none."""
 
-    records: tuple[TokenRecord, ...]  # one for a dialogue, one per piece for plain text
+    records: tuple[TokenRecord, ...]  # one for a dialogue, one per piece where it goes on
     reason: str | None
+    long: bool = False  # the whole is longer than cutoff_len
 
 
 class _Drawn(NamedTuple):
@@ -79,31 +72,24 @@ class _Drawn(NamedTuple):
     answers: list[tuple[int, int]] | None  # character spans, end exclusive; None: plain text
 
 
-def ensure_chat_template(
-    tokenizer: PreTrainedTokenizerBase, fallback: str = "deepseek-llm"
-) -> bool:
-    """Give a tokenizer without a chat template one of FALLBACKS; True if it had none."""
-    if fallback not in FALLBACKS:
-        close = difflib.get_close_matches(fallback, FALLBACKS, n=1) or list(FALLBACKS)
-        raise InputError(f"there is no chat template {fallback!r}: use {' or '.join(close)}")
-    if tokenizer.chat_template:
-        return False
-    tokenizer.chat_template = FALLBACKS[fallback]
-    return True
-
-
 def encode(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, cutoff_len: int
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: Conversation,
+    cutoff_len: int,
+    too_long: TooLong = "truncate",
 ) -> Encoded:
     """One conversation as token records of at most `cutoff_len` tokens, or a reason.
 
     Raises InputError for a tokenizer without offsets or template, or a template that fails.
     """
-    return next(encode_all(tokenizer, (conversation,), cutoff_len))
+    return next(encode_all(tokenizer, (conversation,), cutoff_len, too_long))
 
 
 def encode_all(
-    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation], cutoff_len: int
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[Conversation],
+    cutoff_len: int,
+    too_long: TooLong = "truncate",
 ) -> Iterator[Encoded]:
     """`encode` for many, in order; a batch at a time goes through the tokenizer."""
     if cutoff_len < 2:
@@ -126,43 +112,75 @@ def encode_all(
             verbose=False,  # longer than the model: cut below
             padding=False,
         )
-        for item, ids, offsets in zip(
-            drawn, tokens["input_ids"], tokens["offset_mapping"], strict=True
+        for item, source, ids, offsets in zip(
+            drawn, batch, tokens["input_ids"], tokens["offset_mapping"], strict=True
         ):
             if item.answers is None:
-                yield _pieces(tokenizer, ids, cutoff_len)
+                whole = _text_record(tokenizer, ids)
             else:
-                yield _dialogue(item, ids, offsets, cutoff_len)
+                _check_bos(tokenizer, ids, source.place)
+                whole = _dialogue_record(ids, offsets, item.answers)
+            yield _fitted(whole, item.answers, cutoff_len, too_long)
 
 
-def _dialogue(
-    drawn: _Drawn, ids: list[int], offsets: list[tuple[int, int]], cutoff_len: int
+def _fitted(
+    whole: TokenRecord, answers: list[tuple[int, int]] | None, cutoff_len: int, too_long: TooLong
 ) -> Encoded:
-    if not drawn.answers:
+    """The record in pieces of at most `cutoff_len` tokens, each with something to predict."""
+    long = whole.length > cutoff_len
+    if answers == []:
         return Encoded((), "the chat template drops or rewrites the last answer")
-    begin, end = np.asarray(offsets[:cutoff_len], np.int64).reshape(-1, 2).T
-    trained = np.zeros(len(begin), np.bool_)
-    for first, last in drawn.answers:
-        # A token across the border is trained: it has a part of the answer in it. One of no
-        # width (some tokenizers report them for spaces) counts as one character.
-        trained |= (begin < last) & (np.maximum(end, begin + 1) > first)
-    record = token_record(ids[:cutoff_len], trained)
-    if not record.trained_tokens:
-        return Encoded((), f"{TOO_LONG} within cutoff_len={cutoff_len}")
-    return Encoded((record,), None)
+    if answers is None and whole.length < 2:
+        return Encoded((), "a text of one token has nothing to predict")
+    if long and too_long == "drop":
+        reason = f"{_DROPPED} for cutoff_len={cutoff_len}: {whole.length} tokens"
+        return Encoded((), reason, long)
+    pieces = _pieces(whole, cutoff_len)
+    if answers is not None:
+        pieces = pieces if too_long == "split" else pieces[:1]
+        pieces = [piece for piece in pieces if piece.trained_tokens]
+        if not pieces:
+            return Encoded((), f"{_NONE_LEFT} within cutoff_len={cutoff_len}", long)
+    return Encoded(tuple(pieces), None, long)
 
 
-def _pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int], cutoff_len: int) -> Encoded:
-    """bos, text, eos in pieces, each beginning with the last token of the piece before it.
+def _pieces(whole: TokenRecord, cutoff_len: int) -> list[TokenRecord]:
+    """The record in pieces, each beginning with the last token of the piece before it.
 
     So every token but the first of all is predicted exactly once, and no piece has fewer than two.
     """
+    starts = range(0, max(whole.length - 1, 1), cutoff_len - 1)
+    return [
+        token_record(whole.input_ids[at : at + cutoff_len], whole.trained[at : at + cutoff_len])
+        for at in starts
+    ]
+
+
+def _dialogue_record(
+    ids: list[int], offsets: list[tuple[int, int]], answers: list[tuple[int, int]]
+) -> TokenRecord:
+    begin, end = np.asarray(offsets, np.int64).reshape(-1, 2).T
+    trained = np.zeros(len(begin), np.bool_)
+    for first, last in answers:
+        # A token across the border is trained: it has a part of the answer in it. One of no
+        # width (some tokenizers report them for spaces) counts as one character.
+        trained |= (begin < last) & (np.maximum(end, begin + 1) > first)
+    return token_record(ids, trained)
+
+
+def _text_record(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> TokenRecord:
+    """bos, text, eos: every token of it is trained."""
     bordered = (tokenizer.bos_token_id, *ids, tokenizer.eos_token_id)
-    whole = np.asarray([token for token in bordered if token is not None], np.int32)
-    if len(whole) < 2:
-        return Encoded((), "a text of one token has nothing to predict")
-    starts = range(0, len(whole) - 1, cutoff_len - 1)
-    return Encoded(tuple(token_record(whole[at : at + cutoff_len]) for at in starts), None)
+    return token_record([token for token in bordered if token is not None])
+
+
+def _check_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int], place: str) -> None:
+    bos = tokenizer.bos_token_id
+    if bos is not None and ids[:2] == [bos, bos] and tokenizer.bos_token != tokenizer.eos_token:
+        raise InputError(
+            f"{place} begins with {tokenizer.bos_token} twice: take it out of the chat template, "
+            "or out of the record's first text"
+        )
 
 
 def _draw(
@@ -198,16 +216,15 @@ def _render(
     if not tokenizer.chat_template:
         names = " or ".join(FALLBACKS)
         raise InputError(f"the tokenizer has no chat template, which {place} needs: use {names}")
-    turns = [message._asdict() for message in messages]
-    try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
-    except Exception as error:  # a foreign program: it may raise anything
-        kind = type(error).__name__
-        raise InputError(
-            f"the tokenizer's chat template fails on {place} ({kind}: {error}): "
-            "correct the template or the record"
-        ) from error
-    return str(text)
+    values = {
+        **tokenizer.special_tokens_map,
+        "messages": [message._asdict() for message in messages],
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": prompt,
+    }
+    source: str = tokenizer.get_chat_template()  # of several, the one named default
+    return render_template(source, place, values)
 
 
 def _begin(text: str, prompt: str, answer: str) -> int | None:

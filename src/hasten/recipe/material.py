@@ -9,32 +9,33 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import xxhash
 
 from hasten.core import facts
 from hasten.core.facts import RecordFacts
-from hasten.data.corpus import stdlib_corpus
-from hasten.data.formats import read_records
+from hasten.data.chatformats import choose_chat_template
+from hasten.data.datasetinfo import entry_of
 from hasten.data.shapes import Conversation
 from hasten.data.store import Records, Subset, TokenStore, split, tokenize
-from hasten.data.templates import ensure_chat_template
 from hasten.data.tokenizer import train_bpe
-from hasten.errors import InputError
 from hasten.models.load import load_tokenizer
 from hasten.models.presets import PRESETS
+from hasten.recipe.reading import Conversations, Tell, read_source
 from hasten.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-EMBEDDED = ("stdlib", "stdlib-text")
-Tell = Callable[[str], None]
 OnProgress = Callable[[int, int], None]
+_FATE = {
+    "truncate": "dialogues are cut, plain texts go on in further pieces",
+    "split": "they go on in further pieces, as far as those have a part of an answer",
+    "drop": "left out",
+}
 
 
 @dataclass(frozen=True)
@@ -68,17 +69,8 @@ class Note:
     shapes: dict[str, str] = field(default_factory=dict)
     corpus_sha256: str | None = None
     rejected: list[list[Any]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Source:
-    """Conversations before tokenising."""
-
-    train: Sequence[Conversation]
-    held_out: Sequence[Conversation] | None  # None: to be split off the training records
-    shapes: dict[str, str]
-    corpus_sha256: str | None = None
-    rejected: list[list[Any]] = field(default_factory=list)
+    containers: dict[str, str] = field(default_factory=dict)
+    long: int = 0  # training records that are longer than cutoff_len
 
 
 def gather(
@@ -96,17 +88,29 @@ def gather(
     ready = _opened(recipe, folder, key)
     if ready is not None:
         return ready
-    source = _read(recipe, tell)
+    source = read_source(recipe, tell)
     tokenizer = _tokenizer(recipe, source, tell)
     tell(f"tokenising {len(source.train):,} records")
     folder.mkdir(parents=True, exist_ok=True)
 
     def store(conversations: Sequence[Conversation]) -> TokenStore:
         return tokenize(
-            conversations, tokenizer, folder, recipe.cutoff_len, recipe.max_rejected, on_progress
+            conversations,
+            tokenizer,
+            folder,
+            recipe.cutoff_len,
+            recipe.max_rejected,
+            on_progress,
+            recipe.too_long,
         )
 
     train = store(source.train)
+    if train.long:
+        tell(
+            f"{train.long:,} of {len(source.train):,} records are longer than "
+            f"cutoff_len={recipe.cutoff_len}: {_FATE[recipe.too_long]} "
+            f"(too_long: {recipe.too_long})"
+        )
     held_out = store(source.held_out) if source.held_out else None
     tokenizer.save_pretrained(folder / "tokenizer")
     rejected = [*source.rejected, *([*r] for r in train.rejected)]
@@ -120,6 +124,8 @@ def gather(
         shapes=source.shapes,
         corpus_sha256=source.corpus_sha256,
         rejected=rejected,
+        containers=source.containers,
+        long=train.long,
     )
     _write(folder / "index.json", json.dumps(asdict(note), indent=1))
     return _material(recipe, note, tokenizer, train, held_out)
@@ -159,59 +165,16 @@ def _opened(recipe: Recipe, folder: Path, key: str) -> Material | None:
     return _material(recipe, note, tokenizer, train, held_out)
 
 
-def _read(recipe: Recipe, tell: Tell) -> Source:
-    embedded = [name for name in recipe.datasets if name in EMBEDDED]
-    if embedded and len(recipe.datasets) > 1:
-        raise InputError(f"dataset: {embedded[0]} can't be mixed with files; give one or the other")
-    source = _embedded(recipe, embedded[0]) if embedded else _files(recipe)
-    if source.corpus_sha256:
-        tell(f"embedded corpus, sha256 {source.corpus_sha256[:16]}")
-    for file, shape in source.shapes.items():
-        tell(f"{file}: {shape} records")
-    return replace(source, train=_draw(source.train, recipe.max_records, recipe.seed))
-
-
-def _embedded(recipe: Recipe, name: str) -> Source:
-    corpus = stdlib_corpus()
-    kind = "texts" if name == "stdlib-text" else "pairs"
-    train = getattr(corpus.train, kind)
-    held_out: Sequence[Conversation]
-    if isinstance(recipe.held_out, str):
-        held_out = read_records([Path(recipe.held_out)], recipe.max_rejected).conversations
-    else:
-        theirs = getattr(corpus.held_out, kind)
-        share = recipe.held_out
-        held_out = _draw(theirs, int(share) if share >= 1 else None, recipe.seed) if share else ()
-    return Source(train, held_out, {}, corpus.sha256)
-
-
-def _files(recipe: Recipe) -> Source:
-    reading = read_records([Path(name) for name in recipe.datasets], recipe.max_rejected)
-    rejected = [[*r] for r in reading.rejected]
-    held_out: Sequence[Conversation] | None = None
-    if isinstance(recipe.held_out, str):
-        held_out = read_records([Path(recipe.held_out)], recipe.max_rejected).conversations
-    return Source(reading.conversations, held_out, reading.shapes, rejected=rejected)
-
-
-def _draw(
-    conversations: Sequence[Conversation], count: int | None, seed: int
-) -> Sequence[Conversation]:
-    """``count`` of them, chosen by the seed and kept in order; all of them without a count."""
-    if count is None or count >= len(conversations):
-        return conversations
-    chosen = np.random.default_rng(seed).choice(len(conversations), count, replace=False)
-    return [conversations[i] for i in sorted(chosen)]
-
-
-def _tokenizer(recipe: Recipe, source: Source, tell: Tell) -> PreTrainedTokenizerBase:
+def _tokenizer(recipe: Recipe, source: Conversations, tell: Tell) -> PreTrainedTokenizerBase:
     where = recipe.tokenizer or recipe.model
     if where in PRESETS:
         tell(f"training a tokenizer of {recipe.vocabulary:,} on the data (the preset has none)")
-        return train_bpe(_texts(source.train), recipe.vocabulary)
+        tokenizer = train_bpe(_texts(source.train), recipe.vocabulary)
+        choose_chat_template(tokenizer, recipe.chat_template)
+        return tokenizer
     tokenizer = load_tokenizer(where)
-    if ensure_chat_template(tokenizer):
-        tell(f"{where} has no chat template: using deepseek-llm's")
+    template = choose_chat_template(tokenizer, recipe.chat_template)
+    tell(f"chat template: {template}")
     return tokenizer
 
 
@@ -227,17 +190,27 @@ def _key(recipe: Recipe) -> str:
 
     Contents are not read: a file that changed has another size or time, as for make.
     """
-    names = [*recipe.datasets, recipe.tokenizer or recipe.model]
-    if isinstance(recipe.held_out, str):
-        names.append(recipe.held_out)
+    paths = [path for name in _named(recipe) for path in (name, *_behind(name))]
     fields = recipe.model_dump(
         include={
             *("model", "tokenizer", "dataset", "held_out", "max_records", "max_rejected"),
-            *("cutoff_len", "vocabulary", "seed"),
+            *("cutoff_len", "vocabulary", "seed", "columns", "too_long", "chat_template"),
         }
     )
-    parts = [fields, [_stamp(Path(name)) for name in names], facts.versions()]
+    parts = [fields, [_stamp(Path(path)) for path in paths], facts.versions()]
     return str(xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode()))
+
+
+def _named(recipe: Recipe) -> list[str]:
+    """Whatever of the recipe's words may be a file."""
+    names = [*(data.path for data in recipe.datasets), recipe.tokenizer or recipe.model]
+    return [*names, recipe.chat_template, *([h] if isinstance(h := recipe.held_out, str) else [])]
+
+
+def _behind(name: str) -> list[str]:
+    """The list and the file behind the name of a listed data set."""
+    entry = entry_of(name)
+    return [name.rpartition(":")[0], str(entry[0])] if entry else []
 
 
 def _stamp(path: Path) -> list[Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from hasten.core.plan import did_you_mean
 from hasten.errors import InputError
@@ -28,6 +28,20 @@ class Price(BaseModel):
     per_device_hour: float = Field(ge=0, description="price of one device for one hour")
 
 
+class DataSource(BaseModel):
+    """A source of records with more to say than where it lies."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str = Field(min_length=1, description="a file, a folder, or dataset_info.json:NAME")
+    weight: float = Field(
+        1.0, gt=0, le=1000, description="how many times one epoch sees each of its records"
+    )
+    columns: dict[str, str] | None = Field(
+        None, description="as the recipe's columns, for this source alone"
+    )
+
+
 class Recipe(BaseModel):
     """All keys of a recipe with their defaults."""
 
@@ -39,8 +53,11 @@ class Recipe(BaseModel):
         None, description="folder or hub name; of the model if left out, trained for presets"
     )
     from_scratch: bool = Field(False, description="random weights: pre-training")
-    dataset: str | list[str] = Field(
-        description="JSON or JSONL files or folders, or the embedded corpus: stdlib, stdlib-text"
+    dataset: str | list[str | DataSource] = Field(
+        description="files or folders, or the embedded corpus: stdlib, stdlib-text"
+    )
+    columns: dict[str, str] = Field(
+        default_factory=dict, description="a shape's column: your name for it"
     )
     held_out: float | str = Field(
         0.05, description="a share below 1, a number of records, or a file of its own"
@@ -49,7 +66,13 @@ class Recipe(BaseModel):
     max_rejected: float = Field(
         0.001, ge=0, description="unusable records allowed: a share below 1, or a number"
     )
-    cutoff_len: int = Field(2048, ge=2, description="longest record in tokens; longer ones are cut")
+    cutoff_len: int = Field(2048, ge=2, description="longest record in tokens")
+    too_long: Literal["truncate", "split", "drop"] = Field(
+        "truncate", description="what becomes of a record longer than cutoff_len"
+    )
+    chat_template: str = Field(
+        "auto", description="auto, deepseek-llm, deepseek-v3, deepseek-r1, or a .jinja file"
+    )
     vocabulary: int = Field(4096, ge=300, description="size of a tokenizer trained for a preset")
 
     # What learns
@@ -96,6 +119,21 @@ class Recipe(BaseModel):
         "stop", description="when a technique can't work here: stop, or go on without it"
     )
 
+    @field_validator("dataset", mode="before")
+    @classmethod
+    def _sources(cls, value: Any) -> Any:
+        """Sources by themselves first: a union would complain of every type it could have been."""
+        if not isinstance(value, list):
+            return value
+        if not value:
+            raise ValueError("name at least one source")
+        try:
+            return [DataSource(**item) if isinstance(item, dict) else item for item in value]
+        except ValidationError as error:
+            raise ValueError(f"a source's {_first(error)}") from error
+        except TypeError as error:
+            raise ValueError("a source's keys must be texts") from error
+
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
         if not (self.max_steps or self.epochs or self.max_tokens):
@@ -107,8 +145,9 @@ class Recipe(BaseModel):
         return self
 
     @property
-    def datasets(self) -> list[str]:
-        return [self.dataset] if isinstance(self.dataset, str) else self.dataset
+    def datasets(self) -> list[DataSource]:
+        names = [self.dataset] if isinstance(self.dataset, str) else self.dataset
+        return [DataSource(path=n, columns=None) if isinstance(n, str) else n for n in names]
 
     def to_yaml(self) -> str:
         """The resolved recipe, every key written out."""

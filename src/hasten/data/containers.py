@@ -1,0 +1,126 @@
+"""The containers that records come in: told by their names, proven by their first bytes.
+
+    .jsonl .json .csv     text, as it is or compressed (.gz, .zst)
+    .parquet .arrow       tables; .arrow is Arrow's file or stream format
+
+A name and first bytes that contradict each other are refused: nothing is guessed. Compressed files
+are streams that are never larger in memory than what is read of them, and end in an error once they
+have grown beyond `RATIO` times the file (never before `FLOOR` bytes): text that people write
+compresses 3 to 20 times, a decompression bomb a thousand times and more.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import pyarrow as pa
+
+from hasten.errors import InputError
+
+RATIO = 200
+FLOOR = 1 << 28  # bytes
+_CHUNK = 1 << 13  # bytes decompressed at once: a cut stream loses no more than these
+_TEXT = ("jsonl", "json", "csv")
+_TABLES = ("parquet", "arrow")
+_PACKED = {"gz": "gzip", "zst": "zstd"}
+_MAGIC = {
+    "gzip": (b"\x1f\x8b",),
+    "zstd": (b"\x28\xb5\x2f\xfd",),
+    "parquet": (b"PAR1",),
+    "arrow": (b"ARROW1", b"\xff\xff\xff\xff"),  # file, stream
+}
+KNOWN = (*(f".{kind}" for kind in _TEXT), *(f".{kind}" for kind in _TABLES))
+NAMES = f"{', '.join(KNOWN)} (text also as .gz or .zst)"
+
+
+class Container(NamedTuple):
+    """How the records of one file are kept."""
+
+    kind: str  # jsonl, json, csv, parquet or arrow
+    packed: str | None  # gzip or zstd
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.packed}" if self.packed else self.kind
+
+
+class DamagedStreamError(ValueError):
+    """A compressed stream that can't be read on."""
+
+
+def named(path: Path) -> Container | None:
+    """The container that a file's name promises; None where it promises none."""
+    *rest, last = path.name.lower().split(".")
+    if last in _PACKED and len(rest) > 1 and rest[-1] in _TEXT:
+        return Container(rest[-1], _PACKED[last])
+    return Container(last, None) if rest and last in (*_TEXT, *_TABLES) else None
+
+
+def container_of(path: Path) -> Container:
+    """The container of a file; raises InputError where its name and first bytes don't agree."""
+    found = named(path)
+    if found is None:
+        raise InputError(f"{path} is none of {NAMES}: convert or rename it")
+    with path.open("rb") as file:
+        head = file.read(8)
+    said = found.packed or found.kind
+    actual = next((kind for kind, magic in _MAGIC.items() if head.startswith(magic)), None)
+    if said in _MAGIC and actual != said:
+        what = f"it is {actual}" if actual else f"it begins with {head!r}" if head else "it's empty"
+        raise InputError(f"{path} isn't the {said} file that its name says: {what}; rename it")
+    if said not in _MAGIC and actual and not head.startswith(b"\xff" * 4):
+        raise InputError(f"{path} is {actual}, not the {said} file that its name says: rename it")
+    return found
+
+
+def open_stream(path: Path, container: Container) -> IO[bytes]:
+    """The plain bytes of a text container; reading on may raise DamagedStreamError, InputError."""
+    if container.packed is None:
+        return path.open("rb")
+    return io.BufferedReader(_Unpacked(path, container.packed), _CHUNK)
+
+
+def growth_limit(path: Path) -> int:
+    """Bytes that a compressed file may become."""
+    return max(FLOOR, RATIO * path.stat().st_size)
+
+
+def too_large(path: Path, limit: int) -> InputError:
+    """What to say of a file that grew beyond its limit."""
+    return InputError(
+        f"{path} becomes larger than {limit >> 20} MiB, {RATIO} times the file or more, when it is "
+        "unpacked; if that is meant, unpack it yourself"
+    )
+
+
+class _Unpacked(io.RawIOBase):
+    """Decompressed bytes, counted. Arrow's streams say when a file is cut; zlib checks sums."""
+
+    def __init__(self, path: Path, packed: str) -> None:
+        super().__init__()
+        self._path, self._packed = path, packed
+        self._file = path.open("rb")
+        self._stream: Any = pa.CompressedInputStream(pa.PythonFile(self._file, "r"), packed)
+        self._left = self._limit = growth_limit(path)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data: bytes = self._stream.read(min(len(buffer), _CHUNK))
+        except (OSError, pa.ArrowException) as error:
+            what = str(error).splitlines()[0]
+            raise DamagedStreamError(f"the {self._packed} stream is damaged: {what}") from None
+        self._left -= len(data)
+        if self._left < 0:
+            raise too_large(self._path, self._limit)
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._stream.close()
+            self._file.close()
+        super().close()

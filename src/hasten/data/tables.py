@@ -1,0 +1,158 @@
+"""Records out of tables: CSV, Parquet and Arrow, row by row, each with the number of its row.
+
+CSV rows count as a spreadsheet shows them: the header is row 1. Rows of Parquet and Arrow files
+begin at 1. Tables are read in batches; a batch that isn't sound is read row by row, so that a
+damaged row costs itself alone. What can't be read any further ends in one fault.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from hasten.data.containers import (
+    Container,
+    DamagedStreamError,
+    growth_limit,
+    open_stream,
+    too_large,
+)
+from hasten.data.jsonscan import Found, damage
+from hasten.errors import InputError
+
+_ROWS = 1024  # rows of a parquet file read at once
+_FAULTS = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError)
+
+
+def scan_csv(path: Path, container: Container) -> Iterator[Found]:
+    """The rows of a CSV file as objects with the header's keys; every cell is a text.
+
+    Raises InputError for a header that can't name columns.
+    """
+    with open_stream(path, container) as stream:
+        text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
+        rows = _csv_rows(csv.reader(text, strict=True))
+        header: list[str] | None = None
+        blank: list[int] = []  # empty rows are faults only if something follows them
+        for number, cells, reason in rows:
+            if header is None:
+                header = _header(path, cells, reason)
+            elif reason is None and not any(cells):
+                blank.append(number)
+            else:
+                yield from (Found(row, None, "an empty row") for row in blank)
+                blank.clear()
+                yield _csv_record(number, header, cells, reason)
+
+
+def _csv_rows(reader: Any) -> Iterator[tuple[int, list[str], str | None]]:
+    """Numbered rows, or the reason why one can't be read; reading goes on at the next line."""
+    number = 0
+    while True:
+        number += 1
+        try:
+            yield number, next(reader), None
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield number, [], f"not CSV: {error}"
+        except DamagedStreamError as error:
+            yield number, [], str(error)
+            return
+
+
+def _header(path: Path, cells: list[str], reason: str | None) -> list[str]:
+    reason = reason or damage("".join(cells))
+    if reason:
+        raise InputError(f"{path}:1: the header has {reason}; save the file as CSV in UTF-8")
+    if len(cells) == 1 and (other := next((mark for mark in ";\t|" if mark in cells[0]), None)):
+        raise InputError(f"{path}:1: the header has {other!r} between columns: use commas")
+    twice = [name for name in cells if cells.count(name) > 1]
+    if twice or not any(cells):
+        what = f"names {twice[0]!r} twice" if any(twice) else "has a column without a name"
+        raise InputError(f"{path}:1: the header {what}; give every column its own name")
+    return cells
+
+
+def _csv_record(number: int, header: list[str], cells: list[str], reason: str | None) -> Found:
+    if reason is None:
+        reason = next((found for cell in cells if (found := damage(cell))), None)
+    if reason is None and len(cells) != len(header):
+        reason = f"has {len(cells)} columns, the header {len(header)} (commas in texts need quotes)"
+    return Found(number, dict(zip(header, cells, strict=False)) if reason is None else None, reason)
+
+
+def scan_table(path: Path, container: Container) -> Iterator[Found]:
+    """The rows of a Parquet or Arrow file; raises InputError where there is no such file in it."""
+    number, left = 1, growth_limit(path)
+    batches = _opened(path, container.kind)
+    while True:
+        try:
+            batch = next(batches)
+            batch.validate(full=container.kind == "arrow")  # offsets are trusted as they are read
+            values = [Found(number + row, value, None) for row, value in enumerate(_values(batch))]
+        except StopIteration:
+            return
+        except _FAULTS as error:
+            yield Found(number, None, f"the {container.kind} file is damaged here: {_line(error)}")
+            return
+        left -= batch.nbytes
+        if left < 0:
+            raise too_large(path, growth_limit(path))
+        yield from (
+            found if not isinstance(found.value, str) else Found(found.line, None, found.value)
+            for found in values
+        )
+        number += len(values)
+
+
+def _opened(path: Path, kind: str) -> Iterator[Any]:
+    try:
+        if kind == "parquet":
+            import pyarrow.parquet as pq
+
+            file = pq.ParquetFile(path)
+            batches: Iterator[Any] = file.iter_batches(batch_size=_ROWS)
+            names = file.schema_arrow.names
+        else:
+            source = pa.OSFile(str(path))
+            table = source.read(6) == b"ARROW1"
+            source.seek(0)
+            reader = pa.ipc.open_file(source) if table else pa.ipc.open_stream(source)
+            names = reader.schema.names
+            batches = map(reader.get_batch, range(reader.num_record_batches)) if table else reader
+            batches = iter(batches)
+    except _FAULTS as error:
+        raise InputError(
+            f"{path} isn't a whole {kind} file: {_line(error)}; write or fetch it anew"
+        ) from error
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise InputError(f"{path} has two columns {twice[0]!r}: give every column its own name")
+    return batches
+
+
+def _values(batch: Any) -> list[Any]:
+    """The rows as objects; a row that can't be one is a string, which says why."""
+    try:
+        rows: list[Any] = batch.to_pylist()
+    except _FAULTS:
+        rows = [_row(batch.slice(at, 1)) for at in range(batch.num_rows)]
+    return rows
+
+
+def _row(batch: Any) -> Any:
+    try:
+        return batch.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return f"a byte that isn't UTF-8 (0x{error.object[error.start]:02x})"
+    except _FAULTS as error:
+        return f"a value that can't be read: {_line(error)}"
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,273 @@
+"""Containers: the same records out of each, every damage with its place, nothing unbounded."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hasten.data import containers, jsonscan
+from hasten.data.formats import Reading, read_records
+from hasten.data.jsonscan import scan_lines
+from hasten.errors import InputError
+
+Rows = list[dict[str, str]]
+
+
+def lines(rows: Rows) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def as_csv(rows: Rows, end: str = "\r\n", quoting: Any = csv.QUOTE_MINIMAL) -> bytes:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, ["question", "answer"], lineterminator=end, quoting=quoting)
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
+
+
+def zstd(data: bytes) -> bytes:
+    return bytes(pa.compress(data, "zstd", asbytes=True))
+
+
+def parquet(rows: Rows) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), sink, row_group_size=7)
+    return sink.getvalue()
+
+
+def arrow(rows: Rows, new: Callable[..., Any]) -> bytes:
+    table = pa.Table.from_pylist(rows)
+    sink = io.BytesIO()
+    with new(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=5)
+    return sink.getvalue()
+
+
+# name -> the file of some rows, what is told of it, the place of the first row
+WRITERS: dict[str, tuple[Callable[[Rows], bytes], str, int]] = {
+    "a.jsonl": (lines, "jsonl", 1),
+    "a.jsonl.gz": (lambda rows: gzip.compress(lines(rows)), "jsonl, gzip", 1),
+    "two.jsonl.gz": (
+        lambda rows: gzip.compress(lines(rows[:1])) + gzip.compress(lines(rows[1:])),
+        "jsonl, gzip",
+        1,
+    ),
+    "a.jsonl.zst": (lambda rows: zstd(lines(rows)), "jsonl, zstd", 1),
+    "two.jsonl.zst": (
+        lambda rows: zstd(lines(rows[:1])) + zstd(lines(rows[1:])),
+        "jsonl, zstd",
+        1,
+    ),
+    "a.json.gz": (lambda rows: gzip.compress(json.dumps(rows).encode()), "json, gzip", 1),
+    "a.csv": (as_csv, "csv", 2),
+    "bom.csv": (lambda rows: b"\xef\xbb\xbf" + as_csv(rows, "\n", csv.QUOTE_ALL), "csv", 2),
+    "a.csv.gz": (lambda rows: gzip.compress(as_csv(rows)), "csv, gzip", 2),
+    "a.parquet": (parquet, "parquet", 1),
+    "a.arrow": (lambda rows: arrow(rows, pa.ipc.new_file), "arrow", 1),
+    "stream.arrow": (lambda rows: arrow(rows, pa.ipc.new_stream), "arrow", 1),
+}
+GOOD = [{"question": f"q{n}", "answer": f"a{n}"} for n in range(40)]
+TEXTS = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\0\ufeff"), min_size=1
+).filter(str.strip)
+every = pytest.mark.parametrize("name", WRITERS)
+calm = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def put(folder: Path, name: str, data: bytes) -> Path:
+    (folder / name).write_bytes(data)
+    return folder / name
+
+
+def pairs(reading: Reading) -> list[tuple[str, ...]]:
+    return [tuple(m.content for m in c.messages) for c in reading.conversations]
+
+
+@every
+@calm
+@given(rows=st.lists(st.fixed_dictionaries({"question": TEXTS, "answer": TEXTS}), min_size=1))
+def test_any_texts_come_back_from_every_container(name: str, rows: Rows, tmp_path: Path) -> None:
+    write, told, first = WRITERS[name]
+    path = put(tmp_path, name, write(rows))
+    reading = read_records([path])
+    assert pairs(reading) == [(row["question"], row["answer"]) for row in rows]
+    assert reading.containers == {str(path): told}
+    if not name.endswith("json.gz"):
+        places = [f"{path}:{first + n}" for n in range(len(rows))]
+        assert [c.place for c in reading.conversations] == places
+
+
+@every
+@calm
+@given(data=st.data())
+def test_a_damaged_file_is_read_or_refused_in_words(
+    name: str, data: st.DataObject, tmp_path: Path
+) -> None:
+    whole = bytearray(WRITERS[name][0](GOOD))
+    for _ in range(data.draw(st.integers(0, 3))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(whole)))
+    path = put(tmp_path, name, bytes(whole[: len(whole) - cut]))
+    try:
+        reading = read_records([path], max_rejected=1000)
+    except InputError as error:
+        if str(path) not in str(error):
+            raise AssertionError(f"no place in {error}") from error
+        return
+    assert len(reading.conversations) <= 2 * len(GOOD)
+    assert all(row.reason and row.line >= 1 for row in reading.rejected)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstd])
+def test_a_cut_stream_ends_in_a_reject_that_says_so(
+    tmp_path: Path, pack: Callable[[bytes], bytes]
+) -> None:
+    draw = random.Random(0)
+    rows = [{"question": f"q{n}", "answer": draw.randbytes(40).hex()} for n in range(9000)]
+    whole = pack(lines(rows))
+    suffix = "gz" if pack is gzip.compress else "zst"
+    path = put(tmp_path, f"a.jsonl.{suffix}", whole[: len(whole) * 3 // 4])
+    reading = read_records([path], max_rejected=1)
+    kept = len(reading.conversations)
+    assert kept > 1000
+    assert pairs(reading) == [(row["question"], row["answer"]) for row in rows[:kept]]
+    (reject,) = reading.rejected
+    assert reject.line == kept + 1
+    assert "stream is damaged" in reject.reason
+
+
+@pytest.mark.parametrize(("pack", "suffix"), [(gzip.compress, "gz"), (zstd, "zst")])
+def test_a_decompression_bomb_is_refused_before_it_has_grown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Callable[[bytes], bytes], suffix: str
+) -> None:
+    monkeypatch.setattr(containers, "FLOOR", 1 << 20)
+    for kind, data in (("jsonl", b" " * (1 << 26)), ("json", b"[" + b" " * (1 << 26))):
+        with pytest.raises(InputError, match="200 times the file"):
+            read_records([put(tmp_path, f"a.{kind}.{suffix}", pack(data))])
+
+
+def test_a_line_without_end_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonscan, "LONGEST_LINE", 1 << 10)
+    path = put(tmp_path, "a.jsonl", lines(GOOD[:1]) + b"x" * 5000 + b"\n" + lines(GOOD[1:3]))
+    reading = read_records([path], max_rejected=1)
+    assert len(reading.conversations) == 3
+    assert [(row.line, row.reason[:18]) for row in reading.rejected] == [(2, "a line longer than")]
+
+
+def test_names_and_first_bytes_must_agree(tmp_path: Path) -> None:
+    packed, table = gzip.compress(lines(GOOD)), parquet(GOOD)
+    for name, data, words in (
+        ("a.jsonl", packed, "is gzip, not the jsonl"),
+        ("b.json", table, "is parquet, not the json"),
+        ("a.jsonl.gz", lines(GOOD), "isn't the gzip file that its name says: it begins with"),
+        ("a.jsonl.zst", packed, "isn't the zstd file that its name says: it is gzip"),
+        ("a.parquet", lines(GOOD), "isn't the parquet file"),
+        ("b.parquet", b"", "it's empty"),
+        ("c.parquet", table[:-4], "isn't a whole parquet file"),
+        ("d.parquet", b"PAR1", "isn't a whole parquet file"),
+        ("a.arrow", arrow(GOOD, pa.ipc.new_file)[:40], "isn't a whole arrow file"),
+        ("a.xlsx", b"PK", "is none of .jsonl, .json, .csv"),
+        ("a.gz", packed, "is none of"),
+    ):
+        with pytest.raises(InputError, match=words):
+            read_records([put(tmp_path, name, data)])
+
+
+def test_a_folder_stands_for_its_files_of_every_container(tmp_path: Path) -> None:
+    for name, (write, _, _) in WRITERS.items():
+        put(tmp_path, name, write(GOOD))
+    put(tmp_path, "notes.txt", b"x")
+    reading = read_records([tmp_path])
+    assert len(reading.conversations) == len(WRITERS) * len(GOOD)
+    assert {Path(file).name for file in reading.containers} == {*WRITERS}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (b"only", "has 1 columns, the header 2"),
+        (b"q,a,more", "has 3 columns, the header 2"),
+        (b"q,Fo\xffur", "isn't UTF-8 (0xff)"),
+        (b"q,Fo\x00ur", "NUL"),
+        (b'q,"a"b', "not CSV"),
+        (b"q,", "lacks an answer"),
+        (b"", "an empty row"),
+        (b"q," + b"x" * 200_000, "field larger"),
+    ],
+)
+def test_a_bad_row_is_rejected_with_its_number(tmp_path: Path, row: bytes, reason: str) -> None:
+    good = b'"two\r\nlines, one row",a\r\n'
+    path = put(tmp_path, "a.csv", b"question,answer\r\n" + good + row + b"\r\n" + good + b"\r\n")
+    reading = read_records([path], max_rejected=1)
+    assert pairs(reading) == [("two\r\nlines, one row", "a")] * 2
+    ((_, line, why),) = reading.rejected
+    assert line == 3
+    assert reason in why
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        (b"answer,answer", "'answer' twice"),
+        (b",", "without a name"),
+        (b"\xff\xfeq\x00", "isn't UTF-8"),
+        (b"question;answer", "use commas"),
+        (b"q,a", "none of the known shapes"),
+    ],
+)
+def test_a_header_that_names_no_columns_is_refused(
+    tmp_path: Path, header: bytes, words: str
+) -> None:
+    with pytest.raises(InputError, match=words):
+        read_records([put(tmp_path, "a.csv", header + b"\nq,a\n")])
+
+
+def test_a_bad_row_of_a_table_costs_itself_alone(tmp_path: Path) -> None:
+    answers = [b"a", b"Fo\xffur", b"c"]
+    buffers = [pa.array(answers, pa.binary()).buffers()[i] for i in range(3)]
+    texts = pa.Array.from_buffers(pa.string(), 3, buffers)
+    table = pa.table({"question": ["x", "y", "z"], "answer": texts})
+    pq.write_table(table, tmp_path / "a.parquet")
+    reading = read_records([tmp_path / "a.parquet"], max_rejected=1)
+    assert pairs(reading) == [("x", "a"), ("z", "c")]
+    ((_, row, reason),) = reading.rejected
+    assert (row, reason) == (2, "a byte that isn't UTF-8 (0xff)")
+
+
+def test_nested_turns_come_out_of_a_table(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    pq.write_table(pa.Table.from_pylist([{"messages": turns}] * 3), tmp_path / "a.parquet")
+    reading = read_records([tmp_path])
+    assert pairs(reading) == [("q", "a")] * 3
+
+
+def test_a_hundred_thousand_fuzzed_lines_are_each_a_record_or_a_reason() -> None:
+    draw = random.Random(0)
+    good = json.dumps({"question": "How many?", "answer": "Four.", "id": 7}).encode()
+    data = bytearray()
+    for _ in range(100_000):
+        line = bytearray(good)
+        for _ in range(draw.randrange(3)):
+            line[draw.randrange(len(line))] = draw.choice(b'{}[]":,\\ux0-9eE.\xff\xf0\x00 NI')
+        data += line[: draw.randrange(1, len(line) + 1)] if draw.random() < 0.2 else line
+        data += b"\n"
+    found = list(scan_lines(io.BytesIO(bytes(data))))
+    assert [record.line for record in found] == list(range(1, 100_001))
+    for record, line in zip(found, bytes(data).split(b"\n"), strict=False):
+        if record.reason is None:
+            assert json.loads(line) == record.value
+    assert 20_000 < sum(record.reason is None for record in found) < 80_000

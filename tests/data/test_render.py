@@ -1,0 +1,145 @@
+"""Rendering: what Transformers renders, and one sentence for a template that runs away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.data.chatformats import FALLBACKS, choose_chat_template
+from hasten.data.formats import Conversation, Message
+from hasten.data.render import render
+from hasten.data.templates import encode
+from hasten.data.tokenizer import BOS, EOS
+from hasten.errors import InputError
+
+TURNS = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "<Hi> & 你好"},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello"},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2"},
+]
+USUAL = """\
+{% set ns = namespace(found=false) %}{% for m in messages if m.role != 'system' %}
+    {% if loop.first or not loop.last %}{{ loop.length ~ '/' ~ loop.index }}{% endif %}
+    {% if m.role == 'tool' %}{% continue %}{% endif %}
+    {% generation %}{{ m['content'].split('</think>')[-1] | trim }}{% endgeneration %}
+    {% set ns.found = true %}{{ m | tojson(indent=2) }}{{ [m.role, 'x'] | join('-') }}
+    {{ m.content.replace('H', 'J') if m.content.startswith('<') else m.content[::-1] }}
+{% endfor %}{% macro f(x, n=2) %}{{ x | upper | indent(n) }}{% endmacro %}{{ f(bos_token) }}
+{%- if ns.found and tools is none and not (documents or undefined_name) %}{{ 7 % 2 }}{% endif %}
+{{- messages | map(attribute='role') | list | length }}{{ messages[-1].content | string }}
+{%- for i in range(3) recursive %}{{ i * 2 + 1 }}{% endfor %}"""
+
+
+@pytest.mark.parametrize("source", [USUAL, *FALLBACKS.values()], ids=["usual", *FALLBACKS])
+@pytest.mark.parametrize("prompt", [False, True])
+def test_the_text_is_the_one_transformers_renders(
+    tokenizer: Any, source: str, prompt: bool
+) -> None:
+    tokenizer.chat_template = source
+    expected = tokenizer.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=prompt)
+    values = {"messages": TURNS, "tools": None, "documents": None, "add_generation_prompt": prompt}
+    assert render(source, "a:1", {**tokenizer.special_tokens_map, **values}) == expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(90) }}",
+        "{% set ns = namespace(x='aa') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}"
+        "{% endfor %}",
+        "{% set ns = namespace(x='aa') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}"
+        "{% endfor %}",
+        "{% set ns = namespace(x='aa') %}{% for i in range(99) %}"
+        "{% set ns.x = ns.x.replace('a', ns.x) %}{% endfor %}",
+        "{% set ns = namespace(x='aa') %}{% for i in range(99) %}"
+        "{% set ns.x = [ns.x, ns.x] | join %}{% endfor %}",
+        "{{ 'a' * 10 ** 12 }}",
+        "{{ 'a' * 999999999999 }}",
+        "{{ [0] * 999999999999 }}",
+        "{{ '%999999999d' % 1 }}",
+        "{{ '%999999999d' | format(1) }}",
+        "{{ '{:>999999999}'.format(1) }}",
+        "{{ 'a'.ljust(999999999) }}",
+        "{{ 'a' | center(999999999) }}",
+        "{{ 'a\nb' | indent(999999999) }}",
+        "{% for i in range(99999) %}{{ 'a' * 99999 }}{% endfor %}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__ }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ messages.append(1) }}",
+        "{% set ns = namespace(_x=1) %}",
+        "{{ namespace({'__class__': 1}) }}",
+        "{% include '/etc/passwd' %}",
+        "{{ raise_exception('no\nsystem turn') }}",
+        "{{ 1 / 0 }}",
+        "{% for",
+        "{{ x.y.z }}",
+    ],
+)
+def test_a_template_that_runs_away_or_reaches_out_ends_in_one_sentence(source: str) -> None:
+    with pytest.raises(InputError, match="chat template fails on a:1") as caught:
+        render(source, "a:1", {"messages": TURNS})
+    assert "\n" not in str(caught.value)
+
+
+def dialogue(*contents: str) -> Conversation:
+    roles = ("user", "assistant") * len(contents)
+    turns = tuple(Message(r, c) for r, c in zip(roles, contents, strict=False))
+    return Conversation(turns, None, "a:1")
+
+
+def test_r1_keeps_the_thought_of_the_last_answer_in_the_target(tokenizer: Any) -> None:
+    choose_chat_template(tokenizer, "deepseek-r1")
+    thought = "<think>\nhm\n</think>\n\n"
+    (record,) = encode(tokenizer, dialogue("a", f"{thought}b", "c", f"{thought}d"), 999).records
+    assert tokenizer.decode(record.input_ids) == (
+        f"{BOS}<｜User｜>a<｜Assistant｜>\n\nb{EOS}<｜User｜>c<｜Assistant｜>{thought}d{EOS}"
+    )
+    trained = tokenizer.decode(record.input_ids[record.trained])
+    assert trained == f"hm\n</think>\n\nd{EOS}"  # the prompt has opened the thought
+
+
+def test_a_doubled_bos_is_refused(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ bos_token }}" + FALLBACKS["deepseek-llm"]
+    with pytest.raises(InputError, match="twice: take it out of the chat template"):
+        encode(tokenizer, dialogue("a", "b"), 99)
+
+
+def test_a_recipe_chooses_the_template(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.chat_template = "own"
+    assert choose_chat_template(tokenizer, "auto") == "the tokenizer's own"
+    assert tokenizer.chat_template == "own"
+    path = tmp_path / "mine.jinja"
+    path.write_text("{{ messages }}")
+    assert str(path) in choose_chat_template(tokenizer, str(path))
+    assert tokenizer.chat_template == "{{ messages }}"
+    tokenizer.chat_template = None
+    assert "deepseek-llm" in choose_chat_template(tokenizer, "auto")
+    assert tokenizer.chat_template == FALLBACKS["deepseek-llm"]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("deepseek-r2", None, "use deepseek-r1"),
+        ("none.jinja", None, "No such file"),
+        ("a.jinja", b"{% for", "a.jinja:1: "),
+        ("a.jinja", b"\n{{ x | nofilter }}", "a.jinja:2: "),
+        ("a.jinja", b"\xff", "not UTF-8"),
+        ("a.jinja", b"x" * (1 << 21), "larger than 1 MiB"),
+    ],
+)
+def test_a_template_that_cannot_be_read_is_refused(
+    tokenizer: Any, tmp_path: Path, name: str, data: bytes | None, words: str
+) -> None:
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(InputError, match=words):
+        choose_chat_template(tokenizer, str(tmp_path / name) if ".jinja" in name else name)

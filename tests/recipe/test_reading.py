@@ -1,0 +1,139 @@
+"""Sources of a recipe: weights, columns, what is told, what the prepared data depends on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from hasten.errors import InputError
+from hasten.recipe.material import gather
+from hasten.recipe.reading import read_source
+from hasten.recipe.schema import Recipe, load_recipe
+
+
+def rows(name: str, count: int) -> list[dict[str, str]]:
+    return [{"question": f"{name}{n}?", "answer": f"{name}{n}"} for n in range(count)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows("a", 40)))
+    mine = [{"ask": row["question"], "say": row["answer"]} for row in rows("b", 20)]
+    pq.write_table(pa.Table.from_pylist(mine), tmp_path / "b.parquet")
+    return tmp_path
+
+
+def recipe(folder: Path, **changes: Any) -> Recipe:
+    b = {"path": str(folder / "b.parquet"), "columns": {"question": "ask", "answer": "say"}}
+    given = {"dataset": [{"path": str(folder / "a.jsonl"), "weight": 2.5}, b], "held_out": 0.25}
+    shape = {"model": "deepseek-llm-tiny", "vocabulary": 400, "max_steps": 1}
+    return Recipe(**{**shape, **given, **changes})
+
+
+def answers(conversations: Any) -> list[str]:
+    return [conversation.messages[-1].content for conversation in conversations]
+
+
+def test_weights_repeat_records_but_none_that_is_held_out(folder: Path) -> None:
+    told: list[str] = []
+    found = read_source(recipe(folder), told.append)
+    train, held_out = answers(found.train), answers(found.held_out)
+    assert len(held_out) == len({*held_out}) == 15
+    assert not {*train} & {*held_out}
+    assert {*train} | {*held_out} == {row["answer"] for row in [*rows("a", 40), *rows("b", 20)]}
+    counts = {name: train.count(name) for name in {*train}}
+    assert {times for name, times in counts.items() if name[0] == "a"} == {2, 3}
+    assert {times for name, times in counts.items() if name[0] == "b"} == {1}
+    of_a = sum(name[0] == "a" for name in counts)
+    assert f"{folder / 'a.jsonl'}: {of_a} records to train on, weight 2.5" in told
+    assert f"{folder / 'b.parquet'} (parquet): question records" in told
+    again = read_source(recipe(folder), told.append)
+    assert answers(again.train) == train
+    assert answers(read_source(recipe(folder, seed=1), told.append).train) != train
+
+
+def test_prepared_data_is_used_again_until_a_word_on_data_changes(folder: Path) -> None:
+    told: list[str] = []
+    out = folder / "out"
+    first = gather(recipe(folder), out, told.append)
+    known = len(told)
+    assert gather(recipe(folder), out, told.append).note == first.note
+    assert len(told) == known
+    changes: list[dict[str, Any]] = [{"too_long": "drop"}, {"chat_template": "deepseek-r1"}]
+    for change in changes:
+        assert gather(recipe(folder, **change), out).note.key != first.note.key
+    assert first.note.containers[str(folder / "b.parquet")] == "parquet"
+
+
+@pytest.mark.parametrize("fate", ["truncate", "split", "drop"])
+def test_records_that_are_too_long_are_counted_and_told(folder: Path, fate: str) -> None:
+    told: list[str] = []
+    for path, row in (("a", rows("a", 40)), ("long", rows("long word " * 30, 3))):
+        (folder / f"{path}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in row))
+    files = [str(folder / name) for name in ("a.jsonl", "long.jsonl")]
+    job = recipe(folder, dataset=files, held_out=0, too_long=fate, cutoff_len=64, vocabulary=300)
+    material = gather(job, folder / "out", told.append)
+    assert material.note.long == 3
+    assert any("3 of 43 records are longer than cutoff_len=64" in text for text in told)
+    assert any(f"(too_long: {fate})" in text for text in told)
+    if fate == "split":
+        assert len(material.train) > 43
+    else:
+        assert len(material.train) == 40
+        assert len(material.note.rejected) == 3
+
+
+def test_a_listed_data_set_is_prepared_anew_when_its_file_changes(folder: Path) -> None:
+    (folder / "dataset_info.json").write_text(
+        json.dumps({"mine": {"file_name": "c.json", "columns": {"prompt": "q", "response": "a"}}})
+    )
+    job = recipe(folder, dataset=f"{folder}:mine", held_out=0)
+    keys = []
+    for count in (5, 6):
+        (folder / "c.json").write_text(json.dumps([{"q": "x", "a": f"y{n}"} for n in range(count)]))
+        material = gather(job, folder / "out")
+        assert len(material.train) == count
+        keys.append(material.note.key)
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dataset": []}, "dataset: name at least one source"),
+        ({"dataset": [{"path": "a", "wieght": 2}]}, "a source's wieght"),
+        ({"dataset": [{"path": "a", "weight": 0}]}, "a source's weight"),
+        ({"dataset": [{"path": "a", "weight": float("inf")}]}, "a source's weight"),
+        ({"dataset": [{"weight": 2}]}, "'path' is missing"),
+        ({"dataset": [{3: 4}]}, "keys must be texts"),
+        ({"too_long": "cut"}, "too_long"),
+        ({"columns": {"question": 3}}, "columns"),
+    ],
+)
+def test_a_source_that_says_too_much_is_named(
+    tmp_path: Path, changes: dict[Any, Any], words: str
+) -> None:
+    good = {"model": "deepseek-llm-tiny", "dataset": "stdlib", "max_steps": 3}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**good, **changes}))
+    with pytest.raises(InputError) as caught:
+        load_recipe(path)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_recipe_with_sources_is_the_same_once_written_out(folder: Path) -> None:
+    path = folder / "recipe.yaml"
+    path.write_text(recipe(folder).to_yaml())
+    assert load_recipe(path) == recipe(folder)
+
+
+def test_a_hub_name_is_answered_with_the_way_to_a_folder(folder: Path) -> None:
+    with pytest.raises(InputError, match=r"install hasten\[hub\]"):
+        read_source(recipe(folder, dataset="openai/gsm8k"), print)
