@@ -19,12 +19,15 @@ from hasten.techniques.collate import Packed
 from hasten.techniques.layout import DDP
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import BF16MasterWeights
+from hasten.techniques.sampler import LengthGrouped, PackedEpoch
 from tiny import job_facts, language_job, records, tiny_model
 
 CASES: dict[str, tuple[Technique, ...]] = {
     "plain": (),
     "accumulated": (Accumulate(micro_batch_size=2),),
     "packed, label-only": (Packed(), LabelledTokenLoss(chunk=16), Accumulate(micro_batch_size=2)),
+    "packed epoch": (PackedEpoch(row_tokens=40), Packed()),
+    "grouped": (LengthGrouped(window=5),),
     "masters, accumulated": (BF16MasterWeights(), Accumulate(micro_batch_size=2)),
 }
 

@@ -16,17 +16,33 @@ if TYPE_CHECKING:
     from hasten.core.technique import Technique
     from hasten.errors import InputError
     from hasten.hosts.optimized_trainer import OptimizedTrainer
+    from hasten.parts.dynamic_batcher import DynamicBatcher
+    from hasten.parts.dynamic_sampler import DynamicBatchSampler
+    from hasten.parts.prefetcher import SmartPrefetcher
 
 _HOMES = {
     "CloudConfig": "hasten.cluster.config",
+    "DynamicBatchSampler": "hasten.parts.dynamic_sampler",
+    "DynamicBatcher": "hasten.parts.dynamic_batcher",
     "InputError": "hasten.errors",
     "Job": "hasten.core.job",
     "OptimizedTrainer": "hasten.hosts.optimized_trainer",
     "Plan": "hasten.core.plan",
+    "SmartPrefetcher": "hasten.parts.prefetcher",
     "Technique": "hasten.core.technique",
 }
 __version__ = "0.1.0"
-__all__ = ["CloudConfig", "InputError", "Job", "OptimizedTrainer", "Plan", "Technique"]
+__all__ = [
+    "CloudConfig",
+    "DynamicBatchSampler",
+    "DynamicBatcher",
+    "InputError",
+    "Job",
+    "OptimizedTrainer",
+    "Plan",
+    "SmartPrefetcher",
+    "Technique",
+]
 
 
 def __getattr__(name: str) -> Any:

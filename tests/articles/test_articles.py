@@ -24,10 +24,10 @@ def test_the_appendix_example_runs_and_learns(
     assert summary["switches"] == {
         "compress_gradients": "not available",
         "mixed_precision": "autocast",
-        "dynamic_batch": "not available",
+        "dynamic_batch": "adaptive_batch",
     }
     said = [str(w.message) for w in caught if "not available" in str(w.message)]
-    assert [s.split(":")[0] for s in said] == ["compress_gradients", "dynamic_batch"]
+    assert [s.split(":")[0] for s in said] == ["compress_gradients"]
     out = capsys.readouterr().out
     assert "no checkpoint yet" in out
     assert "32 devices" in out
@@ -36,3 +36,18 @@ def test_the_appendix_example_runs_and_learns(
         "step-00000016",
         "step-00000024",
     ]
+
+
+def test_the_dynamic_batch_example_trains_on_every_record_and_stays_in_its_budget() -> None:
+    names = runpy.run_path(str(Path(__file__).parent / "dynamic_batch_example.py"))
+    assert sum(names["sizes"]) + sum(names["rest"]) == 512
+    assert names["sizes"][0] == 32
+    assert sum(rows for rows, _ in names["shapes"]) == 200
+    assert all(rows * longest <= 4096 for rows, longest in names["shapes"])
+
+
+def test_the_prefetch_example_takes_every_batch_and_waits_for_few() -> None:
+    names = runpy.run_path(str(Path(__file__).parent / "prefetch_example.py"))
+    assert len(names["batches"]) == 16
+    assert len(names["losses"]) == names["prefetcher"].statistics.batches == 48
+    assert names["batches"].state_dict() == {"epoch": 3, "batch": 0}

@@ -21,13 +21,19 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique
 from hasten.techniques import CATALOGUE
 from hasten.techniques.attention import DocumentAttention
-from hasten.techniques.batch import Accumulate
+from hasten.techniques.batch import Accumulate, AdaptiveBatch
 from hasten.techniques.collate import Packed
 from hasten.techniques.layout import DDP
+from hasten.techniques.sampler import LengthGrouped, PackedEpoch
 from tiny import ARCHITECTURES, job_facts, language_job, records, run, session_of, tiny_model
 
 # Instances examined beside the defaults, where a setting takes another path through the code.
-MORE: tuple[Technique, ...] = (Accumulate(micro_batch_size=3), Accumulate(micro_batch_tokens=60))
+MORE: tuple[Technique, ...] = (
+    Accumulate(micro_batch_size=3),
+    Accumulate(micro_batch_tokens=60),
+    PackedEpoch(row_tokens=64),
+    LengthGrouped(window=2),
+)
 INSTANCES = (*(kind() for kind in CATALOGUE), *MORE)
 # A technique that shows nothing alone is examined on top of another one.
 ON_TOP_OF = {DocumentAttention: (Packed(),)}
@@ -147,8 +153,14 @@ def test_its_probe_tells_a_run_with_it_from_one_without(
         technique = dataclasses.replace(technique, every_steps=1)  # type: ignore[type-var]
     if technique.name() == "accumulate" and technique == Accumulate():
         technique = Accumulate(micro_batch_size=4)  # the default holds this tiny step whole
-    with_it = session_of(job(architecture), technique, architecture=architecture, folder=tmp_path)
-    without = session_of(job(architecture), architecture=architecture)
+    if technique.name() == "adaptive_batch":
+        technique = AdaptiveBatch(initial_size=2)
+    # To be ahead takes an epoch of several steps.
+    size = {"batch": 1, "steps": 8} if technique.name() == "prefetched" else {}
+    with_it = session_of(
+        job(architecture, **size), technique, architecture=architecture, folder=tmp_path
+    )
+    without = session_of(job(architecture, **size), architecture=architecture)
     run(with_it)
     run(without)
     proof = technique.probe(with_it)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.parts.cut import by_count, by_tokens
+from hasten.parts.cut import by_count, by_slots, by_tokens
 
 LENGTHS = st.lists(st.integers(0, 60), max_size=40)
 
@@ -55,3 +55,16 @@ def test_a_record_goes_into_the_fullest_piece_that_holds_it() -> None:
 def test_a_size_that_would_lose_records_is_refused(size: int) -> None:
     with pytest.raises(ValueError, match=f"size is {size}"):
         by_count([1, 2, 3], size)
+
+
+@given(lengths=st.lists(st.integers(1, 60), max_size=40), limit=st.integers(1, 200))
+def test_by_slots_keeps_the_order_and_its_rows_within_the_limit(
+    lengths: list[int], limit: int
+) -> None:
+    pieces = by_slots(range(len(lengths)), lengths, limit)
+    assert [r for piece in pieces for r in piece] == list(range(len(lengths)))
+    for piece in pieces:
+        assert max(lengths[i] for i in piece) * len(piece) <= limit or len(piece) == 1
+    for left, right in pairwise(pieces):
+        longer = [lengths[i] for i in [*left, right[0]]]
+        assert max(longer) * len(longer) > limit

@@ -8,7 +8,7 @@ tokens* those that carry loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,14 +38,18 @@ class Counts:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Keyword arguments of the training module, with their counts."""
+    """Keyword arguments of the training module, with their counts.
+
+    ``records`` are those it was laid out from, so that BATCH can cut a failed step once more.
+    """
 
     inputs: Mapping[str, Any]
     counts: Counts
+    records: Sequence[Any] = ()
 
     def to(self, device: str) -> MicroBatch:
         """The same on a device; copies don't wait for the host when the memory is pinned."""
-        return MicroBatch({k: _move(v, device) for k, v in self.inputs.items()}, self.counts)
+        return replace(self, inputs={k: _move(v, device) for k, v in self.inputs.items()})
 
 
 Collate = Callable[[Sequence[Any]], MicroBatch]

@@ -1,7 +1,8 @@
 """Data order as a pure function of (seed, epoch, index): what resumes, splits and repeats exactly.
 
 A *step plan* of an epoch is a list of steps, each a list of record indices over all ranks. Any rank
-computes the whole of it without talking to another, then takes its own share.
+computes the whole of it without talking to another, then takes its own part. How a step is dealt to
+ranks belongs to the order: one that packs rows keeps each row whole and deals by cost.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ class Sampler(Protocol):
     def steps(self, epoch: int) -> Iterator[list[int]]:
         """The epoch's steps, each the record indices of all ranks together."""
 
+    def local_steps(self, epoch: int, rank: int, world_size: int) -> Iterator[list[list[int]]]:
+        """One rank's part of the same steps, in pieces: BATCH may cut a piece, never mix two."""
+
 
 @dataclass(frozen=True)
 class ShuffledOrder:
@@ -63,6 +67,10 @@ class ShuffledOrder:
             yield from (order[i : i + size] for i in range(0, len(order), size))
         else:
             yield from self._by_tokens(order)
+
+    def local_steps(self, epoch: int, rank: int, world_size: int) -> Iterator[list[list[int]]]:
+        for step in self.steps(epoch):
+            yield [share(step, rank, world_size)]
 
     def _by_tokens(self, order: Sequence[int]) -> Iterator[list[int]]:
         assert self.batch.tokens is not None  # steps() asked for it

@@ -11,6 +11,7 @@ comes last, because every line before it may exchange parameters.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,6 @@ from torch.optim import Optimizer
 
 from hasten.core.batch import Counts, MicroBatch, StepBatch
 from hasten.core.engine import Assembly, Engine
-from hasten.core.order import share
 from hasten.core.setup import Setup, on_device
 from hasten.errors import InputError
 
@@ -138,22 +138,24 @@ def _agree(session: Session, local: tuple[MicroBatch, ...]) -> StepBatch | None:
 def _local_steps(setup: Setup, progress: Progress) -> Iterator[tuple[MicroBatch, ...]]:
     """This rank's micro-batches of the epoch, from the step that comes next."""
     collate = setup.collate or setup.job.collate
-    for index, records in enumerate(_local_records(setup, progress.epoch)):
-        if index < progress.step_in_epoch:
-            continue
-        if records:
-            yield tuple(collate(part) for part in setup.cut(records))
+    for pieces in _local_pieces(setup, progress.epoch, progress.step_in_epoch):
+        parts = [part for piece in pieces if piece for part in setup.cut(piece)]
+        if parts:
+            yield tuple(replace(collate(part), records=part) for part in parts)
         else:  # fewer records than ranks: take part in the step without any loss
             yield (without_loss(collate([setup.job.records[0]])),)
 
 
-def _local_records(setup: Setup, epoch: int) -> Iterator[Sequence[Any]]:
+def _local_pieces(setup: Setup, epoch: int, first: int) -> Iterator[list[Sequence[Any]]]:
+    """The records of each step from the ``first`` on, in the pieces that BATCH cuts one by one."""
     job, world = setup.job, setup.facts.world
     if job.stream is not None:
-        yield from job.stream(epoch)
+        for records in itertools.islice(job.stream(epoch), first, None):
+            yield [records]
     elif setup.sampler is not None:
-        for step in setup.sampler.steps(epoch):
-            yield [job.records[i] for i in share(step, world.rank, world.size)]
+        steps = setup.sampler.local_steps(epoch, world.rank, world.size)
+        for pieces in itertools.islice(steps, first, None):
+            yield [[job.records[i] for i in piece] for piece in pieces]
 
 
 def without_loss(micro_batch: MicroBatch) -> MicroBatch:

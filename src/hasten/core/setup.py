@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hasten.core.batch import Collate, MicroBatch
+from hasten.core.batch import Collate, MicroBatch, StepBatch
 from hasten.core.facts import Facts
 from hasten.core.job import Job, OptimizerFactory
 from hasten.core.order import Sampler, ShuffledOrder
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 Edit = Callable[[nn.Module], None]
 Cut = Callable[[Sequence[Any]], list[list[Any]]]
+Attempt = Callable[["Engine", StepBatch], Tensor]
 Feed = Callable[[Iterator[tuple[MicroBatch, ...]], str], Iterator[tuple[MicroBatch, ...]]]
 
 
@@ -205,6 +206,11 @@ def in_one_piece(records: Sequence[Any]) -> list[list[Any]]:
     return [list(records)]
 
 
+def once(engine: Engine, batch: StepBatch) -> Tensor:
+    """BATCH: a step's passes are run once; an error ends the run."""
+    return engine.gradients(batch.micro_batches, batch.counts.trained_tokens)
+
+
 def straight(
     steps: Iterator[tuple[MicroBatch, ...]], device: str
 ) -> Iterator[tuple[MicroBatch, ...]]:
@@ -236,6 +242,7 @@ class Setup:
     collate: Collate | None = None
     feed: Feed = straight
     cut: Cut = in_one_piece
+    attempt: Attempt = once  # how a step's passes are run; BATCH may cut and run them again
     adapter: Callable[[nn.Module], nn.Module] | None = None
     routing: Edit = leave
     attention: Edit = leave

@@ -66,7 +66,7 @@ class StepMetrics:
 def train_step(session: Session, batch: StepBatch, started: float) -> StepMetrics:
     """Gradients, norm, update; ``started`` is when the step began to wait for its data."""
     factor = session.setup.job.schedule(session.progress.step)
-    loss_sum = session.engine.gradients(batch.micro_batches, batch.counts.trained_tokens)
+    loss_sum = session.setup.attempt(session.engine, batch)
     norm, finite = session.engine.norm()
     if finite:
         session.engine.update(factor)

@@ -30,16 +30,18 @@ from hasten.core.technique import Technique
 from hasten.core.trainer import Outcome, Watch, fit
 from hasten.errors import InputError
 from hasten.parts.checkpoint import checkpoints
+from hasten.parts.dynamic_batcher import DynamicBatcher
 from hasten.parts.losses import ObjectiveLoss
+from hasten.techniques.batch import AdaptiveBatch
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout import DDP
 from hasten.techniques.precision import Autocast
 
-Switch = bool | Technique | None
+Switch = bool | Technique | DynamicBatcher | None
 USUAL: Mapping[str, Technique | None] = {
     "compress_gradients": None,
     "mixed_precision": Autocast(),
-    "dynamic_batch": None,
+    "dynamic_batch": AdaptiveBatch(),
 }
 NOT_AVAILABLE = "not available"
 
@@ -198,6 +200,8 @@ def _resolve(name: str, switch: Any) -> Technique | None:
         return None
     if isinstance(switch, Technique):
         return switch
+    if name == "dynamic_batch" and isinstance(switch, DynamicBatcher):
+        return AdaptiveBatch(**switch.settings())  # a part has state: only its settings are read
     if switch is not True:
         raise InputError(f"{name} is {switch!r}; give True, False or a technique")
     if USUAL[name] is None:

@@ -37,3 +37,20 @@ def by_tokens(records: Sequence[Record], lengths: Sequence[int], limit: int) -> 
             pieces.append([records[index]])
             room.append(limit - lengths[index])
     return pieces
+
+
+def by_slots(records: Sequence[Record], lengths: Sequence[int], limit: int) -> list[list[Record]]:
+    """Pieces in the order given whose padded slots, longest x count, stay within ``limit``.
+
+    A record longer than the limit is a piece of its own.
+    """
+    pieces: list[list[Record]] = []
+    longest = 0
+    for record, length in zip(records, lengths, strict=True):
+        longest = max(longest, length)
+        if pieces and longest * (len(pieces[-1]) + 1) <= limit:
+            pieces[-1].append(record)
+        else:
+            pieces.append([record])
+            longest = length
+    return pieces

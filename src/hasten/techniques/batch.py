@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
+from hasten.core.batch import MicroBatch, StepBatch
+from hasten.core.engine import Engine
 from hasten.core.facts import Facts
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob
+from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.parts import cut
+from hasten.parts.dynamic_batcher import release_memory
+from hasten.parts.headroom import Headroom, is_out_of_memory, memory_meter
 
 
 @dataclass(frozen=True)
@@ -62,3 +68,121 @@ class Accumulate(Technique):
     def probe(self, session: Session) -> Proof:
         passes, steps = session.progress.micro_batches, session.progress.step
         return Proof(passes > steps > 0, f"{passes} passes in {steps} steps on this rank")
+
+
+@dataclass(frozen=True)
+class AdaptiveBatch(Technique):
+    """Micro-batches as large as the memory allows; one that doesn't fit is redone in smaller ones.
+
+    The records of a step, and so its loss and gradient, stay what they are: only the cut changes.
+    """
+
+    slot = Slot.BATCH
+    initial_size: int = knob(
+        32,
+        "records of the first micro-batch, counted as long as the job's longest",
+        low=1,
+        high=512,
+    )
+    max_size: int = setting(512, "records of a micro-batch at most, counted so")
+    growth_factor: float = setting(1.2, "how much a micro-batch grows where there is head-room")
+    memory_threshold: float = setting(0.8, "share of the memory that a step may use")
+
+    def __post_init__(self) -> None:
+        def nothing() -> tuple[float, float]:
+            return 0.0, 1.0
+
+        factor, threshold = self.growth_factor, self.memory_threshold
+        Headroom(self.initial_size, self.max_size, factor, threshold, nothing)  # refuses nonsense
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.ROUNDING
+
+    def apply(self, setup: Setup) -> None:
+        longest = max(setup.facts.records.longest, 1)
+        room = Headroom(
+            self.initial_size * longest,
+            self.max_size * longest,
+            self.growth_factor,
+            self.memory_threshold,
+            memory_meter(setup.job.device),
+        )
+        adaptive = AdaptiveCut(setup, room)
+        setup.cut, setup.attempt = adaptive.cut, adaptive.attempt
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        if facts.world.size > 1:
+            return (
+                f"it works in a single process only and there are {facts.world.size} ranks: one "
+                "that redoes a step would send gradients that the others don't wait for; use "
+                "accumulate",
+            )
+        return ()
+
+    def probe(self, session: Session) -> Proof:
+        found = getattr(session.setup.attempt, "__self__", None)
+        if not isinstance(found, AdaptiveCut):
+            return Proof(False, "steps are not cut by memory")
+        return Proof(
+            found.passes > found.steps > 0,
+            f"{found.passes} passes in {found.steps} steps, {found.redone} redone, "
+            f"micro-batch of {found.room.size} slots after {found.room.changes} changes",
+        )
+
+
+class AdaptiveCut:
+    """Cuts a step by the size that the memory allows, and runs it again where that was too much.
+
+    A micro-batch costs its padded slots. Records of different micro-batches are never joined.
+    Running sums that a forward pass keeps (BatchNorm) also see the passes of a failed attempt.
+    """
+
+    def __init__(self, setup: Setup, room: Headroom) -> None:
+        self.setup, self.room = setup, room
+        self.steps = self.passes = self.redone = 0
+
+    def cut(self, records: Sequence[Any]) -> list[list[Any]]:
+        return cut.by_slots(records, [_length(r) for r in records], self.room.size)
+
+    def attempt(self, engine: Engine, batch: StepBatch) -> Tensor:
+        """The step's loss sum; smaller micro-batches after each attempt that ran out of memory."""
+        while True:
+            try:
+                total = engine.gradients(batch.micro_batches, batch.counts.trained_tokens)
+                break
+            except (RuntimeError, MemoryError) as error:
+                single = all(len(m.records) < 2 for m in batch.micro_batches)
+                if single or not is_out_of_memory(error):
+                    raise
+            # Here the error is gone, and with it the frames that held the failed pass's tensors.
+            engine.discard()
+            release_memory()
+            batch = replace(batch, micro_batches=self._smaller(batch.micro_batches))
+            self.redone += 1
+        self.room.observe(_largest(batch.micro_batches))
+        self.steps += 1
+        self.passes += len(batch.micro_batches)
+        return total
+
+    def _smaller(self, given: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
+        """The same records in the same order, in more micro-batches."""
+        collate, device = self.setup.collate or self.setup.job.collate, self.setup.job.device
+        load = _largest([m for m in given if len(m.records) > 1])
+        parts: list[list[Any]] = []
+        while len(parts) <= len(given):
+            self.room.on_out_of_memory(load)
+            load = self.room.size
+            parts = [part for m in given for part in self.cut(m.records)]
+        return tuple(replace(collate(part), records=part).to(device) for part in parts)
+
+
+def _length(record: Any) -> int:
+    """Tokens of a record; other material counts as one."""
+    return len(record.input_ids) if hasattr(record, "input_ids") else 1
+
+
+def _largest(micro_batches: Sequence[MicroBatch]) -> int:
+    """Padded slots of the largest one."""
+    costs = [max(map(_length, m.records)) * len(m.records) for m in micro_batches if m.records]
+    return max(costs, default=0)

@@ -1,0 +1,44 @@
+"""What a budget of tokens saves in padding, and what planning it costs: prints a table.
+
+Slots and stragglers are counted, not timed; planning is timed per epoch.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from hasten.parts.dynamic_sampler import DynamicBatchSampler
+
+RECORDS, BUDGET = 100_000, 8192
+
+
+def main() -> None:
+    draw = np.random.default_rng(0)
+    lengths = np.clip(draw.lognormal(5, 0.8, RECORDS).astype(int), 1, 4096)
+    size = int(BUDGET / lengths.mean())
+    order = draw.permutation(RECORDS)
+    fixed = [order[i : i + size] for i in range(0, RECORDS, size)]
+    slots = sum(int(lengths[b].max()) * len(b) for b in fixed)
+    worst = max(int(lengths[b].max()) * len(b) for b in fixed)
+    print(f"{RECORDS} records, {lengths.sum()} tokens, budget {BUDGET}")
+    print(f"{'batches':28} {'tokens/slots':>12} {'largest':>8} {'straggle':>9} {'plan s':>7}")
+    print(f"{f'{size} records, shuffled':28} {lengths.sum() / slots:12.4f} {worst:8} {'':9} {'':7}")
+    for world in (1, 2, 4):
+        began = time.perf_counter()
+        made = [
+            DynamicBatchSampler(None, BUDGET, lengths=lengths, rank=r, world_size=world)
+            for r in range(world)
+        ]
+        found = [list(sampler) for sampler in made]
+        seconds = (time.perf_counter() - began) / world
+        cost = np.array([[lengths[b].max() * len(b) for b in batches] for batches in found])
+        straggle = cost.max(0).sum() / cost.mean(0).sum() - 1
+        share = lengths.sum() / cost.sum()
+        name = f"token budget, {world} rank(s)"
+        print(f"{name:28} {share:12.4f} {cost.max():8} {straggle:9.4f} {seconds:7.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""What reading ahead saves: the data stall of a step, and the requests to a cold store.
+
+    python benchmarks/bench_prefetcher.py
+
+Ways and orders take turns, pass by pass; medians over passes. The store sleeps, so it uses no
+processor, like a disk or an object store; the step is a matrix product on one thread.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from hasten.parts.access_pattern import IndexedReader
+from hasten.parts.prefetcher import SmartPrefetcher
+
+BATCH, STEPS, PASSES = 8, 60, 5
+RECORD_SECONDS = 0.0006  # in quiet times: 4.8 ms a batch, with a step of about 12 ms
+BURST_EVERY, BURST_SECONDS = 120, 0.06  # every 15th batch the store hangs
+REQUEST_SECONDS, COLD_RECORDS = 0.005, 1024
+
+
+class SlowStore:
+    """Records of 512 tokens from a reader that is throttled and hangs now and then."""
+
+    def __len__(self) -> int:
+        return BATCH * STEPS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        hangs = index % BURST_EVERY == BURST_EVERY - 1
+        time.sleep(RECORD_SECONDS + (BURST_SECONDS if hangs else 0.0))
+        return torch.full((512,), index)
+
+
+class ColdStore:
+    """A store with a price per request and none per record."""
+
+    def __len__(self) -> int:
+        return COLD_RECORDS
+
+    def read_range(self, start: int, stop: int) -> Sequence[int]:
+        time.sleep(REQUEST_SECONDS)
+        return range(start, stop)
+
+
+def stall_share(batches: Iterable[Any], weight: torch.Tensor) -> tuple[float, float]:
+    """(share of the pass that waited for data, milliseconds of a step)."""
+    stall, began = 0.0, time.perf_counter()
+    asked = began
+    for _ in batches:
+        stall += time.perf_counter() - asked
+        for _ in range(4):
+            weight @ weight
+        asked = time.perf_counter()
+    seconds = asked - began
+    return stall / seconds, 1e3 * seconds / STEPS
+
+
+def stalls() -> None:
+    weight = torch.randn(768, 768)
+    plain = DataLoader(SlowStore(), batch_size=BATCH)  # type: ignore[arg-type]
+    ways: dict[str, Iterable[Any]] = {"DataLoader, no reading ahead": plain}
+    for workers in (1, 2, 4):
+        ways[f"DataLoader, {workers} persistent worker(s)"] = DataLoader(
+            SlowStore(),  # type: ignore[arg-type]
+            batch_size=BATCH,
+            num_workers=workers,
+            persistent_workers=True,
+        )
+    ways["SmartPrefetcher(4)"] = SmartPrefetcher(4).wrap(plain)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for number in range(PASSES + 1):
+        for name, way in ways.items():
+            measured = stall_share(way, weight)
+            if number:  # the first pass starts workers and warms up
+                found[name].append(measured)
+    base = statistics.median(ms for _, ms in found["DataLoader, no reading ahead"])
+    print("| way | data stall | ms per step | speed |\n|---|---|---|---|")
+    for name, rows in found.items():
+        share = statistics.median(s for s, _ in rows)
+        step = statistics.median(ms for _, ms in rows)
+        print(f"| {name} | {100 * share:.1f} % | {step:.1f} | {base / step:.2f}x |")
+
+
+def orders() -> dict[str, list[int]]:
+    draw = random.Random(0)
+    blocks = [list(range(s, s + 64)) for s in range(0, COLD_RECORDS, 64)]
+    for block in blocks:
+        draw.shuffle(block)
+    everything = list(range(COLD_RECORDS))
+    return {
+        "sequential": everything,
+        "strided by 4": [i for p in range(4) for i in range(p, COLD_RECORDS, 4)],
+        "shuffled within blocks of 64": [i for block in blocks for i in block],
+        "random": draw.sample(everything, COLD_RECORDS),
+    }
+
+
+def requests() -> None:
+    print("\n| order | requests without | with detection | saved | seconds without | with |")
+    print("|---|---|---|---|---|---|")
+    for name, order in orders().items():
+        row: list[tuple[int, float]] = []
+        for detect in (False, True):
+            reader = IndexedReader(ColdStore(), detect=detect)
+            row.append((0, seconds_of(lambda r=reader, o=order: [r[i] for i in o])))  # type: ignore[misc]
+            row[-1] = (reader.requests, row[-1][1])
+        (before, slow), (after, fast) = row
+        saved = 100 * (1 - after / before)
+        print(f"| {name} | {before} | {after} | {saved:.0f} % | {slow:.2f} | {fast:.2f} |")
+
+
+def seconds_of(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    stalls()
+    requests()

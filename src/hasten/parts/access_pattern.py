@@ -1,0 +1,242 @@
+"""Access patterns: recognise the order in which records are read, and ask for many at a time.
+
+    indices or (offset, length) reads -> classify -> Pattern -> advise the system, or IndexedReader
+    merges the next requests into one
+
+A store that charges per request (a disk, an object store) serves a range for the price of a record.
+Where the order is sequential, strided, or shuffled within blocks, the reader asks for the range the
+pattern promises and keeps what it will need. In any other order it asks for single records, exactly
+as without it: a guess would read what nobody wants. Bits and order never depend on the guess.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+
+FEWEST = 16  # reads before anything is concluded from them
+WINDOW = 512  # reads that are remembered; two blocks, and the third that has begun, must fit
+SPAN = 64  # records of one merged request, where the pattern has no size of its own
+WIDEST_STRIDE = 8  # beyond it a range is mostly records that nobody wants
+
+
+class Order(Enum):
+    """The orders that can be told apart; REPEATED is any other order, seen a second time."""
+
+    SEQUENTIAL = "sequential"
+    STRIDED = "strided"
+    BLOCKS = "shuffled within blocks"
+    REPEATED = "repeated"
+    RANDOM = "random"
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """An order with its one number: the stride, the records of a block, the length of a round."""
+
+    order: Order
+    size: int = 1
+
+    def range(self, index: int, count: int) -> tuple[int, int]:
+        """[start, stop) worth one request when ``index`` of ``count`` records is asked for."""
+        if self.order is Order.SEQUENTIAL:
+            return index, min(index + SPAN, count)
+        if self.order is Order.STRIDED and 0 < self.size <= WIDEST_STRIDE:
+            return index, min(index + SPAN, count)
+        if self.order is Order.STRIDED and -WIDEST_STRIDE <= self.size < 0:
+            return max(index - SPAN + 1, 0), index + 1
+        if self.order is Order.BLOCKS:
+            start = index // self.size * self.size
+            return start, min(start + self.size, count)
+        return index, index + 1
+
+    def wants(self, first: int, index: int) -> bool:
+        """Whether ``index``, read together with ``first``, will be asked for soon."""
+        return self.order is not Order.STRIDED or (index - first) % self.size == 0
+
+
+def classify(indices: Sequence[int]) -> Pattern:
+    """The order of record indices; RANDOM for fewer than 16 of them.
+
+    Blocks are counted from record 0, as samplers cut them; a sequence may begin and end within one.
+    """
+    seen = np.asarray(indices, np.int64)
+    if len(seen) < FEWEST:
+        return Pattern(Order.RANDOM)
+    steps = np.diff(seen)
+    if (steps == steps[0]).all() and steps[0]:
+        step = int(steps[0])
+        return Pattern(Order.SEQUENTIAL) if step == 1 else Pattern(Order.STRIDED, step)
+    if block := _block(seen):
+        return Pattern(Order.BLOCKS, block)
+    if period := _period(seen):
+        return Pattern(Order.REPEATED, period)
+    return Pattern(Order.RANDOM)
+
+
+def classify_reads(reads: Sequence[tuple[int, int]]) -> Pattern:
+    """The order of (offset, length) reads of a file; a stride is counted in bytes.
+
+    Lengths may differ where every read begins at the end of the one before it.
+    """
+    if len(reads) < FEWEST:
+        return Pattern(Order.RANDOM)
+    offsets, lengths = np.asarray(reads, np.int64).T
+    if (offsets[1:] == offsets[:-1] + lengths[:-1]).all():
+        return Pattern(Order.SEQUENTIAL)
+    length = int(lengths[0])
+    if length > 0 and (lengths == length).all() and not (offsets % length).any():
+        found = classify((offsets // length).tolist())
+        if found.order is Order.STRIDED:
+            return Pattern(found.order, found.size * length)
+        return found
+    if period := _period(offsets):
+        return Pattern(Order.REPEATED, period)
+    return Pattern(Order.RANDOM)
+
+
+def advise(fd: int, pattern: Pattern, offset: int = 0, length: int = 0) -> bool:
+    """Tell the operating system how a file will be read; False where it can't be told.
+
+    With a ``length``, the range is asked for at once, whatever the pattern is.
+    """
+    if not hasattr(os, "posix_fadvise"):  # macOS, Windows
+        return False
+    if length:
+        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
+        return True
+    advice = {
+        Order.SEQUENTIAL: os.POSIX_FADV_SEQUENTIAL,
+        Order.RANDOM: os.POSIX_FADV_RANDOM,
+    }.get(pattern.order, os.POSIX_FADV_NORMAL)
+    os.posix_fadvise(fd, 0, 0, advice)
+    return True
+
+
+@runtime_checkable
+class RangeStore(Protocol):
+    """Records that can be read as a range for the price of one request.
+
+    ``read_range(i, i + 1)[0]`` is what ``store[i]`` is.
+    """
+
+    def __len__(self) -> int: ...
+    def read_range(self, start: int, stop: int) -> Sequence[Any]: ...
+
+
+class IndexedReader:
+    """A map-style data set over a store: any order, few requests where the order has a pattern.
+
+    Holds the records of one request at most. When half of a merged request was read in vain, the
+    order has changed: the pattern is forgotten and watching begins again.
+    """
+
+    def __init__(self, store: RangeStore, detect: bool = True) -> None:
+        self.store, self.detect = store, detect
+        self.pattern = Pattern(Order.RANDOM)
+        self.requests = 0
+        self._window: deque[int] = deque(maxlen=WINDOW)
+        self._next_look = FEWEST
+        self._held: dict[int, Any] = {}
+        self._fetched = 0  # records of the last merged request that were kept
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+    def __getitem__(self, index: int) -> Any:
+        index = range(len(self))[index]  # counts from the end, raises IndexError
+        if not self.detect:
+            return self._request(index, index + 1)[0]
+        if index in self._held:
+            return self._held.pop(index)
+        return self._merged(index) if self._promising(index) else self._watched(index)
+
+    def _promising(self, index: int) -> bool:
+        """Whether the pattern still holds and gives this index company."""
+        if 2 * len(self._held) > self._fetched:  # false, too, when nothing was merged yet
+            self._forget()
+        start, stop = self.pattern.range(index, len(self))
+        return stop - start > 1
+
+    def _watched(self, index: int) -> Any:
+        self._window.append(index)
+        self._next_look -= 1
+        if self._next_look <= 0:
+            self.pattern = classify(list(self._window))
+            self._next_look = max(FEWEST, len(self._window) // 2)
+        return self._request(index, index + 1)[0]
+
+    def _merged(self, index: int) -> Any:
+        start, stop = self.pattern.range(index, len(self))
+        read = self._request(start, stop)
+        known = {index, *self._window}  # a block found half-way will ask for its other half alone
+        self._window.clear()
+        self._held = {
+            i: record
+            for i, record in enumerate(read, start)
+            if i not in known and self.pattern.wants(index, i)
+        }
+        self._fetched = len(self._held)
+        return read[index - start]
+
+    def _forget(self) -> None:
+        self.pattern, self._next_look = Pattern(Order.RANDOM), FEWEST
+        self._window.clear()
+        self._held, self._fetched = {}, 0
+
+    def _request(self, start: int, stop: int) -> Sequence[Any]:
+        self.requests += 1
+        return self.store.read_range(start, stop)
+
+
+def with_merged_reads(loader: Iterable[Any]) -> Iterable[Any]:
+    """The same DataLoader over an IndexedReader, or ``loader`` itself where that is no gain.
+
+    It is none without ``read_range``, without batches, where the data set fetches whole batches by
+    itself (``__getitems__``), or with worker processes, each of which sees only its share of the
+    order.
+    """
+    if not isinstance(loader, DataLoader):
+        return loader
+    given: Any = loader
+    fetches_batches = getattr(given.dataset, "__getitems__", None) is not None
+    gains = isinstance(given.dataset, RangeStore) and not fetches_batches
+    if not gains or given.num_workers or given.batch_sampler is None:
+        return given  # type: ignore[no-any-return]
+    merged: Iterable[Any] = DataLoader(
+        IndexedReader(given.dataset),
+        batch_sampler=given.batch_sampler,
+        collate_fn=given.collate_fn,
+        pin_memory=given.pin_memory,
+        generator=given.generator,
+    )
+    return merged
+
+
+def _block(seen: NDArray[np.int64]) -> int:
+    """Records of a block if the order is shuffled within blocks, else 0; two must be whole."""
+    for size in range(4, len(seen) // 2 + 1):
+        blocks = seen // size
+        starts = np.flatnonzero(np.diff(blocks)) + 1  # where another block begins
+        runs = np.diff([0, *starts, len(seen)])  # the first and the last may be cut off
+        if (runs[1:-1] != size).any() or runs.max() > size or (runs == size).sum() < 2:
+            continue
+        if all(len(set(run)) == len(run) for run in np.split(seen, starts)):
+            return size
+    return 0
+
+
+def _period(seen: NDArray[np.int64]) -> int:
+    """The shortest round after which the sequence repeats, at least once as a whole; else 0."""
+    for again in np.flatnonzero(seen[1 : len(seen) // 2 + 1] == seen[0]) + 1:
+        if (seen[again:] == seen[:-again]).all():
+            return int(again)
+    return 0

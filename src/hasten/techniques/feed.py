@@ -1,0 +1,104 @@
+"""FEED: how a batch reaches the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hasten.core.batch import MicroBatch
+from hasten.core.facts import Facts
+from hasten.core.session import Session
+from hasten.core.setup import Setup
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.parts.prefetcher import ReadAhead, SmartPrefetcher
+
+
+@dataclass(frozen=True)
+class Prefetched(Technique):
+    """Steps are read, laid out and copied in a thread while the step before them computes.
+
+    Ranks agree on a step's counts in the main thread, after the feed, so no collective moves; the
+    data position is that of the steps taken, not of those read ahead.
+    """
+
+    slot = Slot.FEED
+    lookahead: int = knob(
+        4, "steps that may wait; grows while training has to wait", low=1, high=32
+    )
+    max_lookahead: int = setting(32, "bound of that growth")
+    memory_mb: int = setting(1024, "bound of the tensors that wait, in MB; one step may always")
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.lookahead <= self.max_lookahead or self.memory_mb < 1:
+            raise ValueError(
+                "lookahead must be at least 1 and at most max_lookahead, and memory_mb at least 1"
+            )
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.EXACT
+
+    def apply(self, setup: Setup) -> None:
+        setup.feed = PrefetchedFeed(self)
+
+    def forecast(self, facts: Facts) -> Forecast:
+        # Token ids, labels and positions, int64, of the mean record: what one waiting slot holds.
+        records = facts.records
+        mean = records.tokens / records.count if records.count else 0.0
+        waiting = 3 * 8 * mean * self.lookahead
+        return Forecast(resident_bytes=min(waiting, self.memory_mb * 1e6) if facts.on_gpu else 0.0)
+
+    def probe(self, session: Session) -> Proof:
+        feed = session.setup.feed
+        if not isinstance(feed, PrefetchedFeed) or feed.prefetcher is None:
+            return Proof(False, "no step was read ahead")
+        seen = feed.prefetcher.statistics
+        evidence = (
+            f"{seen.ready} of {seen.batches} steps were ready before they were asked for, "
+            f"{seen.stall_seconds:.3f} s of waiting, look-ahead {seen.lookahead}"
+        )
+        if seen.left_alone:
+            evidence += "; not read ahead, since reading a record draws random numbers"
+        return Proof(seen.ready > 0, evidence)
+
+
+class PrefetchedFeed:
+    """The feed of one run: a prefetcher that keeps its pace from epoch to epoch."""
+
+    def __init__(self, settings: Prefetched) -> None:
+        self.settings = settings
+        self.prefetcher: SmartPrefetcher | None = None
+        self._ahead: ReadAhead | None = None
+
+    def __call__(
+        self, steps: Iterator[tuple[MicroBatch, ...]], device: str
+    ) -> Iterator[tuple[MicroBatch, ...]]:
+        if self.prefetcher is None:
+            self.prefetcher = SmartPrefetcher(
+                self.settings.lookahead,
+                device=None if device.startswith("cpu") else device,
+                max_lookahead=self.settings.max_lookahead,
+                memory_bytes=self.settings.memory_mb * 1_000_000,
+            )
+            self._ahead = self.prefetcher.wrap(())
+        assert self._ahead is not None  # made with the prefetcher
+        self._ahead.loader = _opened(steps)
+        for step in self._ahead:
+            yield tuple(replace(kept.micro_batch, inputs=inputs) for inputs, kept in step)
+
+
+class _Kept:
+    """What of a micro-batch stays on the host: its counts, and the records it was made of."""
+
+    def __init__(self, micro_batch: MicroBatch) -> None:
+        self.micro_batch = micro_batch
+
+
+def _opened(
+    steps: Iterator[tuple[MicroBatch, ...]],
+) -> Iterator[list[tuple[Mapping[str, Any], _Kept]]]:
+    """Each step as its inputs, which travel, beside what stays."""
+    for micro_batches in steps:
+        yield [(m.inputs, _Kept(m)) for m in micro_batches]

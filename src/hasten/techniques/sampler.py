@@ -1,0 +1,140 @@
+"""SAMPLER: which records share a step and a micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hasten.core.facts import Facts
+from hasten.core.session import Session
+from hasten.core.setup import Setup
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob
+from hasten.errors import InputError
+from hasten.parts.dealing import quadratic_share
+from hasten.parts.row_order import GroupedOrder, PackedOrder
+
+
+@dataclass(frozen=True)
+class PackedEpoch(Technique):
+    """Full rows out of the records of the whole epoch, dealt to ranks by what they cost.
+
+    A row is a micro-batch of its rank, which BATCH can cut but never mixes with another. A step
+    has ``global_batch_tokens // row_tokens`` rows, or as many as hold ``global_batch_size`` records
+    on average; a row never takes more than a step's tokens. Lay rows out with ``packed``.
+    """
+
+    slot = Slot.SAMPLER
+    row_tokens: int = knob(4096, "tokens of a row at most", low=256, high=65536, log=True)
+
+    def __post_init__(self) -> None:
+        if self.row_tokens < 1:
+            raise ValueError(f"row_tokens is {self.row_tokens}; it must be at least 1")
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.LOSSY  # other records share a step than in the shuffled order
+
+    def apply(self, setup: Setup) -> None:
+        if setup.sampler is None:
+            return  # the loader of the user's own decides
+        order = self.order(setup)
+        rows, world = order.rows_per_step, setup.facts.world.size
+        if rows < world:
+            raise InputError(
+                f"packed_epoch: a step has {rows} row(s) of {order.efficiency.row_tokens} tokens "
+                f"for {world} ranks; lower row_tokens or raise the global batch"
+            )
+        setup.sampler = order
+
+    def order(self, setup: Setup) -> PackedOrder:
+        """The order that this job's lengths and global batch make."""
+        job = setup.job
+        longest, total = max(job.lengths), sum(job.lengths)
+        if longest > self.row_tokens:
+            raise InputError(f"packed_epoch: {_too_long(self.row_tokens, longest)}")
+        of_step = job.batch.tokens or total * (job.batch.records or 1) // len(job.lengths)
+        row = max(min(self.row_tokens, of_step), longest)
+        quadratic = quadratic_share(setup.facts.model.hidden_size)
+        order = PackedOrder(job.lengths, row, max(of_step // row, 1), job.seed, quadratic)
+        if job.batch.records:  # rows aren't all full: the average of records is what was asked for
+            found = order.efficiency.rows * job.batch.records / len(job.lengths)
+            order.rows_per_step = max(round(found), 1)
+        return order
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        if facts.records.longest > self.row_tokens:
+            return (_too_long(self.row_tokens, facts.records.longest),)
+        return _no_lengths("packing an epoch", facts)
+
+    def probe(self, session: Session) -> Proof:
+        order = session.setup.sampler
+        if not isinstance(order, PackedOrder):
+            return Proof(False, "the records were not packed over the epoch")
+        found = order.efficiency
+        return Proof(
+            session.progress.step > 0,
+            f"{found.rows} rows of {found.row_tokens} tokens, {found.fullness:.1%} full, "
+            f"{order.rows_per_step} to a step",
+        )
+
+
+@dataclass(frozen=True)
+class LengthGrouped(Technique):
+    """Records of like length share a step, so that padded rows hold little padding.
+
+    The shuffled epoch is sorted within windows and cut into steps of the global batch, which are
+    shuffled again. A cut by ``micro_batch_size`` keeps like lengths together.
+    """
+
+    slot = Slot.SAMPLER
+    window: int = knob(4096, "records that are sorted together", low=64, high=65536, log=True)
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"window is {self.window}; it must be at least 1")
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.LOSSY  # a step's records are no longer drawn independently of their length
+
+    def apply(self, setup: Setup) -> None:
+        job = setup.job
+        if setup.sampler is not None:  # its checks of the global batch have passed
+            setup.sampler = GroupedOrder(
+                job.lengths,
+                window=self.window,
+                records=job.batch.records,
+                tokens=job.batch.tokens,
+                seed=job.seed,
+            )
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        return _no_lengths("grouping by length", facts)
+
+    def forecast(self, facts: Facts) -> Forecast:
+        records = facts.records
+        if not records.tokens:
+            return Forecast()
+        return Forecast(slots=records.tokens / (records.count * max(records.longest, 1)))
+
+    def probe(self, session: Session) -> Proof:
+        order = session.setup.sampler
+        if not isinstance(order, GroupedOrder):
+            return Proof(False, "the records were not grouped by length")
+        return Proof(
+            session.progress.step > 0,
+            f"steps padded to their longest record have {order.padding_share():.1%} padding",
+        )
+
+
+def _too_long(row_tokens: int, longest: int) -> str:
+    return (
+        f"row_tokens={row_tokens} can't hold the longest record of {longest} tokens; raise it to "
+        f"at least {longest} or lower cutoff_len"
+    )
+
+
+def _no_lengths(what: str, facts: Facts) -> tuple[str, ...]:
+    if facts.records.longest > 0 or not facts.records.count:
+        return ()
+    return (f"{what} needs the records' lengths in tokens, and this job gives none",)

@@ -1,0 +1,217 @@
+"""Requests are merged where the order has a pattern; records and their order never change."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from hasten.parts.access_pattern import (
+    FEWEST,
+    IndexedReader,
+    Order,
+    Pattern,
+    advise,
+    classify,
+    classify_reads,
+    with_merged_reads,
+)
+from hasten.parts.prefetcher import SmartPrefetcher
+
+COUNT = 4096
+
+
+class CountedStore:
+    """Records that say what they are; counts requests and records."""
+
+    def __init__(self, count: int = COUNT) -> None:
+        self.count, self.requests, self.records = count, 0, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.read_range(index, index + 1)[0])
+
+    def read_range(self, start: int, stop: int) -> Sequence[int]:
+        assert 0 <= start < stop <= self.count
+        self.requests += 1
+        self.records += stop - start
+        return [10 * i for i in range(start, stop)]
+
+
+def blocks(size: int, count: int = COUNT, seed: int = 0, of_blocks: bool = True) -> list[int]:
+    draw = random.Random(seed)
+    starts = list(range(0, count, size))
+    if of_blocks:
+        draw.shuffle(starts)
+    parts = [list(range(s, min(s + size, count))) for s in starts]
+    for part in parts:
+        draw.shuffle(part)
+    return [i for part in parts for i in part]
+
+
+def shuffled(count: int = COUNT, seed: int = 0) -> list[int]:
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return order
+
+
+def strided(step: int, count: int = COUNT) -> list[int]:
+    return [i for phase in range(step) for i in range(phase, count, step)]
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        (range(100), Pattern(Order.SEQUENTIAL)),
+        (range(7, 400, 3), Pattern(Order.STRIDED, 3)),
+        (range(100, 0, -1), Pattern(Order.STRIDED, -1)),
+        (blocks(32, 256), Pattern(Order.BLOCKS, 32)),
+        (blocks(32, 256, of_blocks=False)[13:], Pattern(Order.BLOCKS, 32)),
+        (shuffled(70) * 3, Pattern(Order.REPEATED, 70)),
+        (shuffled(300), Pattern(Order.RANDOM)),
+        ([5] * 40, Pattern(Order.REPEATED, 1)),
+        (range(FEWEST - 1), Pattern(Order.RANDOM)),
+    ],
+)
+def test_an_order_is_told_by_its_indices(order: Sequence[int], expected: Pattern) -> None:
+    assert classify(list(order)) == expected
+
+
+def test_reads_of_a_file_are_told_by_offset_and_length() -> None:
+    def at(order: Sequence[int]) -> list[tuple[int, int]]:
+        return [(100 * i, 100) for i in order]
+
+    uneven, offset = [], 0
+    for length in range(1, 40):
+        uneven.append((offset, length))
+        offset += length
+    assert classify_reads(uneven) == Pattern(Order.SEQUENTIAL)
+    assert classify_reads(uneven[::2] * 2) == Pattern(Order.REPEATED, 20)
+    assert classify_reads(at(range(0, 90, 3))) == Pattern(Order.STRIDED, 300)
+    assert classify_reads(at(blocks(16, 128))) == Pattern(Order.BLOCKS, 16)
+    assert classify_reads(at(shuffled(90))) == Pattern(Order.RANDOM)
+    assert classify_reads([]) == Pattern(Order.RANDOM)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        list(range(COUNT)),
+        list(range(COUNT))[::-1],
+        strided(2),
+        strided(8),
+        blocks(16),
+        blocks(64),
+        blocks(100),
+        blocks(128, of_blocks=False),
+    ],
+    ids=["forwards", "backwards", "every 2nd", "every 8th", "16", "64", "100", "128"],
+)
+def test_a_pattern_saves_four_fifths_of_the_requests(order: list[int]) -> None:
+    store = CountedStore()
+    reader = IndexedReader(store)
+    assert [reader[i] for i in order] == [10 * i for i in order]
+    assert store.requests == reader.requests <= 0.2 * len(order)
+
+
+@pytest.mark.parametrize("order", [shuffled(), strided(50)], ids=["random", "wide strides"])
+def test_an_order_without_use_costs_nothing_more(order: list[int]) -> None:
+    store = CountedStore()
+    reader = IndexedReader(store)
+    for _ in range(2):
+        assert [reader[i] for i in order] == [10 * i for i in order]
+    assert store.requests == store.records == 2 * len(order)
+
+
+def test_a_pattern_that_ends_costs_one_request_in_vain() -> None:
+    store = CountedStore()
+    reader = IndexedReader(store)
+    order = [*range(FEWEST + 1), *shuffled(seed=4)[:500]]  # a merged request, then no order
+    assert [reader[i] for i in order] == [10 * i for i in order]
+    assert store.records <= len(order) + 63
+
+
+def test_without_detection_every_record_is_one_request() -> None:
+    store = CountedStore(100)
+    reader = IndexedReader(store, detect=False)
+    assert [reader[i] for i in range(100)] == [10 * i for i in range(100)]
+    assert store.requests == 100
+    assert reader[-1] == 990
+    with pytest.raises(IndexError):
+        reader[100]
+
+
+runs = st.one_of(
+    st.builds(
+        lambda start, step, n: [(start + step * k) % 200 for k in range(n)],
+        *(st.integers(0, 199), st.integers(-9, 9), st.integers(1, 60)),
+    ),
+    st.lists(st.integers(0, 199), max_size=40),
+    st.builds(lambda size, seed: blocks(size, 200, seed), st.integers(2, 60), st.integers(0, 9)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(runs, max_size=5))
+def test_any_mixture_of_orders_gives_the_records_asked_for(pieces: list[list[int]]) -> None:
+    order = [i for piece in pieces for i in piece]
+    store = CountedStore(200)
+    reader = IndexedReader(store)
+    assert [reader[i] for i in order] == [10 * i for i in order]
+    assert store.requests <= len(order)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loader_behind_the_prefetcher_gives_the_same_batches_for_fewer_requests(
+    shuffle: bool,
+) -> None:
+    def run(pattern_detection: bool | None) -> tuple[list[Any], int]:
+        torch.manual_seed(1)
+        store = CountedStore(1000)
+        loader: Any = DataLoader(store, batch_size=8, shuffle=shuffle)
+        if pattern_detection is not None:
+            loader = SmartPrefetcher(4, pattern_detection).wrap(loader)
+            assert len(loader) == 125
+        return [x for b in loader for x in (b.tolist(), float(torch.rand(1)))], store.requests
+
+    plain, plainly = run(None)
+    detected, requests = run(True)
+    undetected, others = run(False)
+    assert detected == undetected == plain
+    assert others == plainly == 1000
+    assert requests == 1000 if shuffle else requests <= 200
+
+
+def test_a_loader_that_can_not_gain_stays_the_loader_it_is() -> None:
+    class FetchesBatches(CountedStore):
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            return [10 * i for i in indices]
+
+    loaders: list[Any] = [
+        DataLoader(torch.arange(8)),  # type: ignore[arg-type]
+        DataLoader(CountedStore(8), batch_size=None),
+        DataLoader(CountedStore(8), num_workers=1),
+        DataLoader(FetchesBatches(8), batch_size=2),
+        [1, 2, 3],
+    ]
+    assert all(with_merged_reads(loader) is loader for loader in loaders)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no advice")
+def test_the_system_takes_the_advice_for_every_order(tmp_path: Path) -> None:
+    path = tmp_path / "records"
+    path.write_bytes(bytes(10_000))
+    with path.open("rb") as file:
+        assert all(advise(file.fileno(), Pattern(order)) for order in Order)
+        assert advise(file.fileno(), Pattern(Order.RANDOM), offset=4096, length=4096)
+        assert file.read() == bytes(10_000)

@@ -1,0 +1,165 @@
+"""Batches of a size that follows the memory: records in order, none lost, steps redone exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from hasten import DynamicBatcher
+from hasten.parts.dynamic_batcher import join, rows, select
+
+
+def plenty() -> tuple[float, float]:
+    return 1.0, 100.0
+
+
+def batcher(size: int = 4, meter: Any = plenty, **changes: Any) -> DynamicBatcher:
+    return DynamicBatcher(size, 64, meter=meter, **changes)
+
+
+def numbers(start: int, stop: int) -> dict[str, Any]:
+    """The same records in every form that a loader gives."""
+    row = torch.arange(start, stop)
+    images = row[:, None, None, None].expand(-1, 3, 2, 2)
+    return {
+        "tensor": row,
+        "images": images,
+        "tuple": (images, row),
+        "list of columns": [images, row],
+        "mapping": {"a": row, "b": {"c": images}},
+        "records": [{"id": i} for i in range(start, stop)],
+    }
+
+
+def ids(batch: Any) -> list[int]:
+    while not isinstance(batch, torch.Tensor):
+        if isinstance(batch, list) and isinstance(batch[0], dict):
+            return [record["id"] for record in batch]
+        batch = batch["a"] if isinstance(batch, dict) else batch[-1]
+    return [int(v) for v in batch.reshape(len(batch), -1)[:, 0]]
+
+
+@pytest.mark.parametrize("form", numbers(0, 1))
+@settings(max_examples=25, deadline=None)
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), first=st.integers(1, 8))
+def test_records_keep_their_order_and_none_is_lost(form: str, sizes: list[int], first: int) -> None:
+    loader, start = [], 0
+    for size in sizes:
+        loader.append(numbers(start, start + size)[form])
+        start += size
+    for whole in (True, False):
+        made, seen = batcher(first), []
+        given_ = made.batches(loader) if whole else map(made.adjust_batch, loader)
+        for batch in given_:
+            assert type(batch) is type(loader[0])
+            seen += ids(batch)
+            assert rows(batch) <= made.size
+            made.update_after_step()
+        seen += [i for batch in made.flush() for i in ids(batch)]
+        assert seen == list(range(start))
+        assert made.held == 0
+
+
+def test_a_batch_has_the_current_size_and_the_rest_waits() -> None:
+    made = batcher(4)
+    assert made.adjust_batch(torch.arange(10)).tolist() == [0, 1, 2, 3]
+    assert made.held == 6
+    assert made.adjust_batch(torch.arange(10, 12)).tolist() == [4, 5, 6, 7]
+    assert [b.tolist() for b in made.flush()] == [[8, 9, 10, 11]]
+
+
+def test_it_grows_on_head_room_and_shrinks_before_the_threshold() -> None:
+    used = [10.0]
+    made = batcher(20, lambda: (used[0], 100.0))
+    made.adjust_batch(torch.arange(20))
+    made.update_after_step()
+    assert made.size == 24
+    used[0] = 85.0
+    made.adjust_batch(torch.arange(24))
+    made.update_after_step()
+    assert made.size == 20
+
+
+def test_out_of_memory_halves_and_is_remembered() -> None:
+    made = batcher(16)
+    made.adjust_batch(torch.arange(16))
+    made.on_out_of_memory()
+    assert made.size == 8
+    for _ in range(20):
+        made.adjust_batch(torch.arange(16))
+        made.update_after_step()
+    assert 8 < made.size < 16
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory. Tried")])
+def test_a_step_that_did_not_fit_has_the_gradient_of_the_whole_batch(error: Exception) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    x = torch.randn(11, 3).double()
+    (model(x) ** 2).mean().backward()
+    expected = model.weight.grad.clone()  # type: ignore[union-attr]
+    model.zero_grad()
+    tried = []
+
+    def step(piece: Any, share: float) -> float:
+        tried.append(len(piece))
+        loss = (model(piece) ** 2).mean() * share
+        loss.backward()
+        if len(piece) > 3:
+            raise error
+        return float(loss.detach())
+
+    made = batcher(16)
+    losses = made.run_step(step, x, model.zero_grad)
+    torch.testing.assert_close(model.weight.grad, expected, rtol=1e-12, atol=1e-14)
+    assert sum(losses) == pytest.approx(float((model(x).detach() ** 2).mean()), rel=1e-12)
+    assert tried == [11, 5, 2, 2, 2, 2, 2, 1]
+    assert made.size == 2
+
+
+def test_other_errors_and_a_record_that_never_fits_are_raised() -> None:
+    def never(piece: Any, share: float) -> None:
+        raise MemoryError("one record")
+
+    def broken(piece: Any, share: float) -> None:
+        raise RuntimeError("shapes")
+
+    with pytest.raises(MemoryError, match="one record"):
+        batcher().run_step(never, torch.arange(4), lambda: None)
+    with pytest.raises(RuntimeError, match="shapes"):
+        batcher().run_step(broken, torch.arange(4), lambda: None)
+
+
+def test_a_resumed_batcher_has_the_size_and_the_records_that_waited() -> None:
+    made = batcher(4)
+    made.adjust_batch(torch.arange(10))
+    made.update_after_step()
+    again = batcher(9)
+    again.load_state_dict(made.state_dict())
+    assert again.size == made.size == 5
+    assert [b.tolist() for b in again.flush()] == [b.tolist() for b in made.flush()]
+
+
+def test_its_settings_make_another_one() -> None:
+    made = DynamicBatcher(3, 30, 1.5, 0.7, meter=plenty)
+    again = DynamicBatcher(**made.settings())
+    assert again.settings() == made.settings()
+    assert again.size == 3
+
+
+@pytest.mark.parametrize("data", [7, (torch.zeros(2), torch.zeros(3)), torch.tensor(1.0)])
+def test_what_has_no_rows_is_refused(data: Any) -> None:
+    with pytest.raises(ValueError, match="rows"):
+        batcher().adjust_batch(data)
+
+
+@given(st.integers(0, 7))
+def test_select_and_join_undo_each_other(at: int) -> None:
+    for batch in numbers(0, 7).values():
+        again = join([select(batch, 0, at), select(batch, at, 7)])
+        assert ids(again) == ids(batch)

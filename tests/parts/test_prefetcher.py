@@ -1,0 +1,274 @@
+"""Reading ahead changes when a batch is read, and nothing else."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+from hasten.parts.device_copies import DeviceCopies, each_tensor, tensor_bytes
+from hasten.parts.prefetcher import FULL_IN_A_ROW, SmartPrefetcher
+
+
+def readers() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "hasten-read-ahead"]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    gc.collect()
+    assert until(lambda: not readers())
+
+
+def until(true: Callable[[], Any]) -> bool:
+    """Wait for another thread; the bound only decides how long a failure takes."""
+    for _ in range(1000):
+        if true():
+            return True
+        time.sleep(0.005)
+    return False
+
+
+class Counted:
+    """A loader of numbers that says how far it has been read."""
+
+    def __init__(self, count: int, fails_at: int | None = None) -> None:
+        self.count, self.fails_at, self.read = count, fails_at, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.read = 0
+        for i in range(self.count):
+            if i == self.fails_at:
+                raise OSError(f"record {i} can't be read")
+            self.read += 1
+            yield torch.tensor([i])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 3), st.integers(1, 100))
+def test_order_and_number_are_those_of_the_loader_in_every_epoch(
+    count: int, lookahead: int, epochs: int, memory_bytes: int
+) -> None:
+    wrapped = SmartPrefetcher(lookahead, memory_bytes=memory_bytes).wrap(Counted(count))
+    for _ in range(epochs):
+        assert [int(b) for b in wrapped] == list(range(count))
+
+
+def test_a_shuffled_loader_and_dropout_draw_the_same_numbers_as_without() -> None:
+    def draws(wrap: Callable[[Any], Any]) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        data = TensorDataset(torch.arange(60))
+        loader = wrap(DataLoader(data, batch_size=4, shuffle=True))
+        seen = []
+        for _ in range(3):
+            for (batch,) in loader:
+                seen += [batch, torch.rand(3)]
+        return seen
+
+    prefetcher = SmartPrefetcher()
+    for mine, plain in zip(draws(prefetcher.wrap), draws(lambda x: x), strict=True):
+        assert torch.equal(mine, plain)
+    assert not prefetcher.statistics.left_alone
+
+
+def test_a_data_set_that_draws_from_the_global_generator_keeps_its_turns() -> None:
+    class Noisy(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            return self.tensors[0][index] + torch.rand(1)
+
+    def draws(wrap: Callable[[Any], Any]) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        loader = wrap(DataLoader(Noisy(torch.zeros(24)), batch_size=4))
+        return [x for batch in loader for x in (batch, torch.rand(1))]
+
+    prefetcher = SmartPrefetcher()
+    for mine, plain in zip(draws(prefetcher.wrap), draws(lambda x: x), strict=True):
+        assert torch.equal(mine, plain)
+    assert prefetcher.statistics.left_alone == 1
+
+
+def test_it_reads_ahead_as_far_as_it_was_told_and_no_further() -> None:
+    loader = Counted(50)
+    batches = iter(SmartPrefetcher(3).wrap(loader))
+    for _ in range(3):
+        next(batches)
+    assert until(lambda: loader.read == 6)
+    time.sleep(0.05)
+    assert loader.read == 6
+
+
+def test_memory_bounds_what_waits() -> None:
+    loader = Counted(50)  # 8 bytes a batch
+    batches = iter(SmartPrefetcher(10, memory_bytes=20).wrap(loader))
+    for _ in range(3):
+        next(batches)
+    assert until(lambda: loader.read == 5)
+    time.sleep(0.05)
+    assert loader.read == 5
+
+
+def test_the_look_ahead_grows_with_stalls_and_goes_back_when_the_queue_stays_full() -> None:
+    prefetcher = SmartPrefetcher(4, max_lookahead=12)
+    assert [prefetcher.note(0.1, 0, 4) for _ in range(4)] == [6, 9, 12, 12]
+    assert prefetcher.note(0.0, 0, 12) == 12  # a wait too short to be the loader's
+    for expected in (11, 10):
+        for _ in range(FULL_IN_A_ROW):
+            now = prefetcher.note(0.0, 12, 12)
+        assert now == expected
+    for _ in range(40 * FULL_IN_A_ROW):
+        prefetcher.note(0.0, 12, 12)
+    assert prefetcher.statistics.lookahead == 4
+
+
+def test_an_error_arrives_in_the_step_that_needed_the_batch_with_its_traceback() -> None:
+    taken: list[int] = []
+    batches = iter(SmartPrefetcher(4).wrap(Counted(20, fails_at=7)))
+    with pytest.raises(OSError, match="record 7") as caught:
+        taken.extend(int(batch) for batch in batches)
+    assert taken == list(range(7))
+    assert 'raise OSError(f"record {i}' in "".join(traceback.format_tb(caught.value.__traceback__))
+
+
+def test_a_break_an_error_of_the_caller_and_the_collector_end_the_thread() -> None:
+    wrapped = SmartPrefetcher(2).wrap(Counted(100))
+    for batch in wrapped:
+        if batch == 5:
+            assert readers()
+            break
+    assert not readers()
+
+    def fails() -> None:
+        for batch in wrapped:
+            if batch == 5:
+                raise KeyError("step")
+
+    with pytest.raises(KeyError):
+        fails()
+    assert not readers()
+    batches = iter(wrapped)
+    circle: list[Any] = [batches]
+    circle.append(circle)
+    for _ in range(4):
+        next(batches)
+    del batches, circle
+    gc.collect()
+    assert not readers()
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "batches = None"])
+def test_a_pass_in_progress_does_not_keep_the_interpreter_from_leaving(ending: str) -> None:
+    code = (
+        "from hasten.parts.prefetcher import SmartPrefetcher\n"
+        "batches = iter(SmartPrefetcher().wrap(range(10**9)))\n"
+        "[next(batches) for _ in range(5)]\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code + ending], capture_output=True, text=True, timeout=60
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_the_state_is_what_was_taken_and_a_new_pass_goes_on_behind_it() -> None:
+    first = SmartPrefetcher(8).wrap(Counted(20))
+    for batch in first:
+        if batch == 8:
+            state = first.state_dict()
+            break
+    assert state == {"epoch": 0, "batch": 9}
+    again = SmartPrefetcher(2).wrap(Counted(20))
+    again.load_state_dict(state)
+    assert [int(b) for b in again] == list(range(9, 20))
+    assert again.state_dict() == {"epoch": 1, "batch": 0}
+    assert [int(b) for b in again] == list(range(20))
+
+
+def test_the_learned_pace_goes_on_within_new_bounds() -> None:
+    prefetcher = SmartPrefetcher(4)
+    for _ in range(5):
+        prefetcher.note(1.0, 0, 4)
+    smaller = SmartPrefetcher(2, max_lookahead=8)
+    smaller.load_state_dict(prefetcher.state_dict())
+    assert (smaller.statistics.lookahead, smaller.statistics.batches) == (8, 5)
+
+
+def test_length_passes_through_where_there_is_one() -> None:
+    data = TensorDataset(torch.arange(10))
+    assert len(SmartPrefetcher().wrap(DataLoader(data, batch_size=3))) == 4
+    with pytest.raises(TypeError):
+        len(SmartPrefetcher().wrap(Counted(3)))
+
+
+def test_statistics_tell_ready_batches_from_stalls() -> None:
+    loader = Counted(12)
+    prefetcher = SmartPrefetcher(4)
+    for number, _ in enumerate(prefetcher.wrap(loader)):
+        assert until(lambda n=number: loader.read >= min(12, n + 2 if n > 1 else n + 1))
+        time.sleep(0.005)
+    seen = prefetcher.statistics
+    assert seen.batches == 12
+    assert 9 <= seen.ready <= 10  # all but the first two, and maybe the one that began the thread
+    assert 1 <= seen.deepest <= 4
+    assert seen.stall_seconds > 0
+
+
+def test_the_mode_of_gradients_goes_along() -> None:
+    def modes() -> Iterator[bool]:
+        for _ in range(6):
+            yield torch.is_grad_enabled()
+
+    with torch.no_grad():
+        assert list(SmartPrefetcher().wrap(modes())) == [False] * 6
+
+
+def test_settings_build_an_equal_prefetcher() -> None:
+    given_ = SmartPrefetcher(2, False, device="cpu", max_lookahead=5, memory_bytes=7)
+    assert SmartPrefetcher(**given_.settings()).settings() == given_.settings()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lookahead": 0}, {"lookahead": 9, "max_lookahead": 8}, {"memory_bytes": 0}]
+)
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="give at least 1"):
+        SmartPrefetcher(**wrong)
+
+
+def test_every_tensor_of_a_nesting_is_changed_and_all_else_kept() -> None:
+    from hasten.core.batch import Counts, MicroBatch
+
+    one = torch.ones(2, dtype=torch.int64)
+    batch = (MicroBatch({"a": one, "lengths": (3, 4)}, Counts(1, 2, 3, 4)), [one, "text"])
+    assert tensor_bytes(batch) == 32
+    changed = each_tensor(batch, lambda t: t + 1)
+    assert changed[0].inputs["a"].tolist() == [2, 2]
+    assert changed[0].inputs["lengths"] == (3, 4)
+    assert changed[0].counts == batch[0].counts
+    assert changed[1][1] == "text"
+
+
+def test_on_a_processor_a_copy_is_the_tensor_itself() -> None:
+    copies = DeviceCopies("cpu")
+    one = torch.ones(3)
+    assert copies.receive(copies.send({"x": one}))["x"] is one
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_on_an_accelerator_the_batches_arrive_whole() -> None:
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    sent = [torch.randn(1 << 20) for _ in range(20)]
+    for mine, plain in zip(SmartPrefetcher(device=kind).wrap(sent), sent, strict=True):
+        assert torch.equal((mine * 2).cpu(), plain * 2)

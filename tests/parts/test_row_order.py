@@ -1,0 +1,122 @@
+"""Orders of an epoch: every record once, the same steps for any number of ranks, new each epoch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hasten.parts.row_order import GroupedOrder, PackedOrder
+
+LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
+
+
+def order(kind: str, lengths: Any, seed: int = 0) -> PackedOrder | GroupedOrder:
+    if kind == "packed":
+        return PackedOrder(lengths, 64, 5, seed, quadratic=0.01)
+    if kind == "grouped by records":
+        return GroupedOrder(lengths, window=20, records=6, seed=seed)
+    return GroupedOrder(lengths, window=20, tokens=120, seed=seed)
+
+
+kinds = pytest.mark.parametrize("kind", ["packed", "grouped by records", "grouped by tokens"])
+
+
+@kinds
+@given(sizes=LENGTHS, ranks=st.integers(1, 4), epoch=st.integers(0, 3))
+def test_ranks_share_the_same_steps_without_loss(
+    kind: str, sizes: list[int], ranks: int, epoch: int
+) -> None:
+    made = order(kind, sizes)
+    whole = [sorted(step) for step in made.steps(epoch)]
+    assert sorted(i for step in whole for i in step) == list(range(len(sizes)))
+    parts = [list(made.local_steps(epoch, rank, ranks)) for rank in range(ranks)]
+    assert all(len(part) == len(whole) for part in parts)
+    for number, step in enumerate(whole):
+        assert sorted(i for part in parts for piece in part[number] for i in piece) == step
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@kinds
+def test_a_hundred_thousand_records_come_once_per_epoch(kind: str, ranks: int) -> None:
+    lengths = np.random.default_rng(0).integers(1, 51, 100_000)
+    made = order(kind, lengths)
+    seen = np.zeros(len(lengths), np.int64)
+    for rank in range(ranks):
+        for step in made.local_steps(1, rank, ranks):
+            for piece in step:
+                seen[piece] += 1
+    assert (seen == 1).all()
+
+
+@kinds
+def test_an_order_depends_on_seed_and_epoch_alone(kind: str) -> None:
+    lengths = np.random.default_rng(0).integers(1, 51, 300)
+    found = [
+        [tuple(step) for step in order(kind, lengths, seed).steps(epoch)]
+        for seed in range(3)
+        for epoch in range(3)
+    ]
+    assert len({tuple(steps) for steps in found}) == 9
+    assert found[4] == [tuple(step) for step in order(kind, lengths, 1).steps(1)]
+
+
+def test_rows_stay_whole_within_their_tokens_and_have_new_company_each_epoch() -> None:
+    lengths = np.random.default_rng(0).integers(1, 51, 400)
+    made = PackedOrder(lengths, 64, 8, quadratic=0.01)
+    rows = [row for rank in range(4) for step in made.local_steps(0, rank, 4) for row in step]
+    assert sorted(map(sorted, rows)) == sorted(map(sorted, made.rows(0)))
+    assert max(int(lengths[row].sum()) for row in rows) <= 64
+    assert len(rows) == made.efficiency.rows
+    first, second = ({frozenset(r) for r in made.rows(epoch)} for epoch in (0, 1))
+    assert len(first & second) < len(first) / 2
+    assert [len(step) for step in made.row_steps(0)][:-1] == [8] * ((len(rows) - 1) // 8)
+
+
+@given(sizes=LENGTHS, budget=st.integers(50, 200))
+def test_grouped_steps_stay_within_the_token_budget(sizes: list[int], budget: int) -> None:
+    for step in GroupedOrder(sizes, window=16, tokens=budget).steps(0):
+        assert 0 < sum(sizes[i] for i in step) <= budget
+
+
+def test_grouped_steps_hold_records_of_like_length() -> None:
+    lengths = np.clip(np.random.default_rng(0).lognormal(5.8, 1.0, 20_000), 8, 4096).astype(int)
+    shuffled = GroupedOrder(lengths, window=1, records=16).padding_share()
+    window = GroupedOrder(lengths, window=1024, records=16).padding_share()
+    epoch = GroupedOrder(lengths, window=20_000, records=16).padding_share()
+    assert shuffled > 0.5
+    assert window < 0.06
+    assert epoch < 0.01
+
+
+def test_steps_of_like_length_come_in_no_order_of_length() -> None:
+    lengths = np.arange(1, 1001)
+    longest = [
+        int(lengths[s].max()) for s in GroupedOrder(lengths, window=1000, records=10).steps(0)
+    ]
+    assert longest != sorted(longest)
+    assert abs(float(np.corrcoef(longest, range(100))[0, 1])) < 0.3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"window": 0, "records": 4},
+        {"window": 4},
+        {"window": 4, "records": 2, "tokens": 9},
+        {"window": 4, "tokens": 5},
+    ],
+)
+def test_an_impossible_grouping_is_refused(settings: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"window|longest record of 9"):
+        GroupedOrder([3, 9], **settings)  # type: ignore[arg-type]
+
+
+def test_an_impossible_packing_is_refused() -> None:
+    with pytest.raises(ValueError, match="rows_per_step is 0"):
+        PackedOrder([3], 10, 0)
+    with pytest.raises(ValueError, match="record 1 has 12 tokens"):
+        PackedOrder([3, 12], 10, 1)

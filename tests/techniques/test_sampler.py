@@ -1,0 +1,139 @@
+"""SAMPLER techniques in a job: whole rows as micro-batches, the global batch, resuming."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.core.facts import Facts, RecordFacts, World
+from hasten.core.job import Stop
+from hasten.core.order import GlobalBatch
+from hasten.core.plan import Plan
+from hasten.core.session import batches
+from hasten.core.setup import prepare
+from hasten.core.state import restore, state_of
+from hasten.core.step import training
+from hasten.core.technique import Technique
+from hasten.errors import InputError
+from hasten.parts import checkpoint
+from hasten.techniques.batch import Accumulate
+from hasten.techniques.collate import Packed
+from hasten.techniques.layout import DDP
+from hasten.techniques.sampler import LengthGrouped, PackedEpoch
+from tiny import job_facts, language_job, records, run, session_of
+
+DATA = records(60)
+TOKENS = sum(r.length for r in DATA)
+
+
+def sampler(technique: Technique, world: World | None = None, **changes: Any) -> Any:
+    job = language_job(data=DATA, **changes)
+    below = (DDP(),) if world else ()
+    return prepare(job, Plan([technique, *below]), job_facts(job, world=world)).sampler
+
+
+def test_each_packed_row_is_a_micro_batch_of_its_own() -> None:
+    job = language_job(data=DATA, batch=12, stop=Stop(epochs=1))
+    session = session_of(job, PackedEpoch(row_tokens=64), Packed())
+    order: Any = session.setup.sampler
+    found = [sorted(m.counts.tokens for m in step.micro_batches) for step in batches(session)]
+    sizes = [r.length for r in DATA]
+    assert found == [
+        sorted(sum(sizes[i] for i in row) for row in rows) for rows in order.row_steps(0)
+    ]
+
+
+def test_a_cut_is_made_within_rows_and_never_across() -> None:
+    job = language_job(data=DATA, batch=12, stop=Stop(epochs=1))
+    session = session_of(job, PackedEpoch(row_tokens=64), Packed(), Accumulate(micro_batch_size=2))
+    order: Any = session.setup.sampler
+    for step, rows in zip(batches(session), order.row_steps(0), strict=True):
+        pieces = Counter(m.counts.records for m in step.micro_batches)
+        assert pieces == Counter(min(2, len(r) - i) for r in rows for i in range(0, len(r), 2))
+
+
+@pytest.mark.parametrize("technique", [PackedEpoch(row_tokens=64), LengthGrouped(window=16)])
+def test_an_epoch_trains_every_record_once(technique: Technique) -> None:
+    job = language_job(data=DATA, batch=12, stop=Stop(epochs=1))
+    steps = run(session_of(job, technique, Packed()))
+    assert sum(m.records for m in steps) == len(DATA)
+    assert sum(m.tokens for m in steps) == TOKENS
+
+
+def test_rows_of_a_step_follow_the_global_batch() -> None:
+    by_records = sampler(PackedEpoch(row_tokens=64), batch=8)
+    assert len(DATA) / len(list(by_records.steps(0))) == pytest.approx(8, rel=0.25)
+    job = replace(language_job(data=DATA), batch=GlobalBatch(None, 200))
+    by_tokens: Any = prepare(job, Plan([PackedEpoch(row_tokens=64)]), job_facts(job)).sampler
+    assert by_tokens.rows_per_step == 200 // 64
+    sizes = [r.length for r in DATA]
+    assert all(sum(sizes[i] for i in step) <= 200 for step in by_tokens.steps(0))
+
+
+def test_a_row_never_takes_more_than_a_step() -> None:
+    order = sampler(PackedEpoch(row_tokens=4096), batch=8)
+    assert order.efficiency.row_tokens <= TOKENS * 8 // len(DATA)
+    assert order.rows_per_step == 1
+
+
+def test_a_row_that_cannot_hold_the_longest_record_is_named_before_anything_runs() -> None:
+    technique = PackedEpoch(row_tokens=30)
+    job = language_job(data=DATA)
+    assert "at least 38" in technique.obstacles(job_facts(job))[0]
+    with pytest.raises(InputError, match="row_tokens=30 can't hold the longest record of 38"):
+        prepare(job, Plan([technique]), job_facts(job))
+
+
+def test_records_without_lengths_are_an_obstacle_and_unknown_records_are_none() -> None:
+    hardware = job_facts(language_job()).hardware
+    for technique in (PackedEpoch(), LengthGrouped()):
+        assert technique.obstacles(Facts(hardware)) == ()
+        (reason,) = technique.obstacles(Facts(hardware, records=RecordFacts(count=9)))
+        assert "lengths" in reason
+
+
+def test_fewer_rows_than_ranks_are_refused_with_both_numbers() -> None:
+    with pytest.raises(InputError, match=r"has 1 row.* for 4 ranks; lower row_tokens"):
+        sampler(PackedEpoch(), World(size=4), batch=8)
+
+
+@pytest.mark.parametrize("settings", [{"row_tokens": 0}, {"row_tokens": -5}])
+def test_impossible_settings_are_refused(settings: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be at least 1"):
+        PackedEpoch(**settings)
+    with pytest.raises(ValueError, match="must be at least 1"):
+        LengthGrouped(window=settings["row_tokens"])
+
+
+@pytest.mark.parametrize("technique", [PackedEpoch(row_tokens=64), LengthGrouped(window=16)])
+def test_a_resumed_run_continues_with_the_same_bits(technique: Technique, tmp_path: Path) -> None:
+    def session() -> Any:
+        job = language_job(data=DATA[:20], batch=6, stop=Stop(epochs=2))
+        return session_of(job, technique, Packed())
+
+    whole = [m.loss for m in run(session())]
+    first = session()
+    steps = training(first)
+    for _ in range(5):  # into the second epoch
+        next(steps)
+    tensors, meta = state_of(first)
+    checkpoint.save(tmp_path, 5, tensors, meta)
+    found = checkpoint.load_latest(tmp_path)
+    assert found is not None
+    second = session()
+    restore(second, found[0], found[1])
+    assert second.progress.epoch == 1
+    assert [m.loss for m in run(second)] == whole[5:]
+
+
+def test_grouping_leaves_less_padding_in_padded_steps() -> None:
+    shares = []
+    for techniques in ((), (LengthGrouped(window=60),)):
+        session = session_of(language_job(data=DATA, batch=6, stop=Stop(epochs=1)), *techniques)
+        run(session)
+        shares.append(1 - session.progress.tokens / session.progress.slots)
+    assert shares[1] < shares[0] / 2
