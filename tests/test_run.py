@@ -180,6 +180,16 @@ def test_best_holds_the_weights_of_the_lowest_held_out_loss(tmp_path: Path) -> N
     assert summary["held_out_loss"] == pytest.approx(best, rel=1e-4)
 
 
+def test_the_schedule_ends_with_the_data_whatever_the_order_makes_of_it(tmp_path: Path) -> None:
+    order = [{"packed_epoch": {"row_tokens": 96}}, "packed"]
+    values = small(tmp_path, max_steps=None, epochs=2, lr_schedule="linear", plan=order)
+    values |= {"global_batch_size": None, "global_batch_tokens": 400}
+    summary, session = run(values)
+    rates = [line["learning_rate"] for line in lines(tmp_path / "run" / "metrics.jsonl")]
+    assert session.setup.job.schedule.total_steps == summary["steps"]
+    assert rates[-1] == 0 < rates[-2]
+
+
 def test_pretraining_on_plain_text_trains_every_token(tmp_path: Path) -> None:
     texts = tmp_path / "texts.jsonl"
     rows = [json.dumps({"text": f"record {i} " + "some plain text " * 9}) for i in range(60)]

@@ -99,7 +99,7 @@ def _train(
     on_evaluation: OnEvaluation,
 ) -> dict[str, Any]:
     recipe, main = run.recipe, run.known.world.is_main
-    job = job_of(recipe, run.material, run.known)
+    job = job_of(recipe, run.material, run.known, run.plan)
     session = assemble(prepare(job, run.plan, run.known, run.output / "checkpoints"))
     if recipe.resume == "auto":
         _resume(session, run.tell)
@@ -130,7 +130,7 @@ def ready(
     material = gather(recipe, output / "data", tell, on_tokens)
     known = facts_of(recipe, material)
     plan = plan_of(recipe, known, tell)
-    job_of(recipe, material, known)
+    job_of(recipe, material, known, plan)
     check_space(output, known)
     return known, plan, material
 

@@ -60,7 +60,7 @@ class Arm:
         facts.reset_memory_peak(known.device)
         opened = time.perf_counter()
         self.plan = plan_of(recipe, known)
-        job = job_of(recipe, self.material, known)
+        job = job_of(recipe, self.material, known, self.plan)
         place = folder / f"arm-{self.plan.key}"
         self.session = assemble(prepare(job, self.plan, known, place))
         self.session.startup_seconds |= {"imports": imported - STARTED, "data": opened - imported}

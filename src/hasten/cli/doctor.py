@@ -9,7 +9,7 @@ from typing import Any
 from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.errors import InputError
-from hasten.recipe.build import batch_of, facts_of, job_of, requested_plan, total_steps
+from hasten.recipe.build import batch_of, facts_of, job_of, requested_plan
 from hasten.recipe.material import Material, gather
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.run import check_folder, check_space, first_record
@@ -27,9 +27,10 @@ def doctor(path: Path, overrides: Sequence[str]) -> int:
         if material is not None:
             known = facts_of(recipe, material)
         checks.run("disk", lambda: _space(recipe, known))
-        _techniques(recipe, known, checks)
-    if known is not None and material is not None:
-        checks.run("batch", lambda: _batch(recipe, material, known))
+        plan = _techniques(recipe, known, checks)
+        if plan is not None and material is not None:
+            checks.run("batch", lambda: _batch(recipe, material, known, plan))
+    if material is not None:
         print(f"\n{first_record(material)}")
     return 2 if checks.failed else 0
 
@@ -86,17 +87,24 @@ def _space(recipe: Recipe, known: Facts) -> tuple[str, None]:
     return "room for the run", None
 
 
-def _batch(recipe: Recipe, material: Material, known: Facts) -> tuple[str, None]:
-    job = job_of(recipe, material, known)
+def _batch(recipe: Recipe, material: Material, known: Facts, plan: Plan) -> tuple[str, None]:
+    job = job_of(recipe, material, known, plan)
     batch = batch_of(recipe)
     unit = f"{batch.records} records" if batch.records else f"{batch.tokens:,} tokens"
-    return f"{unit} a step, {total_steps(job):,} steps", None
+    return f"{unit} a step, {job.schedule.total_steps:,} steps", None
 
 
-def _techniques(recipe: Recipe, known: Facts, checks: _Checks) -> None:
+def _techniques(recipe: Recipe, known: Facts, checks: _Checks) -> Plan | None:
+    """The plan that a run would use; None where a technique stands in its way."""
     plan: Plan | None = checks.run("plan", lambda: (str(p := requested_plan(recipe)), p))
+    usable = plan
     for technique in plan or ():
         reasons = technique.obstacles(known)
-        good = not reasons or recipe.on_obstacle == "skip"
+        skipped = bool(reasons) and recipe.on_obstacle == "skip"
         words = "; ".join(reasons) or f"{technique.slot.value}: no obstacle"
-        checks.note(technique.name(), words + (" (skipped)" if reasons and good else ""), good)
+        checks.note(
+            technique.name(), words + (" (skipped)" if skipped else ""), not reasons or skipped
+        )
+        if reasons and usable is not None:
+            usable = usable.without(technique) if skipped else None
+    return usable

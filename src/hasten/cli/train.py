@@ -13,7 +13,6 @@ from hasten.cluster.ranks import start
 from hasten.core import facts
 from hasten.core.session import Session
 from hasten.core.step import StepMetrics
-from hasten.recipe.build import total_steps
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.run import ready
 from hasten.run import train as run_training
@@ -55,7 +54,7 @@ class StepLine:
         self._display.show(f"tokenising {done:,}/{total:,} records", done / max(total, 1))
 
     def start(self, session: Session) -> None:
-        self._steps = total_steps(session.setup.job)
+        self._steps = session.setup.job.schedule.total_steps
         self._devices = session.setup.facts.world.size
         self._display.begin()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from hasten.core import facts
 from hasten.core.batch import with_language_counts
 from hasten.core.facts import Facts, ModelFacts
 from hasten.core.job import Job, NamedParameters, Stop
-from hasten.core.order import GlobalBatch, ShuffledOrder
+from hasten.core.order import GlobalBatch, Sampler
 from hasten.core.plan import Plan
 from hasten.core.schedule import Schedule
-from hasten.core.setup import obstacles
+from hasten.core.setup import obstacles, prepare
 from hasten.core.slot import Slot
 from hasten.errors import InputError
 from hasten.models.load import count_parameters, load_model, read_config
@@ -93,8 +94,11 @@ def plan_of(recipe: Recipe, known: Facts, tell: Callable[[str], None] = lambda t
     return plan
 
 
-def job_of(recipe: Recipe, material: Material, known: Facts) -> Job:
-    """The recipe as a job: a fresh model, AdamW, padded batches, logits for every slot."""
+def job_of(recipe: Recipe, material: Material, known: Facts, plan: Plan) -> Job:
+    """The recipe as a job: a fresh model, AdamW, padded batches, logits for every slot.
+
+    The plan decides how many steps the data makes, and so the length of the schedule.
+    """
     job = Job(
         model=partial(build_model, recipe, material),
         loss=WholeLogitsLoss,
@@ -110,7 +114,14 @@ def job_of(recipe: Recipe, material: Material, known: Facts) -> Job:
         seed=recipe.seed,
         device=known.device,
     )
-    return replace(job, schedule=_schedule(recipe, job))
+    sampler = prepare(job, plan, known, Path(recipe.output)).sampler
+    schedule = Schedule(
+        recipe.lr_schedule,
+        recipe.warmup_steps,
+        total_steps(job, sampler) if sampler else 1,
+        floor=recipe.min_lr_ratio,
+    )
+    return replace(job, schedule=schedule)
 
 
 def build_model(recipe: Recipe, material: Material) -> nn.Module:
@@ -156,18 +167,9 @@ def _adapter(recipe: Recipe) -> Callable[[nn.Module], nn.Module]:
     return lora.adapt
 
 
-def _schedule(recipe: Recipe, job: Job) -> Schedule:
-    return Schedule(
-        recipe.lr_schedule, recipe.warmup_steps, total_steps(job), floor=recipe.min_lr_ratio
-    )
-
-
-def total_steps(job: Job) -> int:
-    """Steps until the first of the job's limits, as the data order has them."""
-    sizes = [
-        sum(job.lengths[i] for i in step)
-        for step in ShuffledOrder(job.lengths, job.batch, job.seed).steps(0)
-    ]
+def total_steps(job: Job, sampler: Sampler) -> int:
+    """Steps until the first of the job's limits, as the order of the data has them."""
+    sizes = [sum(job.lengths[i] for i in step) for step in sampler.steps(0)]
     limits = [job.stop.steps or 10**12]
     if job.stop.epochs:
         limits.append(job.stop.epochs * len(sizes))
