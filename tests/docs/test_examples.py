@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from hasten import run as run_module
 from hasten.core.setup import obstacles
@@ -25,15 +23,6 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 each = pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
 SHORT = {"held_out": 3, "max_records": 40, "cutoff_len": 64, "vocabulary": 300, "warmup_steps": 0}
 SHORT |= {"max_steps": 2, "global_batch_size": 4, "global_batch_tokens": None, "eval_every": 0}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny tensors gain nothing from more, and threads that wait for each other can lose a lot."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def short_corpus() -> Corpus:
