@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hasten.cluster.ranks import rank_environment
+
 TIMEOUT_SECONDS = 240
 
 
@@ -26,15 +28,9 @@ def on_ranks(function: str, folder: Path, world: int = 2) -> list[Any]:
             f"    found = {name}(world())\n"
             f"open({str(folder / f'rank-{rank}.json')!r}, 'w').write(json.dumps(found))\n"
         )
-        env = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "HASTEN_RENDEZVOUS": str(folder / "rendezvous"),
-            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-            "PYTHONPATH": str(Path(__file__).parent),
-        }
+        env = rank_environment(rank, world, folder, threads=1)
+        paths = [str(Path(__file__).parent), env.get("PYTHONPATH", "")]
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         processes.append(
             subprocess.Popen(
                 [sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True

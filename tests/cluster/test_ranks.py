@@ -51,14 +51,14 @@ def test_a_stop_asked_of_one_rank_stops_all_after_the_same_step(found: list[Any]
 def test_a_failing_rank_ends_the_others_and_gives_its_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    script = tmp_path / "ranks.py"
-    script.write_text(
+    _instead_of_hasten(
+        monkeypatch,
+        tmp_path,
         "import os, sys, time\n"
         "if os.environ['RANK'] == '1':\n"
         "    print('the disk is gone', file=sys.stderr); sys.exit(7)\n"
-        "time.sleep(60)\n"
+        "time.sleep(60)\n",
     )
-    _instead_of_hasten(monkeypatch, script)
     assert start([], 3, tmp_path, 2) == 7
     assert "rank 1 failed: the disk is gone" in capfd.readouterr().err
 
@@ -66,13 +66,13 @@ def test_a_failing_rank_ends_the_others_and_gives_its_code(
 def test_a_rank_that_does_not_leave_when_rank_0_is_done_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = tmp_path / "ranks.py"
-    script.write_text(
+    _instead_of_hasten(
+        monkeypatch,
+        tmp_path,
         "import os, pathlib, time\n"
         "time.sleep(60 * int(os.environ['RANK']))\n"
-        f"pathlib.Path({str(tmp_path)!r}, 'left-' + os.environ['RANK']).touch()\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'left-' + os.environ['RANK']).touch()\n",
     )
-    _instead_of_hasten(monkeypatch, script)
     monkeypatch.setattr("hasten.cluster.ranks.GRACE_SECONDS", 0.5)
     assert start([], 2, tmp_path, 2) == 0
     assert [p.name for p in tmp_path.glob("left-*")] == ["left-0"]
@@ -81,34 +81,36 @@ def test_a_rank_that_does_not_leave_when_rank_0_is_done_is_ended(
 def test_a_failure_after_rank_0_is_done_is_still_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = tmp_path / "ranks.py"
-    script.write_text(
-        "import os, sys, time; r = int(os.environ['RANK']); time.sleep(r); sys.exit(5 * r)"
+    _instead_of_hasten(
+        monkeypatch,
+        tmp_path,
+        "import os, sys, time; r = int(os.environ['RANK']); time.sleep(r); sys.exit(5 * r)",
     )
-    _instead_of_hasten(monkeypatch, script)
     assert start([], 2, tmp_path, 2) == 5
 
 
 def test_ranks_share_the_cores_and_know_their_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = tmp_path / "ranks.py"
-    script.write_text(
+    _instead_of_hasten(
+        monkeypatch,
+        tmp_path,
         "import os, pathlib\n"
         "e = os.environ\n"
         f"pathlib.Path({str(tmp_path)!r}, 'said-' + e['RANK']).write_text(\n"
-        "    ' '.join([e['WORLD_SIZE'], e['LOCAL_RANK'], e['OMP_NUM_THREADS']]))\n"
+        "    ' '.join([e['WORLD_SIZE'], e['LOCAL_RANK'], e['OMP_NUM_THREADS']]))\n",
     )
-    _instead_of_hasten(monkeypatch, script)
     assert start([], 2, tmp_path, 6) == 0
     assert [(tmp_path / f"said-{r}").read_text() for r in range(2)] == ["2 0 3", "2 1 3"]
     assert not list(tmp_path.glob(".ranks-*"))
 
 
-def _instead_of_hasten(monkeypatch: pytest.MonkeyPatch, script: Path) -> None:
-    """Let the starter run a script where it would run ``python -m hasten``."""
+def _instead_of_hasten(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> None:
+    """Let the starter run some code where it would run ``python -m hasten``."""
     import subprocess
 
+    script = folder / "ranks.py"
+    script.write_text(code)
     real = subprocess.Popen
 
     def popen(command: list[str], **settings: Any) -> Any:

@@ -79,24 +79,29 @@ def start(arguments: Sequence[str], count: int, folder: Path, cores: int) -> int
         return code if code > 0 else 1
 
 
+def rank_environment(rank: int, count: int, place: Path, threads: int) -> dict[str, str]:
+    """This process's environment with a rank's place in it; ranks meet in the folder ``place``."""
+    return facts.child_environment(
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(count),
+            "HASTEN_RENDEZVOUS": str(place / "rendezvous"),
+            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+            "OMP_NUM_THREADS": str(threads),
+        }
+    )
+
+
 def _start_rank(
     arguments: Sequence[str], rank: int, count: int, place: Path, log: Path, threads: int
 ) -> subprocess.Popen[bytes]:
-    extra = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "HASTEN_RENDEZVOUS": str(place / "rendezvous"),
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        "OMP_NUM_THREADS": str(threads),
-    }
+    environment = rank_environment(rank, count, place, threads)
     command = [sys.executable, "-m", "hasten", *arguments]
     if rank == 0:
-        return subprocess.Popen(command, env=facts.child_environment(extra))
+        return subprocess.Popen(command, env=environment)
     with log.open("wb") as file:
-        return subprocess.Popen(
-            command, env=facts.child_environment(extra), stdout=file, stderr=subprocess.STDOUT
-        )
+        return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:

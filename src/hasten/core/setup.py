@@ -279,7 +279,7 @@ def prepare(job: Job, plan: Plan, facts: Facts, folder: Path | None = None) -> S
     if facts.world.size != setup.layout.size:
         raise InputError(
             f"plan: {facts.world.size} ranks are running but the layout is for "
-            f"{setup.layout.size}; add a layout technique such as ddp to the plan"
+            f"{setup.layout.size}; add a layout technique to the plan"
         )
     return setup
 
