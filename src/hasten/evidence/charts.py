@@ -243,5 +243,7 @@ def _finite(values: Iterable[float | None]) -> list[float]:
 
 
 def _deviations(values: Sequence[float]) -> list[float]:
+    """Relative to the median; flat where it is zero, or so small that quotients overflow."""
     middle = statistics.median(values) if values else 0.0
-    return [value / middle - 1 for value in values] if middle else [0.0] * len(values)
+    found = [value / middle - 1 for value in values] if middle else []
+    return found if found and all(map(math.isfinite, found)) else [0.0] * len(values)
