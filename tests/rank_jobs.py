@@ -14,11 +14,13 @@ from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.core.technique import Technique
+from hasten.techniques.average import WeightAverage
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed
 from hasten.techniques.layout import DDP
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import BF16MasterWeights
+from hasten.techniques.recompute import Recompute
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
 from tiny import job_facts, language_job, records, tiny_model
 
@@ -28,6 +30,7 @@ CASES: dict[str, tuple[Technique, ...]] = {
     "packed, label-only": (Packed(), LabelledTokenLoss(chunk=16), Accumulate(micro_batch_size=2)),
     "packed epoch": (PackedEpoch(row_tokens=40), Packed()),
     "grouped": (LengthGrouped(window=5),),
+    "recomputed, averaged": (Recompute(), WeightAverage(), Accumulate(micro_batch_size=2)),
     "masters, accumulated": (BF16MasterWeights(), Accumulate(micro_batch_size=2)),
 }
 

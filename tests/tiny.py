@@ -123,7 +123,10 @@ def job_facts(job: Job, architecture: str = "llama", world: World | None = None)
     return Facts(
         hardware=facts_module.hardware(),
         world=world or World(),
-        model=ModelFacts(architecture, 50_000, 32, 2, VOCABULARY),
+        model=ModelFacts(
+            *(architecture, 50_000, 32, 2, VOCABULARY),
+            experts=MLA["n_routed_experts"] if "deepseek_v" in architecture else 0,
+        ),
         records=RecordFacts(len(lengths), sum(lengths), max(lengths, default=0), 0.6),
     )
 

@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.cli import data
+from hasten.cli.data_page import page
 from hasten.data.formats import read_records
-from hasten.data.statistics import padding_share, statistics_of
+from hasten.data.statistics import advice, layouts, padding_share, statistics_of
 from hasten.errors import InputError
 from hasten.parts.records import TokenRecord, token_record
 from material import small
@@ -82,6 +84,77 @@ def test_stats_are_printed_for_people_and_as_json(
     assert 0 < found["padding_share"] < 1
 
 
+def test_layouts_compare_padding_with_rows_of_three_sizes() -> None:
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(10, 200, 2000).astype(np.int32)
+    padded, grouped, *packed = layouts(lengths, 16, 100)
+    assert padded.fullness == pytest.approx(1 - padding_share(lengths, 16))
+    assert padded.fullness < grouped.fullness <= 1
+    longest = int(lengths.max())
+    assert [way.row_tokens for way in packed] == [longest, 2 * longest, 4 * longest]
+    for way in packed:
+        assert way.bound is not None
+        assert way.bound <= way.rows
+        assert way.fullness == pytest.approx(lengths.sum() / (way.rows * way.row_tokens))
+
+
+def test_advice_names_a_row_that_is_full_or_groups_where_none_is() -> None:
+    draw = np.random.default_rng(0)
+    ragged = draw.integers(5, 50, 3000).astype(np.int32)
+    assert "row_tokens: 100" in advice(ragged, 16, 100)
+    five_ninths = np.full(90, 56, np.int32)
+    assert advice(five_ninths, 16, 100).startswith("length_grouped")
+
+
+def test_the_page_loads_nothing_and_holds_both_drawings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "out" / "stats.html"
+    data.stats(recipe(tmp_path), [], as_json=False, html=target)
+    out = capsys.readouterr().out
+    assert f"written: {target}" in out
+    assert "best: " in out
+    text = target.read_text()
+    assert text.count("<svg") == 4
+    assert all(word not in text for word in ("<script", "<link", "@import", " src=", "url("))
+    assert [p.name for p in target.parent.iterdir()] == ["stats.html"]
+    with pytest.raises(InputError, match="is a folder"):
+        data.stats(recipe(tmp_path), [], as_json=False, html=tmp_path)
+
+
+def test_a_title_cannot_break_the_page(tmp_path: Path) -> None:
+    found = statistics_of(InMemory([token_record([1, 2, 3])]))
+    ways = layouts(np.array([3], np.int32), 1, 3)
+    text = page("<script>alert(1)</script>", found, ways, "<b>")
+    assert "<script" not in text
+    assert "<b>" not in text
+
+
+def test_packed_rows_are_written_once_and_replaced_on_demand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "rows.parquet"
+    path = recipe(tmp_path)
+    data.pack(path, [], target, None, force=False)
+    out = capsys.readouterr().out
+    rows = pq.read_table(target).to_pylist()
+    assert f"rows       {len(rows):,} of 96 tokens" in out
+    assert "bound" in out
+    with pytest.raises(InputError, match="--force"):
+        data.pack(path, [], target, None, force=False)
+    data.pack(path, [], target, 192, force=True)
+    assert pq.read_table(target).num_rows < len(rows)
+
+
+def test_packing_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    missing = tmp_path / "none.yaml"
+    with pytest.raises(InputError, match=r"ends in \.arrow"):
+        data.pack(missing, [], tmp_path / "rows.csv", None, force=False)
+    (tmp_path / "folder.arrow").mkdir()
+    with pytest.raises(InputError, match="is a folder"):
+        data.pack(missing, [], tmp_path / "folder.arrow", None, force=True)
+
+
 def test_converted_records_are_the_same_conversations(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,3 +177,19 @@ def test_nothing_is_left_behind_where_conversion_fails(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"bad\.jsonl:1"):
         data.convert([source], tmp_path / "out.jsonl", 0)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl"]
+
+
+def test_converted_tool_calls_are_the_same_conversations(tmp_path: Path) -> None:
+    function = {"name": "f", "arguments": {"a": 1}}
+    turns = [
+        {"from": "human", "value": "q"},
+        {"from": "function_call", "value": json.dumps(function)},
+        {"from": "observation", "value": "r"},
+        {"from": "gpt", "value": "a"},
+    ]
+    (tmp_path / "a.json").write_text(json.dumps([{"conversations": turns, "tools": [function]}]))
+    data.convert([tmp_path / "a.json"], tmp_path / "b.jsonl", 0)
+    before, after = (
+        read_records([tmp_path / name]).conversations for name in ("a.json", "b.jsonl")
+    )
+    assert [c.messages for c in before] == [c.messages for c in after]

@@ -21,7 +21,7 @@ def read(folder: Path, record: Any, columns: dict[str, str]) -> tuple[str, list[
     path = folder / "data.jsonl"
     path.write_text(json.dumps(record) + "\n")
     (reading,) = read_sources([Source(path, columns_of(columns))])
-    return reading.shapes[str(path)], [tuple(m) for m in reading.conversations[0].messages]
+    return reading.shapes[str(path)], [m[:2] for m in reading.conversations[0].messages]
 
 
 def test_a_users_names_stand_for_a_shapes_columns(tmp_path: Path) -> None:
@@ -159,8 +159,8 @@ def test_a_weight_is_how_often_each_record_is_seen(
 ) -> None:
     groups: list[Any] = [[(g, n) for n in range(size)] for g, size in enumerate(sizes)]
     weights = [1.0, *[weight] * (len(sizes) - 1)]
-    found: list[Any] = weighted(groups, weights, seed)
-    assert found == weighted(groups, weights, seed)
+    found: list[Any] = list(weighted(groups, weights, seed))
+    assert found == list(weighted(groups, weights, seed))
     for group, times in zip(groups, weights, strict=True):
         counts = [found.count(record) for record in group]
         assert {*counts} <= {int(times), int(times) + 1}

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hasten.data import containers, jsonscan
 from hasten.data.formats import Reading, read_records
 from hasten.data.jsonscan import scan_lines
+from hasten.data.shapes import UnfitError, conversation, shape_of
 from hasten.errors import InputError
 
 Rows = list[dict[str, str]]
@@ -255,19 +256,61 @@ def test_nested_turns_come_out_of_a_table(tmp_path: Path) -> None:
     assert pairs(reading) == [("q", "a")] * 3
 
 
+SHAPED: list[dict[str, Any]] = [
+    {"question": "How many?", "answer": "Four.", "id": 7},
+    {"instruction": "Add", "input": "1 2", "output": "3"},
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]},
+    {"prompt": "Once", "completion": "upon"},
+    {"text": "A tale."},
+]
+
+
 def test_a_hundred_thousand_fuzzed_lines_are_each_a_record_or_a_reason() -> None:
     draw = random.Random(0)
-    good = json.dumps({"question": "How many?", "answer": "Four.", "id": 7}).encode()
+    goods = [json.dumps(record).encode() for record in SHAPED]
     data = bytearray()
-    for _ in range(100_000):
-        line = bytearray(good)
+    for number in range(100_000):
+        line = bytearray(goods[number % len(goods)])
         for _ in range(draw.randrange(3)):
             line[draw.randrange(len(line))] = draw.choice(b'{}[]":,\\ux0-9eE.\xff\xf0\x00 NI')
         data += line[: draw.randrange(1, len(line) + 1)] if draw.random() < 0.2 else line
-        data += b"\n"
+        data += draw.choice((b"\n", b"\r\n"))
     found = list(scan_lines(io.BytesIO(bytes(data))))
     assert [record.line for record in found] == list(range(1, 100_001))
+    usable = dict.fromkeys(map(shape_of, SHAPED), 0)
     for record, line in zip(found, bytes(data).split(b"\n"), strict=False):
         if record.reason is None:
             assert json.loads(line) == record.value
+            shape = shape_of(SHAPED[(record.line - 1) % len(SHAPED)])
+            try:
+                conversation(record.value, str(shape), f"a:{record.line}")
+            except UnfitError as unfit:
+                reason = str(unfit)
+            else:
+                reason = "usable"
+                usable[shape] += 1
+            assert reason
+    assert len(usable) == len(SHAPED)
+    assert min(usable.values()) > 3000
     assert 20_000 < sum(record.reason is None for record in found) < 80_000
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.parquet"):
+        (tmp_path / name).mkdir()
+        with pytest.raises(InputError, match=f"the folder .*{name} has no file"):
+            read_records([tmp_path / name])
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "latin-1", "cp1252", "gb18030"])
+def test_lines_of_another_encoding_cost_themselves_alone(tmp_path: Path, encoding: str) -> None:
+    other = json.dumps({"question": "naïve é", "answer": "ü"}, ensure_ascii=False) + "\n"
+    data = lines(GOOD[:3]) + other.encode(encoding) + lines(GOOD[3:5])
+    reading = read_records([put(tmp_path, "a.jsonl", data)], max_rejected=3)
+    kept = {row["answer"] for row in GOOD[:5]}
+    found = {pair[1] for pair in pairs(reading)}
+    assert found <= kept
+    assert kept - found <= {"a3"}  # UTF-16 ends a line in the middle of a character
+    assert all("UTF-8" in row.reason or "NUL" in row.reason for row in reading.rejected)
+    assert reading.rejected

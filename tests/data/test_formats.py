@@ -170,11 +170,12 @@ def test_a_line_separator_inside_a_text_is_no_line_break(tmp_path: Path) -> None
         ("us", "turn 2 is system's"),
         ("s", "is empty"),
         ("", "is empty"),
-        ("ut", "role 'tool'"),
+        ("ut", "turn 2 is tool's, expected assistant's"),
+        ("ux", "role 'robot'"),
     ],
 )
 def test_turns_out_of_order_are_rejected(tmp_path: Path, turns: str, reason: str) -> None:
-    roles = {"u": "user", "a": "assistant", "s": "system", "t": "tool"}
+    roles = {"u": "user", "a": "assistant", "s": "system", "t": "tool", "x": "robot"}
     record = {"messages": [{"role": roles[turn], "content": "x"} for turn in turns]}
     with pytest.raises(InputError, match=reason):
         one(tmp_path, record)

@@ -216,6 +216,53 @@ def test_one_kernel_call_gets_the_row_and_its_boundaries(monkeypatch: pytest.Mon
     assert call[2:] == (4, 4)
 
 
+@pytest.mark.parametrize("widths", [(24, 16), (16, 24), (12, 12), (192, 128)])
+@pytest.mark.parametrize("scale", [0.3, None])
+def test_heads_of_two_widths_share_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, widths: tuple[int, int], scale: float | None
+) -> None:
+    """Latent attention: filled up to one width that the kernel takes, and cut again."""
+    boundaries = torch.tensor([0, 4, 7, 9], dtype=torch.int32)
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *where: Any, scale: float) -> Tensor:
+        assert q.shape == k.shape == v.shape
+        assert q.shape[-1] == -(-max(widths) // 8) * 8
+        rows = (t.transpose(0, 1).unsqueeze(0).split((4, 3, 2), dim=2) for t in (q, k, v))
+        found = [
+            F.scaled_dot_product_attention(*piece, is_causal=True, scale=scale)
+            for piece in zip(*rows, strict=True)
+        ]
+        return torch.cat(found, dim=2)[0].transpose(0, 1)
+
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(1, 2, 9, widths[0]), (1, 2, 9, widths[0]), (1, 2, 9, widths[1])]
+    tensors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    documents: dict[str, Any] = {"document_lengths": (4, 3, 2), "boundaries": boundaries}
+
+    def outcome() -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        out, _ = attend(nn.Identity(), *leaves, None, scale, **documents)
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    expected = outcome()
+    _always(monkeypatch, kernel)
+    for found, other in zip(outcome(), expected, strict=True):
+        torch.testing.assert_close(found, other, rtol=1e-12, atol=1e-12)
+
+
+def test_heads_too_wide_or_with_dropout_go_one_by_one() -> None:
+    class OnGPU:
+        is_cuda, dtype = True, torch.bfloat16
+
+        def __init__(self, width: int) -> None:
+            self.shape = (1, 2, 9, width)
+
+    fits: Any = document_attention._fits_varlen
+    assert fits(OnGPU(192), OnGPU(128), 0.0)
+    assert not fits(OnGPU(192), OnGPU(128), 0.1)
+    assert not fits(OnGPU(264), OnGPU(128), 0.0)
+
+
 def _always(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor]) -> None:
     monkeypatch.setattr(document_attention, "_varlen", lambda: kernel)
     monkeypatch.setattr(document_attention, "_fits_varlen", lambda *given: True)

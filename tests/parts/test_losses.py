@@ -5,26 +5,32 @@ The reference is ``F.cross_entropy`` on all logits, in float64.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config
 
 from hasten.parts.collate import IGNORED, padded
-from hasten.parts.losses import (
-    LabelOnlyHead,
-    LabelOnlyLoss,
-    ObjectiveLoss,
-    WholeLogitsLoss,
+from hasten.parts.cross_entropy import (
+    CHUNK_BYTES,
+    FEWEST_ROWS,
+    MOST_ROWS,
+    LossTerms,
+    chunk_rows,
     label_only_cross_entropy,
+    whole_cross_entropy,
 )
-from tiny import ARCHITECTURES, VOCABULARY, records, tiny_config, tiny_model
+from hasten.parts.losses import LabelOnlyHead, LabelOnlyLoss, ObjectiveLoss, WholeLogitsLoss
+from tiny import ARCHITECTURES, COMMON, VOCABULARY, records, tiny_config, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # between peft and transformers
 V, H = 29, 8
@@ -52,6 +58,100 @@ def tied_model() -> Any:
     model = AutoModelForCausalLM.from_config(config)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     return model.double()
+
+
+TERMS = (
+    LossTerms(),
+    LossTerms(label_smoothing=0.1),
+    LossTerms(z_loss=1e-2),
+    LossTerms(label_smoothing=0.3, z_loss=0.2),
+)
+CAPPED = (LossTerms(softcap=3.0), LossTerms(0.1, 1e-2, 2.0))
+
+
+def formula(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor, terms: LossTerms) -> Any:
+    """The loss as the papers write it, row by row."""
+    total = hidden.new_zeros(())
+    for row, label in zip(hidden, labels.tolist(), strict=True):
+        if label == IGNORED:
+            continue
+        scores = weight @ row + bias
+        if terms.softcap:
+            scores = terms.softcap * torch.tanh(scores / terms.softcap)
+        partition = scores.exp().sum().log()
+        target = torch.full_like(scores, terms.label_smoothing / V)
+        target[label] += 1 - terms.label_smoothing
+        total = total - (target * (scores - partition)).sum() + terms.z_loss * partition**2
+    return total
+
+
+@pytest.mark.parametrize("terms", [*TERMS, *CAPPED], ids=str)
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("chunk", [1, 4, "auto"])
+def test_every_term_is_the_papers_formula_with_its_gradient(
+    terms: LossTerms, skip: bool, chunk: int | str
+) -> None:
+    """``skip=False`` is the way of a GPU, where nobody counts the labels."""
+    hidden, weight, labels = leaves(11)
+    labels[[0, 4, 10]] = IGNORED
+    bias = torch.linspace(-1, 1, V, dtype=torch.float64).requires_grad_()
+    expected = formula(hidden, weight, labels, bias, terms)
+    found = label_only_cross_entropy(hidden, weight, labels, chunk, bias, terms, skip)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    got = torch.autograd.grad(found, (hidden, weight, bias))
+    want = torch.autograd.grad(expected, (hidden, weight, bias))
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("terms", [*TERMS, *CAPPED], ids=str)
+def test_the_loss_over_whole_logits_has_the_same_terms(terms: LossTerms) -> None:
+    hidden, weight, labels = leaves(9)
+    labels[3] = IGNORED
+    bias = torch.zeros(V, dtype=torch.float64)
+    found = whole_cross_entropy(F.linear(hidden, weight), labels, terms)
+    torch.testing.assert_close(found, formula(hidden, weight, labels, bias, terms))
+
+
+@given(
+    st.integers(0, 12),
+    st.integers(1, 15),
+    st.integers(0, 2**12 - 1),
+    st.floats(0, 0.9),
+    st.floats(0, 0.1),
+)
+@settings(deadline=None, max_examples=40)
+def test_any_labels_in_any_chunks_are_the_formula(
+    rows: int, chunk: int, ignored: int, smoothing: float, z_loss: float
+) -> None:
+    hidden, weight, labels = leaves(rows)
+    labels[[i for i in range(rows) if ignored >> i & 1]] = IGNORED
+    terms, bias = LossTerms(smoothing, z_loss), torch.zeros(V, dtype=torch.float64)
+    expected = formula(hidden, weight, labels, bias, terms)
+    for skip in (True, False):
+        found = label_only_cross_entropy(hidden, weight, labels, chunk, None, terms, skip)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_filler_row_may_hold_anything_finite_and_moves_nothing() -> None:
+    hidden, weight, labels = leaves(4)
+    labels[2] = IGNORED
+    loss = label_only_cross_entropy(hidden, weight, labels, 2, skip=False)
+    (grad,) = torch.autograd.grad(loss, hidden)
+    assert not grad[2].any()
+    assert grad[[0, 1, 3]].abs().sum(1).all()
+
+
+@pytest.mark.parametrize("bad", [{"label_smoothing": 1.0}, {"z_loss": -1e-4}, {"softcap": 0.0}])
+def test_a_term_outside_its_range_is_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(bad))} is {next(iter(bad.values()))}"):
+        LossTerms(**bad)
+
+
+@given(st.integers(1, 300_000))
+def test_a_chunk_by_memory_stays_within_it_where_that_leaves_rows_to_multiply(v: int) -> None:
+    rows = chunk_rows("auto", v)
+    assert FEWEST_ROWS <= rows <= MOST_ROWS
+    assert 4 * rows * v <= CHUNK_BYTES or rows == FEWEST_ROWS
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 20])
@@ -118,9 +218,9 @@ def test_autocast_rounds_products_and_leaves_gradients_in_float32() -> None:
     assert not torch.equal(got[1], plain), "autocast had no effect"
 
 
-@pytest.mark.parametrize("chunk", [0, -3])
-def test_a_chunk_without_rows_is_refused(chunk: int) -> None:
-    with pytest.raises(ValueError, match=f"chunk is {chunk}"):
+@pytest.mark.parametrize("chunk", [0, -3, True, "all"])
+def test_a_chunk_without_rows_is_refused(chunk: Any) -> None:
+    with pytest.raises(ValueError, match=f"chunk is {chunk!r}"):
         label_only_cross_entropy(*leaves(3), chunk)
 
 
@@ -140,15 +240,32 @@ def gradients(loss: nn.Module, **batch: Tensor) -> tuple[float, int, dict[str, T
     return total.item(), int(count), found
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "tied"])
-def test_a_model_learns_the_same_from_labelled_positions_alone(architecture: str) -> None:
+def capped_model() -> Any:
+    torch.manual_seed(0)
+    config = Gemma2Config(**COMMON, num_key_value_heads=4, head_dim=8, final_logit_softcapping=0.5)
+    return AutoModelForCausalLM.from_config(config).double()
+
+
+def biased_model() -> Any:
+    model: Any = tiny_model(dtype=torch.float64)
+    head = nn.Linear(32, VOCABULARY, dtype=torch.float64)
+    head.weight = model.lm_head.weight
+    model.lm_head = head
+    return model
+
+
+MODELS: dict[str, Any] = {"tied": tied_model, "capped": capped_model, "biased": biased_model}
+
+
+@pytest.mark.parametrize("terms", TERMS, ids=str)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MODELS])
+def test_a_model_learns_the_same_from_labelled_positions_alone(
+    architecture: str, terms: LossTerms
+) -> None:
     """Tied: the gradients of head and embedding add up in one weight."""
-    models = [
-        tied_model() if architecture == "tied" else tiny_model(architecture, dtype=torch.float64)
-        for _ in range(2)
-    ]
-    expected = gradients(WholeLogitsLoss(models[0]), **BATCH)
-    found = gradients(LabelOnlyLoss(models[1], chunk=5), **BATCH)
+    build = MODELS.get(architecture) or partial(tiny_model, architecture, dtype=torch.float64)
+    expected = gradients(WholeLogitsLoss(build(), terms), **BATCH)
+    found = gradients(LabelOnlyLoss(build(), 5, terms), **BATCH)
     assert found[0] == pytest.approx(expected[0], rel=1e-12)
     assert found[1] == expected[1] == int((BATCH["labels"] != IGNORED).sum())
     assert found[2].keys() == expected[2].keys()
@@ -182,9 +299,18 @@ def test_no_more_than_a_chunk_of_logits_ever_exists(chunk: int) -> None:
     model: Any = tiny_model()
     labelled = int((BATCH["labels"] != IGNORED).sum())
     assert labelled > 10
+    loss = LabelOnlyLoss(model, chunk)
     with Made() as made:
-        gradients(LabelOnlyLoss(model, chunk), **BATCH)
-    assert made.rows_of_logits() == min(chunk, labelled) == model.lm_head.largest_logits
+        gradients(loss, **BATCH)
+    assert made.rows_of_logits() == min(chunk, labelled) == loss.largest_logits
+
+
+@pytest.mark.parametrize("kind", [WholeLogitsLoss, LabelOnlyLoss])
+def test_a_held_out_loss_is_plain_whatever_was_trained_on(kind: Any) -> None:
+    plain, regular = kind(tiny_model()), kind(tiny_model(), terms=LossTerms(0.2, 0.1))
+    with torch.no_grad():
+        assert plain(**BATCH)[0] != regular(**BATCH)[0]
+        assert plain.eval()(**BATCH)[0] == regular.eval()(**BATCH)[0]
 
 
 def test_the_common_way_makes_logits_for_every_slot() -> None:
@@ -234,12 +360,38 @@ def test_a_head_is_replaced_once() -> None:
     assert model.lm_head is head
 
 
-def test_a_bias_or_an_adapter_on_the_head_is_refused() -> None:
-    with pytest.raises(ValueError, match="plain linear head without a bias"):
-        LabelOnlyHead(nn.Linear(4, 9), 3)
+def test_a_head_that_is_not_plain_is_not_replaced() -> None:
     adapted = get_peft_model(tiny_model(), LoraConfig(target_modules=["lm_head"]))
-    with pytest.raises(ValueError, match="plain linear head without a bias"):
-        LabelOnlyLoss(adapted, chunk=3)
+    with pytest.raises(ValueError, match="only a plain linear head can be replaced"):
+        LabelOnlyHead(adapted.get_base_model().lm_head)
+
+
+@pytest.mark.parametrize("terms", TERMS, ids=str)
+def test_an_adapter_on_the_head_learns_the_same(terms: LossTerms) -> None:
+    found = []
+    for wrap in (WholeLogitsLoss, partial(LabelOnlyLoss, chunk=5)):
+        torch.manual_seed(1)
+        config = LoraConfig(target_modules=["lm_head", "q_proj"], init_lora_weights=False)
+        model = get_peft_model(tiny_model(dtype=torch.float64), config).double()
+        found.append(gradients(wrap(model, terms=terms), **BATCH))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-12)
+    assert any("lm_head.lora_A" in name for name in found[0][2])
+    assert found[0][2].keys() == found[1][2].keys()
+    for name, gradient in found[0][2].items():
+        torch.testing.assert_close(found[1][2][name], gradient, rtol=1e-8, atol=1e-10)
+
+
+def test_an_adapted_head_makes_one_chunk_of_logits_at_a_time() -> None:
+    config = LoraConfig(target_modules=["lm_head"], init_lora_weights=False)
+    loss = LabelOnlyLoss(get_peft_model(tiny_model(), config), chunk=10)
+    with Made() as made:
+        gradients(loss, **BATCH)
+    assert made.rows_of_logits() == 10
+    nothing = torch.full_like(BATCH["labels"], IGNORED)
+    total, count, found = gradients(loss, input_ids=BATCH["input_ids"], labels=nothing)
+    assert (total, count) == (0.0, 0)
+    assert found, "replicas wait for a gradient of every weight"
+    assert not any(g.any() for g in found.values())
 
 
 def test_adapters_below_the_head_learn_the_same() -> None:

@@ -75,9 +75,16 @@ def test_rows_that_were_cut_up_are_found_again(row: int, rows: int, seed: int) -
     assert len(pack_lengths(planted(seed, row, rows, 7), row)) == rows
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_long_rows_that_were_cut_up_are_found_again_but_for_one_at_most(seed: int) -> None:
-    assert len(pack_lengths(planted(seed, ROW, 100, 7), ROW)) <= 101
+@pytest.mark.parametrize("rows", [5, 20, 50, 100, 200])
+@pytest.mark.parametrize("seed", range(6))
+def test_long_rows_that_were_cut_up_are_found_again(rows: int, seed: int) -> None:
+    assert len(pack_lengths(planted(seed, ROW, rows, 7), ROW)) == rows
+
+
+@pytest.mark.parametrize("rows", [20, 50, 100])
+@pytest.mark.parametrize("seed", range(3))
+def test_long_rows_of_few_records_are_found_again_but_for_one_at_most(rows: int, seed: int) -> None:
+    assert len(pack_lengths(planted(seed, ROW, rows, 4), ROW)) <= rows + 1
 
 
 def test_skewed_lengths_fill_rows_to_995_in_a_thousand() -> None:

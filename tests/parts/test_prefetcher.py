@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hasten.parts.device_copies import DeviceCopies, each_tensor, tensor_bytes
 from hasten.parts.prefetcher import FULL_IN_A_ROW, SmartPrefetcher
+from hasten.parts.reading_thread import Taken
 
 
 def readers() -> list[threading.Thread]:
@@ -121,15 +122,28 @@ def test_memory_bounds_what_waits() -> None:
 
 def test_the_look_ahead_grows_with_stalls_and_goes_back_when_the_queue_stays_full() -> None:
     prefetcher = SmartPrefetcher(4, max_lookahead=12)
-    assert [prefetcher.note(0.1, 0, 4) for _ in range(4)] == [6, 9, 12, 12]
-    assert prefetcher.note(0.0, 0, 12) == 12  # a wait too short to be the loader's
+    stalled = Taken(None, waited=0.1, depth=0, room=4, read_seconds=0.0)
+    assert [prefetcher.note(stalled, 0.1) for _ in range(4)] == [6, 9, 12, 12]
+    at_once = Taken(None, waited=0.0, depth=0, room=12, read_seconds=0.0)
+    full = Taken(None, waited=0.0, depth=12, room=12, read_seconds=0.0)
+    assert prefetcher.note(at_once, 0.1) == 12  # a wait too short to be the loader's
     for expected in (11, 10):
         for _ in range(FULL_IN_A_ROW):
-            now = prefetcher.note(0.0, 12, 12)
+            now = prefetcher.note(full, 0.1)
         assert now == expected
     for _ in range(40 * FULL_IN_A_ROW):
-        prefetcher.note(0.0, 12, 12)
+        prefetcher.note(full, 0.1)
     assert prefetcher.statistics.lookahead == 4
+
+
+def test_the_look_ahead_follows_the_bursts_before_they_are_felt() -> None:
+    prefetcher = SmartPrefetcher(4, max_lookahead=32)
+    quiet = Taken(None, waited=0.0, depth=4, room=4, read_seconds=0.005)
+    burst = Taken(None, waited=0.0, depth=1, room=4, read_seconds=0.065)
+    prefetcher.note(quiet, 0.01)
+    assert prefetcher.note(burst, 0.01) == 7  # 55 ms behind, at 10 ms a batch, and one
+    for _ in range(10 * FULL_IN_A_ROW):
+        assert prefetcher.note(quiet, 0.01) == 7  # kept while the burst is remembered
 
 
 def test_an_error_arrives_in_the_step_that_needed_the_batch_with_its_traceback() -> None:
@@ -197,7 +211,7 @@ def test_the_state_is_what_was_taken_and_a_new_pass_goes_on_behind_it() -> None:
 def test_the_learned_pace_goes_on_within_new_bounds() -> None:
     prefetcher = SmartPrefetcher(4)
     for _ in range(5):
-        prefetcher.note(1.0, 0, 4)
+        prefetcher.note(Taken(None, 1.0, 0, 4, 0.0), 0.1)
     smaller = SmartPrefetcher(2, max_lookahead=8)
     smaller.load_state_dict(prefetcher.state_dict())
     assert (smaller.statistics.lookahead, smaller.statistics.batches) == (8, 5)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.parts.row_order import GroupedOrder, PackedOrder
+from hasten.parts.dealing import deal, quadratic_share, row_costs, straggler_loss
+from hasten.parts.row_order import GroupedOrder, PackedOrder, stratified
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 
@@ -74,6 +75,51 @@ def test_rows_stay_whole_within_their_tokens_and_have_new_company_each_epoch() -
     first, second = ({frozenset(r) for r in made.rows(epoch)} for epoch in (0, 1))
     assert len(first & second) < len(first) / 2
     assert [len(step) for step in made.row_steps(0)][:-1] == [8] * ((len(rows) - 1) // 8)
+
+
+@given(
+    costs=st.lists(st.floats(0.1, 100), max_size=200),
+    of_step=st.integers(1, 70),
+    seed=st.integers(0, 3),
+)
+def test_a_stratified_order_has_every_row_once(costs: list[float], of_step: int, seed: int) -> None:
+    found = stratified(np.array(costs), of_step, np.random.default_rng(seed))
+    assert sorted(found.tolist()) == list(range(len(costs)))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.5])
+@pytest.mark.parametrize("per_rank", [2, 8])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_wait_less_than_three_in_a_thousand_where_lengths_have_two_modes(
+    ranks: int, per_rank: int, share: float
+) -> None:
+    draw = np.random.default_rng(0)
+    high = draw.random(8000) < share
+    lengths = np.where(high, draw.normal(3900, 20, 8000), draw.normal(2250, 20, 8000)).astype(int)
+    quadratic = quadratic_share(4096)
+    made = PackedOrder(np.minimum(lengths, 4096), 4096, ranks * per_rank, 0, quadratic)
+    losses = []
+    for rows in made.row_steps(0):
+        costs = row_costs(rows, made.lengths, quadratic)
+        if len(rows) == made.rows_per_step:
+            losses.append(straggler_loss(costs, deal(costs, ranks)))
+    assert np.mean(losses) <= 0.003
+
+
+def test_steps_have_one_mixture_of_cheap_and_dear_rows_and_new_company_each_epoch() -> None:
+    costs = np.repeat([1.0, 2.0], 512)
+    first, second = (
+        stratified(costs, 64, np.random.default_rng(seed)).reshape(-1, 64) for seed in (0, 1)
+    )
+    assert (costs[first].sum(1) == 96).all()
+    pairs = [
+        {(a, b) for step in order.tolist() for a in step for b in step if a < b}
+        for order in (first, second)
+    ]
+    expected = len(pairs[0]) * 64 / len(costs)  # of those that met, so many meet again by chance
+    assert len(pairs[0] & pairs[1]) < 2 * expected
+    places = np.argsort(first.ravel())
+    assert abs(float(np.corrcoef(places // 64, costs)[0, 1])) < 0.01  # cost doesn't drift
 
 
 @given(sizes=LENGTHS, budget=st.integers(50, 200))

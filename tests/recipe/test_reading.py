@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,9 @@ def test_a_recipe_with_sources_is_the_same_once_written_out(folder: Path) -> Non
     assert load_recipe(path) == recipe(folder)
 
 
-def test_a_hub_name_is_answered_with_the_way_to_a_folder(folder: Path) -> None:
-    with pytest.raises(InputError, match=r"install hasten\[hub\]"):
+def test_a_hub_name_without_the_library_is_answered_with_the_way_to_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match=r"pip install 'hasten\[hub\]'"):
         read_source(recipe(folder, dataset="openai/gsm8k"), print)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hasten.cli.init import init
-from hasten.core.facts import Facts
+from hasten.core.facts import Accelerator, Facts
 from hasten.errors import InputError
 from hasten.recipe import suggest as module
 from hasten.recipe.schema import Recipe, load_recipe
@@ -57,6 +57,37 @@ def test_packing_is_chosen_where_lengths_differ_and_left_out_where_they_do_not(
     uneven = suggest("deepseek-llm-tiny", ragged(tmp_path, [5] * 70 + [90] * 10), "x")
     assert "packed" not in even
     assert "packed" in uneven
+
+
+def test_the_choice_between_packing_and_grouping_shows_its_figures(tmp_path: Path) -> None:
+    text = suggest("deepseek-llm-tiny", ragged(tmp_path, [5] * 70 + [90] * 10), "x")
+    words = text.replace("\n# ", " ")
+    assert re.search(r"packed rows of \d+ [\d.]+% full, records of like length [\d.]+%", words)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "devices", "expected"),
+    [
+        ("llama", 0, ["packed", "document_attention"]),
+        ("llama", 2, [{"packed_epoch": {"row_tokens": 100}}, "packed", "document_attention"]),
+        ("mamba", 2, ["length_grouped"]),
+    ],
+)
+def test_batching_follows_architecture_and_devices(
+    architecture: str, devices: int, expected: list[Any]
+) -> None:
+    recipe = Recipe(model="deepseek-llm-tiny", dataset="stdlib", max_steps=1)
+    known: Facts = module.facts_of(recipe)
+    device = Accelerator("a device", 8 << 30, "9.0")
+    known = replace(
+        known,
+        model=replace(known.model, architecture=architecture),
+        hardware=replace(known.hardware, accelerators=(device,) * devices),
+    )
+    lengths = np.random.default_rng(0).integers(5, 50, 2000).astype(np.int32)
+    plan, reason = module._batching(recipe, lengths, 100, known)
+    assert plan == expected
+    assert "% full" in reason
 
 
 def test_the_cut_holds_nearly_all_records() -> None:

@@ -9,48 +9,20 @@ import pytest
 import torch
 from torch import nn
 
+from adaptive_rank_jobs import PLACES, SmallMemory
 from hasten import DynamicBatcher, OptimizedTrainer
-from hasten.core.facts import World
 from hasten.core.session import Session
+from hasten.core.setup import OneProcess
+from hasten.core.step import training
+from hasten.errors import InputError
 from hasten.parts.losses import WholeLogitsLoss
 from hasten.techniques.batch import AdaptiveBatch
+from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
+from hasten.techniques.feed import Prefetched
 from hasten.techniques.precision import BF16MasterWeights
-from tiny import job_facts, language_job, records, run, session_of, tiny_model
-
-LIMIT = 160  # slots that fit
-
-
-class Fails(torch.autograd.Function):
-    """Memory runs out in the middle of the backward pass, when later layers have gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grad: torch.Tensor) -> torch.Tensor:
-        raise torch.OutOfMemoryError("simulated")
-
-
-class SmallMemory(nn.Module):
-    """The plain loss on a device that holds ``LIMIT`` slots."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.failures = WholeLogitsLoss(model), 0
-        model.model.layers[1].register_forward_pre_hook(self._break)  # type: ignore[union-attr, index]
-        self.model = model
-
-    def _break(self, module: nn.Module, args: Any) -> Any:
-        hidden = args[0]
-        if torch.is_grad_enabled() and hidden.shape[0] * hidden.shape[1] > LIMIT:
-            self.failures += 1
-            return (Fails.apply(hidden), *args[1:])
-        return args
-
-    def forward(self, **inputs: Any) -> Any:
-        return self.inner(**inputs)
+from ranks import on_ranks
+from tiny import language_job, records, run, session_of, tiny_model
 
 
 def trained(small: bool, *techniques: Any, dtype: Any = torch.float64) -> tuple[Session, list[Any]]:
@@ -91,7 +63,7 @@ def test_without_it_the_error_ends_the_run() -> None:
 
 
 def test_a_single_record_that_does_not_fit_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{__name__}.LIMIT", 20)
+    monkeypatch.setattr(SmallMemory, "limit", 20)
     with pytest.raises(torch.OutOfMemoryError):
         trained(True, AdaptiveBatch())
 
@@ -106,11 +78,87 @@ def test_another_error_is_not_taken_for_memory() -> None:
         run(session_of(job, AdaptiveBatch()))
 
 
-def test_on_several_ranks_it_says_why_it_can_not() -> None:
-    known = job_facts(language_job(), world=World(0, 0, 2))
-    (reason,) = AdaptiveBatch().obstacles(known)
-    assert "single process" in reason
-    assert "2 ranks" in reason
+@pytest.mark.parametrize("feed", [(), (Prefetched(),)], ids=["straight", "prefetched"])
+def test_the_metrics_describe_what_ran_and_not_the_first_cut(feed: Any) -> None:
+    session, found = trained(True, AdaptiveBatch(), *feed)
+    job = session.setup.job
+    for step, metrics in zip(session.setup.sampler.steps(0), found, strict=False):  # type: ignore[union-attr]
+        lengths = [job.lengths[i] for i in step]
+        assert metrics.tokens == sum(lengths)
+        assert metrics.tokens <= metrics.slots < max(lengths) * len(lengths)
+        assert metrics.padding_share == 1 - metrics.tokens / metrics.slots
+    assert session.progress.slots == sum(m.slots for m in found)
+
+
+def test_what_was_read_ahead_in_pieces_known_to_fail_is_cut_again_before_it_fails() -> None:
+    session, _ = trained(True, AdaptiveBatch(max_size=32), Prefetched(lookahead=8))
+    assert session.loss_module.failures <= 5  # type: ignore[operator]
+
+
+def test_a_resumed_run_goes_on_with_the_size_and_the_ceiling_it_had(tmp_path: Any) -> None:
+    job = language_job(loss=SmallMemory, data=records(24), steps=9, batch=12)
+    plan = (AdaptiveBatch(), Prefetched(), Checkpoints(4))
+    first = session_of(job, *plan, folder=tmp_path)
+    steps = training(first)
+    for _ in range(5):  # a step more than was saved: the size of step 4 counts
+        next(steps)
+        if first.progress.step == 4:
+            learnt = first.setup.attempt.room.state_dict()  # type: ignore[attr-defined]
+    second = session_of(job, *plan, folder=tmp_path)
+    second.setup.checkpoint.resume(second)
+    assert second.setup.attempt.room.state_dict() == learnt  # type: ignore[attr-defined]
+    assert learnt["ceiling"] > 0
+    assert learnt["size"] < 32 * max(job.lengths)
+    steps.close()
+
+
+def test_with_another_number_of_ranks_the_smallest_size_is_taken() -> None:
+    adaptive: Any = session_of(language_job(), AdaptiveBatch()).setup.attempt
+    adaptive.load_state_dict({"rooms": [[90, 0, 0], [40, 30, 50], [60, 0, 0]]})
+    assert adaptive.room.state_dict() == {"size": 40, "good": 30, "ceiling": 50}
+
+
+def test_a_layout_whose_ranks_can_not_repeat_a_pass_alone_is_refused_by_name() -> None:
+    session = session_of(language_job(), AdaptiveBatch())
+
+    class Sharded(OneProcess):
+        size = 2
+
+    session.setup.layout = Sharded()
+    with pytest.raises(InputError, match="adaptive_batch with 2 ranks needs ddp"):
+        next(training(session))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return on_ranks("adaptive_rank_jobs:all_places", tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_that_fails_redoes_its_passes_and_the_weights_are_those_without_a_failure(
+    two_ranks: list[Any], place: str
+) -> None:
+    undisturbed = two_ranks[0]["accumulated"]
+    ours, theirs = two_ranks[0][place], two_ranks[1][place]
+    assert ours["weights"] == theirs["weights"]
+    assert ours["losses"] == theirs["losses"]
+    assert ours["slots"] == theirs["slots"]
+    assert ours["losses"] == pytest.approx(undisturbed["losses"], rel=1e-10)
+    assert ours["weights"] == pytest.approx(undisturbed["weights"], rel=1e-8, abs=1e-10)
+    assert [ours["redone"] > 0, theirs["redone"] > 0] == PLACES[place]
+
+
+def test_masters_of_two_ranks_follow_those_of_a_run_in_one_cut(two_ranks: list[Any]) -> None:
+    ours, plain = two_ranks[0]["masters"], two_ranks[0]["masters, accumulated"]
+    assert ours["redone"]
+    assert ours["weights"] == two_ranks[1]["masters"]["weights"]
+    assert ours["losses"] == pytest.approx(plain["losses"], rel=2e-2)
+
+
+def test_each_rank_finds_its_own_size_in_a_checkpoint(two_ranks: list[Any]) -> None:
+    for rank in two_ranks:
+        assert rank["resumed"] == rank["learnt"]
+    assert two_ranks[0]["learnt"] != two_ranks[1]["learnt"]
 
 
 @pytest.mark.parametrize("switch", [True, DynamicBatcher(4, 64), AdaptiveBatch(4, 64)])

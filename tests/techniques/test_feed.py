@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 from torch import nn
 
 from hasten.core.batch import Counts, MicroBatch
+from hasten.core.state import restore, state_of
 from hasten.core.step import training
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.feed import Prefetched, PrefetchedFeed
+from ranks import on_ranks
 from tiny import language_job, records, run, session_of, tiny_model
 
 
@@ -60,6 +63,28 @@ def test_a_run_resumes_behind_the_steps_it_took_not_those_read_ahead(tmp_path: A
     second.setup.checkpoint.resume(second)
     assert second.progress.step_in_epoch == 5
     assert taken[:5] + [m.loss for m in run(second)] == whole
+
+
+def test_two_ranks_that_read_ahead_have_the_bits_and_the_order_of_two_that_do_not(
+    tmp_path: Path,
+) -> None:
+    for rank in on_ranks("feed_rank_jobs:both_ways", tmp_path):
+        assert rank["ahead"] == rank["plain"]
+        assert rank["resumed"] == [tokens for _, _, tokens in rank["plain"][5:-1]]
+
+
+def test_the_pace_that_was_learnt_goes_on_in_a_resumed_run() -> None:
+    job = language_job(data=records(24), batch=2, steps=8)
+    first, second = session_of(job, Prefetched()), session_of(job, Prefetched())
+    run(first)
+    saved: Any = first.setup.feed
+    saved.prefetcher.statistics.lookahead = 11
+    restore(second, *state_of(first))
+    second.progress.step = second.progress.epoch = second.progress.step_in_epoch = 0
+    run(second)
+    resumed: Any = second.setup.feed
+    assert resumed.prefetcher.statistics.batches >= 16
+    assert resumed.prefetcher.statistics.lookahead >= 10  # by at most one less after a quiet time
 
 
 def test_an_error_of_a_record_ends_the_run_with_that_error() -> None:

@@ -8,11 +8,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hasten.cli.data_page import write_page
+from hasten.cli.display import Display
 from hasten.data.formats import read_records
+from hasten.data.packed_file import COLUMNS, check_name, write_packed
 from hasten.data.shapes import Conversation
-from hasten.data.statistics import Statistics, padding_share, statistics_of
+from hasten.data.statistics import Layout, Statistics, advice, layouts, statistics_of
 from hasten.data.store import inspect as rendered
+from hasten.data.toolturns import split_tools, template_turns
 from hasten.errors import InputError
+from hasten.recipe.build import DEFAULT_BATCH
 from hasten.recipe.material import Material, gather
 from hasten.recipe.schema import Recipe, load_recipe
 
@@ -35,19 +40,55 @@ def inspect(path: Path, overrides: Sequence[str], count: int) -> None:
         print(rendered(material.tokenizer, record, colour))
 
 
-def stats(path: Path, overrides: Sequence[str], as_json: bool) -> None:
-    """Print lengths, loss mask, duplicates and the padding that batches would have."""
+def stats(path: Path, overrides: Sequence[str], as_json: bool, html: Path | None = None) -> None:
+    """Print lengths, loss mask, duplicates and how full each way of laying records out is."""
+    if html is not None and html.is_dir():
+        raise InputError(f"{html} is a folder; give --html a file")
     recipe = load_recipe(path, overrides)
     material = _material(recipe)
     found = statistics_of(material.train)
-    batch = recipe.global_batch_size or 32
-    padding = padding_share(material.train.lengths, batch)
+    batch = recipe.global_batch_size or DEFAULT_BATCH
+    lengths = material.train.lengths
+    ways = layouts(lengths, batch, recipe.cutoff_len)
+    chosen = advice(lengths, batch, recipe.cutoff_len)
+    if html is not None:
+        write_page(html, f"Data of {path.name}", found, ways, chosen)
     if as_json:
         values = {**found.__dict__, "bins": [b.__dict__ for b in found.bins]}
-        print(json.dumps({**values, "padding_share": padding, "batch": batch}, indent=1))
+        values |= {"padding_share": 1 - ways[0].fullness, "batch": batch, "advice": chosen}
+        print(json.dumps({**values, "layouts": [w.__dict__ for w in ways]}, indent=1))
         return
     _print(found)
-    print(f"\npadding         {padding:.1%} of the slots, in random batches of {batch} records")
+    _print_layouts(ways, chosen)
+    if html is not None:
+        print(f"\nwritten: {html}")
+
+
+def pack(
+    path: Path, overrides: Sequence[str], output: Path, row_tokens: int | None, force: bool
+) -> None:
+    """Write the recipe's training records as packed rows, for this or another trainer."""
+    check_name(output)
+    if output.is_dir():
+        raise InputError(f"{output} is a folder; give --to a file")
+    if output.exists() and not force:
+        raise InputError(f"{output} exists; give another name, or --force to replace it")
+    recipe = load_recipe(path, overrides)
+    with Display() as display:
+        material = gather(recipe, Path(recipe.output) / "data", display.tell)
+        display.begin()
+        found = write_packed(
+            material.train,
+            output,
+            row_tokens or recipe.cutoff_len,
+            recipe.seed,
+            lambda done, total: display.show(f"packing, {done:,} of {total:,} rows", done / total),
+        )
+    records = len(material.train)
+    print(f"records    {records:,}, {found.tokens:,} tokens; the held-out ones are not among them")
+    print(f"rows       {found.rows:,} of {found.row_tokens:,} tokens, {found.fullness:.2%} full")
+    print(f"bound      {found.lower_bound:,}: no packing has fewer rows")
+    print(f"written    {output}: {', '.join(COLUMNS)}")
 
 
 def convert(sources: Sequence[Path], output: Path, max_rejected: float) -> None:
@@ -81,7 +122,9 @@ def _material(recipe: Recipe) -> Material:
 def _row(conversation: Conversation) -> dict[str, object]:
     if conversation.text is not None:
         return {"text": conversation.text}
-    return {"messages": [{"role": m.role, "content": m.content} for m in conversation.messages]}
+    tools, turns = split_tools(conversation.messages)
+    row: dict[str, object] = {"messages": template_turns(turns, "object")}
+    return row | ({"tools": tools} if tools else {})
 
 
 def _print(found: Statistics) -> None:
@@ -96,3 +139,12 @@ def _print(found: Statistics) -> None:
         share = one.tokens / found.tokens
         name = f"{one.low:,}-{one.high - 1:,}" if one.high - one.low > 1 else f"{one.low:,}"
         print(f"{name:>15} {bar:<{BAR}} {one.records:>9,}  {share:5.1%} of tokens")
+
+
+def _print_layouts(ways: Sequence[Layout], chosen: str) -> None:
+    print(f"\n{'laid out as':<34} {'technique':<15} {'full':>7} {'rows':>11} {'bound':>11}")
+    for way in ways:
+        bound = "-" if way.bound is None else f"{way.bound:,}"
+        figures = f"{way.fullness:>7.1%} {way.rows:>11,} {bound:>11}"
+        print(f"{way.method:<34} {way.technique:<15} {figures}")
+    print(f"\nbest: {chosen}")

@@ -54,32 +54,76 @@ class Batch(NamedTuple):
         return bits[first % 8 :][: last - first].view(np.bool_)
 
 
-def write(path: Path, records: Iterable[TokenRecord], summarise: Callable[[], Any] = dict) -> None:
+def write(
+    path: Path,
+    records: Iterable[TokenRecord],
+    summarise: Callable[[], Any] = dict,
+    durable: bool = True,
+) -> None:
     """Write records to `path`, which has either its old content or all of the new.
 
     `summarise()` is called after the last record; what it returns must be JSON and comes back from
-    `read`. Raises OSError where the file can't be written.
+    `read`. Without `durable` a power cut may leave a damaged file behind, never a crash of the
+    process. Raises OSError where the file can't be written.
     """
+    _write(path, _batches(records), summarise, durable)
+
+
+def merge(path: Path, parts: Iterable[Path], summarise: Callable[[list[Any]], Any]) -> None:
+    """Write the records of whole files to one, batch by batch, one part in memory at a time.
+
+    `summarise` makes the summary from those of the parts. Raises DamagedError or OSError.
+    """
+    summaries: list[Any] = []
+
+    def batches() -> Iterator[Any]:
+        for part in parts:
+            summaries.append(_proven(part))
+            with pa.memory_map(str(part)) as mapped, pa.ipc.open_stream(mapped) as stream:
+                yield from stream
+
+    _write(path, batches(), lambda: summarise(summaries), durable=True)
+
+
+def _write(path: Path, batches: Iterable[Any], summarise: Callable[[], Any], durable: bool) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.", suffix=".tmp")
     try:
         with open(handle, "w+b") as file:
             with pa.ipc.new_stream(pa.PythonFile(file, "w"), SCHEMA) as writer:
-                for batch in _batches(records):
+                for batch in batches:
                     writer.write_batch(batch)
             summary = json.dumps(summarise()).encode()
             file.write(summary + len(summary).to_bytes(_SIZE_BYTES, "little"))
             file.write(_digest(file, file.tell()))
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    if durable:
+        _sync_folder(path.parent)
 
 
 def read(path: Path) -> tuple[list[Batch], Any]:
     """The batches of a file, mapped, and its summary; raises DamagedError or OSError."""
+    summary = _proven(path)
+    with pa.ipc.open_stream(pa.memory_map(str(path))) as stream:
+        return [_mapped(batch) for batch in stream], summary
+
+
+def is_whole(path: Path) -> bool:
+    """Whether there is a file and it is what was once written; may raise OSError."""
+    try:
+        _proven(path)
+    except (FileNotFoundError, DamagedError):
+        return False
+    return True
+
+
+def _proven(path: Path) -> Any:
+    """The summary of a file that is whole."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END) - _DIGEST_BYTES
         if end < _SIZE_BYTES or _digest(file, end) != file.read(_DIGEST_BYTES):
@@ -87,9 +131,7 @@ def read(path: Path) -> tuple[list[Batch], Any]:
         file.seek(end - _SIZE_BYTES)
         size = int.from_bytes(file.read(_SIZE_BYTES), "little")
         file.seek(end - _SIZE_BYTES - size)
-        summary = json.loads(file.read(size))
-    with pa.ipc.open_stream(pa.memory_map(str(path))) as stream:
-        return [_mapped(batch) for batch in stream], summary
+        return json.loads(file.read(size))
 
 
 def _batches(records: Iterable[TokenRecord]) -> Iterator[Any]:

@@ -32,19 +32,37 @@ DEEPSEEK_LLM = """\
     {{- 'Assistant:' }}
 {%- endif %}"""
 
-# The chat format of DeepSeek V3 (DeepSeek-AI 2024, the model card of DeepSeek-V3), no tools.
+# The chat format of DeepSeek V3 (DeepSeek-AI 2024, tokenizer_config.json of DeepSeek-V3-0324), with
+# calls of tools and their results; how tools are declared is not part of it. As published only the
+# first results of a dialogue are opened and a call after results doesn't close them; here all are.
 DEEPSEEK_V3 = """\
 {{- bos_token }}
 {%- for message in messages %}
-    {%- if message.role == 'user' %}
+    {%- if message.role == 'tool' %}
+        {%- set opens = messages[loop.index0 - 1].role != 'tool' %}
+        {{- '<｜tool▁outputs▁begin｜>' if opens else '\\n' }}
+        {{- '<｜tool▁output▁begin｜>' + message.content + '<｜tool▁output▁end｜>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}
+            {{- '<｜tool▁outputs▁end｜>' }}
+        {%- endif %}
+    {%- elif message.role == 'user' %}
         {{- '<｜User｜>' + message.content }}
     {%- elif message.role == 'assistant' %}
-        {{- '<｜Assistant｜>' + message.content + eos_token }}
+        {{- '' if messages[loop.index0 - 1].role == 'tool' else '<｜Assistant｜>' }}
+        {{- message.content or '' }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<｜tool▁calls▁begin｜>' if loop.first else '\\n' }}
+            {{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + call.function.name }}
+            {%- set given = call.function.arguments %}
+            {{- '\\n```json\\n' + (given if given is string else given | tojson) }}
+            {{- '\\n```<｜tool▁call▁end｜>' + ('<｜tool▁calls▁end｜>' if loop.last else '') }}
+        {%- endfor %}
+        {{- eos_token }}
     {%- else %}
         {{- message.content }}
     {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}
+{%- if add_generation_prompt and (not messages or messages[-1].role != 'tool') %}
     {{- '<｜Assistant｜>' }}
 {%- endif %}"""
 

@@ -1,8 +1,9 @@
 """Columns: a user's names for the columns of a known shape, and for what is inside its turns.
 
-`question: prompt_text` reads the column `question` of a shape from the user's `prompt_text`. Five
+`question: prompt_text` reads the column `question` of a shape from the user's `prompt_text`. Seven
 tags, named as in LLaMA-Factory's dataset_info.json, say the same of turns: `role_tag` and
-`content_tag` are the keys of a turn, `user_tag`, `assistant_tag` and `system_tag` its roles.
+`content_tag` are the keys of a turn, `user_tag`, `assistant_tag`, `system_tag`, `function_tag` (a
+turn whose content is JSON of calls) and `observation_tag` (their results) its roles.
 """
 
 from __future__ import annotations
@@ -12,10 +13,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hasten.data.messages import CALLS
 from hasten.data.shapes import SHAPES
 from hasten.errors import InputError
 
-TAGS = ("role_tag", "content_tag", "user_tag", "assistant_tag", "system_tag")
+_ROLE_TAGS = {
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "system_tag": "system",
+    "function_tag": CALLS,
+    "observation_tag": "observation",
+}
+TAGS = ("role_tag", "content_tag", *_ROLE_TAGS)
+_OF_TOOLS = ("tool_calls", "function_call", "tool_call_id", "name")  # stay in a turn as they are
 _NAMES = list(dict.fromkeys(n for shape in SHAPES.values() for n in (*shape.needs, *shape.takes)))
 
 
@@ -54,7 +64,8 @@ class Columns:
             return turn
         role, content = self.tags.get("role_tag", who), self.tags.get("content_tag", what)
         found = {known: turn[own] for known, own in ((who, role), (what, content)) if own in turn}
-        roles = {own: tag.removesuffix("_tag") for tag, own in self.tags.items() if tag in TAGS[2:]}
+        found |= {key: turn[key] for key in _OF_TOOLS if key in turn}
+        roles = {own: _ROLE_TAGS[tag] for tag, own in self.tags.items() if tag in _ROLE_TAGS}
         if isinstance(name := found.get(who), str):
             found[who] = roles.get(name, name)
         return found

@@ -22,13 +22,11 @@ _ELSEWHERE = ("hf_hub_url", "ms_hub_url", "om_hub_url", "cloud_file_name", "load
 # The data set's column -> the shape's, per formatting.
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "history": "history"}
 _COLUMNS = {"alpaca": _ALPACA | {"system": "system"}}
-_COLUMNS["sharegpt"] = {"messages": "conversations", "system": "system"}
+_COLUMNS["sharegpt"] = {"messages": "conversations", "system": "system", "tools": "tools"}
 _UNMAPPED = {
     "alpaca": {"prompt": "instruction", "query": "input", "response": "output"},
     "sharegpt": {"messages": "conversations"},
 }
-# Turns of tools stay what they are and are refused where they occur.
-_IGNORED_TAGS = ("observation_tag", "function_tag")
 
 
 def entry_of(name: str) -> tuple[Path, Columns] | None:
@@ -95,7 +93,7 @@ def _columns(place: str, entry: dict[str, Any]) -> Columns:
     given = _texts(place, "columns", entry) or _UNMAPPED[formatting]
     if unread := [key for key in given if key not in known]:
         raise InputError(f"{place}: the column {unread[0]!r} is not read here: leave it out")
-    tags = {k: v for k, v in _texts(place, "tags", entry).items() if k not in _IGNORED_TAGS}
+    tags = _texts(place, "tags", entry)
     if unread := [key for key in tags if key not in TAGS]:
         raise InputError(f"{place}: the tag {unread[0]!r} is none of {', '.join(TAGS)}")
     if formatting == "alpaca" and {*given} == {"prompt"}:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -18,9 +18,12 @@ from typing import NamedTuple
 from hasten.data.columns import Columns
 from hasten.data.containers import NAMES, Container, container_of, named, open_stream
 from hasten.data.datasetinfo import FILE
-from hasten.data.jsonscan import Found, scan_json, scan_lines
+from hasten.data.hub import hub_files, hub_name, saved_files
+from hasten.data.jsonlist import scan_json
+from hasten.data.jsonscan import Found, scan_lines
 from hasten.data.shapes import SHAPES, Conversation, Message, UnfitError, conversation, shape_of
 from hasten.data.sources import Source
+from hasten.data.spool import Gathered
 from hasten.data.tables import scan_csv, scan_table
 from hasten.errors import InputError
 
@@ -35,10 +38,6 @@ __all__ = [
 ]
 
 _LOOK = 200  # records that decide a file's shape
-_HUB = (
-    " (a name on the hub is not read: install hasten[hub], save the data set with to_parquet, "
-    "and give that folder)"
-)
 
 
 class Rejected(NamedTuple):
@@ -53,7 +52,7 @@ class Rejected(NamedTuple):
 class Reading:
     """What the files gave."""
 
-    conversations: list[Conversation]
+    conversations: Gathered
     rejected: list[Rejected]
     shapes: dict[str, str]  # file -> name of its shape
     containers: dict[str, str] = field(default_factory=dict)  # file -> its container
@@ -65,20 +64,28 @@ def read_records(paths: Sequence[Path], max_rejected: float = 0.001) -> Reading:
     `max_rejected` below 1 is a share of all records, from 1 on a count. Raises InputError where
     more are rejected, nothing is left, a file is missing or has no known shape.
     """
-    whole = Reading([], [], {})
+    conversations: list[Conversation] = []
+    whole = Reading(conversations, [], {})
     for reading in read_sources([Source(Path(path)) for path in paths], max_rejected):
-        whole.conversations.extend(reading.conversations)
+        conversations.extend(reading.conversations)
         whole.rejected.extend(reading.rejected)
         whole.shapes.update(reading.shapes)
         whole.containers.update(reading.containers)
     return whole
 
 
-def read_sources(sources: Sequence[Source], max_rejected: float = 0.001) -> list[Reading]:
-    """`read_records` with one reading for each source; the budget of rejects is theirs together."""
+def read_sources(
+    sources: Sequence[Source],
+    max_rejected: float = 0.001,
+    gathered: Callable[[], Gathered] = list,
+) -> list[Reading]:
+    """`read_records` with one reading for each source; the budget of rejects is theirs together.
+
+    `gathered` makes what a reading's records are put into.
+    """
     if not sources:
         raise InputError(f"no data file is named: give a file ({NAMES}), or a folder of them")
-    readings = [_read_source(source) for source in sources]
+    readings = [_read_source(source, gathered()) for source in sources]
     rejected = [row for reading in readings for row in reading.rejected]
     usable = sum(len(reading.conversations) for reading in readings)
     check_rejected(rejected, usable + len(rejected), max_rejected)
@@ -87,8 +94,8 @@ def read_sources(sources: Sequence[Source], max_rejected: float = 0.001) -> list
     return readings
 
 
-def _read_source(source: Source) -> Reading:
-    reading = Reading([], [], {})
+def _read_source(source: Source, gathered: Gathered) -> Reading:
+    reading = Reading(gathered, [], {})
     for path in _files(source.path):
         try:
             _read_file(path, source.columns, reading)
@@ -114,6 +121,8 @@ def check_rejected(rejected: Sequence[Rejected], total: int, max_rejected: float
 
 def _files(path: Path) -> list[Path]:
     if path.is_dir():
+        if saved := saved_files(path):
+            return saved
         files = sorted(file for file in path.iterdir() if named(file) and file.is_file())
         if any(file.name == FILE for file in files):
             raise InputError(f"{path} lists its data sets: add one's name, as in {path}:NAME")
@@ -121,16 +130,17 @@ def _files(path: Path) -> list[Path]:
             raise InputError(f"the folder {path} has no file of {NAMES}")
         return files
     if not path.exists():
+        if name := hub_name(str(path)):
+            return hub_files(name)
         raise InputError(f"there is no file {path}{_near(path)}")
     return [path]
 
 
 def _near(path: Path) -> str:
-    hub = "" if len(path.parts) != 2 or path.suffix else _HUB
     if not path.parent.is_dir():
-        return f", nor a folder {path.parent}{hub}"
+        return f", nor a folder {path.parent}"
     close = difflib.get_close_matches(path.name, [file.name for file in path.parent.iterdir()])
-    return f": did you mean {' or '.join(close)}?" if close else f": check the name{hub}"
+    return f": did you mean {' or '.join(close)}?" if close else ": check the name"
 
 
 def _scan(path: Path, container: Container) -> Iterator[Found]:

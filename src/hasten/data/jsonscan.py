@@ -1,4 +1,4 @@
-"""The values of a JSON Lines file or a JSON list, one by one, each with its line.
+"""The values of a JSON Lines file, one by one, each with its line; `jsonlist` reads lists.
 
 A damaged record costs itself and nothing more, so neither file is handed to `json.loads` whole:
 
@@ -12,7 +12,6 @@ A damaged record costs itself and nothing more, so neither file is handed to `js
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from collections.abc import Iterator
@@ -21,8 +20,6 @@ from typing import IO, Any, NamedTuple
 from hasten.data.containers import DamagedStreamError
 
 _SPACE = re.compile(r"[ \t\r\n]*")
-_BETWEEN = re.compile(r"[ \t\r\n,]*")
-_OBJECT = re.compile(r'\{[ \t\r\n]*"')  # inside a string the quote would be escaped
 _BAD_BYTE = re.compile("[\udc80-\udcff]")
 _BOM = b"\xef\xbb\xbf"
 LONGEST_LINE = 1 << 26  # bytes
@@ -37,8 +34,13 @@ class Found(NamedTuple):
     reason: str | None
 
 
-class _FaultError(ValueError):
+class FaultError(ValueError):
     """Why a stretch of text is not one sound value."""
+
+    def __init__(self, reason: str, at: int = 0, unterminated: bool = False) -> None:
+        super().__init__(reason)
+        self.at = at  # the position where reading failed
+        self.unterminated = unterminated  # it is the start of a string that has no end
 
 
 def scan_lines(file: IO[bytes]) -> Iterator[Found]:
@@ -55,25 +57,6 @@ def scan_lines(file: IO[bytes]) -> Iterator[Found]:
                 yield from (Found(empty, None, "an empty line") for empty in blank)
                 blank.clear()
                 yield _line(number, text.rstrip().decode("utf-8", "surrogateescape"))
-
-
-def scan_json(file: IO[bytes]) -> Iterator[Found]:
-    """The records of a stream that is a list, or else has one on each line. May raise OSError."""
-    pieces: list[bytes] = []
-    fault = None
-    with file:
-        try:
-            while piece := file.read(1 << 16):
-                pieces.append(piece)
-        except DamagedStreamError as error:
-            fault = str(error)
-    data = b"".join(pieces).removeprefix(_BOM)
-    if data.lstrip(b" \t\r\n").startswith(b"["):
-        yield from _scan_list(data.decode("utf-8", "surrogateescape"))
-    else:
-        yield from scan_lines(io.BytesIO(data))
-    if fault:
-        yield Found(data.count(b"\n") + 1, None, fault)
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes, str | None]]:
@@ -93,57 +76,16 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes, str | None]]:
 
 
 def _line(number: int, text: str) -> Found:
-    decoder = _Decoder()
+    decoder = Decoder()
     try:
         value, end = decoder.decode(text, _end(_SPACE, text, 0))
         if _end(_SPACE, text, end) < len(text):
-            raise _FaultError(f"more than one value on the line (column {end + 1})")
+            raise FaultError(f"more than one value on the line (column {end + 1})")
         decoder.check(text)
-    except _FaultError as fault:
+    except FaultError as fault:
         # A bad byte often breaks the syntax too; the byte is then the better reason.
         return Found(number, None, damage(text) or str(fault))
     return Found(number, value, None)
-
-
-def _scan_list(text: str) -> Iterator[Found]:
-    at = text.index("[") + 1
-    place = _Lines(text)
-    decoder = _Decoder()
-    usual: set[str] = set()  # keys seen in sound records: how a record is told from its parts
-    while (at := _end(_BETWEEN, text, at)) < len(text):
-        if text[at] == "]" and _end(_SPACE, text, at + 1) == len(text):
-            return
-        line, start = place.line(at), at
-        try:
-            value, at = decoder.decode(text, at)
-        except _FaultError as fault:
-            at = _next_record(text, at + 1, usual)
-            yield Found(line, None, damage(text[start:at]) or str(fault))
-            if at == len(text):
-                return
-            continue
-        try:
-            decoder.check(text[start:at])
-        except _FaultError as fault:
-            yield Found(line, None, str(fault))
-            continue
-        if isinstance(value, dict):
-            usual |= value.keys()
-        yield Found(line, value, None)
-    yield Found(place.line(len(text)), None, "the list isn't closed: the file may be truncated")
-
-
-def _next_record(text: str, at: int, usual: set[str]) -> int:
-    """Where the next object with a usual key begins; the end of the text where there is none."""
-    decoder = _Decoder()
-    for candidate in _OBJECT.finditer(text, at):
-        try:
-            value, _ = decoder.decode(text, candidate.start())
-        except _FaultError:
-            continue
-        if not usual or usual & value.keys():
-            return candidate.start()
-    return len(text)
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
@@ -162,7 +104,7 @@ def damage(raw: str) -> str | None:
     return None
 
 
-class _Decoder:
+class Decoder:
     """A JSON decoder that notes dubious literals instead of losing its place over them."""
 
     def __init__(self) -> None:
@@ -171,23 +113,29 @@ class _Decoder:
             parse_constant=self._constant, parse_int=self._int, parse_float=self._float
         )
 
-    def decode(self, text: str, at: int) -> tuple[Any, int]:
-        """The value that begins at `at` and where it ends; raises _FaultError on a syntax error."""
+    def decode(self, text: str, at: int, before: int = 0) -> tuple[Any, int]:
+        """The value that begins at `at` and where it ends; raises FaultError on a syntax error.
+
+        `before` is what the text's first line has before the text, where that is part of a file.
+        """
         self._dubious = None
         try:
             return self._json.raw_decode(text, at)
         except json.JSONDecodeError as error:
-            cut = error.pos >= len(text) or error.msg.startswith("Unterminated")
+            unterminated = error.msg.startswith("Unterminated")
+            cut = error.pos >= len(text) or unterminated
             reason = "truncated JSON" if cut else "not JSON"
-            where = f"column {_column(text, error.pos)}"
-            raise _FaultError(f"{reason}: {error.msg} ({where})") from None
+            line = text.rfind("\n", 0, error.pos)
+            column = error.pos - line + (before if line < 0 else 0)
+            said = f"{reason}: {error.msg} (column {column})"
+            raise FaultError(said, error.pos, unterminated) from None
         except RecursionError:
-            raise _FaultError("nested too deeply") from None
+            raise FaultError("nested too deeply") from None
 
     def check(self, raw: str) -> None:
-        """Raise _FaultError if the value decoded last, or its text, holds what isn't allowed."""
+        """Raise FaultError if the value decoded last, or its text, holds what isn't allowed."""
         if reason := damage(raw) or self._dubious:
-            raise _FaultError(reason)
+            raise FaultError(reason)
 
     def _constant(self, name: str) -> float:
         self._dubious = f"{name}, which is not JSON"
@@ -207,23 +155,5 @@ class _Decoder:
         return number
 
 
-def _column(text: str, at: int) -> int:
-    return at - text.rfind("\n", 0, at)
-
-
 def _short(digits: str) -> str:
     return digits if len(digits) <= 24 else digits[:20] + "..."
-
-
-class _Lines:
-    """Line numbers of growing positions; each stretch of the text is counted once."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._at = 0
-        self._line = 1
-
-    def line(self, at: int) -> int:
-        self._line += self._text.count("\n", self._at, at)
-        self._at = at
-        return self._line

@@ -4,8 +4,9 @@ More columns than a shape needs are fine, whatever they hold; a missing or null 
 empty.
 
     alpaca      instruction, output [input, system, history: pairs of question and answer]
-    sharegpt    conversations: from (human, gpt, system), value [system]
-    messages    messages: role (user, assistant, system), content
+    sharegpt    conversations: from (human, gpt, system, function_call, observation), value
+                [system, tools]
+    messages    messages: role (user, assistant, system, tool), content, tool_calls [tools]
     prompt      prompt, completion
     question    question, answer
     text        text: no dialogue, every token is trained
@@ -17,37 +18,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-_ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-}
+from hasten.data.messages import (
+    Message,
+    UnfitError,
+    check_turns,
+    kind_of,
+    message,
+    sound,
+    tools_turn,
+)
 
-
-class Message(NamedTuple):
-    """One turn."""
-
-    role: str  # system, user or assistant
-    content: str
+__all__ = ["SHAPES", "Conversation", "Message", "UnfitError", "conversation", "shape_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """One example before tokenising: a dialogue that ends with an answer, or plain text.
 
-    Exactly one of `messages` and `text` is set. `messages` may begin with a system turn; user and
-    assistant turns then take turns.
+    Exactly one of `messages` and `text` is set. `messages` may begin with what tools there are and
+    a system turn; user and assistant turns then take turns, with tools' after the calls.
     """
 
     messages: tuple[Message, ...]
     text: str | None
     place: str  # "file:line"
-
-
-class UnfitError(ValueError):
-    """Why a record has no conversation in it."""
 
 
 def shape_of(record: Mapping[str, Any], possible: Sequence[str] | None = None) -> str | None:
@@ -59,7 +53,7 @@ def shape_of(record: Mapping[str, Any], possible: Sequence[str] | None = None) -
 def conversation(record: Any, shape: str, place: str) -> Conversation:
     """The conversation in a record of a shape; raises UnfitError where there is none."""
     if not isinstance(record, dict):
-        raise UnfitError(f"{_kind(record)}, not an object")
+        raise UnfitError(f"{kind_of(record)}, not an object")
     if shape not in SHAPES:
         raise UnfitError("the file's shape is unknown: its first records are all damaged")
     needs, read = SHAPES[shape].needs, SHAPES[shape].read
@@ -68,20 +62,8 @@ def conversation(record: Any, shape: str, place: str) -> Conversation:
     if read is None:
         return Conversation((), _filled(_text(record, "text"), "text"), place)
     messages = tuple(read(record))
-    _check_turns(messages)
+    check_turns(messages)
     return Conversation(messages, None, place)
-
-
-def _check_turns(messages: Sequence[Message]) -> None:
-    """Raise unless it is [system], then user and assistant in turn, ending with an answer."""
-    turns = messages[1:] if messages and messages[0].role == "system" else messages
-    for number, message in enumerate(turns):
-        expected = ("user", "assistant")[number % 2]
-        if message.role != expected:
-            raise UnfitError(f"turn {number + 1} is {message.role}'s, expected {expected}'s")
-        _filled(message.content, "question" if expected == "user" else "answer")
-    if not turns or len(turns) % 2:
-        raise UnfitError("lacks an answer: its last turn is the user's" if turns else "is empty")
 
 
 def _alpaca(record: Mapping[str, Any]) -> Iterator[Message]:
@@ -90,8 +72,8 @@ def _alpaca(record: Mapping[str, Any]) -> Iterator[Message]:
         if not isinstance(pair, list) or len(pair) != 2:
             raise UnfitError("'history' must hold pairs of question and answer")
         question, answer = pair
-        yield Message("user", _sound(question, "history"))
-        yield Message("assistant", _sound(answer, "history"))
+        yield Message("user", sound(question, "history"))
+        yield Message("assistant", sound(answer, "history"))
     parts = (_text(record, "instruction"), _text(record, "input", optional=True))
     yield Message("user", "\n".join(part for part in parts if part))
     yield Message("assistant", _text(record, "output"))
@@ -99,13 +81,15 @@ def _alpaca(record: Mapping[str, Any]) -> Iterator[Message]:
 
 def _sharegpt(record: Mapping[str, Any]) -> Iterator[Message]:
     turns = list(_turns(record, "conversations", "from", "value"))
+    yield from tools_turn(record.get("tools"))
     if not (turns and turns[0].role == "system"):
         yield from _system(record)
     yield from turns
 
 
 def _messages(record: Mapping[str, Any]) -> Iterator[Message]:
-    return _turns(record, "messages", "role", "content")
+    yield from tools_turn(record.get("tools"))
+    yield from _turns(record, "messages", "role", "content")
 
 
 def _pair(question: str, answer: str) -> Callable[[Mapping[str, Any]], Iterator[Message]]:
@@ -119,11 +103,8 @@ def _pair(question: str, answer: str) -> Callable[[Mapping[str, Any]], Iterator[
 def _turns(record: Mapping[str, Any], key: str, role: str, content: str) -> Iterator[Message]:
     for turn in _list(record, key):
         if not isinstance(turn, dict):
-            raise UnfitError(f"a turn in {key!r} is {_kind(turn)}, not an object")
-        name = _text(turn, role)
-        if name not in _ROLES:
-            raise UnfitError(f"the role {name[:40]!r} is not one of {', '.join(_ROLES)}")
-        yield Message(_ROLES[name], _text(turn, content))
+            raise UnfitError(f"a turn in {key!r} is {kind_of(turn)}, not an object")
+        yield message(turn, role, content)
 
 
 def _system(record: Mapping[str, Any]) -> Iterator[Message]:
@@ -134,7 +115,7 @@ def _system(record: Mapping[str, Any]) -> Iterator[Message]:
 def _list(record: Mapping[str, Any], key: str) -> list[Any]:
     value = record.get(key)
     if not isinstance(value, list):
-        raise UnfitError(f"{key!r} is {_kind(value)}, not a list")
+        raise UnfitError(f"{key!r} is {kind_of(value)}, not a list")
     return value
 
 
@@ -142,31 +123,13 @@ def _text(record: Mapping[str, Any], key: str, optional: bool = False) -> str:
     if key not in record and not optional:
         raise UnfitError(f"lacks {key!r}")
     value = record.get(key)
-    return "" if value is None and optional else _sound(value, key)
-
-
-def _sound(value: Any, key: str) -> str:
-    """`value` if it is a text that survives UTF-8; escapes can hide what raw bytes can't."""
-    if not isinstance(value, str):
-        raise UnfitError(f"{key!r} is {_kind(value)}, not a text")
-    if "\x00" in value or "\ufeff" in value:
-        raise UnfitError(f"{key!r} holds a NUL character or a byte order mark")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise UnfitError(f"{key!r} holds a lone surrogate: half of a character") from None
-    return value
+    return "" if value is None and optional else sound(value, key)
 
 
 def _filled(text: str, what: str) -> str:
     if not text.strip():
         raise UnfitError(f"lacks {'an' if what == 'answer' else 'a'} {what}: it is empty")
     return text
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
-    return "null" if value is None else names.get(type(value), "a number")
 
 
 class _Shape(NamedTuple):
@@ -178,8 +141,8 @@ class _Shape(NamedTuple):
 
 SHAPES: dict[str, _Shape] = {  # the first that fits wins: alpaca files often have a "text" too
     "alpaca": _Shape(("instruction", "output"), _alpaca, ("input", "system", "history")),
-    "sharegpt": _Shape(("conversations",), _sharegpt, ("system",), ("from", "value")),
-    "messages": _Shape(("messages",), _messages, (), ("role", "content")),
+    "sharegpt": _Shape(("conversations",), _sharegpt, ("system", "tools"), ("from", "value")),
+    "messages": _Shape(("messages",), _messages, ("tools",), ("role", "content")),
     "prompt": _Shape(("prompt", "completion"), _pair("prompt", "completion")),
     "question": _Shape(("question", "answer"), _pair("question", "answer")),
     "text": _Shape(("text",), None),

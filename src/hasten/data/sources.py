@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hasten.data.columns import Columns
 from hasten.data.datasetinfo import entry_of
-from hasten.data.shapes import Conversation
+from hasten.data.spool import Choice, Indexed
 from hasten.errors import InputError
 
 PLAIN = Columns()
@@ -42,17 +43,17 @@ def source_of(name: str, columns: Columns = PLAIN) -> Source:
     return Source(*entry)
 
 
-def weighted(
-    groups: Sequence[Sequence[Conversation]], weights: Sequence[float], seed: int
-) -> list[Conversation]:
+def weighted(groups: Sequence[Indexed], weights: Sequence[float], seed: int) -> Choice:
     """The records of an epoch: each group as often as its weight says, group after group.
 
     A fraction f of n records is round(f * n) of them, without repetition and in their order.
     """
-    kept: list[Conversation] = []
+    kept: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
+    first = 0
     for number, (group, weight) in enumerate(zip(groups, weights, strict=True)):
         whole, part = divmod(weight, 1)
-        kept.extend(list(group) * int(whole))
+        every = np.arange(first, first + len(group), dtype=np.int64)
         order = np.random.default_rng([seed, number]).permutation(len(group))
-        kept.extend(group[i] for i in sorted(order[: round(part * len(group))]))
-    return kept
+        kept += [*[every] * int(whole), every[np.sort(order[: round(part * len(group))])]]
+        first += len(group)
+    return Choice(groups, np.concatenate(kept))

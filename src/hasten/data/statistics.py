@@ -12,8 +12,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from hasten.data.store import Records
+from hasten.parts.packing import CLOSE, choose_method, plan_rows
+from hasten.parts.row_order import GroupedOrder
 
 QUANTILES = (1, 10, 50, 90, 99)
+WINDOW = 4096  # records that length_grouped sorts together, its default
+TIMES = (1, 2, 4)  # sizes of packed rows that are compared, in the shortest useful row
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,60 @@ class Statistics:
     quantiles: dict[int, int]
     duplicates: int
     bins: tuple[Bin, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to lay out records, how full its slots are, and the fewest rows there can be."""
+
+    method: str
+    technique: str
+    fullness: float
+    rows: int
+    bound: int | None = None
+    row_tokens: int = 0  # of packed rows
+
+
+def layouts(lengths: NDArray[np.int32], batch: int, row_tokens: int) -> list[Layout]:
+    """Padded and grouped in batches of ``batch`` records, and packed into rows of three sizes.
+
+    Rows are as long as ``row_tokens``, or the longest record where that is longer, times 1, 2, 4.
+    """
+    batches = -(-len(lengths) // batch)
+    grouped = 1 - GroupedOrder(lengths, window=WINDOW, records=batch).padding_share()
+    found = [
+        Layout(f"padded, {batch} at random", "-", 1 - padding_share(lengths, batch), batches),
+        Layout(f"padded, {batch} of like length", "length_grouped", grouped, batches),
+    ]
+    shortest = max(row_tokens, int(lengths.max(initial=1)))
+    for row in _rows(shortest):
+        made = plan_rows(lengths, row).efficiency
+        name = f"packed, rows of {row:,}"
+        found.append(Layout(name, "packed_epoch", made.fullness, made.rows, made.lower_bound, row))
+    return found
+
+
+def useful_row(lengths: NDArray[np.int32], row_tokens: int) -> int:
+    """Of the rows that :func:`layouts` compares, the shortest nearly as full as the fullest."""
+    shortest = max(row_tokens, int(lengths.max(initial=1)))
+    full = {row: plan_rows(lengths, row).efficiency.fullness for row in _rows(shortest)}
+    return next(row for row in full if full[row] >= max(full.values()) - CLOSE)
+
+
+def advice(lengths: NDArray[np.int32], batch: int, row_tokens: int) -> str:
+    """Which of packed rows and grouped records fills slots better, with the figures."""
+    row = useful_row(lengths, row_tokens)
+    choice = choose_method(lengths, row, batch)
+    words = {
+        "pack": f"packed_epoch with row_tokens: {row}, and packed",
+        "group": "length_grouped",
+        "both": f"packed_epoch with row_tokens: {row} and packed, or length_grouped",
+    }
+    return f"{words[choice.method]} ({choice.reason})"
+
+
+def _rows(shortest: int) -> list[int]:
+    return [shortest * times for times in TIMES]
 
 
 def statistics_of(records: Records) -> Statistics:

@@ -1,21 +1,19 @@
 """Token records tokenised once, kept in an Arrow file and memory-mapped since.
 
-  (1) the key is a hash of all that decides the tokens: conversations, tokenizer with its chat
-      template, cutoff_len, format; the file `<key>.arrow` is the answer to exactly this question
-  (2) a whole file of that name is mapped and used; a missing or damaged one is written anew
-  (3) lengths and counts of trained tokens are computed once; a record is a view of the mapping
-
-Processes that tokenise the same at the same time write the same file, each under its own temporary
-name; the last rename wins and changes nothing.
+(1) the key is a hash of all that decides the tokens: conversations, tokenizer with its chat
+    template, cutoff_len, format; the file `<key>.arrow` is the answer to exactly this question
+(2) a whole file of that name is mapped and used; a missing or damaged one is written anew, by
+    one process at a time (`onewriter`), in chunks that survive it (`preparing`)
+(3) lengths and counts of trained tokens are computed once; a record is a view of the mapping
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Sized
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import xxhash
@@ -23,16 +21,18 @@ from numpy.typing import NDArray
 
 from hasten.data import arrowfile
 from hasten.data.formats import Rejected, check_rejected
-from hasten.data.shapes import Conversation
-from hasten.data.templates import NOT_THE_RECORDS_FAULT, TooLong, encode_all
+from hasten.data.onewriter import one_writer
+from hasten.data.preparing import prepare
+from hasten.data.spool import Indexed, packed
+from hasten.data.templates import NOT_THE_RECORDS_FAULT, TooLong
+from hasten.data.worker import Work
 from hasten.errors import InputError
 from hasten.parts.records import TokenRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT = 2  # change it with anything that changes the tokens of a given input
-_REPORT_EVERY = 100  # conversations between two calls of on_progress
+_FORMAT = 3  # change it with anything that changes the tokens of a given input
 
 
 class Records(Protocol):
@@ -94,17 +94,22 @@ class Subset:
 
 
 def tokenize(
-    conversations: Sequence[Conversation],
+    conversations: Indexed,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     cutoff_len: int,
     max_rejected: float = 0.001,
     on_progress: Callable[[int, int], None] | None = None,
     too_long: TooLong = "truncate",
+    workers: int = 1,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> TokenStore:
     """The token records of conversations, from `folder/<key>.arrow` where they lie there already.
 
-    `on_progress(done, total)` counts conversations and is called only while tokenising.
+    `workers` processes tokenise, 1 is this one; the file is the same, byte by byte.
+    `on_progress(done, total)` counts conversations and is called only while tokenising; what an
+    earlier, killed call has left done is counted at once. `tell` hears of a wait for another
+    process that prepares the same.
     `max_rejected` is as in `read_records`; a record that only `cutoff_len` leaves without an
     answer, or `too_long` drops, is noted as rejected and doesn't count towards it. Raises
     InputError where more are rejected, where no record is left, or where the folder can't be
@@ -115,12 +120,12 @@ def tokenize(
         store = _opened(path)
         if store is None:
             folder.mkdir(parents=True, exist_ok=True)
-            rejected: list[Rejected] = []
-            long: list[str] = []
-            encoded = encode_all(tokenizer, conversations, cutoff_len, too_long)
-            records = _kept(conversations, encoded, rejected, long, on_progress)
-            arrowfile.write(path, records, lambda: {"rejected": rejected, "long": len(long)})
-            store = TokenStore(path)
+            with one_writer(path.with_suffix(".lock"), tell):
+                store = _opened(path)  # another process may have written it meanwhile
+                if store is None:
+                    work = Work(tokenizer, cutoff_len, too_long)
+                    prepare(conversations, work, path, workers, on_progress)
+                    store = TokenStore(path)
     except OSError as error:
         raise InputError(f"the token cache {path} can't be written or read: {error}") from error
     unusable = [r for r in store.rejected if not r.reason.startswith(NOT_THE_RECORDS_FAULT)]
@@ -131,7 +136,7 @@ def tokenize(
 
 
 def cache_key(
-    conversations: Sequence[Conversation],
+    conversations: Indexed,
     tokenizer: PreTrainedTokenizerBase,
     cutoff_len: int,
     too_long: TooLong = "truncate",
@@ -143,9 +148,8 @@ def cache_key(
     borders = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.special_tokens_map)
     parts = [_FORMAT, cutoff_len, too_long, backend, tokenizer.chat_template, borders]
     digest = xxhash.xxh3_128(json.dumps(parts, sort_keys=True, default=str).encode())
-    for conversation in conversations:
-        content = (conversation.messages, conversation.text, conversation.place)
-        digest.update(json.dumps(content).encode() + b"\n")
+    for index in range(len(conversations)):
+        digest.update(packed(conversations, index))
     return str(digest.hexdigest())
 
 
@@ -184,25 +188,6 @@ def _opened(path: Path) -> TokenStore | None:
         return TokenStore(path)
     except (FileNotFoundError, arrowfile.DamagedError):
         return None
-
-
-def _kept(
-    conversations: Sequence[Conversation],
-    encoded: Iterator[Any],
-    rejected: list[Rejected],
-    long: list[str],
-    on_progress: Callable[[int, int], None] | None,
-) -> Iterator[TokenRecord]:
-    total = len(conversations)
-    for done, (conversation, item) in enumerate(zip(conversations, encoded, strict=True), start=1):
-        if item.reason is not None:
-            file, _, line = conversation.place.rpartition(":")
-            rejected.append(Rejected(file, int(line) if line.isdecimal() else 0, item.reason))
-        if item.long:
-            long.append(conversation.place)
-        yield from item.records
-        if on_progress and (done % _REPORT_EVERY == 0 or done == total):
-            on_progress(done, total)
 
 
 def _trained_counts(batch: arrowfile.Batch) -> NDArray[np.int32]:

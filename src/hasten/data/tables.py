@@ -23,9 +23,9 @@ from hasten.data.containers import (
     too_large,
 )
 from hasten.data.jsonscan import Found, damage
+from hasten.data.tablebounds import arrow_batches, decoded_bytes, parquet_batches
 from hasten.errors import InputError
 
-_ROWS = 1024  # rows of a parquet file read at once
 _FAULTS = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError)
 
 
@@ -95,15 +95,17 @@ def scan_table(path: Path, container: Container) -> Iterator[Found]:
         try:
             batch = next(batches)
             batch.validate(full=container.kind == "arrow")  # offsets are trusted as they are read
+            left -= sum(map(decoded_bytes, batch.columns))
+            if left < 0:
+                raise too_large(path, growth_limit(path))
             values = [Found(number + row, value, None) for row, value in enumerate(_values(batch))]
         except StopIteration:
             return
+        except InputError:
+            raise
         except _FAULTS as error:
             yield Found(number, None, f"the {container.kind} file is damaged here: {_line(error)}")
             return
-        left -= batch.nbytes
-        if left < 0:
-            raise too_large(path, growth_limit(path))
         yield from (
             found if not isinstance(found.value, str) else Found(found.line, None, found.value)
             for found in values
@@ -113,20 +115,9 @@ def scan_table(path: Path, container: Container) -> Iterator[Found]:
 
 def _opened(path: Path, kind: str) -> Iterator[Any]:
     try:
-        if kind == "parquet":
-            import pyarrow.parquet as pq
-
-            file = pq.ParquetFile(path)
-            batches: Iterator[Any] = file.iter_batches(batch_size=_ROWS)
-            names = file.schema_arrow.names
-        else:
-            source = pa.OSFile(str(path))
-            table = source.read(6) == b"ARROW1"
-            source.seek(0)
-            reader = pa.ipc.open_file(source) if table else pa.ipc.open_stream(source)
-            names = reader.schema.names
-            batches = map(reader.get_batch, range(reader.num_record_batches)) if table else reader
-            batches = iter(batches)
+        names, batches = parquet_batches(path) if kind == "parquet" else arrow_batches(path)
+    except InputError:
+        raise
     except _FAULTS as error:
         raise InputError(
             f"{path} isn't a whole {kind} file: {_line(error)}; write or fetch it anew"
@@ -142,7 +133,20 @@ def _values(batch: Any) -> list[Any]:
         rows: list[Any] = batch.to_pylist()
     except _FAULTS:
         rows = [_row(batch.slice(at, 1)) for at in range(batch.num_rows)]
+    if any(pa.types.is_nested(column.type) for column in batch.columns):
+        return [_own_keys(row) if isinstance(row, dict) else row for row in rows]
     return rows
+
+
+def _own_keys(row: dict[str, Any]) -> dict[str, Any]:
+    """The row, its nested objects without nulls: a table fills in all keys that any row has."""
+    return {key: _without_nulls(value) for key, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _row(batch: Any) -> Any:

@@ -17,9 +17,10 @@ Pieces overlap by one token, so every trained token of the whole is predicted ex
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from hasten.data.chatformats import (
 )
 from hasten.data.render import render as render_template
 from hasten.data.shapes import Conversation, Message
+from hasten.data.toolturns import FORMS, UnseenError, check_seen, split_tools, template_turns
 from hasten.errors import InputError
 from hasten.parts.records import TokenRecord, token_record
 
@@ -56,6 +58,7 @@ _NONE_LEFT, _DROPPED = "no answer left", "too long"
 NOT_THE_RECORDS_FAULT = (_NONE_LEFT, _DROPPED)  # how reasons begin where cutoff_len is at fault
 _BATCH = 256  # texts that the tokenizer sees at once: it spreads them over the cores
 _STAND_IN = "\ue000answer\ue000"  # private use characters: no template changes them
+_PLAIN = ("system", "user", "assistant")
 _THOUGHT = re.compile(r"(?:<think>\s*)?</think>\s*\Z|<think>\s*\Z")  # opened or left empty
 
 
@@ -70,6 +73,7 @@ class Encoded(NamedTuple):
 class _Drawn(NamedTuple):
     text: str
     answers: list[tuple[int, int]] | None  # character spans, end exclusive; None: plain text
+    reason: str = "the chat template drops or rewrites the last answer"  # where there are no spans
 
 
 def encode(
@@ -101,35 +105,26 @@ def encode_all(
         )
     ends = tuple(token for token in tokenizer.get_added_vocab() if token.strip())
     left = iter(conversations)
+    backend = _plain_backend(tokenizer)
     while batch := list(islice(left, _BATCH)):
         drawn = [_draw(tokenizer, conversation, ends) for conversation in batch]
-        tokens = tokenizer(
-            [item.text for item in drawn],
-            add_special_tokens=False,  # the template has put them into the text
-            return_attention_mask=False,
-            return_offsets_mapping=True,
-            truncation=False,
-            verbose=False,  # longer than the model: cut below
-            padding=False,
-        )
-        for item, source, ids, offsets in zip(
-            drawn, batch, tokens["input_ids"], tokens["offset_mapping"], strict=True
-        ):
+        # The template has put the special tokens into the text.
+        tokens = backend.encode_batch([item.text for item in drawn], add_special_tokens=False)
+        for item, source, found in zip(drawn, batch, tokens, strict=True):
+            ids = found.ids
             if item.answers is None:
                 whole = _text_record(tokenizer, ids)
             else:
                 _check_bos(tokenizer, ids, source.place)
-                whole = _dialogue_record(ids, offsets, item.answers)
-            yield _fitted(whole, item.answers, cutoff_len, too_long)
+                whole = _dialogue_record(ids, found.offsets, item.answers)
+            yield _fitted(whole, item, cutoff_len, too_long)
 
 
-def _fitted(
-    whole: TokenRecord, answers: list[tuple[int, int]] | None, cutoff_len: int, too_long: TooLong
-) -> Encoded:
+def _fitted(whole: TokenRecord, drawn: _Drawn, cutoff_len: int, too_long: TooLong) -> Encoded:
     """The record in pieces of at most `cutoff_len` tokens, each with something to predict."""
-    long = whole.length > cutoff_len
+    long, answers = whole.length > cutoff_len, drawn.answers
     if answers == []:
-        return Encoded((), "the chat template drops or rewrites the last answer")
+        return Encoded((), drawn.reason)
     if answers is None and whole.length < 2:
         return Encoded((), "a text of one token has nothing to predict")
     if long and too_long == "drop":
@@ -156,15 +151,26 @@ def _pieces(whole: TokenRecord, cutoff_len: int) -> list[TokenRecord]:
     ]
 
 
+def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """What tokenises for the tokenizer, neither cutting nor padding.
+
+    A call of the tokenizer sets that up; the backend's own answers come without the dictionaries of
+    lists that Transformers makes of them, which cost a third of the tokenising.
+    """
+    tokenizer(["a"], add_special_tokens=False, truncation=False, padding=False)
+    return tokenizer.backend_tokenizer
+
+
 def _dialogue_record(
     ids: list[int], offsets: list[tuple[int, int]], answers: list[tuple[int, int]]
 ) -> TokenRecord:
-    begin, end = np.asarray(offsets, np.int64).reshape(-1, 2).T
-    trained = np.zeros(len(begin), np.bool_)
+    trained = np.zeros(len(ids), np.bool_)
     for first, last in answers:
         # A token across the border is trained: it has a part of the answer in it. One of no
-        # width (some tokenizers report them for spaces) counts as one character.
-        trained |= (begin < last) & (np.maximum(end, begin + 1) > first)
+        # width (some tokenizers report them for spaces) counts as one character. Tokens lie in the
+        # order of their text, so two searches find all of an answer's.
+        begin = bisect_right(offsets, first, key=lambda token: max(token[1], token[0] + 1))
+        trained[begin : bisect_left(offsets, last, key=lambda token: token[0])] = True
     return token_record(ids, trained)
 
 
@@ -190,13 +196,30 @@ def _draw(
     if conversation.text is not None:
         return _Drawn(conversation.text, None)
 
+    if all(message.role in _PLAIN and not message.calls for message in conversation.messages):
+        return _draw_turns(tokenizer, conversation, ends, "object")
+    unseen, failed = "", ""
+    for form in FORMS:  # templates differ in how they take the arguments of a call
+        try:
+            return _draw_turns(tokenizer, conversation, ends, form)
+        except UnseenError as error:
+            unseen = unseen or str(error)
+        except InputError as error:
+            failed = failed or f"the chat template takes no turns of tools: {error}"
+    return _Drawn("", [], unseen or failed)
+
+
+def _draw_turns(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, ends: tuple[str, ...], form: str
+) -> _Drawn:
     def render(messages: Sequence[Message], prompt: bool = False) -> str:
-        return _render(tokenizer, messages, prompt, conversation.place)
+        return _render(tokenizer, messages, prompt, conversation.place, form)
 
     *before, last = messages = conversation.messages
     text, prompt = render(messages), render(before, prompt=True)
+    check_seen(messages, text, render)
     begin = _begin(text, prompt, last.content)
-    if begin is None:
+    if begin is None and not last.calls:
         text, begin = _force(render([*before, Message("assistant", _STAND_IN)]), prompt, last)
     if begin is None:
         return _Drawn("", [])
@@ -211,19 +234,25 @@ def _draw(
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], prompt: bool, place: str
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    prompt: bool,
+    place: str,
+    form: str,
 ) -> str:
     if not tokenizer.chat_template:
         names = " or ".join(FALLBACKS)
         raise InputError(f"the tokenizer has no chat template, which {place} needs: use {names}")
+    tools, turns = split_tools(messages)
     values = {
         **tokenizer.special_tokens_map,
-        "messages": [message._asdict() for message in messages],
-        "tools": None,
+        "messages": template_turns(turns, form),
+        "tools": tools,
         "documents": None,
         "add_generation_prompt": prompt,
     }
-    source: str = tokenizer.get_chat_template()  # of several, the one named default
+    # Of several, the one named default, or tool_use where there are tools.
+    source: str = tokenizer.get_chat_template(tools=tools)
     return render_template(source, place, values)
 
 

@@ -1,7 +1,9 @@
 """The data of a recipe: read, split, tokenised once into the run's folder, mapped ever after.
 
-What was prepared is noted in ``data/index.json`` under a key of everything that decides it, so that
-other processes of the run (ranks, arms of an experiment) and later runs open it at once.
+Reading spools the records to disk, so memory doesn't grow with their number; one process prepares
+at a time, and others wait for it. What was prepared is noted in ``data/index.json`` under a key of
+everything that decides it, so that other processes of the run (ranks, arms of an experiment) and
+later runs open it at once.
 """
 
 from __future__ import annotations
@@ -19,9 +21,12 @@ from hasten.core import facts
 from hasten.core.facts import RecordFacts
 from hasten.data.chatformats import choose_chat_template
 from hasten.data.datasetinfo import entry_of
+from hasten.data.onewriter import one_writer
 from hasten.data.shapes import Conversation
+from hasten.data.spool import spools
 from hasten.data.store import Records, Subset, TokenStore, split, tokenize
 from hasten.data.tokenizer import train_bpe
+from hasten.errors import InputError
 from hasten.models.load import load_tokenizer
 from hasten.models.presets import PRESETS
 from hasten.recipe.reading import Conversations, Tell, read_source
@@ -88,10 +93,32 @@ def gather(
     ready = _opened(recipe, folder, key)
     if ready is not None:
         return ready
-    source = read_source(recipe, tell)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with one_writer(folder / "writing.lock", tell):
+            ready = _opened(recipe, folder, key)  # another process may have prepared it meanwhile
+            if ready is not None:
+                return ready
+            with spools(folder) as spooled:
+                source = read_source(recipe, tell, spooled.new)
+                return _prepared(recipe, source, folder, key, tell, on_progress)
+    except OSError as error:
+        raise InputError(
+            f"the data can't be prepared in {folder}: {error.strerror or error}"
+        ) from error
+
+
+def _prepared(
+    recipe: Recipe,
+    source: Conversations,
+    folder: Path,
+    key: str,
+    tell: Tell,
+    on_progress: OnProgress | None,
+) -> Material:
+    """Tokenise what was read, and note it."""
     tokenizer = _tokenizer(recipe, source, tell)
     tell(f"tokenising {len(source.train):,} records")
-    folder.mkdir(parents=True, exist_ok=True)
 
     def store(conversations: Sequence[Conversation]) -> TokenStore:
         return tokenize(
@@ -102,6 +129,8 @@ def gather(
             recipe.max_rejected,
             on_progress,
             recipe.too_long,
+            facts.usable_cores() if recipe.data_workers == "auto" else recipe.data_workers,
+            tell,
         )
 
     train = store(source.train)

@@ -4,10 +4,13 @@
 (2) with weights, the held-out records leave first, each once: no copy of one is trained on
 (3) what is left is repeated or thinned by its source's weight
 (4) `max_records` of it are drawn
+
+Records may lie on disk meanwhile (`data/spool.py`): everything after (1) moves rows, not records.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +22,7 @@ from hasten.data.corpus import stdlib_corpus
 from hasten.data.formats import Reading, read_sources
 from hasten.data.shapes import Conversation
 from hasten.data.sources import Source, source_of, weighted
+from hasten.data.spool import Choice, Gathered
 from hasten.data.store import split
 from hasten.errors import InputError
 from hasten.recipe.schema import DataSource, Recipe
@@ -39,8 +43,12 @@ class Conversations:
     containers: dict[str, str] = field(default_factory=dict)
 
 
-def read_source(recipe: Recipe, tell: Tell) -> Conversations:
+def read_source(
+    recipe: Recipe, tell: Tell, gathered: Callable[[], Gathered] = list
+) -> Conversations:
     """Everything that the recipe's words on data mean; tells what was found.
+
+    ``gathered`` makes what the records of a file are put into: lists, or spools on disk.
 
     Raises:
         InputError: a missing or unusable file, too many rejected records.
@@ -48,7 +56,9 @@ def read_source(recipe: Recipe, tell: Tell) -> Conversations:
     embedded = [data.path for data in recipe.datasets if data.path in EMBEDDED]
     if embedded and len(recipe.datasets) > 1:
         raise InputError(f"dataset: {embedded[0]} can't be mixed with files; give one or the other")
-    source = _embedded(recipe, embedded[0]) if embedded else _files(recipe, tell)
+    source = (
+        _embedded(recipe, embedded[0], gathered) if embedded else _files(recipe, tell, gathered)
+    )
     if source.corpus_sha256:
         tell(f"embedded corpus, sha256 {source.corpus_sha256[:16]}")
     for file, shape in source.shapes.items():
@@ -56,11 +66,11 @@ def read_source(recipe: Recipe, tell: Tell) -> Conversations:
     return replace(source, train=_draw(source.train, recipe.max_records, recipe.seed))
 
 
-def _embedded(recipe: Recipe, name: str) -> Conversations:
+def _embedded(recipe: Recipe, name: str, gathered: Callable[[], Gathered]) -> Conversations:
     corpus = stdlib_corpus()
     kind = "texts" if name == "stdlib-text" else "pairs"
     train = weighted([getattr(corpus.train, kind)], [recipe.datasets[0].weight], recipe.seed)
-    held_out = _held_out_file(recipe)
+    held_out = _held_out_file(recipe, gathered)
     if held_out is None and not isinstance(recipe.held_out, str):
         theirs = getattr(corpus.held_out, kind)
         share = recipe.held_out
@@ -68,13 +78,13 @@ def _embedded(recipe: Recipe, name: str) -> Conversations:
     return Conversations(train, held_out, {}, corpus.sha256)
 
 
-def _files(recipe: Recipe, tell: Tell) -> Conversations:
+def _files(recipe: Recipe, tell: Tell, gathered: Callable[[], Gathered]) -> Conversations:
     readings = read_sources(
-        [_source(recipe, data) for data in recipe.datasets], recipe.max_rejected
+        [_source(recipe, data) for data in recipe.datasets], recipe.max_rejected, gathered
     )
-    groups: list[Sequence[Conversation]] = [reading.conversations for reading in readings]
+    groups: list[Choice] = [Choice([reading.conversations]) for reading in readings]
     weights = [data.weight for data in recipe.datasets]
-    held_out = _held_out_file(recipe)
+    held_out = _held_out_file(recipe, gathered)
     if any(weight != 1 for weight in weights):
         if held_out is None and not isinstance(recipe.held_out, str):
             groups, held_out = _apart(groups, recipe.held_out, recipe.seed)
@@ -82,7 +92,7 @@ def _files(recipe: Recipe, tell: Tell) -> Conversations:
         for data, group in zip(recipe.datasets, groups, strict=True):
             tell(f"{data.path}: {len(group):,} records to train on, weight {data.weight:g}")
     else:
-        train = [record for group in groups for record in group]
+        train = Choice(groups)
     return Conversations(
         train,
         held_out,
@@ -97,24 +107,26 @@ def _source(recipe: Recipe, data: DataSource) -> Source:
     return source_of(data.path, columns_of(given))
 
 
-def _held_out_file(recipe: Recipe) -> Sequence[Conversation] | None:
+def _held_out_file(
+    recipe: Recipe, gathered: Callable[[], Gathered]
+) -> Sequence[Conversation] | None:
     """The records of the held-out file, with the recipe's columns; None where it names none."""
     if not isinstance(recipe.held_out, str):
         return None
     source = source_of(recipe.held_out, columns_of(recipe.columns))
-    return read_sources([source], recipe.max_rejected)[0].conversations
+    return Choice([read_sources([source], recipe.max_rejected, gathered)[0].conversations])
 
 
 def _apart(
-    groups: Sequence[Sequence[Conversation]], held_out: float, seed: int
-) -> tuple[list[Sequence[Conversation]], Sequence[Conversation]]:
+    groups: Sequence[Choice], held_out: float, seed: int
+) -> tuple[list[Choice], Sequence[Conversation]]:
     """The groups without the held-out records, and these."""
-    whole = [(number, record) for number, group in enumerate(groups) for record in group]
+    whole = Choice(groups)
     ours, theirs = split(whole, held_out, seed)
-    kept: list[Sequence[Conversation]] = [
-        [whole[i][1] for i in ours if whole[i][0] == number] for number in range(len(groups))
-    ]
-    return kept, [whole[i][1] for i in theirs]
+    firsts = np.cumsum([0, *map(len, groups)])
+    borders = np.searchsorted(ours, firsts)
+    kept = [whole.take(ours[a:b]) for a, b in itertools.pairwise(borders)]
+    return kept, whole.take(theirs)
 
 
 def _merged(readings: Sequence[Reading], name: str) -> dict[str, str]:
@@ -128,4 +140,4 @@ def _draw(
     if count is None or count >= len(conversations):
         return conversations
     chosen = np.random.default_rng(seed).choice(len(conversations), count, replace=False)
-    return [conversations[i] for i in sorted(chosen)]
+    return Choice([conversations], np.sort(chosen))

@@ -1,0 +1,204 @@
+"""The records of a JSON list, one by one, through a window on the file that moves along with them.
+
+  (1) the window holds the record that is read and what was read ahead of it; it grows, twice as
+      large each time, while the record isn't whole in it
+  (2) a record is read with `raw_decode`; where that fails far from the window's end, or in a window
+      of `LONGEST_LINE`, more of the file would not help: the record is at fault
+  (3) after a fault, reading goes on at the next object that looks like a record
+
+So a list may be larger than memory, and a damaged record costs itself.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import re
+from collections.abc import Iterator
+from typing import IO, Any
+
+from hasten.data.containers import DamagedStreamError
+from hasten.data.jsonscan import LONGEST_LINE, Decoder, FaultError, Found, damage, scan_lines
+
+_BOM = b"\xef\xbb\xbf"
+_SPACE = re.compile(r"[ \t\r\n]*")
+_BETWEEN = re.compile(r"[ \t\r\n,]*")
+_OBJECT = re.compile(r'\{[ \t\r\n]*"')  # inside a string the quote would be escaped
+_READ = 1 << 16  # bytes
+_LEAST = 1 << 20  # characters that a window holds, where the file has them
+_MARGIN = 16  # characters: what a cut literal, number or escape has at most before the cut
+
+
+def scan_json(file: IO[bytes]) -> Iterator[Found]:
+    """The records of a stream that is a list, or else has one on each line. May raise OSError."""
+    head, fault = b"", None
+    with file:
+        try:
+            while not head.strip(b" \t\r\n").removeprefix(_BOM) and (piece := file.read(_READ)):
+                head += piece
+        except DamagedStreamError as error:
+            fault = str(error)
+        head = head.removeprefix(_BOM)
+        if not head.lstrip(b" \t\r\n").startswith(b"["):
+            yield from scan_lines(io.BufferedReader(_Rejoined(head, file, fault)))
+            return
+        window = _Window(_Rejoined(head, file, fault))
+        yield from _scan_list(window)
+        if window.fault:
+            yield Found(window.line(len(window.text)), None, window.fault)
+
+
+def _scan_list(window: _Window) -> Iterator[Found]:
+    at = window.text.index("[") + 1
+    decoder = Decoder()
+    usual: set[str] = set()  # keys seen in sound records: how a record is told from its parts
+    while True:
+        if at >= _LEAST:
+            window.drop(at)
+            at = 0
+        at = _end(_BETWEEN, window.text, at)
+        if at == len(window.text):
+            if window.grow():
+                continue
+            break
+        if window.text[at] == "]" and window.is_blank_after(at):
+            return
+        try:
+            value, end = decoder.decode(window.text, at, window.before)
+        except FaultError as fault:
+            if window.may_help(at, fault) and window.grow():
+                continue
+            line = window.line(at)
+            found, at = _next_record(window, at, usual)
+            yield Found(line, None, found or str(fault))
+            if at == len(window.text):
+                return
+            continue
+        if end == len(window.text) and window.grow():
+            continue  # a number may go on
+        line, start, at = window.line(at), at, end
+        try:
+            decoder.check(window.text[start:at])
+        except FaultError as fault:
+            yield Found(line, None, str(fault))
+            continue
+        if isinstance(value, dict):
+            usual |= value.keys()
+        yield Found(line, value, None)
+    yield Found(
+        window.line(len(window.text)), None, "the list isn't closed: the file may be truncated"
+    )
+
+
+def _next_record(window: _Window, at: int, usual: set[str]) -> tuple[str | None, int]:
+    """What is damaged before the next object with a usual key, and where it begins.
+
+    It begins at the end of the window where there is none.
+    """
+    decoder = Decoder()
+    reason, start, at = None, at, at + 1
+    while True:
+        candidate = _OBJECT.search(window.text, at)
+        if candidate is None:
+            opened = window.text.rfind("{", at)  # its quote may lie behind the window
+            keep = opened if opened >= 0 and window.is_space(opened + 1) else len(window.text)
+            reason = reason or damage(window.text[start:keep])
+            window.drop(keep)
+            start = at = 0
+            if not window.grow():
+                return reason or damage(window.text), len(window.text)
+            continue
+        at = candidate.start()
+        try:
+            value, _ = decoder.decode(window.text, at)
+        except FaultError as fault:
+            if not (window.may_help(at, fault) and window.grow()):
+                at += 1
+            continue
+        if not usual or usual & value.keys():
+            return reason or damage(window.text[start:at]), at
+        at += 1
+
+
+class _Window:
+    """A stretch of a file as text."""
+
+    def __init__(self, file: io.RawIOBase) -> None:
+        self._file = io.BufferedReader(file, _READ)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+        self._counted, self._line = 0, 1  # up to here lines are counted
+        self._ended = False
+        self.text = ""
+        self.before = 0  # characters of its first line that lie before it
+        self.fault: str | None = None  # why the file can't be read to its end
+        self.grow()
+
+    def grow(self) -> bool:
+        """Read on, as much as there is and no less than `_LEAST`; False at the end of the file."""
+        pieces, wanted = [self.text], max(len(self.text), _LEAST)
+        while wanted > 0 and not self._ended:
+            try:
+                data = self._file.read(_READ)
+            except DamagedStreamError as error:
+                self.fault, data = str(error), b""
+            self._ended = not data
+            pieces.append(self._decoder.decode(data, final=self._ended))
+            wanted -= len(pieces[-1])
+        self.text = "".join(pieces)
+        return any(pieces[1:])
+
+    def drop(self, at: int) -> None:
+        """Forget what lies before a position, which becomes 0."""
+        line = self.text.rfind("\n", 0, at)
+        self.before = at - line - 1 if line >= 0 else self.before + at
+        self.line(at)
+        self._counted -= at
+        self.text = self.text[at:]
+
+    def line(self, at: int) -> int:
+        """The line of the file at a position not before the last one asked for."""
+        self._line += self.text.count("\n", self._counted, at)
+        self._counted = max(at, self._counted)
+        return self._line
+
+    def may_help(self, at: int, fault: FaultError) -> bool:
+        """Whether a value that begins at `at` may only be cut by the window's end."""
+        near = fault.unterminated or fault.at >= len(self.text) - _MARGIN
+        return near and len(self.text) - at < LONGEST_LINE
+
+    def is_space(self, at: int) -> bool:
+        """Whether nothing else follows in the window."""
+        return _end(_SPACE, self.text, at) == len(self.text)
+
+    def is_blank_after(self, at: int) -> bool:
+        """Whether nothing but space follows the character at `at` in the file."""
+        while self.is_space(at + 1):
+            if not self.grow():
+                return True
+        return False
+
+
+class _Rejoined(io.RawIOBase):
+    """A stream whose beginning was read already."""
+
+    def __init__(self, head: bytes, file: IO[bytes], fault: str | None) -> None:
+        super().__init__()
+        self._head, self._file, self._fault = head, file, fault
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if self._head:
+            data, self._head = self._head[: len(buffer)], self._head[len(buffer) :]
+        elif self._fault:
+            raise DamagedStreamError(self._fault)
+        else:
+            data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
+    match = pattern.match(text, at)
+    return match.end() if match else at

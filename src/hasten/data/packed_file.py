@@ -1,0 +1,138 @@
+"""A file of packed rows for any trainer: Arrow or Parquet, each row some records end to end.
+
+    input_ids     list<int32>   the row's tokens, at most row_tokens of them, without padding
+    labels        list<int32>   the token itself where it is trained, else -100; a model that shifts
+                                labels, as those of Transformers do, predicts each from those before
+                                it; the first token of a record is -100, whatever stands before it
+    position_ids  list<int32>   counted from 0 in each record: what keeps records apart
+    seq_lengths   list<int32>   tokens of each record of the row, as in TRL's packed data sets
+
+Both files are read by ``datasets.load_dataset`` (an Arrow file is a stream). With rows laid end to
+end by TRL's collator (``padding_free``), or one row per batch by Transformers' default collator,
+positions tell models with flash or SDPA attention where a record begins. Transformers'
+``DataCollatorWithFlattening`` doesn't fit: it takes each row for one record.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from hasten.data.store import Records
+from hasten.errors import InputError
+from hasten.parts.packing import Efficiency
+from hasten.parts.row_order import PackedOrder
+
+COLUMNS = ("input_ids", "labels", "position_ids", "seq_lengths")
+SCHEMA = pa.schema([(name, pa.list_(pa.int32())) for name in COLUMNS])
+SUFFIXES = (".arrow", ".parquet")
+BATCH_TOKENS = 1 << 20  # tokens of rows that are held in memory
+IGNORED = -100
+
+Writer = Callable[[Any], AbstractContextManager[Any]]
+
+
+def write_packed(
+    records: Records,
+    output: Path,
+    row_tokens: int,
+    seed: int = 0,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Efficiency:
+    """Pack all records into rows in an order drawn from ``seed``, and write them to ``output``.
+
+    ``output`` has either its old content or all of the new. ``on_progress(done, total)`` counts
+    rows. Raises InputError where a record is longer than a row, the name ends in neither ``.arrow``
+    nor ``.parquet``, or the file can't be written.
+    """
+    check_name(output)
+    longest = int(np.asarray(records.lengths).max(initial=0))
+    if longest > row_tokens:
+        raise InputError(
+            f"rows of {row_tokens} tokens can't hold the longest record of {longest}; raise "
+            "--row-tokens or lower cutoff_len"
+        )
+    order = PackedOrder(records.lengths, row_tokens, 1, seed)
+    rows = order.rows(0)
+    writer = _parquet if output.suffix == ".parquet" else _stream
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        _write(output, writer, _batches(records, rows, on_progress))
+    except OSError as error:
+        raise InputError(f"{output} can't be written: {error.strerror or error}") from error
+    return order.efficiency
+
+
+def check_name(output: Path) -> None:
+    """Raise InputError where the name doesn't say one of the two formats."""
+    if output.suffix not in SUFFIXES:
+        raise InputError(f"{output}: give a name that ends in {' or '.join(SUFFIXES)}")
+
+
+def _write(output: Path, writer: Writer, batches: Iterator[Any]) -> None:
+    temporary = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            with writer(file) as sink:
+                for batch in batches:
+                    sink.write_batch(batch)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(output)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _batches(
+    records: Records, rows: list[list[int]], on_progress: Callable[[int, int], None]
+) -> Iterator[Any]:
+    """Record batches of rows, about ``BATCH_TOKENS`` tokens in each."""
+    held: list[dict[str, NDArray[np.int32]]] = []
+    tokens = 0
+    for done, row in enumerate(rows, start=1):
+        held.append(_row(records, row))
+        tokens += len(held[-1]["input_ids"])
+        if tokens >= BATCH_TOKENS or done == len(rows):
+            columns = [_lists([one[name] for one in held]) for name in COLUMNS]
+            yield pa.record_batch(columns, schema=SCHEMA)
+            on_progress(done, len(rows))
+            held, tokens = [], 0
+
+
+def _row(records: Records, row: list[int]) -> dict[str, NDArray[np.int32]]:
+    found = [records[index] for index in row]
+    labels = []
+    for record in found:
+        trained = record.trained.copy()
+        trained[0] = False  # nothing of the record stands before it
+        labels.append(np.where(trained, record.input_ids, IGNORED))
+    columns = (
+        np.concatenate([record.input_ids for record in found]),
+        np.concatenate(labels),
+        np.concatenate([np.arange(record.length) for record in found]),
+        np.array([record.length for record in found]),
+    )
+    return {n: c.astype(np.int32) for n, c in zip(COLUMNS, columns, strict=True)}
+
+
+def _lists(values: list[NDArray[np.int32]]) -> Any:
+    ends = np.cumsum([0, *(len(v) for v in values)])
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(np.concatenate(values)))
+
+
+def _stream(file: Any) -> AbstractContextManager[Any]:
+    writer: AbstractContextManager[Any] = pa.ipc.new_stream(pa.PythonFile(file, "w"), SCHEMA)
+    return writer
+
+
+def _parquet(file: Any) -> AbstractContextManager[Any]:
+    writer: AbstractContextManager[Any] = pq.ParquetWriter(file, SCHEMA, compression="zstd")
+    return writer

@@ -1,0 +1,167 @@
+"""Conversations kept on disk while they are prepared, and choices among them that cost no copies.
+
+What is read goes straight into a spool; memory holds the place of each record, eight bytes, and
+nothing of its content. Weights, `max_records` and `held_out` are rows of a `Choice`: a record that
+an epoch sees twice is one record of the spool. Each record is parsed once, whatever container it
+came from, and a file that changes meanwhile changes nothing.
+
+A packed record is a pickle. It is written and read by one preparation of the data and never
+outlives it; nobody else's file is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, count
+from pathlib import Path
+from typing import Any, Protocol, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hasten.data.shapes import Conversation
+
+_BUFFER = 1 << 16  # bytes: records that follow each other are read without a system call each
+
+
+class Indexed(Protocol):
+    """Conversations by position."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Conversation: ...
+
+
+class Gathered(Indexed, Protocol):
+    """What records are put into as they are read: a list, or a spool."""
+
+    def append(self, conversation: Conversation, /) -> None: ...
+    def __iter__(self) -> Iterator[Conversation]: ...
+
+
+class Spool(Sequence[Conversation]):
+    """Conversations in a file: appended to, then read by position."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w+b", buffering=_BUFFER)
+        self._ends = array("q", [0])  # record i is bytes ends[i] to ends[i + 1] - 1
+        self._at_end = True
+
+    def append(self, conversation: Conversation) -> None:
+        if not self._at_end:
+            self._file.seek(0, os.SEEK_END)
+            self._at_end = True
+        self._file.write(packed := pack(conversation))
+        self._ends.append(self._ends[-1] + len(packed))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Conversation: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Conversation]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return Choice([self], np.arange(len(self), dtype=np.int64)[index])
+        return unpack(self.packed(range(len(self))[index]))
+
+    def packed(self, index: int) -> bytes:
+        """The bytes of one record, 0 <= index < len."""
+        first, last = self._ends[index], self._ends[index + 1]
+        self._at_end = False
+        self._file.seek(first)
+        return self._file.read(last - first)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Choice(Sequence[Conversation]):
+    """Records of several groups laid end to end, in the order of `rows`, each as often as named."""
+
+    def __init__(self, groups: Sequence[Indexed], rows: NDArray[np.int64] | None = None) -> None:
+        self._groups = groups
+        self._firsts = [0, *accumulate(map(len, groups))]
+        everything = np.arange(self._firsts[-1], dtype=np.int64)
+        self.rows = everything if rows is None else np.asarray(rows, np.int64)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Conversation: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Conversation]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return Choice(self._groups, self.rows[index])
+        group, at = self._found(index)
+        return group[at]
+
+    def take(self, indices: NDArray[np.int64]) -> Choice:
+        """The records at these positions of this choice."""
+        return Choice(self._groups, self.rows[indices])
+
+    def packed(self, index: int) -> bytes:
+        """The bytes of one record."""
+        return packed(*self._found(index))
+
+    def _found(self, index: int) -> tuple[Indexed, int]:
+        row = int(self.rows[index])
+        group = bisect_right(self._firsts, row) - 1
+        return self._groups[group], row - self._firsts[group]
+
+
+def pack(conversation: Conversation) -> bytes:
+    """A conversation as bytes, the same for the same content read by the same code."""
+    return pickle.dumps(conversation, 5)
+
+
+def unpack(data: bytes) -> Conversation:
+    """The conversation that `pack` was given."""
+    found: Conversation = pickle.loads(data)
+    return found
+
+
+def packed(conversations: Indexed, index: int) -> bytes:
+    """One record of any sequence as bytes, as they lie on disk where they do."""
+    if isinstance(conversations, Spool | Choice):
+        return conversations.packed(index)
+    return pack(conversations[index])
+
+
+class Spools:
+    """Makes the spools of one preparation."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._numbers = count()
+        self.made: list[Spool] = []
+
+    def new(self) -> Spool:
+        self.made.append(Spool(self._folder / f"{next(self._numbers)}.spool"))
+        return self.made[-1]
+
+
+@contextmanager
+def spools(folder: Path) -> Iterator[Spools]:
+    """Spools below `folder/reading`, which is empty before and gone after.
+
+    A preparation that was killed leaves the folder behind; the next one begins with removing it.
+    """
+    place = folder / "reading"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    found = Spools(place)
+    try:
+        yield found
+    finally:
+        for spool in found.made:
+            spool.close()
+        shutil.rmtree(place, ignore_errors=True)

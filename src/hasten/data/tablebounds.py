@@ -1,0 +1,220 @@
+"""Bounds of tables: what Parquet and Arrow files become is known before any of it is made.
+
+A few kilobytes can stand for gigabytes: pages and buffers are compressed, and a dictionary holds a
+long text once and repeats it by number. Four checks keep a file within its limit:
+
+  (1) Parquet's own count of uncompressed bytes, and the sizes that stand before Arrow's compressed
+      buffers, are summed up before anything is unpacked
+  (2) a batch has so many rows that they take about `HELD` bytes on average
+  (3) a text column whose longest entry, repeated, would break the limit is read as a dictionary
+  (4) what a batch becomes as Python objects is counted before they are made
+
+Sizes in a Parquet footer are its writer's word: a forged one hides at most the 2 GiB that the
+format allows a single page.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.ipc
+
+from hasten.data.containers import growth_limit, too_large
+from hasten.errors import InputError
+
+HELD = 1 << 26  # bytes of a batch of rows
+ROWS = 1024  # rows of a batch at most
+_ROW = 64  # bytes that every row costs: a file of nulls is a bomb too
+_POINTER = 8  # bytes that every value costs, however small
+_DICTIONARY = ("PLAIN_DICTIONARY", "RLE_DICTIONARY")
+_PREFIXES = "DELTA_BYTE_ARRAY"  # a text is a part of the one before it and what follows
+_LEGACY = b"ARROW:experimental_compression"
+_BATCH, _DICTIONARY_BATCH = 3, 2  # MessageHeader in Arrow's Message.fbs
+
+
+def parquet_batches(path: Path) -> tuple[list[str], Iterator[Any]]:
+    """The columns and batches of a Parquet file; raises InputError beyond the file's limit."""
+    import pyarrow.parquet as pq
+
+    limit = growth_limit(path)
+    file = pq.ParquetFile(path)
+    groups = [file.metadata.row_group(at) for at in range(file.metadata.num_row_groups)]
+    whole = sum(chunk.total_uncompressed_size for group in groups for chunk in _chunks(group))
+    if max(whole, _ROW * file.metadata.num_rows) > limit:
+        raise too_large(path, limit)
+    rows = max(1, min(ROWS, HELD // max(1, whole // max(1, file.metadata.num_rows))))
+    repeated: set[str] = set()
+    for number, group in enumerate(groups):
+        for chunk in _chunks(group):
+            nested, size = "." in chunk.path_in_schema, chunk.total_uncompressed_size
+            if _PREFIXES in chunk.encodings and size * (chunk.num_values if nested else 1) > limit:
+                raise InputError(
+                    f"{path}: the texts of {chunk.path_in_schema} may become larger than "
+                    f"{limit >> 20} MiB ({_PREFIXES}): write the file with plain encoding"
+                )
+            times = chunk.num_values if nested else min(rows, chunk.num_values)
+            if _PREFIXES in chunk.encodings:
+                rows = max(1, min(rows, limit // max(1, size)))
+            elif {*chunk.encodings} & {*_DICTIONARY} and size * times > limit:
+                longest = _longest(path, number, chunk.path_in_schema)
+                if longest is None or longest * times > limit:
+                    repeated.add(chunk.path_in_schema)
+    if repeated:
+        file = pq.ParquetFile(path, read_dictionary=sorted(repeated))
+    return file.schema_arrow.names, file.iter_batches(batch_size=rows)
+
+
+def arrow_batches(path: Path) -> tuple[list[str], Iterator[Any]]:
+    """The columns and batches of an Arrow file or stream; raises InputError beyond its limit."""
+    source = pa.memory_map(str(path))
+    framed = source.read(6) == b"ARROW1"
+    source.seek(0)
+    if framed:
+        count = pa.ipc.open_file(source).num_record_batches  # its footer proves that it is whole
+        source.seek(8)  # a file is a stream between its marks
+    start = source.tell()
+    sizes = _declared(source)
+    left, batches, fault = growth_limit(path), 0, None
+    while True:
+        try:
+            kind, size = next(sizes)
+        except StopIteration:
+            break
+        except (pa.ArrowException, OSError, ValueError, struct.error) as error:
+            fault = ValueError(str(error))
+            break
+        left -= size
+        if left < 0:
+            raise too_large(path, growth_limit(path))
+        batches += kind == _BATCH
+    source.seek(start)
+    reader = pa.ipc.open_stream(source)
+    if framed and fault is None and batches != count:
+        fault = ValueError(f"its footer lists {count} batches, and it has {batches}")
+    return reader.schema.names, _first(reader, batches, fault)
+
+
+def decoded_bytes(array: Any) -> int:
+    """About what an array takes once every value stands for itself; no less than its texts."""
+    kind, own = array.type, _POINTER * len(array)
+    if pa.types.is_dictionary(kind):
+        return own + _repeated(array)
+    if pa.types.is_struct(kind):
+        return own + sum(decoded_bytes(child) for child in array.flatten())
+    if pa.types.is_map(kind):
+        return own + decoded_bytes(array.keys) + decoded_bytes(array.items)
+    if isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
+        return own + decoded_bytes(array.flatten())
+    if isinstance(array, pa.ExtensionArray):
+        return own + decoded_bytes(array.storage)
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        views = np.frombuffer(array.buffers()[1], np.int32)[4 * array.offset :]  # (4 x values,)
+        return own + int(views[: 4 * len(array) : 4].sum(dtype=np.int64))
+    if pa.types.is_nested(kind) or pa.types.is_run_end_encoded(kind):
+        raise ValueError(f"values of type {kind} are not read: cast the column to lists or texts")
+    return own + int(array.nbytes)
+
+
+def _chunks(group: Any) -> Iterator[Any]:
+    return map(group.column, range(group.num_columns))
+
+
+def _longest(path: Path, group: int, column: str) -> int | None:
+    """Bytes of the longest entry of a column's dictionary; None where it can't be told."""
+    import pyarrow.parquet as pq
+
+    file = pq.ParquetFile(path, read_dictionary=[column])
+    batches = file.iter_batches(batch_size=1, row_groups=[group], columns=[column])
+    array = next(batches).column(0)
+    while not pa.types.is_dictionary(array.type):
+        if not pa.types.is_nested(array.type) or len(array.flatten()) == 0:
+            return None
+        flat = array.flatten()
+        array = flat[0] if isinstance(flat, list) else flat
+    longest: int | None = pc.max(pc.binary_length(array.dictionary)).as_py()
+    return longest
+
+
+def _repeated(array: Any) -> int:
+    """Bytes of a dictionary array's values, each as often as it occurs."""
+    entries, kind = array.dictionary, array.dictionary.type
+    large = pa.types.is_large_string(kind) or pa.types.is_large_binary(kind)
+    if large or pa.types.is_string(kind) or pa.types.is_binary(kind):
+        return int(pc.sum(pc.binary_length(entries).take(array.indices)).as_py() or 0)
+    return decoded_bytes(entries) * len(array)  # at most
+
+
+def _first(reader: Any, count: int, fault: ValueError | None) -> Iterator[Any]:
+    for _ in range(count):
+        yield reader.read_next_batch()
+    if fault is not None:
+        raise fault
+
+
+def _declared(source: Any) -> Iterator[tuple[int, int]]:
+    """Of each message of a stream its kind and the bytes of its body once it is unpacked."""
+    messages = pa.ipc.MessageReader.open_stream(source)
+    for message in messages:
+        meta, body = message.metadata.to_pybytes(), message.body
+        if _LEGACY in meta:
+            raise ValueError("its compression is of an Arrow version before 1.0: write it anew")
+        table = _Table(meta, int.from_bytes(meta[:4], "little"))
+        kind, header = table.byte(1), table.table(2)
+        batch = header.table(1) if kind == _DICTIONARY_BATCH and header else header
+        if kind not in (_BATCH, _DICTIONARY_BATCH) or batch is None or body is None:
+            yield kind, 0
+            continue
+        packed = batch.table(3) is not None
+        yield kind, sum(_size(body, *place, packed) for place in batch.pairs(2))
+
+
+def _size(body: Any, offset: int, length: int, packed: bool) -> int:
+    """Bytes that a buffer of a message's body becomes: a compressed one begins with them."""
+    if not 0 <= offset <= offset + length <= body.size:
+        raise ValueError("a buffer lies outside its message")
+    if not packed or not length:
+        return length
+    (size,) = struct.unpack("<q", body.slice(offset, 8).to_pybytes())
+    return length if size == -1 else int(abs(size))  # -1: this one is not compressed
+
+
+class _Table:
+    """A table of a flatbuffer, read as flatbuffers.dev describes the binary format."""
+
+    def __init__(self, data: bytes, at: int) -> None:
+        self._data, self._at = data, at
+        self._fields = at - struct.unpack_from("<i", data, at)[0]
+        self._size = struct.unpack_from("<H", data, self._fields)[0]
+
+    def byte(self, number: int) -> int:
+        at = self._field(number)
+        return self._data[at] if at else 0
+
+    def table(self, number: int) -> _Table | None:
+        at = self._field(number)
+        return _Table(self._data, at + self._offset(at)) if at else None
+
+    def pairs(self, number: int) -> Iterator[tuple[int, int]]:
+        """A vector of structs of two 64-bit integers."""
+        at = self._field(number)
+        if not at:
+            return
+        start = at + self._offset(at)
+        for index in range(self._offset(start)):
+            yield struct.unpack_from("<qq", self._data, start + 4 + 16 * index)
+
+    def _field(self, number: int) -> int:
+        entry = 4 + 2 * number
+        if entry >= self._size:
+            return 0
+        offset = struct.unpack_from("<H", self._data, self._fields + entry)[0]
+        return self._at + int(offset) if offset else 0
+
+    def _offset(self, at: int) -> int:
+        return int(struct.unpack_from("<I", self._data, at)[0])

@@ -1,0 +1,103 @@
+"""A process that tokenises chunks: `python -m hasten.data.worker FD`, started by `workers`.
+
+FD is a socket to the process that started it. First comes a `Work`, then for every chunk a `Chunk`;
+each is answered by None, or by a sentence on what went wrong. The end of the socket is the end of
+the process, so none outlives its parent. It is a plain program and no `multiprocessing` child,
+because those import the caller's main module again, which a script without a guard doesn't survive.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from hasten.data import arrowfile
+from hasten.data.spool import unpack
+from hasten.data.templates import TooLong, encode_all
+from hasten.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedTokenizerBase
+
+    from hasten.parts.records import TokenRecord
+
+
+class Work(NamedTuple):
+    """What is the same for all chunks."""
+
+    tokenizer: PreTrainedTokenizerBase
+    cutoff_len: int
+    too_long: TooLong
+
+
+class Chunk(NamedTuple):
+    """Packed conversations, and the file that their token records go to."""
+
+    path: Path
+    packed: list[bytes]
+
+
+def write_part(work: Work, chunk: Chunk) -> None:
+    """Tokenise a chunk into its file, which is there whole or not at all.
+
+    Its summary holds what was rejected, as (file, line, reason), and how many conversations were
+    longer than cutoff_len.
+    """
+    rejected: list[tuple[str, int, str]] = []
+    long = 0
+
+    def records() -> Iterator[TokenRecord]:
+        nonlocal long
+        conversations = [unpack(data) for data in chunk.packed]
+        encoded = encode_all(work.tokenizer, conversations, work.cutoff_len, work.too_long)
+        for conversation, item in zip(conversations, encoded, strict=True):
+            if item.reason is not None:
+                file, _, line = conversation.place.rpartition(":")
+                rejected.append((file, int(line) if line.isdecimal() else 0, item.reason))
+            long += item.long
+            yield from item.records
+
+    arrowfile.write(
+        chunk.path, records(), lambda: {"rejected": rejected, "long": long}, durable=False
+    )
+
+
+def main(handle: int) -> None:
+    """Answer chunks until the socket ends."""
+    # Read by the tokenizers library itself, at its first batch: the processes are the parallelism.
+    os.putenv("TOKENIZERS_PARALLELISM", "false")
+    with Connection(handle) as parent:
+        try:
+            given = parent.recv_bytes()
+            work: Work | None = None
+            while True:
+                chunk: Chunk = parent.recv()
+                try:
+                    work = work or pickle.loads(given)
+                except Exception as error:  # a class that only the parent's main module has
+                    parent.send((False, f"{error} in a new process; set data_workers to 1"))
+                else:
+                    parent.send(_answer(work, chunk))
+        except (EOFError, ConnectionError):
+            return
+
+
+def _answer(work: Work, chunk: Chunk) -> tuple[bool, str] | None:
+    """None, or whether the fault is the user's to mend, and what it is."""
+    try:
+        write_part(work, chunk)
+    except InputError as error:
+        return True, str(error)
+    except Exception as error:  # told by the parent, which knows the chunk's place
+        return False, f"{type(error).__name__}: {error}"
+    return None
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,112 @@
+"""``hasten bench`` and what its file does for train, speedup, report and hardware."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from material import small
+
+Hasten = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def hasten(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Hasten:
+    """Run a command in this process; (exit code, standard output, standard error)."""
+    from hasten.cli.main import run
+
+    def command(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["hasten", *map(str, words)])
+        code = 0
+        try:
+            run()
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else 0
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return command
+
+
+def written(path: Path, **values: Any) -> Path:
+    path.write_text(yaml.safe_dump({k: v for k, v in values.items() if v is not None}))
+    return path
+
+
+def test_a_bench_s_file_gives_training_an_mfu_that_the_report_repeats(
+    tmp_path: Path, hasten: Hasten
+) -> None:
+    rates = tmp_path / "rates.json"
+    code, out, err = hasten("bench", "--device", "cpu", "--seconds", 1, "--json", rates)
+    assert code == 0, err
+    assert "ceiling" in out
+    assert "TFLOP/s" in out
+    assert json.loads(rates.read_text())["products"]
+    code, out, err = hasten("hardware", "--rates", rates)
+    assert code == 0, err
+    assert "ceiling" in out
+    code, out, _ = hasten("hardware", "--rates", rates, "--json")
+    assert json.loads(out)["rates"]["device"] == "cpu"
+    path = written(tmp_path / "r.yaml", **small(tmp_path, ceiling=str(rates), device="cpu"))
+    code, out, err = hasten("train", path)
+    assert code == 0, err
+    assert "MFU " in err
+    assert "active experts, causal attention" in out
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    steps = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert 0 < summary["mfu"] < 1.5
+    assert all(json.loads(step)["mfu"] > 0 for step in steps)
+    code, out, _ = hasten("report", tmp_path / "run")
+    assert f"{summary['mfu']:.1%}" in out
+    code, out, _ = hasten("doctor", path)
+    assert "MFU of" in out
+
+
+def test_speedup_measures_once_and_every_arm_has_its_mfu(tmp_path: Path, hasten: Hasten) -> None:
+    values = small(tmp_path, ceiling="measure", plan=["packed"], device="cpu", max_records=60)
+    path = written(tmp_path / "r.yaml", **values)
+    code, out, err = hasten("speedup", path, "--rounds", 2, "--steps", 1, "--warmup", 1)
+    assert code == 0, err
+    assert err.count("measuring this machine") == 1
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert all(arm["mfu"] > 0 for arm in report["arms"])
+    assert report["mfu"].startswith("MFU of ")
+    assert f"plan {100 * report['arms'][1]['mfu']:.1f} %" in out
+    assert report["mfu"] in (tmp_path / "run" / "report.html").read_text().replace("&#39;", "'")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dtype", "int3"], "--dtype: 'int3' is no number format"),
+        (["--device", "cpu", "--dtype", "fp8"], "--dtype: fp8 isn't measured on a processor"),
+        (["--device", "tpu"], "--device is 'tpu'; give auto, cpu or cuda"),
+        (["--device", "cpu", "--seconds", "0"], "--seconds is 0"),
+        (["--device", "cpu", "--seconds", "nan"], "--seconds is nan"),
+        (["--device", "cpu", "--json", "/nowhere/at/all.json"], "can't be written"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_nothing_is_measured(
+    words: list[str], message: str, hasten: Hasten, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hasten.cli.bench.measure", lambda *a: pytest.fail("measured"))
+    code, out, err = hasten("bench", *words)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_gpu_that_isn_t_there_is_said(hasten: Hasten) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    code, _, err = hasten("bench", "--device", "cuda")
+    assert code == 2
+    assert "this machine has no CUDA device" in err

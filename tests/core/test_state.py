@@ -1,0 +1,121 @@
+"""What a slot remembers travels with the checkpoint, whatever it is, and comes back as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hasten.core.setup import NoAverage
+from hasten.core.state import restore, state_of
+from hasten.errors import InputError
+from hasten.parts import checkpoint
+from tiny import language_job, session_of
+
+KEYS = st.text(max_size=4) | st.sampled_from(["$tensor", "$items", "a/b", "0"]) | st.integers(0, 3)
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=4)
+    | st.lists(st.integers(0, 9), max_size=3).map(torch.tensor)
+    | st.just(torch.ones(2, 3)[:, 1])  # a view
+)
+NESTED = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3)
+)
+
+
+class Remembers(NoAverage):
+    """An average whose state is whatever the test says."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"held": self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state["held"]
+
+
+class RemembersOtherwise(Remembers):
+    pass
+
+
+def same(one: Any, two: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == two.dtype and torch.equal(one, two)
+    if isinstance(one, dict):
+        return list(one) == list(two) and all(same(one[k], two[k]) for k in one)
+    if isinstance(one, list):
+        return len(one) == len(two) and all(same(a, b) for a, b in zip(one, two, strict=True))
+    return type(one) is type(two) and bool(one == two)
+
+
+@pytest.fixture(scope="module")
+def session() -> Any:
+    return session_of(language_job())
+
+
+@settings(max_examples=60, deadline=None)
+@given(value=NESTED)
+def test_every_nested_state_comes_back_from_disk(
+    session: Any, tmp_path_factory: pytest.TempPathFactory, value: Any
+) -> None:
+    session.setup.average = Remembers(value)
+    folder = tmp_path_factory.mktemp("saved")
+    checkpoint.save(folder, 1, *state_of(session))
+    found = checkpoint.load_latest(folder)
+    assert found is not None
+    session.setup.average = Remembers()
+    restore(session, found[0], found[1])
+    assert same(value, session.setup.average.state)
+
+
+def test_a_state_is_a_copy_and_tensors_that_share_memory_are_saved_twice(tmp_path: Path) -> None:
+    session, shared = session_of(language_job()), torch.zeros(3)
+    session.setup.average = Remembers([shared, shared])
+    tensors, meta = state_of(session)
+    shared += 1
+    checkpoint.save(tmp_path, 1, tensors, meta)
+    restore(session, tensors, meta)
+    assert [t.tolist() for t in session.setup.average.state] == [[0.0] * 3] * 2
+
+
+def test_an_object_in_two_fields_is_saved_once_and_a_factory_is_none() -> None:
+    session = session_of(language_job())  # its loss is a class that has the functions too
+    session.setup.average = session.setup.wire = Remembers(1)  # type: ignore[assignment]
+    assert list(state_of(session)[1]["slots"]) == ["wire"]
+
+
+def test_a_slot_that_is_filled_in_another_way_is_refused_and_nothing_is_changed() -> None:
+    first, second = session_of(language_job()), session_of(language_job())
+    first.setup.average, second.setup.average = Remembers(1), RemembersOtherwise(2)
+    first.progress.step = 7
+    with pytest.raises(InputError, match="the state of Remembers for average and the plan has Rem"):
+        restore(second, *state_of(first))
+    assert second.setup.average.state == 2
+    assert second.progress.step == 0
+
+
+def test_a_slot_that_the_state_says_nothing_of_begins_afresh() -> None:
+    first, second = session_of(language_job()), session_of(language_job())
+    second.setup.average = Remembers(2)
+    tensors, meta = state_of(first)
+    restore(second, tensors, meta)
+    del meta["slots"]  # written before slots were saved
+    restore(second, tensors, meta)
+    assert second.setup.average.state == 2
+
+
+def test_what_a_checkpoint_can_not_hold_is_named_with_its_place() -> None:
+    session = session_of(language_job())
+    session.setup.average = Remembers({"when": {1, 2}})
+    with pytest.raises(TypeError, match="the state at average/held/when is a set"):
+        state_of(session)

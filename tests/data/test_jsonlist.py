@@ -1,0 +1,82 @@
+"""JSON lists through a window: no size of it changes what is found, and none has the whole file."""
+
+from __future__ import annotations
+
+import io
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hasten.data import jsonlist
+from hasten.data.jsonlist import scan_json
+from hasten.data.jsonscan import Found
+
+TEXTS = st.text(st.sampled_from('aé你\U0001f600"\\{}[],: \n'), max_size=12)
+WHOLE = st.integers(-(2**63), 2**64 - 1)
+RECORDS = st.fixed_dictionaries(
+    {"q": TEXTS, "a": TEXTS | WHOLE | st.floats(allow_nan=False, allow_infinity=False) | st.none()}
+)
+PIECES = (b"", b'"', b"{", b"}", b"]", b"[", b",", b"\n", b" ", b"\xff", b'{"q', b"\\", b"1", b"-")
+
+
+def found(data: bytes) -> list[Found]:
+    return list(scan_json(io.BytesIO(data)))
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    records=st.lists(RECORDS | WHOLE | st.booleans(), max_size=8),
+    indent=st.sampled_from([None, 1]),
+    faults=st.lists(
+        st.tuples(st.integers(0, 10**6), st.integers(0, 3), st.sampled_from(PIECES)), max_size=3
+    ),
+    least=st.integers(1, 40),
+    read=st.integers(1, 9),
+)
+def test_a_small_window_finds_what_a_large_one_finds(
+    records: list[object],
+    indent: int | None,
+    faults: list[tuple[int, int, bytes]],
+    least: int,
+    read: int,
+) -> None:
+    data = json.dumps(records, indent=indent, ensure_ascii=False).encode()
+    for place, cut, piece in faults:
+        at = place % (len(data) + 1)
+        data = data[:at] + piece + data[at + cut :]
+    whole = found(data)
+    if not faults:
+        assert [one.value for one in whole] == records
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jsonlist, "_LEAST", least)
+        patch.setattr(jsonlist, "_READ", read)
+        assert found(data) == whole
+
+
+def test_a_record_without_an_end_costs_a_window_and_not_the_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jsonlist, "_LEAST", 64)
+    monkeypatch.setattr(jsonlist, "_READ", 16)
+    monkeypatch.setattr(jsonlist, "LONGEST_LINE", 256)
+    sound = b'{"q": "a", "a": "b"}'
+    data = b'[\n{"q": 1, "a": [' + b"[1], " * 200 + b"\n" + b",\n".join([sound] * 9) + b"]"
+    reasons = [one.reason for one in found(data)]
+    assert reasons[0] is not None
+    assert reasons.count(None) == 9
+
+
+def test_a_list_is_never_in_memory_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"q": "q" * 2000, "a": "a" * 2000}] * 5000))
+    tracemalloc.start()
+    try:
+        assert sum(one.reason is None for one in scan_json(path.open("rb"))) == 5000
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < path.stat().st_size / 2

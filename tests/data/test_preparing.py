@@ -1,0 +1,244 @@
+"""Preparing in chunks: the same bytes by any number of processes, after kills, beside others."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import preparation
+from hasten.data import arrowfile, preparing
+from hasten.data.formats import Conversation
+from hasten.data.store import tokenize
+from hasten.errors import InputError
+from preparation import CHUNK, COUNT, dialogues
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "_CHUNK_RECORDS", CHUNK)
+    monkeypatch.setattr(preparing, "_WORTH_A_WORKER", 1)
+
+
+@pytest.fixture
+def undisturbed(tokenizer: Any, tmp_path: Path) -> bytes:
+    """What a preparation gives that nothing happens to."""
+    return tokenize(dialogues(COUNT), tokenizer, tmp_path / "plain", 64).path.read_bytes()
+
+
+@pytest.fixture
+def start(tokenizer: Any, tmp_path: Path) -> Any:
+    """Starts `preparation.py`; whatever is left of it at the end is killed."""
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    begun: list[subprocess.Popen[str]] = []
+
+    def start(workers: int = 1, pause: str = "never") -> subprocess.Popen[str]:
+        order = [sys.executable, str(Path(preparation.__file__))]
+        begun.append(
+            subprocess.Popen(
+                [*order, str(tmp_path / "out"), str(workers), str(tmp_path / pause)],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return begun[-1]
+
+    yield start
+    for process in begun:
+        process.kill()
+        process.communicate()
+
+
+def until(process: subprocess.Popen[str], word: str) -> list[str]:
+    """The words of the next line that begins with `word`."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(word):
+            return line.split()
+    raise AssertionError(f"the process ended without saying {word!r}")
+
+
+def gone(pids: list[int]) -> bool:
+    """Whether no such process runs, soon."""
+    for _ in range(1000):
+        if not any(psutil.pid_exists(pid) for pid in pids):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_any_number_of_workers_writes_the_same_bytes(
+    tokenizer: Any, undisturbed: bytes, tmp_path: Path, workers: int
+) -> None:
+    calls: list[int] = []
+    store = tokenize(
+        dialogues(COUNT),
+        tokenizer,
+        tmp_path / "out",
+        64,
+        on_progress=lambda done, total: calls.append(done),
+        workers=workers,
+    )
+    assert store.path.read_bytes() == undisturbed
+    assert calls == sorted(calls)
+    assert calls[-1] == COUNT
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [store.path.name]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_killed_preparation_goes_on_where_it_was(
+    tokenizer: Any, undisturbed: bytes, tmp_path: Path, start: Any, workers: int
+) -> None:
+    process = start(workers)
+    _, _, *children = until(process, f"done {CHUNK}")
+    process.kill()
+    process.wait()
+    assert len(children) == (workers if workers > 1 else 0)
+    assert gone([int(child) for child in children])
+    parts = list((tmp_path / "out").glob("*.parts/*.arrow"))
+    before = {path: path.stat().st_mtime_ns for path in parts}
+    calls: list[int] = []
+    written: list[Path] = []
+    with pytest.MonkeyPatch.context() as patch:
+        watch(patch, written)
+        store = tokenize(
+            dialogues(COUNT),
+            tokenizer,
+            tmp_path / "out",
+            64,
+            on_progress=lambda done, total: calls.append(done),
+        )
+    assert store.path.read_bytes() == undisturbed
+    assert 1 <= len(before) < -(-COUNT // CHUNK)
+    assert not {*before} & {*written}
+    assert calls[0] == len(before) * CHUNK
+    assert calls[-1] == COUNT
+
+
+def watch(patch: pytest.MonkeyPatch, written: list[Path]) -> None:
+    """Note every file that is written from records."""
+    plain: Callable[..., None] = arrowfile.write
+
+    def noting(path: Path, *args: Any, **kwargs: Any) -> None:
+        written.append(path)
+        plain(path, *args, **kwargs)
+
+    patch.setattr(arrowfile, "write", noting)
+
+
+def test_a_part_that_was_damaged_is_done_again(
+    tokenizer: Any, undisturbed: bytes, tmp_path: Path
+) -> None:
+    def interrupt(done: int, total: int) -> None:
+        if done == 3 * CHUNK:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tokenize(dialogues(COUNT), tokenizer, tmp_path / "out", 64, on_progress=interrupt)
+    parts = sorted((tmp_path / "out").glob("*.parts/*.arrow"))
+    assert len(parts) == 3
+    parts[1].write_bytes(parts[1].read_bytes()[:-1])
+    parts[2].write_bytes(b"")
+    calls: list[int] = []
+    store = tokenize(
+        dialogues(COUNT),
+        tokenizer,
+        tmp_path / "out",
+        64,
+        on_progress=lambda done, total: calls.append(done),
+    )
+    assert calls[0] == CHUNK
+    assert store.path.read_bytes() == undisturbed
+
+
+def test_a_worker_that_dies_names_its_chunk_and_leaves_what_is_done(
+    tokenizer: Any, undisturbed: bytes, tmp_path: Path
+) -> None:
+    def kill(done: int, total: int) -> None:
+        for child in psutil.Process().children():
+            child.send_signal(signal.SIGKILL)
+
+    words = r"the chunk of records \d+ to \d+ \(data.jsonl:\d+ to data.jsonl:\d+\) was ended by sig"
+    with pytest.raises(InputError, match=words):
+        tokenize(dialogues(COUNT), tokenizer, tmp_path / "out", 64, on_progress=kill, workers=2)
+    assert psutil.Process().children() == []
+    assert list((tmp_path / "out").glob("*.parts/*.arrow"))
+    store = tokenize(dialogues(COUNT), tokenizer, tmp_path / "out", 64)
+    assert store.path.read_bytes() == undisturbed
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_template_that_fails_names_the_record(
+    tokenizer: Any, tmp_path: Path, workers: int
+) -> None:
+    tokenizer.chat_template = (
+        "{% if messages[0].content == 'question 34' %}{{ 1 / 0 }}{% endif %}"
+        "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+    )
+    with pytest.raises(InputError, match=r"fails on data\.jsonl:35 \(ZeroDivisionError"):
+        tokenize(dialogues(COUNT), tokenizer, tmp_path, 64, workers=workers)
+    assert psutil.Process().children() == []
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_any_other_fault_names_its_chunk(tokenizer: Any, tmp_path: Path, workers: int) -> None:
+    none: Any = None
+    with pytest.raises(InputError, match=r"records \d+ to \d+ .*can't be tokenised: TypeError"):
+        tokenize(dialogues(COUNT), tokenizer, tmp_path, none, workers=workers)
+
+
+def test_ctrl_c_ends_the_workers_too(start: Any, tmp_path: Path) -> None:
+    process = start(workers=2)
+    _, _, *children = until(process, "done")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) != 0
+    assert len(children) == 2
+    assert gone([int(child) for child in children])
+    assert not list((tmp_path / "out").glob("*.lock"))
+
+
+def test_one_process_writes_and_the_other_waits_and_says_for_whom(
+    start: Any, undisturbed: bytes, tmp_path: Path
+) -> None:
+    writer = start(pause="go")
+    until(writer, "done")
+    waiter = start(pause="go")
+    said = until(waiter, "waiting for process")
+    assert said[3] == str(writer.pid)
+    assert said[4] == "(since"
+    (tmp_path / "go").touch()
+    until(writer, "ready")
+    assert waiter.communicate(timeout=20)[0] == "ready\n"  # and nothing was tokenised
+    (left,) = (tmp_path / "out").iterdir()
+    assert left.read_bytes() == undisturbed
+
+
+def test_the_lock_of_a_dead_process_blocks_nobody(
+    start: Any, tokenizer: Any, undisturbed: bytes, tmp_path: Path
+) -> None:
+    writer = start()
+    until(writer, "done")
+    waiter = start(pause="tokenizer")  # there already: it doesn't pause
+    until(waiter, "waiting")
+    writer.kill()
+    assert waiter.communicate(timeout=20)[0].endswith("ready\n")
+    (left,) = (tmp_path / "out").iterdir()
+    assert left.read_bytes() == undisturbed
+
+
+def test_long_texts_make_small_chunks(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparing, "_CHUNK_BYTES", 1000)
+    calls: list[int] = []
+    texts = [Conversation((), "word " * 100, f"t:{n}") for n in range(6)]
+    tokenize(texts, tokenizer, tmp_path, 64, on_progress=lambda done, _: calls.append(done))
+    assert calls == [2, 4, 6]

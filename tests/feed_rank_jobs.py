@@ -1,0 +1,51 @@
+"""A run with dropout on ranks, read ahead and not, over two epochs and a resume."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hasten.core.facts import World
+from hasten.core.job import Stop
+from hasten.core.plan import Plan
+from hasten.core.session import Session, assemble
+from hasten.core.setup import prepare
+from hasten.core.state import restore, state_of
+from hasten.core.step import training
+from hasten.core.technique import Technique
+from hasten.techniques.feed import Prefetched
+from hasten.techniques.layout import DDP
+from tiny import job_facts, language_job, records, tiny_model
+
+
+def both_ways(world: World) -> dict[str, Any]:
+    plain, ahead = _run(_session(world)), _run(_session(world, Prefetched()))
+    first = _session(world, Prefetched())
+    steps = training(first)
+    for _ in range(5):
+        next(steps)
+    saved = state_of(first)
+    steps.close()
+    second = _session(world, Prefetched())
+    restore(second, *saved)
+    return {"plain": plain, "ahead": ahead, "resumed": [m.tokens for m in training(second)]}
+
+
+def with_dropout() -> nn.Module:
+    model: Any = tiny_model()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.2
+    return model
+
+
+def _session(world: World, *techniques: Technique) -> Session:
+    job = language_job(with_dropout, data=records(21), batch=4, stop=Stop(epochs=2))
+    plan = Plan((*techniques, DDP()))
+    return assemble(prepare(job, plan, job_facts(job, world=world)))
+
+
+def _run(session: Session) -> list[Any]:
+    found = [[m.loss, m.grad_norm, m.tokens] for m in training(session)]
+    model: Any = session.finish()
+    return [*found, model.lm_head.weight[:3].flatten().tolist()]

@@ -1,0 +1,90 @@
+"""Models with fused layers and without, and how far apart they are.
+
+In float32 both differ by rounding alone. In bf16 each is compared with the same weights in float64,
+and the fused one, which rounds less often, may not be further off than the other. There every
+expert is chosen: a choice that rounding tips over would hide what is compared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import Tensor
+
+from hasten.parts.collate import packed, padded
+from hasten.parts.fused_layers import fuse_layers
+from hasten.parts.losses import WholeLogitsLoss
+from tiny import COMMON, records, tiny_config
+
+RECORDS = records(6, seed=4)
+BATCHES = {"padded": padded(RECORDS), "packed": packed(RECORDS)}
+ROUNDING = 2e-5
+TOKENS = torch.arange(3, 67).view(2, 32)
+
+
+def model_of(
+    architecture: str, dtype: torch.dtype = torch.float32, attention: str = "sdpa", **changes: Any
+) -> Any:
+    if architecture == "qwen3":
+        config: Any = hf.Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=8)
+    else:
+        config = tiny_config(architecture)
+    if "deepseek" in architecture:
+        changes |= {"num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}
+    for name, value in changes.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():  # norms of ones and biases of zeros would hide mistakes
+        if parameter.dim() == 1:
+            parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
+    model.set_attn_implementation(attention)
+    if "deepseek" in architecture:
+        model.set_experts_implementation("eager")
+    # The weights of every format are those of bf16, so that formats can be compared.
+    return model.to(torch.bfloat16).to(dtype)
+
+
+def pair(architecture: str, dtype: torch.dtype = torch.float32, **more: Any) -> tuple[Any, Any]:
+    plain, other = (model_of(architecture, dtype, **more) for _ in range(2))
+    fuse_layers(other)
+    return plain, other
+
+
+def outcome(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
+    """Logits of tokens, loss, and every gradient, in float64."""
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    model.zero_grad()
+    seen: dict[str, Tensor] = {}
+    hook = model.register_forward_hook(lambda _m, _i, out: seen.update(logits=out.logits))
+    loss, count = WholeLogitsLoss(model)(**batch)
+    hook.remove()
+    (loss / count).backward()
+    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    found = {"logits": seen["logits"][mask], "loss": loss}
+    found |= {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {name: t.detach().double() for name, t in found.items()}
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    assert found.keys() == expected.keys()
+    largest = max(t.norm().item() for name, t in expected.items() if name not in ("logits", "loss"))
+    floor = {"logits": 0.0, "loss": 0.0}
+    return {
+        name: (t - expected[name]).norm().item()
+        / max(expected[name].norm().item(), floor.get(name, 1e-3 * largest))
+        for name, t in found.items()
+    }
+
+
+def check_half(found: dict[str, Tensor], plain: dict[str, Tensor], wide: dict[str, Tensor]) -> None:
+    """No further from float64 than the plain model in the same format, by name and as a whole.
+
+    Both distances are sums of many roundings, of which the factors leave room for the luck.
+    """
+    near, far = distance(found, wide), distance(plain, wide)
+    assert {n: (e, far[n]) for n, e in near.items() if e > 3 * far[n] + 2**-8} == {}
+    assert sum(e**2 for e in near.values()) <= 2 * sum(e**2 for e in far.values())

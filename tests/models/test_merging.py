@@ -1,0 +1,144 @@
+"""Quantised bases and merging: frozen layers make no gradient, a merge has the bits of PEFT's."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hasten.errors import InputError
+from hasten.models.adapters import add_lora, merge, merged, quantised_layers
+from hasten.models.load import load_model
+from hasten.models.save import save_adapter
+from hasten.parts.quantised_linear import KINDS, Kind, QuantisedLinear
+
+NAMES = ("deepseek-llm-tiny", "r1-distill-qwen-tiny", "v2-lite-tiny", "v3-tiny")
+TOKENS = torch.arange(24).reshape(2, 12)
+
+
+def build(name: str) -> Any:
+    return load_model(name, vocab_size=64)
+
+
+def taught(model: Any, **changes: Any) -> Any:
+    """An adapted model whose adapter does something."""
+    model = add_lora(model, **({"rank": 4, "alpha": 8} | changes))
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or "magnitude" in name:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+def state(model: Any) -> dict[str, torch.Tensor]:
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        *((name, {}) for name in NAMES),
+        *((name, {"targets": "all-linear"}) for name in NAMES),
+        *((name, {"rslora": True, "dora": True}) for name in NAMES[::3]),
+    ],
+    ids=str,
+)
+def test_a_saved_adapter_merges_to_the_bits_of_pefts_own_merge(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    model = taught(build(name), **changes)
+    save_adapter(model, None, tmp_path / "adapter")
+    expected = state(copy.deepcopy(model).merge_and_unload())
+    found = merged(build(name), tmp_path / "adapter")
+    assert state(found).keys() == expected.keys()
+    assert all(torch.equal(value, expected[key]) for key, value in state(found).items())
+    before = state(build(name))
+    assert not any(torch.equal(before[key], expected[key]) for key in before if "o_proj" in key)
+
+
+@pytest.mark.parametrize(
+    ("name", "base"), [*((name, "nf4") for name in NAMES), ("v3-tiny", "int8")]
+)
+def test_on_a_quantised_base_the_merged_model_is_the_one_that_was_trained(
+    name: str, base: Kind, tmp_path: Path
+) -> None:
+    model = taught(build(name), base=base)
+    trained = model(input_ids=TOKENS).logits
+    save_adapter(model, None, tmp_path / "adapter")
+    found = merged(build(name), tmp_path / "adapter", base)(input_ids=TOKENS).logits
+    torch.testing.assert_close(found, trained, rtol=1e-4, atol=1e-5)
+    other = merged(build(name), tmp_path / "adapter")(input_ids=TOKENS).logits
+    assert (other - trained).abs().max() > 10 * (found - trained).abs().max()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_frozen_linears_but_head_and_router_rest_in_few_bits(name: str) -> None:
+    model = add_lora(build(name), rank=4, alpha=8, base="nf4")
+    wide = [
+        key
+        for key, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and "lora_" not in key
+    ]
+    assert wide == ["base_model.model.lm_head"]
+    assert quantised_layers(model) > 4 * 4
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    assert {key for key, p in model.named_parameters() if p.grad is not None} == {
+        key for key, _ in model.named_parameters() if "lora_" in key
+    }
+
+
+class WeightProducts(TorchDispatchMode):
+    """The matrix products of a backward pass, by the shape of their result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        found = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.mm:
+            self.shapes.append(tuple(found.shape))
+        return found
+
+
+@pytest.mark.parametrize("base", [None, *KINDS])
+def test_a_frozen_layer_costs_no_product_for_its_weights_gradient(base: Kind | None) -> None:
+    model = add_lora(build("deepseek-llm-tiny"), rank=4, alpha=8, targets="all-linear", base=base)
+    loss = model(input_ids=TOKENS, labels=TOKENS).loss
+    shapes = {
+        (m.out_features, m.in_features)
+        for name, m in model.named_modules()
+        if isinstance(m, torch.nn.Linear | QuantisedLinear) and "lora_" not in name
+    }
+    with WeightProducts() as seen:
+        loss.backward()
+    assert seen.shapes
+    assert not shapes & set(seen.shapes)
+
+
+def test_a_quantised_base_is_not_merged_into() -> None:
+    with pytest.raises(InputError, match="can't be merged into a quantised base"):
+        merge(taught(build("v3-tiny"), base="nf4"))
+
+
+def test_what_does_not_go_with_a_quantised_base_is_refused() -> None:
+    with pytest.raises(InputError, match="DoRA measures the base weight"):
+        add_lora(build("v3-tiny"), rank=2, alpha=2, dora=True, base="int8")
+    with pytest.raises(InputError, match="nor a quantised base"):
+        add_lora(build("v3-tiny"), rank=2, alpha=2, targets="all-linear", base="int8")
+
+
+def test_another_models_adapter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no adapter"):
+        merged(build("v3-tiny"), tmp_path)
+    save_adapter(taught(build("v3-tiny")), None, tmp_path / "adapter")
+    with pytest.raises(InputError, match="no adapter of this model, which has no place for"):
+        merged(build("deepseek-llm-tiny"), tmp_path / "adapter")
+    save_adapter(taught(build("deepseek-llm-tiny")), None, tmp_path / "other")
+    with pytest.raises(InputError, match="no adapter of this model") as caught:
+        merged(build("r1-distill-qwen-tiny"), tmp_path / "other")
+    assert "\n" not in str(caught.value)

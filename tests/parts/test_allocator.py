@@ -1,0 +1,79 @@
+"""Freed memory stays where it should; libraries, modes and page faults are read as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hasten.parts import allocator
+
+glibc = pytest.mark.skipif(not allocator.is_glibc(), reason="glibc alone has these settings")
+PAGES = allocator.BLOCK // 4096
+
+
+def in_a_process(code: str, **variables: str) -> object:
+    """What a fresh process prints as JSON: the allocator's settings can't be taken back."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
+    found = subprocess.run(
+        [sys.executable, "-c", "from hasten.parts import allocator\nimport json\n" + code],
+        env={**environment, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(found.stdout)
+
+
+@glibc
+def test_a_freed_block_faults_again_until_memory_is_kept() -> None:
+    before, settled, after = in_a_process(  # type: ignore[misc]
+        "f = allocator.faults_per_block\nprint(json.dumps([f(), allocator.keep(), f()]))"
+    )
+    assert settled is True
+    assert before > 0.9 * PAGES
+    assert after < 0.1 * PAGES
+
+
+@glibc
+def test_the_variables_do_what_the_call_does() -> None:
+    found = in_a_process("print(json.dumps(allocator.faults_per_block()))", **allocator.keeping())
+    assert isinstance(found, int)
+    assert found < 0.1 * PAGES
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [
+        ("always [madvise] never\n", "madvise"),
+        ("[always] madvise never\n", "always"),
+        ("", "unknown"),
+    ],
+)
+def test_the_mode_of_huge_pages_is_the_one_in_brackets(
+    tmp_path: Path, text: str, mode: str
+) -> None:
+    (tmp_path / "enabled").write_text(text)
+    assert allocator.huge_page_mode(str(tmp_path / "enabled")) == mode
+
+
+def test_a_kernel_that_says_nothing_has_an_unknown_mode(tmp_path: Path) -> None:
+    assert allocator.huge_page_mode(str(tmp_path / "none")) == "unknown"
+
+
+def test_a_library_is_found_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocator, "_PLACES", (str(tmp_path),))
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
+    assert allocator.library("jemalloc") is None
+    (tmp_path / "libjemalloc.so.2").touch()
+    assert allocator.library("jemalloc") == str(tmp_path / "libjemalloc.so.2")
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux says what is mapped")
+def test_what_is_loaded_is_told_from_what_is_not() -> None:
+    assert allocator.is_loaded("libtorch")
+    assert not allocator.is_loaded("libnobodyhasthis")

@@ -1,0 +1,68 @@
+"""Packing by patterns: its bound is that of the whole linear programme, its rows are real."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+
+from hasten.parts.cutting_stock import whole_patterns
+from hasten.parts.packing import plan_rows
+
+ROW = 4096
+
+
+def programme(lengths: list[int], row: int) -> float:
+    """The fewest fractional rows over all patterns, listed one by one: the reference."""
+    counts = np.bincount(lengths)
+    sizes = np.flatnonzero(counts)
+    most = [range(min(row // n, counts[n]) + 1) for n in sizes.tolist()]
+    patterns = np.array([p for p in itertools.product(*most) if 0 < np.dot(p, sizes) <= row])
+    found = linprog(np.ones(len(patterns)), A_eq=patterns.T, b_eq=counts[sizes])
+    assert found.success
+    return float(found.fun)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.sampled_from([7, 11, 13, 18, 20, 29]), min_size=1, max_size=60))
+def test_the_bound_is_that_of_the_programme_over_all_patterns(lengths: list[int]) -> None:
+    bound, _ = whole_patterns(np.bincount(lengths), 60)
+    assert bound == int(np.ceil(programme(lengths, 60) - 1e-6))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 40), max_size=120), st.integers(40, 90))
+def test_patterns_use_no_record_twice_and_leave_at_most_a_row_for_each_length(
+    lengths: list[int], row: int
+) -> None:
+    counts = np.bincount(lengths, minlength=1)
+    bound, classes = whole_patterns(counts, row)
+    used = np.zeros_like(counts)
+    for times, pattern in classes:
+        assert times > 0
+        assert 0 < sum(pattern) <= row
+        np.add.at(used, list(pattern), times)
+    assert (used <= counts).all()
+    assert bound <= sum(times for times, _ in classes) + np.count_nonzero(counts)
+    assert bound <= len(lengths)
+
+
+@pytest.mark.parametrize("values", [2, 3, 5, 20])
+@pytest.mark.parametrize("share", [(0.3, 0.45), (0.05, 0.5)])
+@pytest.mark.parametrize("seed", range(3))
+def test_few_different_lengths_need_hardly_more_rows_than_the_bound(
+    values: int, share: tuple[float, float], seed: int
+) -> None:
+    draw = np.random.default_rng(seed)
+    kinds = draw.integers(int(share[0] * ROW), int(share[1] * ROW) + 1, values)
+    lengths = draw.choice(kinds, 20_000, p=draw.dirichlet(np.full(values, 2)))
+    found = plan_rows(lengths, ROW).efficiency
+    assert found.rows <= found.lower_bound + 2
+
+
+def test_nothing_needs_no_row() -> None:
+    assert whole_patterns(np.zeros(1, int), 10) == (0, [])

@@ -1,0 +1,158 @@
+"""Float8: rounding keeps its bound, and the three products are those of a linear layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from hasten.parts.float8 import (
+    E4M3,
+    Float8Layers,
+    Quantised,
+    Recipe,
+    dequantise,
+    linear,
+    product,
+    quantise,
+)
+
+# Half a unit in the last place: of normal numbers, relative; of the smallest ones, in scales.
+BOUNDS = {E4M3: (2**-4, 2**-10), torch.float8_e5m2: (2**-3, 2**-17)}
+# Of a product of random numbers: about the root of two rounded inputs' mean square errors.
+PRODUCT_BOUND = 0.05
+SUMMAND_BOUND = 2 * 2**-4 + 2**-8  # of a product of two numbers, each off by 2**-4 at most
+recipes = pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+
+
+def scales(q: Quantised, shape: torch.Size) -> torch.Tensor:
+    rows, columns = q.block
+    wide = q.scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    return wide[: shape[0], : shape[1]]
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.integers(1, 40),
+    st.integers(1, 300),
+    st.sampled_from([(1, 128), (128, 128), (1, 300), (3, 7)]),
+    st.sampled_from(list(BOUNDS)),
+    st.integers(-36, 36),
+    st.integers(0, 10**6),
+)
+def test_no_number_is_off_by_more_than_half_a_unit_in_the_last_place(
+    rows: int, columns: int, block: tuple[int, int], dtype: torch.dtype, power: int, seed: int
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=draw)
+    x = x * torch.exp(4 * torch.randn(rows, columns, generator=draw)) * 10.0**power
+    x = x.clamp(-3e38, 3e38)
+    q = quantise(x, block, dtype)
+    assert q.data.dtype == dtype
+    assert q.data.shape == x.shape
+    relative, absolute = BOUNDS[dtype]
+    error = (dequantise(q).double() - x.double()).abs()
+    bound = torch.maximum(relative * x.double().abs(), absolute * scales(q, x.shape).double())
+    assert bool((error <= bound * (1 + 1e-5)).all())
+
+
+def test_zeros_stay_zeros_and_what_is_not_finite_is_seen() -> None:
+    assert not dequantise(quantise(torch.zeros(3, 5), (1, 5))).any()
+    x = torch.ones(2, 256)
+    x[0, 3], x[1, 130] = torch.inf, torch.nan
+    found = dequantise(quantise(x, (1, 128)))
+    assert found.isnan().any(1).tolist() == [True, True]
+    assert found[0, 128:].equal(torch.ones(128))
+
+
+def test_an_outlier_harms_its_block_alone() -> None:
+    x = torch.rand(1, 256) + 0.5
+    x[0, 0] = 1e6
+    fine = (dequantise(quantise(x, (1, 128))) - x).abs()
+    rough = (dequantise(quantise(x, (1, 256))) - x).abs()
+    assert fine[0, 128:].max() < 0.1
+    assert rough[0, 128:].max() > 0.4
+
+
+@recipes
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 70), st.integers(1, 20), st.integers(1, 20), st.integers(0, 10**6))
+def test_a_linear_layer_and_its_gradients_agree_with_float64(
+    recipe: Recipe, tokens: int, inside: int, outside: int, seed: int
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, tokens, 16 * inside, generator=draw, requires_grad=True)
+    weight = torch.randn(16 * outside, 16 * inside, generator=draw, requires_grad=True)
+    bias = torch.randn(16 * outside, generator=draw)
+    dy = torch.randn(2, tokens, 16 * outside, generator=draw)
+    y = linear(x, weight, bias, recipe, emulate=True)
+    exact = nn.functional.linear(x.double(), weight.double(), bias.double())
+    a, w, d = (t.detach().double().abs().flatten(0, -2) for t in (x, weight, dy))
+    sizes = a @ w.t(), d @ w, d.t() @ a  # of the summands, which may cancel in the sum
+    for found, expected, size in zip(
+        (y, *torch.autograd.grad(y, (x, weight), dy)),
+        (exact, *torch.autograd.grad(exact, (x, weight), dy.double())),
+        sizes,
+        strict=True,
+    ):
+        error = (found.double() - expected).abs().reshape(size.shape)
+        assert bool((error <= SUMMAND_BOUND * size + 1e-3).all())
+        assert error.norm() / size.norm() < 2 * PRODUCT_BOUND
+
+
+@recipes
+def test_the_recipes_differ_from_each_other_where_there_are_outliers(recipe: Recipe) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(64, 512), torch.randn(32, 512)
+    x[:, 5] *= 1e6
+    exact = (x[:, 128:] @ weight[:, 128:].t()).double()
+    weight = torch.cat([torch.zeros(32, 128), weight[:, 128:]], 1)
+    error = (linear(x, weight, None, recipe, True).double() - exact).norm() / exact.norm()
+    assert (error < PRODUCT_BOUND) == (recipe == "blockwise")
+
+
+@pytest.mark.parametrize(("rows", "summed"), [(24, 48), (7, 48), (32, 37), (1, 16)])
+def test_torchs_own_product_agrees_with_the_emulation(rows: int, summed: int) -> None:
+    """On a processor too, where torch computes it in software: the same call as on a GPU."""
+    torch.manual_seed(0)
+    a, b = torch.randn(rows, summed), torch.randn(64, summed)
+    kept: Any = {"recipe": "rowwise", "weight": True, "dtype": torch.float32}
+    emulated = product(a, b, emulate=True, **kept)
+    error = (product(a, b, emulate=False, **kept) - emulated).norm() / emulated.norm()
+    assert error < 4e-3  # it returns bf16
+
+
+def test_a_frozen_weight_gets_no_gradient_and_a_half_precision_input_keeps_its_format() -> None:
+    x = torch.randn(4, 32, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(16, 32)
+    y = linear(x, weight, None, "rowwise", True)
+    y.sum().backward()
+    assert (y.dtype, x.grad.dtype) == (torch.bfloat16, torch.bfloat16)  # type: ignore[union-attr]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(x.float(), weight, None, "rowwise", True).dtype == torch.bfloat16
+
+
+def test_heads_routers_and_unsuitable_sides_stay_wide_and_all_is_given_back() -> None:
+    net = nn.ModuleDict({"proj": nn.Linear(32, 16), "lm_head": nn.Linear(16, 32)})
+    net["gate"], net["odd"] = nn.Linear(16, 16), nn.Linear(16, 12)
+    plain = net["proj"](torch.ones(2, 32))
+    layers = Float8Layers(emulate=True)
+    layers.attach(net)
+    assert (layers.names, layers.left) == (["proj"], ["odd"])
+    assert not net["proj"](torch.ones(2, 32)).equal(plain)
+    layers.detach()
+    assert net["proj"](torch.ones(2, 32)).equal(plain)
+    assert "forward" not in vars(net["proj"])
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="emulated only"):
+        Float8Layers("blockwise")
+    with pytest.raises(ValueError, match="unknown"):
+        Float8Layers("tensorwise")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="multiples of 16"):
+        Float8Layers(emulate=True).attach(nn.Sequential(nn.Linear(12, 12)))

@@ -1,0 +1,164 @@
+"""Fused layers against the same model without them: results, names, generation, copies."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from fused_models import BATCHES, ROUNDING, TOKENS, check_half, distance, model_of, outcome, pair
+from hasten.parts.document_attention import use_document_attention
+from hasten.parts.fused_layers import ARCHITECTURES, fuse_layers, fused
+from hasten.parts.kernels import rows, tiles
+from tiny import COMMON
+
+pytestmark = [
+    pytest.mark.skipif(not rows.library().library, reason=rows.library().reason),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
+]
+architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
+
+
+@architectures
+@pytest.mark.parametrize("layout", BATCHES)
+def test_logits_and_gradients_are_those_of_the_plain_model(architecture: str, layout: str) -> None:
+    plain, other = pair(architecture)
+    expected, found = (outcome(m, BATCHES[layout]) for m in (plain, other))
+    assert len(expected) > 15
+    assert {n: e for n, e in distance(found, expected).items() if e > ROUNDING} == {}
+
+
+@architectures
+@pytest.mark.parametrize("layout", BATCHES)
+def test_in_bf16_they_are_no_further_from_float64(architecture: str, layout: str) -> None:
+    batch = BATCHES[layout]
+    plain, other = pair(architecture, torch.bfloat16)
+    wide = outcome(model_of(architecture, torch.float64), batch)
+    check_half(outcome(other, batch), outcome(plain, batch), wide)
+
+
+@architectures
+def test_under_autocast_they_are_no_further_from_float64(architecture: str) -> None:
+    batch = BATCHES["packed"]
+    wide = outcome(model_of(architecture, torch.float64), batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain, other = (outcome(m, batch) for m in pair(architecture))
+    check_half(other, plain, wide)
+
+
+@architectures
+def test_under_autocast_to_a_format_without_kernels_the_layers_run_as_before(
+    architecture: str,
+) -> None:
+    plain, other = pair(architecture)
+    with torch.autocast("cpu", torch.float16), torch.no_grad():
+        expected, found = (m(TOKENS, use_cache=False).logits for m in (plain, other))
+    assert (found - expected).norm() <= 2**-8 * expected.norm()
+
+
+@architectures
+def test_with_attention_by_documents_they_are_the_same(architecture: str) -> None:
+    plain, other = pair(architecture)
+    for model in (plain, other):
+        use_document_attention(model)
+    expected, found = (outcome(m, BATCHES["packed"]) for m in (plain, other))
+    assert max(distance(found, expected).values()) <= ROUNDING
+
+
+@architectures
+def test_in_float64_the_layers_run_as_before(architecture: str) -> None:
+    plain, other = pair(architecture, torch.float64)
+    with torch.no_grad():
+        assert torch.equal(plain(TOKENS).logits, other(TOKENS).logits)
+
+
+@architectures
+def test_names_classes_and_parameters_stay(architecture: str) -> None:
+    model, stranger = model_of(architecture), model_of(architecture)
+    expected = stranger(TOKENS).logits
+    before = {name: id(p) for name, p in model.named_parameters()}
+    keys, classes = list(model.state_dict()), [type(m) for m in model.modules()]
+    bound = fuse_layers(model)
+    assert {name: id(p) for name, p in model.named_parameters()} == before
+    assert list(model.state_dict()) == keys
+    assert [type(m) for m in model.modules()] == classes
+    assert fused(model) == bound
+    layers = COMMON["num_hidden_layers"]
+    assert bound["latent attention" if "deepseek" in architecture else "attention"] == layers
+    assert bound["mlp"] >= layers
+    assert bound["norm"] >= 2 * layers + 1
+    assert bound["linear"] == (sum(c is nn.Linear for c in classes) if _amx() else 0)
+    assert not fused(stranger)
+    assert torch.equal(stranger(TOKENS).logits, expected)
+
+
+def _amx() -> bool:
+    return tiles.library().library is not None
+
+
+def test_a_model_without_known_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match="Sequential has no layer that the fused code knows"):
+        fuse_layers(nn.Sequential(nn.ReLU()))
+
+
+@architectures
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_generates_the_same_tokens_with_a_cache(architecture: str, dtype: torch.dtype) -> None:
+    plain, other = pair(architecture, dtype)
+    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    expected, found = (m.eval().generate(TOKENS[:, :5], **settings) for m in (plain, other))
+    assert found.shape == (2, 11)
+    if dtype == torch.float32:
+        assert torch.equal(found, expected)
+
+
+@architectures
+def test_a_copy_runs_its_own_weights(architecture: str) -> None:
+    _, model = pair(architecture)
+    expected = model(TOKENS).logits
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert fused(again) == fused(model)
+        assert torch.equal(again(TOKENS).logits, expected)
+        with torch.no_grad():
+            for parameter in again.model.layers.parameters():
+                parameter.zero_()
+        assert not torch.equal(again(TOKENS).logits, expected)
+        assert torch.equal(model(TOKENS).logits, expected)
+
+
+@architectures
+def test_a_saved_model_loads_without_them(architecture: str, tmp_path: Path) -> None:
+    plain, model = pair(architecture)
+    model.save_pretrained(tmp_path)
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not fused(again)
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor)
+
+
+@architectures
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_dropout_of_attention_falls_on_the_same_places(architecture: str, attention: str) -> None:
+    plain, other = pair(architecture, attention=attention, attention_dropout=0.5)
+    found = []
+    for model, training in ((plain, True), (other, True), (other, False)):
+        model.train(training)
+        torch.manual_seed(7)
+        found.append(model(TOKENS, use_cache=False).logits.detach())
+    assert (found[1] - found[0]).norm() <= ROUNDING * found[0].norm()
+    assert (found[2] - found[0]).norm() > 1e-2 * found[0].norm(), "dropout is at work"
+
+
+def test_a_compiled_model_runs_them_in_one_graph() -> None:
+    _, model = pair("llama", num_hidden_layers=1)
+    expected = model(TOKENS, use_cache=False).logits
+    compiled: Callable[..., Any] = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found = compiled(TOKENS, use_cache=False).logits
+    assert (found - expected).norm() <= ROUNDING * expected.norm()

@@ -1,0 +1,100 @@
+"""LoRA around fused layers: an adapter that a layer reads past would stay silently untrained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fused_models import BATCHES, ROUNDING, TOKENS, check_half, distance, model_of, outcome
+from hasten.parts import fused_functions
+from hasten.parts.fused_layers import ARCHITECTURES, fuse_layers, fused
+from hasten.parts.kernels import rows, tiles
+
+pytestmark = [
+    pytest.mark.skipif(not rows.library().library, reason=rows.library().reason),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
+]
+architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
+needs_tiles = pytest.mark.skipif(not tiles.library().library, reason=tiles.library().reason)
+
+
+TARGETS = {
+    "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "deepseek_v2": ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj"],
+    "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+}
+
+
+def adapted(
+    architecture: str, targets: Any, dtype: torch.dtype = torch.float32, fuse: bool = True
+) -> Any:
+    """With adapters that already do something, so that every one of them has a gradient."""
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model_of(architecture, dtype), config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.3)
+    if fuse:
+        fuse_layers(model.get_base_model())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("architecture", "targets"),
+    [*TARGETS.items(), *((a, "all-linear") for a in ARCHITECTURES)],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_adapter_has_the_gradient_it_had(
+    architecture: str, targets: Any, dtype: torch.dtype
+) -> None:
+    plain = adapted(architecture, targets, dtype, fuse=False)
+    expected, found = (
+        outcome(m, BATCHES["packed"]) for m in (plain, adapted(architecture, targets, dtype))
+    )
+    adapters = [n for n in expected if "lora_" in n]
+    trainable = [n for n, p in plain.named_parameters() if p.requires_grad]
+    assert sorted(adapters) == sorted(trainable)
+    assert all(found[n].abs().max() > 0 for n in adapters)
+    if dtype == torch.float32:
+        assert max(distance(found, expected).values()) <= ROUNDING
+    else:
+        wide = outcome(
+            adapted(architecture, targets, dtype, fuse=False).double(), BATCHES["packed"]
+        )
+        check_half(found, expected, wide)
+
+
+@needs_tiles
+def test_a_frozen_weight_gets_no_gradient_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    product = tiles.product
+
+    def counted(*arguments: Any) -> Tensor:
+        calls.append(1)
+        return product(*arguments)
+
+    monkeypatch.setattr(fused_functions.tiles, "product", counted)
+    model = adapted("llama", TARGETS["llama"], torch.bfloat16)
+    outcome(model, BATCHES["packed"])
+    assert not calls, "adapters are float32 and go torch's way; the base is frozen"
+    for parameter in model.parameters():
+        parameter.requires_grad_()
+    outcome(model, BATCHES["packed"])
+    assert len(calls) == 2 * 7 + 1  # every linear layer of two blocks, and the head
+
+
+@architectures
+def test_adapters_merge_into_fused_layers(architecture: str) -> None:
+    model = adapted(architecture, "all-linear")
+    with torch.no_grad():
+        expected = model(TOKENS, use_cache=False).logits
+        merged = model.merge_and_unload()
+        assert fused(merged)["mlp"] > 0
+        found = merged(TOKENS, use_cache=False).logits
+    assert (found - expected).norm() <= ROUNDING * expected.norm()

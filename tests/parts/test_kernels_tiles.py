@@ -1,0 +1,234 @@
+"""Attention on AMX against float64, document by document, for any width, length and stride.
+
+Weights and their gradients are rounded to bf16 before the second product, each by 2^-8 of itself,
+and so is the result: the bound is two of these, of the terms' absolute values or of their norm.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from hasten.parts import fused_functions
+from hasten.parts.document_attention import attend
+from hasten.parts.kernels import tiles
+
+pytestmark = pytest.mark.skipif(not tiles.library().library, reason=tiles.library().reason)
+HALF = 2**-8  # of a bf16 number: half a unit in its last place
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    draw = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=draw).bfloat16()
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
+    """Float64 attention of each document by its definition: (T, heads, dv)."""
+    each, out = q.shape[1] // k.shape[1], []
+    k, v = (t.repeat_interleave(each, dim=1) for t in (k, v))
+    for a, b, c in zip(*(t.split(lengths) for t in (q, k, v)), strict=True):
+        scores = torch.einsum("qhd,khd->hqk", a, b) * scale
+        seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril()
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        out.append(torch.einsum("hqk,khd->qhd", weights, c))
+    return torch.cat(out)
+
+
+def starts_of(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(itertools.accumulate(lengths, initial=0))
+
+
+def tensors(tokens: int, heads: int, groups: int, dk: int, dv: int) -> list[Tensor]:
+    return [
+        numbers(tokens, h, d, seed=s).requires_grad_()
+        for s, (h, d) in enumerate(((heads, dk), (groups, dk), (groups, dv)))
+    ]
+
+
+def check_attention(
+    lengths: tuple[int, ...], heads: int, groups: int, dk: int, dv: int, scale: float | None = None
+) -> None:
+    given = tensors(sum(lengths), heads, groups, dk, dv)
+    wide = [t.detach().double().requires_grad_() for t in given]
+    scale = dk**-0.5 if scale is None else scale
+    found = fused_functions.attend(*given, starts_of(lengths), scale)
+    expected = sdpa(*wide, lengths, scale)
+    assert found.dtype == torch.bfloat16
+    # Weights of sum 1, each rounded, times values; then the result is rounded.
+    assert (found - expected).abs().max() <= 2 * HALF * max(t.abs().max() for t in given)
+    grad = numbers(*found.shape, seed=9)
+    got = torch.autograd.grad(found, given, grad)
+    want = torch.autograd.grad(expected, wide, grad.double())
+    # The output in rowsum(dO O) is rounded too, and stands against terms as large: of the norm.
+    for one, other in zip(got, want, strict=True):
+        largest = max(other.norm().item(), 1e-2 * grad.norm().item())
+        assert (one - other).norm() <= 2 * HALF * largest
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=st.lists(st.one_of(st.integers(0, 70), st.just(150)), min_size=1, max_size=6),
+    groups=st.integers(1, 2),
+    each=st.integers(1, 3),
+    dk=st.integers(8, 80),
+    dv=st.integers(8, 80),
+)
+def test_attention_and_its_gradients_are_those_of_each_document_alone(
+    lengths: list[int], groups: int, each: int, dk: int, dv: int
+) -> None:
+    if not sum(lengths):
+        lengths = [*lengths, 1]
+    check_attention(tuple(lengths), groups * each, groups, dk, dv)
+
+
+@pytest.mark.parametrize("dk", [8, 64, 96, 128, 192])
+@pytest.mark.parametrize("dv", [8, 64, 128])
+def test_attention_takes_every_width_of_a_head(dk: int, dv: int) -> None:
+    check_attention((1, 130, 33), 2, 1, dk, dv)
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 127, 128, 129, 255, 256, 257, 600])
+def test_attention_takes_every_length_around_its_blocks(length: int) -> None:
+    check_attention((length,), 2, 2, 16, 24)
+    check_attention((3, length, 0, 5), 2, 1, 16, 24, scale=0.5)
+
+
+def test_the_logarithm_of_each_rows_sum_is_kept_for_backward() -> None:
+    lengths = (40, 0, 70)
+    q, k, v = tensors(110, 2, 1, 16, 8)
+    _, lse = tiles.attention(q, k, v, starts_of(lengths), 0.3)
+    start = 0
+    for length in lengths:
+        a, b = (t[start : start + length].double() for t in (q, k))
+        scores = torch.einsum("qhd,kd->hqk", a, b[:, 0]) * 0.3
+        seen = torch.ones(length, length, dtype=torch.bool).tril()
+        expected = scores.masked_fill(~seen, -torch.inf).logsumexp(-1)
+        torch.testing.assert_close(
+            lse[:, start : start + length].double(), expected, rtol=1e-5, atol=1e-5
+        )
+        start += length
+
+
+def passes(given: list[Tensor], lengths: tuple[int, ...], grad: Tensor) -> list[Tensor]:
+    """Output and the three gradients, without history."""
+    leaves = [t.detach().requires_grad_() for t in given]
+    out = fused_functions.attend(*leaves, starts_of(lengths), 0.25)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+LENGTHS = (45, 130, 1, 64)
+
+
+@pytest.mark.parametrize("which", range(len(LENGTHS)))
+@pytest.mark.parametrize("bad", [False, True], ids=["other numbers", "NaN"])
+def test_a_document_changes_no_bit_of_another(which: int, bad: bool) -> None:
+    given, grad = tensors(sum(LENGTHS), 4, 2, 24, 16), numbers(sum(LENGTHS), 4, 16)
+    before = passes(given, LENGTHS, grad)
+    start, end = starts_of(LENGTHS)[which : which + 2]
+    changed = [t.detach().clone() for t in given]
+    for t in changed:
+        t[start:end] = torch.nan if bad else t[start:end] * 3 + 1
+    after = passes(changed, LENGTHS, grad)
+    for old, new in zip(before, after, strict=True):
+        differs = (old != new).flatten(1).any(dim=1)
+        differs[start:end] = False
+        assert not differs.any()
+        if bad:
+            assert new[start:end].isnan().all()
+    assert (before[0] != after[0]).flatten(1).any(dim=1)[start:end].all()
+
+
+@pytest.mark.parametrize("which", ["query", "key", "value", "gradient"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_one_number_that_is_not_finite_stays_visible(which: str, bad: float) -> None:
+    """In the output of each token that sees it, and in the gradients of its document."""
+    given = [t.detach().clone() for t in tensors(90, 2, 1, 16, 16)]
+    grad = numbers(90, 2, 16)
+    place = ("query", "key", "value", "gradient").index(which)
+    [*given, grad][place][60, 0, 5] = bad
+    out, *gradients = passes(given, (40, 50), grad)
+    if which == "query":
+        assert out[60, 0].isnan().all()
+    elif which in ("key", "value"):
+        seeing = out[60:].flatten(1).isfinite().all(dim=1)
+        assert not seeing.any() or which == "key"
+        assert not seeing[0]
+    assert any(not g[40:].isfinite().all() for g in gradients)
+    assert all(t[:40].isfinite().all() for t in (out, *gradients))
+
+
+def test_the_bits_do_not_depend_on_the_number_of_threads(monkeypatch: Any) -> None:
+    monkeypatch.setattr(tiles, "WORTH_THREADS", 1)
+    given, grad = tensors(sum(LENGTHS), 4, 2, 24, 16), numbers(sum(LENGTHS), 4, 16)
+    a, b = numbers(300, 400), numbers(400, 200)
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.append([*passes(given, LENGTHS, grad), tiles.product(a, b, False, False)])
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def test_heads_may_lie_apart_and_gradients_may_be_expanded() -> None:
+    whole = numbers(70, 3, 4, 32)
+    views = [whole[:, i, :, 3 : 3 + d].requires_grad_() for i, d in enumerate((16, 16, 24))]
+    copies = [v.detach().contiguous() for v in views]
+    grad = torch.ones((), dtype=torch.bfloat16).expand(70, 4, 24)
+    for one, two in zip(
+        passes(views, (70,), grad), passes(copies, (70,), grad.contiguous()), strict=True
+    ):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("starts", [(0, 5), (1, 9), (0, 7, 3, 9), (), (0, 12)], ids=str)
+def test_documents_that_do_not_cover_the_row_are_refused(starts: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="don't cover 9 tokens"):
+        fused_functions.attend(*tensors(9, 2, 2, 8, 8), starts, 1.0)
+
+
+def test_heads_that_do_not_belong_together_are_refused() -> None:
+    q, k, _ = tensors(9, 3, 2, 8, 8)
+    with pytest.raises(ValueError, match="don't belong together"):
+        fused_functions.attend(q, k, k, (0, 9), 1.0)
+
+
+@pytest.mark.parametrize("lengths", [None, (5, 7, 8)])
+def test_attention_of_a_model_runs_here_for_one_row_and_for_several(lengths: Any) -> None:
+    q, k, v = (numbers(3, h, 20, d, seed=s) for s, (h, d) in enumerate(((4, 16), (2, 16), (2, 8))))
+    found, _ = attend(nn.Identity(), q, k, v, None, document_lengths=lengths)
+    for row in range(3):
+        parts = (t[row].transpose(0, 1).double() for t in (q, k, v))
+        expected = sdpa(*parts, lengths or (20,), 0.25)
+        assert (found[row] - expected).abs().max() <= 2 * HALF * v.abs().max()
+
+
+def operators() -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    q, k, v = (t.detach() for t in tensors(20, 4, 2, 16, 8))
+    starts = [0, 8, 20]
+    out, lse = tiles.attention(q, k, v, starts, 0.25)
+    return {
+        "attention": (tiles.attention, (q, k, v, starts, 0.25)),
+        "backward": (tiles.attention_backward, (out, q, k, v, out, lse, starts, 0.25)),
+    }
+
+
+@pytest.mark.parametrize("name", operators() if tiles.library().library else [])
+def test_each_operator_keeps_its_word_to_torch(name: str) -> None:
+    operator, arguments = operators()[name]
+    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_compiled_graph_keeps_attention_whole() -> None:
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return fused_functions.attend(q, k, v, (0, 8, 20), 0.25) * 2
+
+    given = tensors(20, 4, 2, 16, 8)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    grad = numbers(20, 4, 8)
+    found, expected = (torch.autograd.grad(f(*given), given, grad) for f in (compiled, layer))
+    assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))

@@ -1,0 +1,212 @@
+"""Measured rates: what is measured, what is left out, and a file that is what it seems."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hasten.parts import machine_rates
+from hasten.parts.datasheet import RECALLED, datasheet
+from hasten.parts.machine_rates import CopyRate, MachineRates, ProductRate, measure
+
+
+@pytest.fixture(scope="module")
+def rates() -> MachineRates:
+    return measure("cpu", "a processor", seconds=0.8, memory_bytes=1 << 28)
+
+
+def test_a_short_measurement_has_products_and_copies_in_time(rates: MachineRates) -> None:
+    assert {p.dtype for p in rates.products} <= {"fp32", "bf16"}
+    assert rates.best() is not None
+    assert [c.way for c in rates.copies] == ["read", "write", "copy"]
+    for rate in (*rates.products, *rates.copies):
+        assert rate.best >= rate.median > 0
+        assert rate.repeats >= 3
+    assert rates.threads == torch.get_num_threads()
+
+
+def test_what_was_left_out_is_named_with_its_reason(rates: MachineRates) -> None:
+    shapes = len(machine_rates.SIDES) + len(machine_rates.LAYERS)
+    assert len(rates.products) + len(rates.skipped) == 2 * shapes
+    text = "\n".join(rates.skipped)
+    assert "fp32 8192x8192 by 8192x8192: it takes more than a quarter of the memory" in text
+
+
+def test_progress_reaches_its_end_and_never_goes_back() -> None:
+    shares: list[float] = []
+    measure(dtypes=["fp32"], seconds=0.1, on_progress=lambda what, share: shares.append(share))
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0.0, 1.0)
+
+
+def test_a_rate_is_two_operations_per_element_over_the_time_of_one_product() -> None:
+    now = 0.0
+
+    def product() -> None:
+        nonlocal now
+        now += 0.25
+
+    spent = machine_rates._samples(product, "cpu", 1.0, expected=0.25, clock=lambda: now)
+    assert set(spent) == {0.25}
+    assert len(spent) == 4
+    short = machine_rates._samples(product, "cpu", 0.0, expected=0.001, clock=lambda: now)
+    assert short == [0.25] * machine_rates.FEWEST  # five products timed at once, one's time given
+
+
+def test_the_precision_of_products_is_as_before_afterwards() -> None:
+    before = torch.get_float32_matmul_precision()
+    with machine_rates._precision("tf32"):
+        assert torch.get_float32_matmul_precision() == "high"
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_a_format_the_chip_lacks_is_skipped_with_torch_s_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuses(*arguments: Any) -> Any:
+        raise RuntimeError("no such kernel\nstack")
+
+    monkeypatch.setattr(machine_rates, "_product", refuses)
+    found = measure(dtypes=["bf16"], seconds=0.1, memory_bytes=1 << 26)
+    assert found.products == ()
+    assert found.best() is None
+    assert found.skipped == ("bf16: no such kernel",)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"dtypes": ["int4"]}, "'int4' is no number format; give fp32, bf16"),
+        ({"dtypes": ["tf32"]}, "tf32 isn't measured on a processor, only fp32, bf16"),
+        ({"seconds": 0.0}, "the time to measure is 0.0 s"),
+        ({"seconds": math.nan}, "the time to measure is nan s"),
+    ],
+)
+def test_a_wrong_wish_is_refused_in_a_sentence(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        measure(**asked)
+
+
+positive = st.floats(1e3, 1e16)
+products = st.builds(
+    ProductRate,
+    dtype=st.sampled_from(sorted(machine_rates.DTYPES)),
+    m=st.integers(1, 9000),
+    n=st.integers(1, 9000),
+    k=st.integers(1, 9000),
+    best=positive,
+    median=positive,
+    repeats=st.integers(1, 50),
+)
+copies = st.builds(
+    CopyRate,
+    way=st.text(max_size=20),
+    size=st.integers(1, 1 << 40),
+    best=positive,
+    median=positive,
+    repeats=st.integers(1, 50),
+)
+
+
+@given(st.lists(products), st.lists(copies), st.text(), st.lists(st.text(), max_size=3))
+@settings(max_examples=50, deadline=None)
+def test_rates_come_back_from_json_as_they_were(
+    some: list[ProductRate], ways: list[CopyRate], name: str, skipped: list[str]
+) -> None:
+    rates = MachineRates(
+        *("cpu", name, 2, "2.13", "2026-11-21T00:00:00+00:00", 1.5),
+        products=tuple(some),
+        copies=tuple(ways),
+        skipped=tuple(skipped),
+    )
+    assert MachineRates.from_dict(json.loads(json.dumps(rates.to_dict()))) == rates
+    usual = [p.best for p in some if p.dtype != "fp8"]
+    best = rates.best()
+    assert (best.best if best else None) == max(usual, default=None)
+
+
+@pytest.mark.parametrize("broken", [None, [], {}, {"products": 3}, "text", {"kind": "else"}])
+def test_something_else_is_no_measurement(broken: Any) -> None:
+    with pytest.raises(ValueError, match="hasten bench --json"):
+        MachineRates.from_dict(broken)
+
+
+@pytest.mark.parametrize("nonsense", [0, -1.0, math.inf, math.nan])
+def test_an_edited_rate_is_refused(rates: MachineRates, nonsense: float) -> None:
+    found = json.loads(json.dumps(rates.to_dict()))
+    found["products"][0]["best"] = nonsense
+    with pytest.raises(ValueError, match="not a positive number"):
+        MachineRates.from_dict(found)
+
+
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("NVIDIA A100 80GB PCIe", "A100 PCIe"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA A40", "A40"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("Tesla V100-SXM2-32GB", "V100 32GB"),
+        ("AMD Instinct MI300X", "MI300X"),
+    ],
+)
+def test_a_gpu_is_known_by_its_driver_s_name(driver: str, name: str) -> None:
+    row = datasheet(driver)
+    assert row is not None
+    assert row.name == name
+    assert row.reached is None or row.reached < row.bf16
+    assert row.source
+
+
+@pytest.mark.parametrize(
+    "driver",
+    [
+        *("NVIDIA H100 NVL", "NVIDIA GH200 480GB", "NVIDIA GeForce RTX 4090 Laptop GPU"),
+        *("NVIDIA GeForce RTX 4090 D", "NVIDIA H800 PCIe", "NVIDIA L40", "NVIDIA A4000", ""),
+    ],
+)
+def test_a_variant_with_other_figures_is_not_taken_for_the_known_one(driver: str) -> None:
+    assert datasheet(driver) is None
+
+
+def test_the_table_is_that_of_the_figures_it_was_made_from() -> None:
+    """Each row's bf16 and memory rates, and its mark where a figure was only recalled."""
+    path = Path(os.environ.get("HASTEN_TEST_DATA", "")) / "hardware_figures.json"
+    if not path.is_file():
+        pytest.skip("hardware_figures.json isn't here")
+    figures = json.loads(path.read_text())
+    for key, driver in {
+        "h100_sxm": "NVIDIA H100 80GB HBM3",
+        "h200": "NVIDIA H200",
+        "h20": "NVIDIA H20",
+        "a100_40gb": "NVIDIA A100-SXM4-40GB",
+        "a100_pcie": "NVIDIA A100 80GB PCIe",
+        "b300": "NVIDIA B300",
+        "gb200": "NVIDIA GB200",
+        "a6000": "NVIDIA RTX A6000",
+        "rtx4090": "NVIDIA GeForce RTX 4090",
+        "mi300x": "AMD Instinct MI300X",
+    }.items():
+        row, figure = datasheet(driver), figures[key]
+        assert row is not None
+        assert row.bf16 == figure["bf16"] * 1e12
+        assert row.memory == figure["hbm_TBps"] * 1e12
+        assert (row.fp8 or 0) == (figure.get("fp8") or 0) * 1e12
+        assert (row.reached or 0) == (figure.get("mamf_bf16") or 0) * 1e12
+        assert (RECALLED in row.source) == ("recalled" in figure.get("src", ""))

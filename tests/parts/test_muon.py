@@ -1,0 +1,157 @@
+"""Muon and AdamW in one optimizer, against torch's own two."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from hasten.parts.muon import MuonAdamW, is_hidden_matrix, muon_groups, orthogonalised
+from hasten.parts.parameter_groups import decayed_groups
+from tiny import ARCHITECTURES, tiny_model
+
+SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+def weights() -> dict[str, nn.Parameter]:
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"wide": (12, 40), "tall": (40, 12), "experts": (3, 16, 8), "norm.weight": (12,)}
+    return {n: nn.Parameter(torch.randn(s, generator=draw)) for n, s in shapes.items()}
+
+
+def train(optimizer: Any, parameters: list[nn.Parameter], steps: range) -> None:
+    for step in steps:
+        draw = torch.Generator().manual_seed(step)
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=draw)
+        optimizer.step()
+
+
+def both(named: dict[str, nn.Parameter]) -> MuonAdamW:
+    groups = muon_groups(decayed_groups(named.items(), 0.1), named.items())
+    return MuonAdamW(groups, **SETTINGS)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 24), st.integers(1, 24), st.integers(0, 99))
+def test_singular_values_come_near_one(rows: int, columns: int, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(rows, columns, generator=draw)
+    before, after = torch.linalg.svdvals(matrix), torch.linalg.svdvals(orthogonalised(matrix))
+    large = before > 0.01 * before[0]
+    assert bool((after[large] < 1.3).all())
+    assert bool((after[large] > 0.3).all())
+
+
+def test_a_zero_matrix_stays_zero() -> None:
+    assert not orthogonalised(torch.zeros(4, 6)).any()
+
+
+@pytest.mark.parametrize("name", ["wide", "tall"])
+def test_matrices_move_as_with_torch_s_muon(name: str) -> None:
+    """torch computes the iteration in bf16, so the directions agree to its digits."""
+    ours, theirs = weights()[name], weights()[name]
+    start = ours.detach().clone()
+    train(MuonAdamW([{"params": [ours], "muon": True}], **SETTINGS), [ours], range(5))
+    muon = torch.optim.Muon(
+        [theirs], lr=1e-2, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
+    train(muon, [theirs], range(5))
+    assert float((ours - theirs).detach().norm() / (theirs - start).detach().norm()) < 0.02
+
+
+def test_one_step_is_the_formula_in_float64() -> None:
+    weight = weights()["tall"]
+    start = weight.detach().double()
+    train(MuonAdamW([{"params": [weight], "muon": True}], **SETTINGS), [weight], range(1))
+    grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).double()
+    x = (0.05 * grad) * 0.95 + 0.05 * grad  # momentum from zero, then Nesterov's look ahead
+    x = x.T / x.norm()
+    for _ in range(5):
+        x = 3.4445 * x + (-4.7750 * x @ x.T + 2.0315 * (x @ x.T) @ (x @ x.T)) @ x
+    expected = start * (1 - 1e-2 * 0.1) - 1e-2 * 0.2 * 40**0.5 * x.T
+    torch.testing.assert_close(weight.detach().double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_stack_of_experts_moves_as_each_by_itself() -> None:
+    stack = weights()["experts"]
+    singles = [nn.Parameter(m.clone()) for m in stack.detach()]
+    train(MuonAdamW([{"params": [stack], "muon": True}], **SETTINGS), [stack], range(3))
+    one_by_one = MuonAdamW([{"params": singles, "muon": True}], **SETTINGS)
+    for step in range(3):
+        grads = torch.randn(stack.shape, generator=torch.Generator().manual_seed(step))
+        for single, grad in zip(singles, grads, strict=True):
+            single.grad = grad
+        one_by_one.step()
+    found = torch.stack([s.detach() for s in singles])
+    torch.testing.assert_close(stack.detach(), found, rtol=1e-5, atol=1e-6)
+
+
+def test_the_rest_moves_with_the_bits_of_adamw() -> None:
+    ours, theirs = weights(), weights()
+    optimizer = MuonAdamW([{"params": list(ours.values())}], **SETTINGS)
+    train(optimizer, list(ours.values()), range(4))
+    train(torch.optim.AdamW(theirs.values(), **SETTINGS), list(theirs.values()), range(4))
+    assert all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+def test_updates_have_the_size_of_adamw_s() -> None:
+    """Root mean square 0.2 of the learning rate, whatever the shape (arXiv:2502.16982)."""
+    for shape in ((64, 256), (256, 64), (128, 128)):
+        weight = nn.Parameter(torch.zeros(shape))
+        optimizer = MuonAdamW([{"params": [weight], "muon": True}], lr=1.0)
+        train(optimizer, [weight], range(1))
+        assert 0.14 < float(weight.detach().square().mean().sqrt()) < 0.24
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_hidden_matrices_are_all_but_embeddings_head_norms_and_biases(architecture: str) -> None:
+    model = tiny_model(architecture)
+    for name, parameter in model.named_parameters():
+        outer = "embed_tokens" in name or "lm_head" in name
+        assert is_hidden_matrix(name, parameter) == (not outer and parameter.ndim > 1), name
+
+
+def test_rate_and_decay_act_on_both_kinds() -> None:
+    named = weights()
+    optimizer = both(named)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = {n: p.detach().clone() for n, p in named.items()}
+    train(optimizer, list(named.values()), range(2))
+    assert all(torch.equal(named[n], before[n]) for n in named)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    for parameter in named.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.state.clear()
+    optimizer.step()
+    for name, parameter in named.items():
+        factor = 1.0 if name == "norm.weight" else 1 - 0.1 * 0.1
+        torch.testing.assert_close(parameter.detach(), before[name] * factor)
+
+
+def test_a_resumed_run_keeps_its_bits() -> None:
+    whole, first = weights(), weights()
+    train(both(whole), list(whole.values()), range(6))
+    optimizer = both(first)
+    train(optimizer, list(first.values()), range(4))
+    saved = copy.deepcopy(optimizer.state_dict())
+    second = {n: nn.Parameter(p.detach().clone()) for n, p in first.items()}
+    resumed = both(second)
+    resumed.load_state_dict(saved)
+    train(resumed, list(second.values()), range(4, 6))
+    assert all(torch.equal(second[n], whole[n]) for n in whole)
+
+
+def test_a_vector_among_muon_s_matrices_is_refused() -> None:
+    vector: Tensor = nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="matrices and stacks"):
+        MuonAdamW([{"params": [vector], "muon": True}])
+    with pytest.raises(ValueError, match="momentum"):
+        MuonAdamW([{"params": [vector]}], momentum=1.0)

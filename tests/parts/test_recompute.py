@@ -1,0 +1,263 @@
+"""Recomputation: the same bits from less memory, on every architecture and in every mode."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint_sequential
+
+from hasten.parts.losses import WholeLogitsLoss
+from hasten.parts.recompute import BlockRecompute, chosen, decoder_blocks, saved_bytes
+from tiny import ARCHITECTURES, VOCABULARY, tiny_config
+
+MODES: dict[str, dict[str, Any]] = {
+    "every block": {},
+    "segments": {"segments": 2},
+    "budget": {"budget": 0.5},
+    "offload": {"offload": True},
+}
+modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+
+
+def model(architecture: str, layers: int = 4) -> nn.Module:
+    """With dropout in attention, so that a lost random state would show."""
+    import transformers as hf
+
+    config = tiny_config(architecture)
+    config.num_hidden_layers = layers
+    config.layer_types = ["full_attention"] * layers
+    config.attention_dropout = 0.2
+    torch.manual_seed(0)
+    built: Any = hf.AutoModelForCausalLM.from_config(config)
+    built.set_attn_implementation("sdpa")
+    return WholeLogitsLoss(built).train()
+
+
+def batch(seed: int = 0) -> dict[str, Tensor]:
+    ids = torch.randint(3, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids.roll(-1, 1), "attention_mask": torch.ones_like(ids)}
+
+
+def step(module: nn.Module, seed: int = 0, autocast: bool = False) -> tuple[Tensor, list[Tensor]]:
+    torch.manual_seed(7)
+    module.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss, _ = module(**batch(seed))
+    loss.backward()
+    return loss.detach(), [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+def same(one: tuple[Tensor, list[Tensor]], other: tuple[Tensor, list[Tensor]]) -> bool:
+    assert len(one[1]) == len(other[1]) > 0
+    pairs = zip([one[0], *one[1]], [other[0], *other[1]], strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+@modes
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_losses_and_gradients_keep_their_bits_with_dropout(
+    architecture: str, autocast: bool, mode: dict[str, Any]
+) -> None:
+    plain, module = model(architecture), model(architecture)
+    recompute = BlockRecompute(**mode)
+    recompute(module)
+    for seed in (0, 1):  # the second pass follows the budget's measurement
+        assert same(step(module, seed, autocast), step(plain, seed, autocast))
+    assert recompute.passes > 0
+    assert torch.equal(torch.get_rng_state(), _state_after(plain, autocast))
+
+
+def _state_after(plain: nn.Module, autocast: bool) -> Tensor:
+    step(plain, 1, autocast)
+    return torch.get_rng_state()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_fewer_bytes_are_saved_the_more_is_recomputed(architecture: str) -> None:
+    found = {}
+    for name, mode in MODES.items():
+        module = model(architecture)
+        recompute = BlockRecompute(**mode)
+        recompute(module)
+        step(module)  # a budget is planned in the first pass
+        found[name] = recompute.saved_bytes(lambda: module(**batch()), module)  # noqa: B023
+    plain = model(architecture)
+    whole = saved_bytes(lambda: plain(**batch()), plain)
+    assert found["every block"] < found["budget"] < whole
+    assert found["every block"] < found["segments"] < whole
+    assert found["offload"] < whole
+    with recompute.off():
+        assert recompute.saved_bytes(lambda: module(**batch()), module) == whole
+
+
+@pytest.mark.parametrize("budget", [0.25, 0.5, 0.75])
+def test_a_budget_is_met_by_the_blocks_own_bytes(budget: float) -> None:
+    def blocks_bytes(recompute: BlockRecompute, module: nn.Module, head: int) -> int:
+        return recompute.saved_bytes(lambda: module(**batch()), module) - head
+
+    module = model("llama", layers=8)
+    recompute = BlockRecompute(budget=budget)
+    recompute(module)
+    step(module)
+    bare = model("llama", layers=8)
+    for block in decoder_blocks(bare):
+        block.forward = lambda hidden, **kwargs: hidden
+    head = saved_bytes(lambda: bare(**batch()), bare)
+    kept = blocks_bytes(recompute, module, head)
+    with recompute.off():
+        whole = blocks_bytes(recompute, module, head)
+    assert kept <= budget * whole * 1.02  # rotary tables belong to no block
+    assert kept > (budget - 0.2) * whole  # and no block too many is recomputed
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 1000), st.integers(0, 1000)).map(lambda p: (sum(p), p[0])),
+        min_size=1,
+        max_size=12,
+    ),
+    st.floats(0, 1),
+)
+def test_the_fewest_first_blocks_that_meet_a_budget_are_chosen(
+    sizes: list[tuple[int, int]], budget: float
+) -> None:
+    def stays(count: int) -> int:
+        return sum(r for _, r in sizes[:count]) + sum(k for k, _ in sizes[count:])
+
+    picked = chosen(sizes, budget)
+    assert picked == set(range(len(picked)))
+    if len(picked) < len(sizes):
+        assert stays(len(picked)) <= budget * stays(0)
+    if picked:
+        assert stays(len(picked) - 1) > budget * stays(0)
+
+
+@pytest.mark.parametrize("segments", [2, 3, 4, 6])
+def test_segments_are_those_of_checkpoint_sequential(segments: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)))
+    module = copy.deepcopy(plain)
+    x = torch.randn(5, 8, requires_grad=True)
+    runs: list[int] = []
+    for position, block in enumerate(plain):
+        block.register_forward_pre_hook(lambda m, a, p=position: runs.append(p))
+    checkpoint_sequential(plain, segments, x, use_reentrant=False).sum().backward()
+    again = sorted(p for p in range(6) if runs.count(p) == 2)
+    expected = x.grad.clone()
+    x.grad = None
+    recompute = BlockRecompute(segments=segments)
+    recompute(module)
+    size = 6 // segments
+    assert again == [b for s in sorted(recompute.recomputed) for b in range(s, s + size)]
+    module(x).sum().backward()
+    assert torch.equal(x.grad, expected)
+
+
+@modes
+def test_a_frozen_base_with_adapters_learns_the_same(mode: dict[str, Any]) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def adapted() -> nn.Module:
+        module: Any = model("llama")
+        torch.manual_seed(1)
+        config = LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+        module.model = get_peft_model(module.model, config)
+        return module
+
+    plain, module = adapted(), adapted()
+    BlockRecompute(**mode)(module)
+    assert same(step(module), step(plain))
+
+
+def test_names_and_modules_stay_and_removal_leaves_nothing() -> None:
+    plain, module = model("llama"), model("llama")
+    names = list(module.state_dict())
+    recompute = BlockRecompute(segments=2)
+    recompute(module)
+    assert list(module.state_dict()) == names
+    recompute.remove()
+    assert all("forward" not in vars(m) for m in module.modules())
+    assert same(step(module), step(plain))
+
+
+def test_generation_with_a_cache_goes_on_as_before() -> None:
+    plain, module = model("llama").eval(), model("llama").eval()
+    BlockRecompute(segments=2)(module)
+    ids = batch()["input_ids"]
+    one, other = (m.model.generate(ids, max_new_tokens=5, do_sample=False) for m in (plain, module))
+    assert torch.equal(one, other)
+
+
+def test_a_cache_in_training_does_not_take_keys_twice() -> None:
+    plain, module = model("llama"), model("llama")
+    BlockRecompute()(module)
+    found = []
+    for m in (plain, module):
+        torch.manual_seed(0)
+        m.model(**{k: v for k, v in batch().items() if k != "labels"}).logits.sum().backward()
+        found.append([p.grad for p in m.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_blocks_with_arguments_of_their_own_cannot_share_a_segment() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Scaled() for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for position, layer in enumerate(self.layers):
+                x = layer(x, by=position)
+            return x
+
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+
+        def forward(self, x: Tensor, by: int) -> Tensor:
+            return super().forward(x) * by
+
+    module = Odd()
+    BlockRecompute()(module)
+    module(torch.ones(1, 4)).sum().backward()
+    module = Odd()
+    BlockRecompute(segments=2)(module)
+    with pytest.raises(ValueError, match="leave segments out"):
+        module(torch.ones(1, 4))
+
+
+def test_saved_bytes_count_each_storage_once_and_no_weight() -> None:
+    layer = nn.Linear(8, 8, bias=False)
+    x = torch.ones(4, 8)
+    assert saved_bytes(lambda: layer(x), layer) == x.nbytes
+    assert saved_bytes(lambda: layer(x) + layer(x[:2]).sum(), layer) == x.nbytes
+    assert saved_bytes(lambda: layer(x).exp(), layer) == 2 * x.nbytes
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ({"segments": 1}, "at least 2"),
+        ({"budget": 1.5}, "from 0 to 1"),
+        ({"segments": 2, "budget": 0.5}, "one of them"),
+        ({"budget": 0.5, "offload": True}, "one of them"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(mode: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BlockRecompute(**mode)
+
+
+def test_a_model_without_enough_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="no list of two or more blocks"):
+        BlockRecompute()(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="has 4 blocks"):
+        BlockRecompute(segments=5)(model("llama"))

@@ -1,0 +1,193 @@
+"""Compiled blocks train as the plain ones do, and nothing makes them compile again at each step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from hasten.parts.collate import packed, padded
+from hasten.parts.document_attention import use_document_attention
+from hasten.parts.losses import WholeLogitsLoss
+from hasten.parts.recompute import BlockRecompute
+from hasten.parts.regional_compile import CompiledBlocks, filled
+from tiny import records, tiny_model
+
+counters = torch._dynamo.utils.counters
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs() -> int:
+    """Different graphs that were compiled in this test."""
+    return int(counters["stats"]["unique_graphs"])
+
+
+def documents(seed: int, bucket: int = 64) -> dict[str, Any]:
+    """A packed row of four documents, other lengths for other seeds, in a row of fixed length."""
+    return filled(packed(records(4, seed=seed, longest=12)), bucket)
+
+
+def pair(architecture: str, **settings: Any) -> tuple[nn.Module, nn.Module, CompiledBlocks]:
+    """The same model twice, document by document; the second compiled."""
+    plain = tiny_model(architecture)
+    use_document_attention(plain)
+    compiled = copy.deepcopy(plain)
+    blocks = CompiledBlocks(**{"backend": "aot_eager", **settings})
+    one, other = WholeLogitsLoss(plain), WholeLogitsLoss(compiled)
+    blocks(other)
+    return one, other, blocks
+
+
+def gradients(module: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    module.zero_grad()
+    loss, _ = module(**inputs)
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3"])
+def test_gradients_are_those_of_the_plain_blocks_at_every_step(architecture: str) -> None:
+    plain, compiled, blocks = pair(architecture)
+    for seed in range(3):
+        inputs = documents(seed)
+        torch.testing.assert_close(
+            gradients(compiled, inputs), gradients(plain, inputs), rtol=1e-4, atol=1e-5
+        )
+    assert blocks.passes == 3 * blocks.parts
+    assert blocks.eager_passes == 0
+
+
+@pytest.mark.parametrize("architecture", ["deepseek_v2"])
+def test_other_documents_compile_nothing_again(architecture: str) -> None:
+    _, compiled, _ = pair(architecture)
+    gradients(compiled, documents(0))
+    first = graphs()
+    assert first > 0
+    for seed in range(1, 6):
+        gradients(compiled, documents(seed))
+    assert graphs() == first
+
+
+def test_blocks_share_their_code() -> None:
+    _, compiled, blocks = pair("llama")
+    gradients(compiled, documents(0))
+    assert blocks.parts == 8  # two norms, attention and MLP of two blocks
+    assert graphs() == 4  # norm, attention before and after its kernel, MLP
+
+
+def test_shapes_beyond_the_limit_run_as_they_are_and_are_counted() -> None:
+    plain, compiled, blocks = pair("llama", shapes=2)
+    for bucket in (64, 96, 128):
+        inputs = documents(0, bucket)
+        torch.testing.assert_close(
+            gradients(compiled, inputs), gradients(plain, inputs), rtol=1e-4, atol=1e-5
+        )
+    assert blocks.compiled_shapes == 2
+    assert blocks.eager_passes == blocks.parts
+    compiled_so_far = graphs()
+    gradients(compiled, documents(1, 160))
+    assert graphs() == compiled_so_far
+
+
+def test_dynamic_lengths_are_one_shape() -> None:
+    _, compiled, blocks = pair("llama", dynamic=True)
+    gradients(compiled, documents(0, 64))
+    first = graphs()
+    gradients(compiled, documents(1, 96))
+    assert graphs() == first
+    assert blocks.eager_passes == 0
+
+
+def test_evaluation_neither_compiles_nor_sees_documents_of_a_training_pass() -> None:
+    plain, compiled, _ = pair("llama")
+    gradients(compiled, documents(0))
+    before = graphs()
+    rows = padded(records(3, seed=5))
+    with torch.no_grad():
+        assert compiled(**rows)[0].item() == pytest.approx(plain(**rows)[0].item(), rel=1e-5)
+    assert graphs() == before
+
+
+def test_recomputed_blocks_run_their_compiled_parts_twice() -> None:
+    plain, compiled, blocks = pair("llama")
+    for part in compiled.modules():
+        part.__dict__.pop("forward", None)
+    blocks = CompiledBlocks(backend="aot_eager")
+    BlockRecompute()(compiled)
+    blocks(compiled)
+    inputs = documents(2)
+    torch.testing.assert_close(
+        gradients(compiled, inputs), gradients(plain, inputs), rtol=1e-4, atol=1e-5
+    )
+    assert blocks.passes == 2 * blocks.parts
+
+
+def test_parts_with_code_of_their_own_are_left_to_it() -> None:
+    model = tiny_model("llama")
+    layers: Any = model.model.layers
+    for layer in layers:
+        layer.mlp.forward = layer.mlp.forward
+    blocks = CompiledBlocks(backend="aot_eager")
+    blocks(model)
+    assert blocks.parts == 6
+    bound = tiny_model("llama")
+    for module in bound.modules():
+        module.forward = module.forward
+    with pytest.raises(ValueError, match="nothing is left to compile"):
+        CompiledBlocks()(bound)
+
+
+def test_no_shape_at_all_is_refused() -> None:
+    with pytest.raises(ValueError, match="shapes is 0"):
+        CompiledBlocks(shapes=0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 6), st.integers(0, 50), st.integers(1, 70))
+def test_filler_rounds_up_trains_nothing_and_is_a_document_of_its_own(
+    count: int, seed: int, bucket: int
+) -> None:
+    drawn = records(count, seed=seed)
+    for inputs in (packed(drawn), padded(drawn)):
+        length = inputs["input_ids"].shape[1]
+        found = filled(inputs, bucket)
+        rows, slots = found["input_ids"].shape
+        assert slots % bucket == 0
+        assert 0 <= slots - length < bucket
+        assert torch.equal(found["input_ids"][:, :length], inputs["input_ids"])
+        assert (found["labels"] != -100).sum() == (inputs["labels"] != -100).sum()
+        if "document_lengths" in found:
+            assert sum(found["document_lengths"]) == slots
+            ends = [0, *torch.tensor(found["document_lengths"]).cumsum(0).tolist()]
+            assert found["boundaries"].tolist() == ends
+            assert found["position_ids"].shape == (rows, slots)
+
+
+def test_inputs_of_another_kind_are_left_alone() -> None:
+    pictures = {"pixels": torch.zeros(1, 3)}
+    assert filled(pictures, 8) == pictures
+    strange = {"input_ids": torch.zeros(1, 3), "mask_of_my_own": torch.ones(1, 3)}
+    assert filled(strange, 8)["input_ids"].shape == (1, 3)
+
+
+@pytest.mark.slow
+def test_inductor_computes_the_same_gradients() -> None:
+    plain, compiled, blocks = pair("llama", backend="inductor")
+    inputs = documents(0)
+    torch.testing.assert_close(
+        gradients(compiled, inputs), gradients(plain, inputs), rtol=1e-3, atol=1e-4
+    )
+    assert blocks.seconds > 0

@@ -1,0 +1,83 @@
+"""The running mean of the weights against a float64 loop; swapping; state."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hasten.parts.weight_average import WeightAverage
+
+
+def weights(step: int) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    return [torch.randn(3, 4, generator=draw), torch.randn(5, generator=draw)]
+
+
+def averaged(steps: int, decay: float = 0.9) -> WeightAverage:
+    average = WeightAverage(decay)
+    for step in range(steps):
+        average.after_update(weights(step))
+    return average
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.floats(0.01, 0.9999))
+def test_the_mean_is_that_of_a_float64_loop(steps: int, decay: float) -> None:
+    found = averaged(steps, decay).means
+    mean = [w.double() for w in weights(0)]
+    for n in range(2, steps + 1):
+        d = min(decay, (1 + n) / (10 + n))
+        mean = [d * m + (1 - d) * w.double() for m, w in zip(mean, weights(n - 1), strict=True)]
+    for ours, theirs in zip(found, mean, strict=True):
+        assert ours.dtype is torch.float32
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_mean_does_not_follow_the_weights_it_was_started_with() -> None:
+    average, given_ = WeightAverage(), weights(0)
+    average.after_update(given_)
+    given_[0].add_(1)
+    assert torch.equal(average.means[0], weights(0)[0])
+
+
+def test_swapped_weights_are_the_mean_and_come_back_with_their_bits() -> None:
+    average, now = averaged(5), weights(4)
+    now[1] = now[1].bfloat16()
+    before = [w.clone() for w in now]
+    with average.swapped(now):
+        assert torch.equal(now[0], average.means[0])
+        assert torch.equal(now[1], average.means[1].bfloat16())
+    assert all(torch.equal(a, b) for a, b in zip(now, before, strict=True))
+
+
+def test_weights_come_back_after_an_error() -> None:
+    average, now = averaged(3), weights(2)
+    with pytest.raises(RuntimeError, match="inside"), average.swapped(now):
+        raise RuntimeError("inside")
+    assert torch.equal(now[0], weights(2)[0])
+
+
+def test_a_resumed_mean_keeps_its_bits() -> None:
+    first = averaged(4)
+    second = WeightAverage(0.9)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    second.after_update(weights(4))
+    assert all(torch.equal(a, b) for a, b in zip(second.means, averaged(5).means, strict=True))
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    for decay in (0.0, 1.0, 1.5):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            WeightAverage(decay)
+    with (
+        pytest.raises(ValueError, match="before the first update"),
+        WeightAverage().swapped(weights(0)),
+    ):
+        pass
+    with pytest.raises(ValueError, match="always in the same order"):
+        averaged(1).after_update(weights(0)[:1])

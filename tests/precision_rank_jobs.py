@@ -1,0 +1,51 @@
+"""Jobs with fp16 that tests run on several ranks, where the last rank alone overflows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hasten.core.facts import World
+from hasten.core.plan import Plan
+from hasten.core.session import Session, assemble
+from hasten.core.setup import once, prepare
+from hasten.core.step import training
+from hasten.techniques.layout import DDP
+from hasten.techniques.precision import Autocast
+from tiny import job_facts, language_job, records
+
+OVERFLOWS = (0, 1, 4)  # steps
+
+
+def overflowing(world: World) -> dict[str, Any]:
+    """Both ways of one rank's overflow: before gradients travel, and after they have."""
+    return {where: _run(world, where) for where in ("before the wire", "after the wire")}
+
+
+def _run(world: World, where: str) -> dict[str, Any]:
+    job = language_job(data=records(24), batch=4, steps=6)
+    plan = Plan([Autocast(dtype="fp16", growth_interval=2), DDP()])
+    setup = prepare(job, plan, job_facts(job, world=world))
+    held: list[Session] = []
+    mine = world.rank == world.size - 1
+
+    def now() -> bool:
+        return mine and held[0].progress.step in OVERFLOWS
+
+    def attempt(engine: Any, batch: Any) -> Any:
+        found = once(engine, batch)
+        if where == "after the wire" and now():
+            setup.precision.parameters()[0].grad.view(-1)[0] = torch.inf  # type: ignore[union-attr]
+        return found
+
+    setup.attempt = attempt
+    session = assemble(setup)
+    held.append(session)
+    if where == "before the wire":
+        model: Any = session.model
+        model.lm_head.weight.register_hook(lambda g: g * torch.inf if now() else g)
+    scale: Any = setup.loss_scale
+    steps = [(m.skipped, scale.value) for m in training(session)]
+    weights = torch.cat([p.detach().flatten() for p in session.finish().parameters()])
+    return {"steps": steps, "weights": float(weights.double().sum())}

@@ -1,0 +1,53 @@
+"""A preparation of data in a process of its own: `python preparation.py FOLDER WORKERS PAUSE`.
+
+It says what it does, and after its first chunk it waits until something lies at PAUSE.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from hasten.data import preparing
+from hasten.data.shapes import Conversation, Message
+from hasten.data.store import tokenize
+
+CHUNK, COUNT = 10, 95
+
+
+def dialogues(count: int) -> list[Conversation]:
+    return [
+        Conversation(
+            (Message("user", f"question {n}"), Message("assistant", "word " * (n % 7 + 1))),
+            None,
+            f"data.jsonl:{n + 1}",
+        )
+        for n in range(count)
+    ]
+
+
+def main(folder: Path, workers: int, pause: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    preparing._CHUNK_RECORDS, preparing._WORTH_A_WORKER = CHUNK, 1
+
+    def progress(done: int, total: int) -> None:
+        say("done", done, *(child.pid for child in psutil.Process().children()))
+        while done == CHUNK and not pause.exists():
+            time.sleep(0.01)
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder.parent / "tokenizer"))
+    data = dialogues(COUNT)
+    tokenize(data, tokenizer, folder, 64, on_progress=progress, workers=workers, tell=say)
+    say("ready")
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,87 @@
+"""COMPILE: compiled only where it pays, rows of few lengths, and the same training."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from hasten.core.facts import Facts
+from hasten.core.job import Stop
+from hasten.core.plan import Plan
+from hasten.core.technique import Technique
+from hasten.errors import InputError
+from hasten.techniques import CATALOGUE
+from hasten.techniques.adapter import LoRA
+from hasten.techniques.attention import DocumentAttention
+from hasten.techniques.collate import Packed
+from hasten.techniques.compile import COMPILE_SECONDS, Compiled, seconds_expected
+from hasten.techniques.precision import Autocast, BF16MasterWeights
+from hasten.techniques.recompute import Recompute
+from tiny import job_facts, language_job, run, session_of
+
+TRACED = Compiled(bucket=64, share=1.0, backend="aot_eager")
+PACKED = (Packed(), DocumentAttention())
+
+
+def test_a_short_run_is_left_as_it_is_and_the_probe_says_why() -> None:
+    session = session_of(language_job(), Compiled())
+    run(session)
+    proof = Compiled().probe(session)
+    assert not proof.acted
+    assert "left off: compiling takes about 60 s, more than 10%" in proof.evidence
+    assert session.progress.slots % 256  # rows keep their lengths too
+
+
+def test_a_long_run_is_expected_to_take_long() -> None:
+    job = language_job()
+    known = job_facts(job)
+    short = seconds_expected(job, known)
+    long = seconds_expected(language_job(stop=Stop(tokens=10**9)), known)
+    assert short is not None
+    assert long is not None
+    assert short < 10 * COMPILE_SECONDS < long
+    assert seconds_expected(job, Facts(known.hardware)) is None
+
+
+@pytest.mark.parametrize(
+    "others",
+    [(*PACKED, Recompute(), Autocast()), (LoRA(),), (BF16MasterWeights(),)],
+    ids=lambda others: ", ".join(map(str, others)),
+)
+def test_it_trains_alike_beside_other_techniques(others: tuple[Technique, ...]) -> None:
+    torch._dynamo.reset()
+    plain = [m.loss for m in run(session_of(language_job(), *others))]
+    session = session_of(language_job(), *others, TRACED)
+    coarse = any(isinstance(t, Autocast | BF16MasterWeights) for t in others)
+    assert [m.loss for m in run(session)] == pytest.approx(plain, rel=2e-2 if coarse else 1e-4)
+    for technique in (*others, TRACED):
+        assert technique.probe(session).acted, technique.probe(session)
+    assert session.progress.slots % 64 == 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"bucket": 0},
+        {"mode": "fastest"},
+        {"backend": "onnx"},
+        {"share": 0.0},
+        {"dynamic": True, "mode": "reduce-overhead"},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="plan: compiled: "):
+        Plan.from_list([{"compiled": settings}], CATALOGUE)
+
+
+def test_what_is_missing_to_compile_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = job_facts(language_job())
+    graphs = Compiled(mode="reduce-overhead")
+    assert "CUDA graphs" in graphs.obstacles(known)[0]
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert "C++ compiler" in Compiled().obstacles(known)[0]
+    one = dataclasses.replace(known.model, layers=1)
+    assert any("one block" in r for r in TRACED.obstacles(dataclasses.replace(known, model=one)))

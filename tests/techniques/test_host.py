@@ -1,0 +1,119 @@
+"""THREADS and ALLOCATOR: what a process starts with, what hinders, what the probes see."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hasten.core import facts
+from hasten.core.facts import Facts, ModelFacts, World
+from hasten.core.plan import Plan
+from hasten.errors import InputError
+from hasten.parts import allocator
+from hasten.techniques import CATALOGUE
+from hasten.techniques.allocator import Allocator
+from hasten.techniques.threads import Threads
+from material import small
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="core masks are Linux's")
+
+
+def here(**changes: Any) -> Facts:
+    known = Facts(facts.hardware(), model=ModelFacts("llama", layers=2))
+    return dataclasses.replace(known, **changes)
+
+
+def test_a_rank_starts_with_its_share_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hasten.parts.threads.usable_cores", lambda: tuple(range(8)))
+    monkeypatch.setattr("hasten.parts.threads.memory_nodes", list)
+    eight = dataclasses.replace(facts.hardware(), physical_cores=8, usable_cores=8)
+    known = [here(hardware=eight, world=World(rank, rank, 3)) for rank in range(3)]
+    started = [Threads().environ(k)["OMP_NUM_THREADS"] for k in known]
+    assert started == ["2", "2", "2"]
+    assert Threads(count=3).environ(known[0])["OMP_NUM_THREADS"] == "3"
+    shares = [Threads().cores(k) for k in known]
+    assert sorted(core for share in shares for core in share) == list(range(8))
+    assert Threads(passive=False).environ(known[0])["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+def test_what_cannot_be_had_here_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hasten.parts.threads.memory_nodes", lambda: [frozenset({0, 1})])
+    assert "1 memory node" in Threads(numa=True).obstacles(here())[0]
+    assert "count is 9999" in Threads(count=9999).obstacles(here())[0]
+    monkeypatch.setattr("hasten.parts.allocator.library", lambda kind: None)
+    assert "libjemalloc2" in Allocator(kind="jemalloc").obstacles(here())[0]
+    assert "GPU" in Allocator(kind="expandable").obstacles(here())[0]
+    monkeypatch.setattr("hasten.parts.allocator.huge_page_mode", lambda: "never")
+    assert "transparent_hugepage is never" in Allocator(huge_pages=True).obstacles(here())[0]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"threads": {"count": 0}},
+        {"threads": {"numa": True, "affinity": False}},
+        {"threads": {"collect_every": -1}},
+        {"allocator": {"kind": "mimalloc"}},
+        {"allocator": {"kind": "expandable", "huge_pages": True}},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(entry: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"plan: (threads|allocator): "):
+        Plan.from_list([entry], CATALOGUE)
+
+
+def test_variables_join_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")
+    wanted = Allocator(huge_pages=True).environ(here())
+    assert wanted["GLIBC_TUNABLES"] == "glibc.malloc.arena_max=2:glibc.malloc.hugetlb=1"
+    monkeypatch.setenv("GLIBC_TUNABLES", wanted["GLIBC_TUNABLES"])
+    assert Allocator(huge_pages=True).environ(here()) == wanted
+    monkeypatch.setenv("LD_PRELOAD", "/a.so")
+    monkeypatch.setattr("hasten.parts.allocator.library", lambda kind: "/b.so")
+    assert Allocator(kind="tcmalloc").environ(here()) == {"LD_PRELOAD": "/a.so:/b.so"}
+
+
+def test_a_process_begins_again_only_for_what_is_missing_and_only_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(facts.STARTED_FOR_PLAN, raising=False)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.delenv("MALLOC_TOP_PAD_", raising=False)
+    wanted = {"OMP_WAIT_POLICY": "PASSIVE", "MALLOC_TOP_PAD_": "1"}
+    assert facts.not_yet_so(wanted) == {"MALLOC_TOP_PAD_": "1"}
+    monkeypatch.setenv(facts.STARTED_FOR_PLAN, "1")
+    assert facts.not_yet_so(wanted) == {}
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_hasten_train_starts_its_processes_with_the_plans_variables(
+    tmp_path: Path, ranks: int
+) -> None:
+    plan = ["threads", {"allocator": {"huge_pages": allocator.huge_page_mode() == "madvise"}}]
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(small(tmp_path, plan=plan, nproc=ranks)))
+    drop = ("OMP_", "MALLOC_", "GLIBC_", "HASTEN_STARTED")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
+    subprocess.run(
+        [sys.executable, "-m", "hasten", "train", str(recipe)],
+        env=environment,
+        check=True,
+        capture_output=True,
+    )
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    acted = summary["acted"]
+    assert summary["world_size"] == ranks
+    assert acted["threads"]["acted"], acted
+    assert "idle threads wait asleep" in acted["threads"]["evidence"]
+    assert "no huge pages" not in acted["allocator"]["evidence"]
+    assert acted["allocator"]["acted"] == allocator.is_glibc(), acted

@@ -1,0 +1,60 @@
+"""FusedLayers in a run: its proof, its obstacles, with recomputation, on several ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fused_models import model_of
+from fused_rank_jobs import CASES, train_fused
+from hasten.core.facts import World
+from hasten.parts.fused_layers import ARCHITECTURES
+from hasten.parts.kernels import rows
+from hasten.techniques.layers import FusedLayers
+from hasten.techniques.recompute import Recompute
+from ranks import on_ranks
+from tiny import job_facts, language_job, records, run, session_of
+
+pytestmark = [
+    pytest.mark.skipif(not rows.library().library, reason=rows.library().reason),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
+]
+architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
+
+
+def test_the_probe_is_false_when_nothing_is_bound() -> None:
+    with_it, without = session_of(language_job(), FusedLayers()), session_of(language_job())
+    assert FusedLayers().probe(with_it).acted
+    assert "2 x mlp" in FusedLayers().probe(with_it).evidence
+    proof = FusedLayers().probe(without)
+    assert not proof.acted
+    assert proof.evidence == "fused code runs nothing"
+
+
+@architectures
+def test_recomputed_blocks_give_the_same_losses(architecture: str) -> None:
+    job = language_job(lambda: model_of(architecture, torch.bfloat16), data=records(8))
+    found = [
+        [m.loss for m in run(session_of(job, *more, architecture=architecture))]
+        for more in ((FusedLayers(),), (FusedLayers(), Recompute()))
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "mixtral"])
+def test_an_architecture_that_is_not_proven_is_an_obstacle(architecture: str) -> None:
+    (reason,) = FusedLayers().obstacles(job_facts(language_job(), architecture))
+    assert f"not proven for the architecture {architecture}" in reason
+
+
+@pytest.mark.slow
+def test_two_ranks_train_like_one_process(tmp_path: Path) -> None:
+    alone = train_fused(World())
+    for found in on_ranks("fused_rank_jobs:train_fused", tmp_path):
+        for architecture, dtype in CASES.items():
+            assert found[architecture]["acted"]
+            close = 1e-5 if dtype == torch.float32 else 2e-2
+            expected = alone[architecture]["losses"]
+            assert found[architecture]["losses"] == pytest.approx(expected, rel=close)

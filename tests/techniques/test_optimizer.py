@@ -1,0 +1,194 @@
+"""CompactAdamW, Muon and WeightAverage on whole jobs: settings, formats, checkpoints, folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hasten.core.schedule import Schedule
+from hasten.core.session import Session
+from hasten.core.state import restore, state_of
+from hasten.core.step import training
+from hasten.core.technique import Technique
+from hasten.errors import InputError
+from hasten.models.load import load_model
+from hasten.parts import checkpoint
+from hasten.parts.muon import MuonAdamW
+from hasten.recipe.schema import Recipe
+from hasten.run import train
+from hasten.techniques.adapter import LoRA
+from hasten.techniques.average import WeightAverage
+from hasten.techniques.optimizer import CompactAdamW, Muon
+from hasten.techniques.precision import BF16MasterWeights
+from material import small
+from tiny import language_job, run, session_of, tiny_model
+
+NEW: tuple[Technique, ...] = (CompactAdamW(), CompactAdamW("int8"), Muon(), WeightAverage(0.9))
+each = pytest.mark.parametrize("technique", NEW, ids=str)
+BESIDE: dict[str, tuple[Technique, ...]] = {
+    "alone": (),
+    "masters": (BF16MasterWeights(),),
+    "lora": (LoRA(),),
+    "lora, masters": (LoRA(), BF16MasterWeights()),
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
+@each
+def test_a_resumed_run_keeps_its_bits(
+    technique: Technique, beside: tuple[Technique, ...], tmp_path: Path
+) -> None:
+    def fresh() -> Session:
+        schedule = Schedule("linear", 1, 6, floor=0.1)
+        job = language_job(lambda: tiny_model("deepseek_v3"), steps=6, schedule=schedule)
+        return session_of(job, technique, *beside, architecture="deepseek_v3")
+
+    whole = fresh()
+    expected = [m.loss for m in run(whole)]
+    first = fresh()
+    steps = training(first)
+    for _ in range(3):
+        next(steps)
+    checkpoint.save(tmp_path, 3, *state_of(first))
+    found = checkpoint.load_latest(tmp_path)
+    assert found is not None
+    second = fresh()
+    restore(second, found[0], found[1])
+    assert [m.loss for m in run(second)] == expected[3:]
+    assert technique.probe(second) == technique.probe(whole)
+    for one, other in zip(_saved(second), _saved(whole), strict=True):
+        assert torch.equal(one, other)
+
+
+def _saved(session: Session) -> list[Tensor]:
+    """All weights of all versions that would be saved."""
+    model = session.finish()
+    return [p.detach().clone() for _ in session.versions() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("technique", NEW[:3], ids=str)
+def test_rate_betas_decay_and_groups_are_the_job_s(technique: Technique) -> None:
+    def adamw(groups: Any, lr: float) -> torch.optim.Optimizer:
+        groups[0]["weight_decay"] = 0.3
+        return torch.optim.AdamW(groups, lr=lr, betas=(0.8, 0.9), eps=1e-7)
+
+    session = session_of(language_job(optimizer=adamw, lr=0.02), technique)
+    groups = session.optimizer.param_groups
+    assert {(g["lr"], g["betas"], g["eps"]) for g in groups} == {(0.02, (0.8, 0.9), 1e-7)}
+    for group in groups:
+        assert group["weight_decay"] == (0.3 if group["params"][0].ndim >= 2 else 0.0)
+    held = sorted(id(p) for g in groups for p in g["params"])
+    assert held == sorted(id(p) for p in session.module.parameters())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3"])
+def test_muon_takes_hidden_matrices_and_leaves_embeddings_to_adamw(architecture: str) -> None:
+    job = language_job(lambda: tiny_model(architecture))
+    session = session_of(job, Muon(), architecture=architecture)
+    assert isinstance(session.optimizer, MuonAdamW)
+    turned = {id(p) for g in session.optimizer.param_groups if g["muon"] for p in g["params"]}
+    names = {n for n, p in session.model.named_parameters() if id(p) in turned}
+    assert any("experts" in n for n in names) == ("deepseek" in architecture)
+    assert any("self_attn" in n for n in names)
+    assert not any("embed" in n or "lm_head" in n or "norm" in n for n in names)
+
+
+@pytest.mark.parametrize("technique", NEW[:3], ids=str)
+def test_an_optimizer_that_is_not_a_fresh_adamw_is_refused(technique: Technique) -> None:
+    with pytest.raises(InputError, match="SGD"):
+        session_of(language_job(optimizer=torch.optim.SGD), technique)
+
+    def stepped(groups: Any, lr: float) -> torch.optim.Optimizer:
+        used = torch.optim.AdamW(groups, lr=lr)
+        used.param_groups[0]["params"][0].grad = torch.ones_like(groups[0]["params"][0])
+        used.step()
+        return used
+
+    with pytest.raises(InputError, match="hasn't been stepped"):
+        session_of(language_job(optimizer=stepped), technique)
+
+
+def test_the_probe_counts_the_bytes_of_the_state() -> None:
+    evidence = {}
+    for technique in NEW[:3]:
+        session = session_of(language_job(), technique)
+        run(session)
+        evidence[str(technique)] = technique.probe(session).evidence
+    count = sum(p.numel() for p in tiny_model().parameters())
+    assert all(f"AdamW's is {8 * count / 1e6:.2f} MB" in text for text in evidence.values())
+    sizes = [float(text.split("state of ")[1].split(" MB")[0]) for text in evidence.values()]
+    assert sizes[1] < sizes[0] < 8 * count / 1e6
+
+
+def test_the_average_changes_no_bit_of_training() -> None:
+    plain = run(session_of(language_job()))
+    kept = run(session_of(language_job(), WeightAverage()))
+    assert [m.loss for m in kept] == [m.loss for m in plain]
+
+
+@pytest.mark.parametrize("precision", [(), (BF16MasterWeights(),)], ids=["float32", "masters"])
+@pytest.mark.parametrize(
+    ("save", "suffixes"), [("both", ["", "_average"]), ("average", [""]), ("last", [""])]
+)
+def test_saved_versions_are_the_weights_and_their_mean(
+    save: str, suffixes: list[str], precision: Any
+) -> None:
+    session = session_of(language_job(steps=6), WeightAverage(0.5, save), *precision)
+    run(session)
+    before = [p.detach().clone() for p in session.setup.precision.parameters()]
+    WeightAverage(0.5, save).probe(session)
+    after = session.setup.precision.parameters()
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    session.finish()
+    weights = [p for g in session.optimizer.param_groups for p in g["params"]]
+    average: Any = session.setup.average
+    seen = []
+    for suffix in session.versions():
+        is_mean = suffix == "_average" or save == "average"
+        expected = average.mean.means if is_mean else before
+        assert all(torch.equal(w, e) for w, e in zip(weights, expected, strict=True))
+        seen.append(suffix)
+    assert seen == suffixes
+    assert all(torch.equal(w, b) for w, b in zip(weights, before, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_run_leaves_both_folders_and_both_load(tmp_path: Path, kind: Any) -> None:
+    values = small(
+        tmp_path,
+        model="deepseek-llm-tiny",
+        max_steps=4,
+        finetuning_type=kind,
+        plan=["recompute", "muon", {"weight_average": {"decay": 0.9}}],
+    )
+    earlier = tmp_path / "run" / "model_average"
+    earlier.mkdir(parents=True)  # of a run before, and moved aside
+    summary = train(Recipe(**values), tell=lambda text: None)
+    last = Path(summary["saved"])
+    mean = last.with_name(f"{last.name}_average")
+    assert (tmp_path / "run" / "previous" / "1" / earlier.name).is_dir()
+    assert "held-out loss" in summary["acted"]["weight_average"]["evidence"]
+    if kind == "full":
+        one, other = (load_model(str(p)).state_dict() for p in (last, mean))
+        assert one.keys() == other.keys()
+        assert any(not torch.equal(one[k], other[k]) for k in one)
+    else:
+        assert (mean / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: CompactAdamW("fp8"), "bf16, int8"),
+        (lambda: Muon(1.0), "momentum"),
+        (lambda: WeightAverage(1.0), "between 0 and 1"),
+        (lambda: WeightAverage(save="all"), "both, average, last"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(build: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()

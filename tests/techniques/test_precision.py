@@ -1,0 +1,157 @@
+"""fp16 with a loss scale: found, agreed on by all ranks, saved; float8 where it can't work."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hasten.core.facts import Accelerator, Facts
+from hasten.core.setup import once
+from hasten.core.state import restore, state_of
+from hasten.core.step import NotFiniteError
+from hasten.errors import InputError
+from hasten.techniques.adapter import LoRA
+from hasten.techniques.precision import Autocast, Float8
+from ranks import on_ranks
+from tiny import ARCHITECTURES, job_facts, language_job, run, session_of, tiny_model
+
+FP16 = Autocast(dtype="fp16")
+
+
+def facts(**hardware: Any) -> Facts:
+    known = job_facts(language_job())
+    return dataclasses.replace(known, hardware=dataclasses.replace(known.hardware, **hardware))
+
+
+def poisoned(session: Any, steps: range, loss: bool = False) -> Any:
+    """The session with infinite gradients, or an infinite loss too, at these steps."""
+
+    def attempt(engine: Any, batch: Any) -> Any:
+        loss_sum, ran = once(engine, batch)
+        if session.progress.step in steps:
+            session.setup.precision.parameters()[0].grad.fill_(torch.inf)
+            loss_sum = loss_sum * torch.inf if loss else loss_sum
+        return loss_sum, ran
+
+    session.setup.attempt = attempt
+    return session
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_fp16_with_its_scale_learns_as_float32_does(architecture: str) -> None:
+    job = language_job(lambda: tiny_model(architecture), steps=8)
+    plain = [m.loss for m in run(session_of(job, architecture=architecture))]
+    session = session_of(job, FP16, architecture=architecture)
+    found = run(session)
+    assert not any(m.skipped for m in found)
+    assert [m.loss for m in found] == pytest.approx(plain, rel=5e-3)
+    proof = FP16.probe(session)
+    assert proof.acted
+    assert "float16; loss scale 65536, 0 steps given up" in proof.evidence
+
+
+def test_the_norm_that_clips_is_that_of_unscaled_gradients() -> None:
+    job = language_job(steps=1)
+    (plain,), (scaled,) = run(session_of(job)), run(session_of(job, FP16))
+    assert scaled.grad_norm == pytest.approx(plain.grad_norm, rel=1e-2)
+
+
+def test_the_search_for_a_scale_is_no_failure() -> None:
+    job = language_job(steps=20)
+    session = poisoned(session_of(job, FP16), range(14))
+    steps = run(session)
+    assert [m.skipped for m in steps] == [True] * 14 + [False] * 6
+    assert session.setup.loss_scale.value == 4.0
+
+
+def test_without_a_scale_ten_are_still_a_failure() -> None:
+    with pytest.raises(NotFiniteError, match="10 steps in a row"):
+        run(poisoned(session_of(language_job(steps=20), Autocast()), range(20)))
+
+
+def test_when_the_scale_can_fall_no_further_ten_more_are_a_failure() -> None:
+    session = poisoned(session_of(language_job(steps=40), FP16), range(40))
+    with pytest.raises(NotFiniteError, match="10 steps in a row, up to step 26"):
+        run(session)
+
+
+def test_a_loss_that_is_not_finite_is_a_failure_at_any_scale() -> None:
+    session = poisoned(session_of(language_job(steps=20), FP16), range(20), loss=True)
+    with pytest.raises(NotFiniteError, match="up to step 10"):
+        run(session)
+
+
+def test_the_scale_is_part_of_a_checkpoint() -> None:
+    job = language_job(steps=5)
+    fp16 = Autocast(dtype="fp16", growth_interval=3)
+    session = poisoned(session_of(job, fp16), range(1))
+    run(session)
+    tensors, meta = state_of(session)
+    fresh: Any = session_of(job, fp16)
+    restore(fresh, tensors, meta)
+    assert fresh.setup.loss_scale.state_dict() == {"value": 65536.0, "good": 1, "skipped": 1}
+
+
+def test_ranks_agree_when_one_of_them_overflows(tmp_path: Path) -> None:
+    one, two = on_ranks("precision_rank_jobs:overflowing", tmp_path)
+    assert one == two
+    skipped = [True, True, False, False, True, False]
+    values = [32768.0, 16384.0, 16384.0, 32768.0, 16384.0, 16384.0]
+    for found in one.values():
+        assert found["steps"] == [list(pair) for pair in zip(skipped, values, strict=True)]
+
+
+def test_float8_with_no_layer_left_to_it_is_refused_in_a_sentence() -> None:
+    with pytest.raises(InputError, match="float8: no linear layer is left"):
+        session_of(language_job(), Float8(emulate=True), LoRA(base="nf4"))
+
+
+def test_a_layer_that_bypasses_float8_is_seen_by_the_probe() -> None:
+    session: Any = session_of(language_job(steps=1), Float8(emulate=True))
+    layer = session.model.model.layers[0].mlp.down_proj
+    del layer.forward
+    run(session)
+    proof = Float8().probe(session)
+    assert not proof.acted
+    assert "13 of 14 linear layers ran" in proof.evidence
+
+
+def test_impossible_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="bf16 or fp16"):
+        Autocast(dtype="fp8")
+    with pytest.raises(ValueError, match="a loss scale begins"):
+        Autocast(initial_scale=0)
+    with pytest.raises(ValueError, match="rowwise or blockwise"):
+        Float8(recipe="mx")
+
+
+def test_a_processor_without_fp16_units_is_an_obstacle() -> None:
+    (reason,) = FP16.obstacles(facts(instruction_sets=("avx2", "avx512f")))
+    assert "in software only" in reason
+    assert FP16.obstacles(facts(instruction_sets=("avx512_fp16",))) == ()
+
+
+@pytest.mark.parametrize(
+    ("technique", "capability", "reason"),
+    [
+        (Float8(), None, "a processor has no float8 products"),
+        (Float8(), "8.9", "below 9.0"),
+        (Float8(), "9.0", None),
+        (Float8(), "10.0", None),
+        (Float8(recipe="blockwise"), "9.0", "emulated only"),
+        (Float8(recipe="blockwise", emulate=True), None, None),
+    ],
+)
+def test_float8_says_where_it_cannot_work(
+    technique: Float8, capability: str | None, reason: str | None
+) -> None:
+    gpus = (Accelerator("a GPU", 10**9, capability),) if capability else ()
+    known = dataclasses.replace(facts(accelerators=gpus), device="cuda:0" if gpus else "cpu")
+    found = technique.obstacles(known)
+    assert (reason in found[0] and len(found) == 1) if reason else found == ()
+    narrow = dataclasses.replace(known, model=dataclasses.replace(known.model, hidden_size=40))
+    assert any("this llama is 40 wide" in text for text in technique.obstacles(narrow))

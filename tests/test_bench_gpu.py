@@ -1,0 +1,222 @@
+"""The GPU benchmark where there is no GPU: its row ``smoke``, its estimates, its files, its page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+
+from gpu import measure, peer, results, rows, run  # noqa: E402
+from gpu.memory import adapter_parameters, estimate, parameters  # noqa: E402
+from gpu.rows import ROWS, SMALL, Row, row_named  # noqa: E402
+
+SMOKE = row_named("smoke")
+H200, H100 = 139 * 2**30, 78 * 2**30  # bytes that a program finds
+
+
+def called(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks/gpu/run.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the toy row is for a processor")
+def test_the_smoke_row_is_measured_from_end_to_end(tmp_path: Path) -> None:
+    file = tmp_path / "smoke.json"
+    done = called("--row", "smoke", "--json", str(file), "--minutes", "0.3")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    assert found["status"] == "complete"
+    assert {len(turns) for turns in found["repeats"].values()} == {5}
+    assert found["summary"]["hasten"]["median"] > 0
+    assert found["summary"]["hasten / plain"]["low"] > 0
+    hasten = found["arms"]["hasten"]
+    assert hasten["plan_words"][0] == "packed"
+    assert not any("DID NOT ACT" in proof for proof in hasten["proofs"])
+    assert hasten["mfu_measured"] > 0
+    assert hasten["mfu_datasheet"] is None, "no maker promises a processor's rate here"
+    assert found["machine"]["versions"]["torch"] == torch.__version__.split("+")[0] or found
+    assert [path.name for path in tmp_path.iterdir()] == ["smoke.json"]
+
+
+def test_rows_are_listed_and_others_refused() -> None:
+    assert "full-8b-bf16" in results.listed()
+    with pytest.raises(SystemExit, match="there is no row 'gpt'; the rows are gpu-tests, lora"):
+        row_named("gpt")
+
+
+@pytest.mark.parametrize("minutes", ["0", "nan", "-3"])
+def test_impossible_minutes_are_refused(minutes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py", "--row", "smoke", "--minutes", minutes])
+    with pytest.raises(SystemExit):
+        run.main()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+@pytest.mark.parametrize("name", [r.name for r in ROWS if r.needs_gpu] + [rows.TESTS])
+def test_without_a_gpu_a_row_says_so_and_measures_nothing(name: str, tmp_path: Path) -> None:
+    found = run.run_row(name, tmp_path / "row.json", 1.0)
+    assert (found["status"], found["said"]) == ("failed", "there is no GPU here")
+    assert json.loads((tmp_path / "row.json").read_text()) == found
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_the_estimate_counts_the_weights_that_the_model_has(row: Row) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(measure.config_of(row))
+    truth = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    assert parameters(row.shape) == truth
+
+
+def test_the_estimate_counts_the_adapters_that_lora_makes() -> None:
+    from hasten.techniques.adapter import LoRA
+
+    torch.manual_seed(0)
+    model = LoRA(rank=4, targets="all-linear").adapt(measure.model_on(SMOKE, "cpu", "float32"))
+    learns = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert adapter_parameters(SMALL, 4) == learns
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if r.needs_gpu], ids=lambda row: row.name)
+@pytest.mark.parametrize("memory", [H200, H100], ids=["H200", "H100"])
+def test_every_row_has_a_choice_for_both_gpus(row: Row, memory: int) -> None:
+    for choices in row.arms.values():
+        sizes = [estimate(row, choice).total for choice in choices]
+        assert any(size <= measure.SHARE * memory for size in sizes), sizes
+
+
+def test_a_full_8b_has_masters_on_an_h200_and_none_on_an_h100() -> None:
+    row = row_named("full-8b-bf16")
+
+    def first(memory: int) -> str:
+        fits = (c for c in row.arms["hasten"] if estimate(row, c).total <= 0.92 * memory)
+        return ", ".join(str(t) for t in next(fits).plan)
+
+    assert "bf16_master_weights" in first(H200)
+    assert "bf16_master_weights" not in first(H100)
+
+
+def test_what_cannot_fit_is_not_tried_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "device_memory", lambda device: 10**9)
+    tried: list[Any] = []
+    with pytest.raises(MemoryError, match=r"no choice of smoke fits 1 GB: .*not tried: 3 GB"):
+        measure.first_that_fits(SMOKE, "hasten", "cpu", measure.records_of(SMOKE), tried)
+    assert len(tried) == 1
+
+
+def test_a_choice_that_runs_out_of_memory_gives_way_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    choice = SMOKE.arms["hasten"][0]
+    row = replace(SMOKE, arms={"hasten": (replace(choice, records=4), choice)})
+    steps = measure.HastenArm.steps
+
+    def short(self: measure.HastenArm, count: int) -> Any:
+        if not any(t.name() == "accumulate" for t in self.plan):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return steps(self, count)
+
+    monkeypatch.setattr(measure.HastenArm, "steps", short)
+    tried: list[Any] = []
+    _, kept = measure.first_that_fits(row, "hasten", "cpu", measure.records_of(row), tried)
+    assert [t["outcome"] for t in tried] == ["ran out of memory: CUDA out of memory", "fits"]
+    assert kept["plan_words"][1] == "accumulate(micro_batch_size=2)"
+
+
+class Clockwork:
+    """An arm of known speed that fails at a given turn."""
+
+    def __init__(self, fails_at: int = 99) -> None:
+        self.turns, self.fails_at = 0, fails_at
+
+    def steps(self, count: int) -> measure.Work:
+        self.turns += 1
+        if self.turns == self.fails_at:
+            raise KeyboardInterrupt
+        return measure.Work(100 * count, 0, 0.5 * count)
+
+
+def test_a_stopped_row_keeps_the_repeats_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one(*given: Any) -> Any:
+        return Clockwork(fails_at=4), {"left_out": [], "plan_words": ["packed"], **flops}
+
+    flops = {"flops_per_token": 1.0, "flops_per_pair": 0.0}
+    monkeypatch.setattr(measure, "first_that_fits", one)
+    monkeypatch.setattr(run, "machine", lambda *given: {"device_name": "toy"})
+    row = replace(SMOKE, peer=None, arms={"hasten": SMOKE.arms["hasten"]})
+    monkeypatch.setattr(run, "row_named", lambda name: row)
+    with pytest.raises(KeyboardInterrupt):
+        run.run_row("smoke", tmp_path / "s.json", 1.0)
+    found = json.loads((tmp_path / "s.json").read_text())
+    assert found["status"] == "partial"
+    assert found["said"] == "KeyboardInterrupt: "
+    assert [t["tokens_per_second"] for t in found["repeats"]["hasten"]] == [200.0, 200.0]
+    assert found["summary"]["hasten"]["median"] == 200.0
+
+
+@given(st.lists(st.floats(1.0, 1e6), min_size=1, max_size=5), st.floats(1.1, 9.0))
+def test_ratios_are_those_of_hasten_to_the_others(rates: list[float], factor: float) -> None:
+    repeats = {
+        "plain": [{"tokens_per_second": r} for r in rates],
+        "hasten": [{"tokens_per_second": factor * r} for r in rates],
+    }
+    found = results.summary(repeats)
+    assert found["hasten / plain"]["median"] == pytest.approx(factor)
+
+
+def test_the_trainer_stays_in_bf16_from_turn_to_turn() -> None:
+    """Taken out of its autocast after a turn it would be slow, and a ratio to it worth nothing."""
+    pytest.importorskip("accelerate")
+    model: Any = measure.model_on(SMOKE, "cpu", "float32")
+    seen: list[torch.dtype] = []
+    model.model.layers[0].mlp.gate_proj.register_forward_hook(
+        lambda layer, given, out: seen.append(out.dtype)
+    )
+    arm = peer.TrainerArm(SMOKE, model, measure.records_of(SMOKE))
+    done = [arm.steps(2) for _ in range(2)]
+    assert seen == [torch.bfloat16] * 4
+    assert all(work.tokens > 0 and work.seconds for work in done)
+    assert len(arm._optimizer.state) == len(list(model.parameters()))
+
+
+def test_the_peer_gets_labels_for_tokens_alone() -> None:
+    batch = peer.padded(measure.records_of(SMOKE)[:3])
+    assert torch.equal(batch["labels"] == -100, batch["attention_mask"] == 0)
+
+
+def test_the_page_shows_what_the_files_say_and_else_not_measured(tmp_path: Path) -> None:
+    empty = results.table([])
+    assert empty.count("not measured") == len(rows.NAMES) - 1  # smoke isn't on the page
+    page = (ROOT / "docs/measurements/gpu.md").read_text()
+    (tmp_path / "notes.json").write_text("[1]")
+    assert results.table(results.read(tmp_path)) == empty
+    for row in ROWS:
+        assert (f"| {row.name} |" in page) == row.needs_gpu
+    arm = {"plan_words": ["packed"], "peak_memory_bytes": 10**9, "mfu_measured": 0.5}
+    found = {
+        "kind": "hasten gpu row",
+        "row": "full-8b-bf16",
+        "machine": {"device_name": "toy"},
+        "status": "partial",
+        "said": "",
+        "arms": {"hasten": arm},
+        "summary": {"hasten": {"median": 1234.5, "low": 1200.0, "high": None}},
+    }
+    (tmp_path / "row.json").write_text(json.dumps(found))
+    line = results.table(results.read(tmp_path)).splitlines()[3]
+    assert line.startswith("| full-8b-bf16 | toy | 1,234 (partial) | ≥ 8,200 / 9,200 / 10,300 |")
+    assert "| 50.0% | 1.0 GB |" in line
