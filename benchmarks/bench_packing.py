@@ -3,18 +3,20 @@
     python benchmarks/bench_packing.py             # hasten alone
     python benchmarks/bench_packing.py --trl       # where trl, datasets and transformers are there
 
-Prints two tables. Packing: seconds for all lengths (median of interleaved rounds), how full the
-rows are, and how full micro-batches of 16 records are when records are grouped by length. Dealing:
-straggler loss (1 - mean / maximum of the ranks' costs) of a step dealt at random and by cost.
+Prints tables. Packing: CPU seconds for all lengths (one thread, median of interleaved rounds), how
+full the rows are, and how full micro-batches of 16 records are when records are grouped by length;
+then sets of few different lengths, and sets that have a perfect packing. Dealing: straggler loss
+(1 - mean / maximum of the ranks' costs) of a step of random rows dealt at random, of the same step
+dealt by cost, and of the steps that PackedOrder makes (stratified by cost).
 
-TRL's strategy ``bfd`` is timed and measured as its ``pack_dataset`` runs it, on batches of 1,000
-records (the default of ``datasets.map``), and once on all records in one batch. Its time includes
-moving the tokens, which hasten leaves to the collator; only fullness is comparable.
+TRL's strategy ``bfd`` is measured as its ``pack_dataset`` runs it, on batches of 1,000 records (the
+default of ``datasets.map``), and once on all records in one batch.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 
@@ -23,6 +25,7 @@ from numpy.typing import NDArray
 
 from hasten.parts.dealing import deal, quadratic_share, row_costs, straggler_loss
 from hasten.parts.packing import choose_method, pack_lengths, plan_rows
+from hasten.parts.row_order import PackedOrder
 
 RANKS, HIDDEN = 8, 4096
 TRL_RECORDS = 100_000  # one list of tokens for each of a million records would not fit
@@ -43,13 +46,13 @@ def distributions(count: int, row: int) -> dict[str, NDArray[np.int64]]:
 
 
 def seconds_of_packing(lengths: dict[str, NDArray[np.int64]], row: int, rounds: int) -> list[float]:
-    """Median seconds per distribution; the distributions take turns."""
+    """Median CPU seconds per distribution; the distributions take turns."""
     times: dict[str, list[float]] = {name: [] for name in lengths}
     for _ in range(rounds):
         for name, sizes in lengths.items():
-            began = time.perf_counter()
+            began = time.process_time()
             pack_lengths(sizes, row)
-            times[name].append(time.perf_counter() - began)
+            times[name].append(time.process_time() - began)
     return [statistics.median(t) for t in times.values()]
 
 
@@ -73,7 +76,9 @@ def packing(count: int, row: int, rounds: int, trl: bool) -> None:
     seconds = seconds_of_packing(lengths, row, rounds)
     some = distributions(TRL_RECORDS, row)
     print(f"\npacking: {count:,} lengths, rows of {row}; * on {TRL_RECORDS:,} lengths")
-    print("| lengths | seconds | full | rows / bound | full* | TRL 1,000* | TRL all* | grouped* |")
+    print(
+        "| lengths | CPU seconds | full | rows / bound | full* | TRL 1,000* | TRL all* | grouped* |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for (name, sizes), took in zip(lengths.items(), seconds, strict=True):
         found = plan_rows(sizes, row).efficiency
@@ -88,25 +93,67 @@ def packing(count: int, row: int, rounds: int, trl: bool) -> None:
         )
 
 
+def few_values(row: int, sets: int) -> None:
+    print(f"\nfew different lengths: 20,000 records, rows of {row}, {sets} random sets a line")
+    print("| values | of a row | rows / bound, mean | worst | CPU seconds, worst |")
+    print("|---|---|---|---|---|")
+    for values, low, high in itertools.product((2, 5, 20, 48), (0.05, 0.3), (0.45,)):
+        ratios, times = [], []
+        for seed in range(sets):
+            draw = np.random.default_rng(seed)
+            kinds = draw.integers(int(low * row), int(high * row) + 1, values)
+            sizes = draw.choice(kinds, 20_000, p=draw.dirichlet(np.full(values, 2)))
+            began = time.process_time()
+            found = plan_rows(sizes, row).efficiency
+            times.append(time.process_time() - began)
+            ratios.append(found.rows / found.lower_bound)
+        figures = f"{np.mean(ratios):.4f} | {max(ratios):.4f} | {max(times):.2f}"
+        print(f"| {values} | {low}-{high} | {figures} |", flush=True)
+
+
+def planted(sets: int) -> None:
+    """Sets that fill rows to the last token, because full rows were cut to make them."""
+    print(f"\nperfect packings: sets solved of {sets} with 5, 10, 20, 50, 100 and 200 rows each")
+    print("| rows of | up to 7 records | up to 4 records | CPU seconds, worst |")
+    print("|---|---|---|---|")
+    for row in (100, 1000, 4096, 32768):
+        solved, worst = {7: 0, 4: 0}, 0.0
+        for pieces, rows, seed in itertools.product(solved, (5, 10, 20, 50, 100, 200), range(sets)):
+            draw = np.random.default_rng(seed)
+            cuts = [
+                np.sort(draw.choice(np.arange(1, row), draw.integers(0, pieces), replace=False))
+                for _ in range(rows)
+            ]
+            sizes = np.concatenate([np.diff([0, *c, row]) for c in cuts])
+            began = time.process_time()
+            solved[pieces] += plan_rows(draw.permutation(sizes), row).efficiency.rows == rows
+            worst = max(worst, time.process_time() - began)
+        print(f"| {row} | {solved[7]}/{6 * sets} | {solved[4]}/{6 * sets} | {worst:.2f} |")
+
+
 def dealing(count: int, row: int, per_rank: int) -> None:
     size = RANKS * per_rank
     print(f"\ndealing: {RANKS} ranks, {per_rank} rows of {row} each, hidden size {HIDDEN}")
-    print("| lengths | at random | by cost, mean | by cost, worst step | ms a step |")
-    print("|---|---|---|---|---|")
+    print("| lengths | at random | by cost | stratified, mean | worst step | ms a step |")
+    print("|---|---|---|---|---|---|")
     for name, sizes in distributions(count, row).items():
-        rows = pack_lengths(sizes, row)
-        costs = row_costs(rows, sizes, quadratic_share(HIDDEN))
-        costs = costs[np.random.default_rng(1).permutation(len(costs))]
-        at_random, balanced, spent = [], [], 0.0
+        order = PackedOrder(sizes, row, size, seed=1, quadratic=quadratic_share(HIDDEN))
+        rows = order.rows(0)
+        costs = row_costs(rows, sizes, order.quadratic)
+        shuffled = costs[np.random.default_rng(1).permutation(len(costs))]
+        at_random, by_cost, balanced, spent = [], [], [], 0.0
         for start in range(0, min(len(costs), 100 * size) - size + 1, size):
-            step = costs[start : start + size]
+            step = shuffled[start : start + size]
             at_random.append(straggler_loss(step, [[*range(r, size, RANKS)] for r in range(RANKS)]))
+            by_cost.append(straggler_loss(step, deal(step, RANKS)))
+            step = costs[start : start + size]
             began = time.perf_counter()
             hands = deal(step, RANKS)
             spent += time.perf_counter() - began
             balanced.append(straggler_loss(step, hands))
         print(
-            f"| {name} | {np.mean(at_random):.2%} | {np.mean(balanced):.2%} | {max(balanced):.2%} "
+            f"| {name} | {np.mean(at_random):.2%} | {np.mean(by_cost):.2%} "
+            f"| {np.mean(balanced):.2%} | {max(balanced):.2%} "
             f"| {1e3 * spent / len(balanced):.1f} |",
             flush=True,
         )
@@ -121,7 +168,10 @@ def main() -> None:
     parser.add_argument("--trl", action="store_true")
     chosen = parser.parse_args()
     packing(chosen.count, chosen.row, chosen.rounds, chosen.trl)
+    few_values(chosen.row, 10)
+    planted(8)
     dealing(chosen.dealt, chosen.row, 8)
+    dealing(chosen.dealt, chosen.row, 2)
     dealing(chosen.dealt, 8 * chosen.row, 16)
 
 

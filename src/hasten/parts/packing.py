@@ -11,15 +11,15 @@ a count. Longest first, each record goes into the fullest row that still holds i
 The histogram form is from Krell et al., Efficient Sequence Packing without Cross-contamination
 (arXiv:2107.02027); best fit decreasing over whole records from Ding et al., Fewer Truncations
 Improve Language Modeling (arXiv:2404.10830). Where best fit stays above the lower bound, rows are
-also filled one exact fit at a time (after the minimum bin slack of Gupta and Ho, 1999), and the
-better of the two is taken.
+also filled one exact fit at a time (:mod:`hasten.parts.row_search`), and lengths of few different
+values are packed by patterns, which tightens the bound as well (:mod:`hasten.parts.cutting_stock`);
+the fewest rows are taken.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,15 +27,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from hasten.parts.cutting_stock import MOST_VALUES, Classes, Pattern, whole_patterns
+from hasten.parts.row_search import exact_fit
+
 Lengths = Sequence[int] | NDArray[Any]
-Pattern = tuple[int, ...]  # the lengths in one row
-Classes = list[tuple[int, Pattern]]  # (rows, the lengths in each of them)
 
 GOOD_ENOUGH = 1.001  # rows over the lower bound at which many records get no second attempt
-MANY, FEW = 50_000, 1_000  # records from which one attempt has to be worth it, up to which many are
-ATTEMPTS = 20
-LOOKS = 4000  # lengths that a search for an exact fit looks at before it takes the best so far
-SKIPPED = 0.2  # chance that such an attempt passes over a length
+MANY = 50_000  # records from which one attempt has to be worth it
+ATTEMPTS, FEW = 60, 1_000  # so many attempts up to so many records, fewer for more
+PATTERN_WORK = MOST_VALUES**2 * 4096  # values squared times row_tokens: what patterns cost
 CLOSE = 0.005  # fullness within which packing and grouping count as equal
 
 
@@ -89,19 +89,36 @@ def plan_rows(lengths: Lengths, row_tokens: int) -> Rows:
     sizes = np.asarray(lengths, np.int64)
     _check(sizes, row_tokens)
     counts = np.bincount(sizes, minlength=1)
-    bound = lower_bound(counts, row_tokens)
-    classes = _best_fit(counts, row_tokens)
-    enough = bound * GOOD_ENOUGH if len(sizes) > MANY else bound
-    for attempt in range(ATTEMPTS if len(sizes) <= FEW else 1):
-        if _rows(classes) <= enough:
-            break
-        classes = min(classes, _exact_fit(counts, row_tokens, attempt), key=_rows)
+    bound, classes = _fewest(counts, row_tokens, len(sizes))
     rows = [np.tile(np.array(pattern, np.int64), times) for times, pattern in classes]
     widths = [np.full(times, len(pattern), np.int64) for times, pattern in classes]
     empty = np.zeros(0, np.int64)
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate([empty, *widths]))])
     figures = Efficiency(_rows(classes), row_tokens, int(sizes.sum()), bound)
     return Rows(np.concatenate([empty, *rows]), starts, figures)
+
+
+def _fewest(counts: NDArray[np.int64], row_tokens: int, records: int) -> tuple[int, Classes]:
+    """A lower bound and the best of what is tried; more is tried for fewer records."""
+    bound = lower_bound(counts, row_tokens)
+    classes = _best_fit(counts, row_tokens)
+    slack = GOOD_ENOUGH if records > MANY else 1
+    values = np.count_nonzero(counts)
+    if _rows(classes) > bound * slack and values**2 * row_tokens <= PATTERN_WORK:
+        by_patterns, whole = whole_patterns(counts, row_tokens)
+        rest = counts.copy()
+        for times, pattern in whole:
+            np.subtract.at(rest, list(pattern), times)
+        bound = max(bound, by_patterns)
+        last = min(_best_fit(rest, row_tokens), exact_fit(rest, row_tokens), key=_rows)
+        classes = min(classes, whole + last, key=_rows)
+    attempts = min(ATTEMPTS, max(2, ATTEMPTS * FEW // max(records, 1)))
+    for attempt in range(attempts if records <= MANY else 1):
+        if _rows(classes) <= bound * slack:
+            break
+        tried = exact_fit(counts, row_tokens, attempt // 2, fewest=attempt % 2 == 1)
+        classes = min(classes, tried, key=_rows)
+    return bound, classes
 
 
 def lower_bound(counts: NDArray[Any], row_tokens: int) -> int:
@@ -168,53 +185,6 @@ def _best_fit(counts: NDArray[np.int64], row_tokens: int) -> Classes:
             put(used, pattern + (length,) * each, room - each * length)
             left -= used * each
     return closed + [c for room in rooms for c in open_rows[room]]
-
-
-def _exact_fit(counts: NDArray[np.int64], row_tokens: int, attempt: int = 0) -> Classes:
-    """Row by row from the longest record left, each filled as exactly as a short search finds.
-
-    Attempts after the first pass over some lengths at random, always the same for the same number.
-    """
-    draw = random.Random(attempt) if attempt else None
-    left = {n: int(counts[n]) for n in np.flatnonzero(counts).tolist()}
-    sizes = sorted(left)  # ascending; lengths that are used up leave
-    classes: Classes = []
-    while sizes:
-        pattern = _fullest(sizes, left, row_tokens, draw)
-        need = {n: pattern.count(n) for n in set(pattern)}
-        times = min(left[n] // k for n, k in need.items())
-        classes.append((times, pattern))
-        for n, k in need.items():
-            left[n] -= times * k
-            if not left[n]:
-                del sizes[bisect.bisect_left(sizes, n)]
-    return classes
-
-
-def _fullest(
-    sizes: list[int], left: dict[int, int], row_tokens: int, draw: random.Random | None
-) -> Pattern:
-    """The fullest row that begins with the longest record; longer records are tried first."""
-    taken = [sizes[-1]]
-    best: tuple[int, Pattern] = (row_tokens - sizes[-1], (sizes[-1],))
-    looks = LOOKS
-
-    def search(room: int, top: int) -> None:
-        nonlocal best, looks
-        if room < best[0]:
-            best = (room, tuple(taken))
-        place = min(top, bisect.bisect_right(sizes, room) - 1)
-        while place >= 0 and looks > 0 and best[0]:
-            looks -= 1
-            size = sizes[place]
-            if taken.count(size) < left[size] and (draw is None or draw.random() > SKIPPED):
-                taken.append(size)
-                search(room - size, place)
-                taken.pop()
-            place -= 1
-
-    search(row_tokens - sizes[-1], len(sizes) - 1)
-    return best[1]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from hasten.parts.dealing import deal, row_costs
 from hasten.parts.packing import Lengths, plan_rows
 
 RECORDS_DRAWN, ROWS_DRAWN, STEPS_DRAWN = range(3)  # what an epoch draws
+COST_CLASS = 0.02  # of the mean cost: rows that differ by less count as equally dear
 
 
 class PackedOrder:
@@ -23,6 +24,12 @@ class PackedOrder:
 
     The packing of lengths is computed once. Which of the records of one length lies where, and
     which rows share a step, is drawn anew in every epoch; the last step may have fewer rows.
+
+    Steps are a stratified draw. Rows of like cost stand together in bundles that divide evenly
+    among 2, 4, 8... ranks, and each step takes one bundle from the cheapest stretch of the epoch,
+    one from the next, and so on (:func:`stratified`). At random: which records lie in a row, which
+    rows of a cost class share a bundle, which bundles of a stretch share a step. Not at random: all
+    steps have nearly the same mixture of cheap and dear rows, where a plain shuffle lets it vary.
 
     Args:
         lengths: tokens of each record.
@@ -53,8 +60,9 @@ class PackedOrder:
         """The epoch's rows of record indices, in the order in which they are trained."""
         records = _generator(self.seed, epoch, RECORDS_DRAWN).permutation(len(self.lengths))
         rows = self._rows.fill(self.lengths, records)
-        order = _generator(self.seed, epoch, ROWS_DRAWN).permutation(len(rows))
-        return [rows[i] for i in order.tolist()]
+        drawn = _generator(self.seed, epoch, ROWS_DRAWN)
+        costs = row_costs(rows, self.lengths, self.quadratic)
+        return [rows[i] for i in stratified(costs, self.rows_per_step, drawn).tolist()]
 
     def row_steps(self, epoch: int) -> Iterator[list[list[int]]]:
         """The rows of each step over all ranks together."""
@@ -72,6 +80,32 @@ class PackedOrder:
         for rows in self.row_steps(epoch):
             hands = deal(row_costs(rows, self.lengths, self.quadratic), world_size)
             yield [rows[i] for i in hands[rank]]
+
+
+def stratified(
+    costs: NDArray[np.float64], of_step: int, drawn: np.random.Generator
+) -> NDArray[np.int64]:
+    """An order of all rows in which each step of ``of_step`` can be shared evenly among ranks.
+
+    Two kinds of rows can't be balanced when a step happens to have an odd number of either. So a
+    step consists of bundles of equally dear rows, a power of two of them, at most twice the root of
+    ``of_step``: large enough for many ranks, small enough for several bundles in a step. What is
+    too little for a step comes last and is drawn from all rows.
+    """
+    shuffled = drawn.permutation(len(costs))
+    steps = len(costs) // of_step
+    if not steps:
+        return shuffled
+    whole, rest = np.split(shuffled, [steps * of_step])
+    level = np.floor(costs[whole] / (COST_CLASS * costs.mean()))
+    whole = whole[np.argsort(level, kind="stable")]
+    bundle = 1 << (int(2 * of_step**0.5).bit_length() - 1)
+    columns: list[NDArray[np.int64]] = []
+    for start in range(0, of_step, min(bundle, of_step)):
+        width = min(bundle, of_step - start)
+        stretch = whole[start * steps : (start + width) * steps].reshape(steps, width)
+        columns.append(stretch[drawn.permutation(steps)])
+    return np.concatenate([np.hstack(columns).ravel(), rest])
 
 
 class GroupedOrder:

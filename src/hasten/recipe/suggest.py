@@ -8,6 +8,7 @@ techniques from padding, loss mask and number formats. It is a start that runs, 
 from __future__ import annotations
 
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,9 @@ from numpy.typing import NDArray
 
 from hasten.core.facts import Facts
 from hasten.core.setup import obstacles
-from hasten.data.statistics import padding_share
+from hasten.data.statistics import padding_share, useful_row
 from hasten.models.presets import PRESETS
+from hasten.parts.packing import choose_method
 from hasten.recipe.build import facts_of, requested_plan
 from hasten.recipe.material import Material, gather
 from hasten.recipe.schema import Recipe, recipe_from
@@ -47,7 +49,9 @@ class Line:
         if not self.reason:
             return line
         together = f"{line:<28} # {self.reason}"
-        return together if len(together) <= 100 else f"# {self.reason}\n{line}"
+        if len(together) <= 100:
+            return together
+        return "\n".join([*(f"# {part}" for part in textwrap.wrap(self.reason, 98)), line])
 
 
 def suggest(model: str, dataset: str, output: str) -> str:
@@ -143,18 +147,40 @@ def _plan(look: Recipe, material: Material, known: Facts, cutoff: int) -> tuple[
     plan: list[Any] = []
     reasons = []
     if padding > 0.1:
-        plan += ["packed", "document_attention"]
-        reasons.append(f"{padding:.0%} of the slots would be padding")
-    plan.append("labelled_token_loss")
+        batching, why = _batching(look, lengths, cutoff, known)
+        plan += batching
+        reasons += [f"{padding:.0%} of the slots would be padding", why]
+    plan += ["fused_layers", "labelled_token_loss"]
     if known.on_gpu or set(BF16_SETS) & set(known.hardware.instruction_sets):
         plan.append("bf16_master_weights")
         reasons.append("the processor multiplies bf16")
+    if not known.on_gpu:
+        plan.append("fused_adamw")
     if BATCH * lengths.mean() > MICRO_BATCH_TOKENS:
         limit = max(MICRO_BATCH_TOKENS, cutoff)
         plan.insert(0, {"accumulate": {"micro_batch_tokens": limit}})
         reasons.append(f"a step has {BATCH * lengths.mean():,.0f} tokens")
     kept = [entry for entry in plan if not _obstacles(look, entry, known)]
     return kept, "; ".join(reasons)
+
+
+def _batching(
+    look: Recipe, lengths: NDArray[np.int32], cutoff: int, known: Facts
+) -> tuple[list[Any], str]:
+    """Packing where documents are proven to be kept apart, records of like length elsewhere.
+
+    ``packed`` alone leaves no padding; rows of the whole epoch are for several devices, which they
+    give equal work, if the lengths fill rows as well as grouping does.
+    """
+    row = useful_row(lengths, cutoff)
+    found = choose_method(lengths, row, BATCH)
+    figures = f"packed rows of {row} {found.packed:.1%} full, records of like length"
+    why = f"{figures} {found.grouped:.1%}"
+    if _obstacles(look, "packed", known):
+        return ["length_grouped"], why
+    rows = len(known.hardware.accelerators) > 1 and found.method != "group"
+    epoch = [{"packed_epoch": {"row_tokens": row}}] if rows else []
+    return [*epoch, "packed", "document_attention"], why
 
 
 def _obstacles(look: Recipe, entry: Any, known: Facts) -> Sequence[str]:

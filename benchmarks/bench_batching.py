@@ -1,0 +1,99 @@
+"""What padding costs: padded, budgeted, length-grouped and packed batches of three data sets.
+
+One process per arm, taking turns, the same records in the same order (length_grouped: its own), a
+fresh model each, real tokens per second, held-out loss at equal tokens.
+
+    HASTEN_TEST_DATA=FOLDER python benchmarks/bench_batching.py [--rounds 6] [--steps 3]
+
+FOLDER holds gsm8k_train.jsonl and alpaca_en_demo.json; without it only the embedded corpus is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+
+from hasten.cli.speedup import environment
+from hasten.core.plan import Plan
+from hasten.core.technique import Technique
+from hasten.evidence.ablation import Arm, Design, compare
+from hasten.evidence.statistics import paired_ratio
+from hasten.recipe.schema import Recipe
+from hasten.run import ready
+from hasten.techniques.attention import DocumentAttention
+from hasten.techniques.batch import Accumulate
+from hasten.techniques.collate import Packed
+from hasten.techniques.sampler import LengthGrouped
+
+ARMS: dict[str, tuple[Technique, ...]] = {
+    "padded": (),
+    "budgeted": (Accumulate(micro_batch_tokens=2048),),
+    "length_grouped": (LengthGrouped(),),
+    "packed": (Packed(), DocumentAttention()),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=32, help="records per step")
+    chosen = parser.parse_args()
+    design = Design(rounds=chosen.rounds, steps=chosen.steps, warmup=2, evaluations=1)
+    print("| data | batches | tokens/s | against padded | padding | held-out loss |")
+    print("|---|---|---|---|---|---|")
+    for name, dataset in datasets().items():
+        with tempfile.TemporaryDirectory() as folder:
+            for row in measured(name, dataset, Path(folder), design, chosen.batch):
+                print(row, flush=True)
+
+
+def datasets() -> dict[str, str]:
+    """What there is on this machine."""
+    found = {"standard library": "stdlib"}
+    folder = os.environ.get("HASTEN_TEST_DATA")
+    if folder:
+        found["gsm8k"] = str(Path(folder) / "gsm8k_train.jsonl")
+        found["alpaca"] = str(Path(folder) / "alpaca_en_demo.json")
+    return found
+
+
+def measured(name: str, dataset: str, folder: Path, design: Design, batch: int) -> list[str]:
+    """A row of the table for each arm."""
+    recipe = Recipe(
+        model="deepseek-llm-tiny",
+        dataset=dataset,
+        held_out=48,
+        cutoff_len=1024,
+        max_steps=design.steps_in_all,
+        global_batch_size=batch,
+        learning_rate=2e-3,
+        warmup_steps=4,
+        output=str(folder),
+    )
+    known, _, _ = ready(recipe, lambda text: None, None)
+    path = folder / "data" / "arms.yaml"
+    path.write_text(recipe.to_yaml())
+    plans = {arm: Plan(techniques) for arm, techniques in ARMS.items()}
+    arms = compare(path, plans, lambda plan: environment(plan, known), folder / "data", design)
+    return [_row(name, arm, arms[0]) for arm in arms]
+
+
+def _row(name: str, arm: Arm, padded: Arm) -> str:
+    if arm.failed:
+        return f"| {name} | {arm.name} | failed: {arm.failed} | | | |"
+    ratio = paired_ratio(padded.rounds, arm.rounds)
+    slots = sum(step["slots"] for step in arm.steps)
+    tokens = sum(step["tokens"] for step in arm.steps)
+    median = sorted(arm.rounds)[len(arm.rounds) // 2]
+    return (
+        f"| {name} | {arm.name} | {median:,.0f} | {ratio.median:.2f}x "
+        f"[{ratio.low:.2f}, {ratio.high:.2f}] | {1 - tokens / slots:.1%} | "
+        f"{arm.held_out[-1][1]:.4f} |"
+    )
+
+
+if __name__ == "__main__":
+    main()
