@@ -49,17 +49,18 @@ class ColdStore:
         return range(start, stop)
 
 
-def stall_share(batches: Iterable[Any], weight: torch.Tensor) -> tuple[float, float]:
-    """(share of the pass that waited for data, milliseconds of a step)."""
-    stall, began = 0.0, time.perf_counter()
+def stall_share(batches: Iterable[Any], weight: torch.Tensor) -> tuple[float, float, float]:
+    """(share of the pass that waited for data, that without the first batch, ms of a step)."""
+    stall, first, began = 0.0, 0.0, time.perf_counter()
     asked = began
-    for _ in batches:
-        stall += time.perf_counter() - asked
+    for number, _ in enumerate(batches):
+        waited = time.perf_counter() - asked
+        stall, first = stall + waited, first if number else waited
         for _ in range(4):
             weight @ weight
         asked = time.perf_counter()
     seconds = asked - began
-    return stall / seconds, 1e3 * seconds / STEPS
+    return stall / seconds, (stall - first) / (seconds - first), 1e3 * seconds / STEPS
 
 
 def stalls() -> None:
@@ -74,18 +75,21 @@ def stalls() -> None:
             persistent_workers=True,
         )
     ways["SmartPrefetcher(4)"] = SmartPrefetcher(4).wrap(plain)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
     for number in range(PASSES + 1):
         for name, way in ways.items():
             measured = stall_share(way, weight)
             if number:  # the first pass starts workers and warms up
                 found[name].append(measured)
-    base = statistics.median(ms for _, ms in found["DataLoader, no reading ahead"])
-    print("| way | data stall | ms per step | speed |\n|---|---|---|---|")
+    base = statistics.median(ms for *_, ms in found["DataLoader, no reading ahead"])
+    print("| way | data stall | after the first batch | ms per step | speed |")
+    print("|---|---|---|---|---|")
     for name, rows in found.items():
-        share = statistics.median(s for s, _ in rows)
-        step = statistics.median(ms for _, ms in rows)
-        print(f"| {name} | {100 * share:.1f} % | {step:.1f} | {base / step:.2f}x |")
+        share, later, step = (statistics.median(column) for column in zip(*rows, strict=True))
+        print(
+            f"| {name} | {100 * share:.1f} % | {100 * later:.1f} % | {step:.1f} "
+            f"| {base / step:.2f}x |"
+        )
 
 
 def orders() -> dict[str, list[int]]:

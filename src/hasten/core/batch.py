@@ -2,7 +2,8 @@
 
 Both carry their counts, so that no later line has to look into a tensor to know how much of it was
 padding: *slots* are positions of the tensor, *tokens* those that belong to a record, *trained
-tokens* those that carry loss.
+tokens* those that carry loss. *Pairs* are the sum of the records' squared lengths, which the work
+of attention goes by.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import torch
 
 @dataclass(frozen=True)
 class Counts:
-    """How much work a batch is, in four units."""
+    """How much work a batch is, in five units."""
 
     records: int = 0
     tokens: int = 0
     slots: int = 0
     trained_tokens: int = 0
+    pairs: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(
@@ -29,6 +31,7 @@ class Counts:
             self.tokens + other.tokens,
             self.slots + other.slots,
             self.trained_tokens + other.trained_tokens,
+            self.pairs + other.pairs,
         )
 
     @property
@@ -66,11 +69,13 @@ class StepBatch:
 
 def language_counts(records: Sequence[Any], inputs: Mapping[str, Any]) -> Counts:
     """Counts of token records laid out as ``input_ids`` with aligned ``labels`` (-100: no loss)."""
+    lengths = [len(r.input_ids) for r in records]
     return Counts(
         records=len(records),
-        tokens=sum(len(r.input_ids) for r in records),
+        tokens=sum(lengths),
         slots=inputs["input_ids"].numel(),
         trained_tokens=int((inputs["labels"] != -100).sum()),  # on the host: no device waits
+        pairs=sum(n * n for n in lengths),
     )
 
 

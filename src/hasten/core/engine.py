@@ -6,9 +6,10 @@ DeepSpeed engine replaces it and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from torch.optim import Optimizer
 
 from hasten.core.batch import MicroBatch
 from hasten.core.setup import Setup
+
+Sums = tuple[Tensor, Tensor]  # of loss and of what carries it
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,17 @@ class Engine(Protocol):
         """Forget the gradients without moving anything (a step that wasn't finite)."""
 
 
+@runtime_checkable
+class SendsLate(Protocol):
+    """A layout whose ranks can run a step's passes each for itself and send gradients after."""
+
+    def alone(self, module: nn.Module) -> nn.Module:
+        """What to run so that no other rank notices."""
+
+    def send(self, module: nn.Module) -> None:
+        """Gradients travel now; every rank calls it once per step."""
+
+
 class PlainEngine:
     """Forward and backward of one module in this process."""
 
@@ -55,18 +69,50 @@ class PlainEngine:
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
-        precision, layout = self.setup.precision, self.setup.layout
-        scale = layout.size / denominator  # replicas average their gradients; the step wants a sum
-        total, count = torch.zeros(()), torch.zeros(())
+        layout, last = self.setup.layout, len(micro_batches)
+        sums = torch.zeros(()), torch.zeros(())
         for index, micro_batch in enumerate(micro_batches, start=1):
-            last = index == len(micro_batches)
-            precision.before_backward(reduces=last and layout.size > 1)
-            with layout.sync(self.module, last):
-                with precision.region():
-                    loss, labels = self.module(**micro_batch.inputs)
-                (loss * scale).backward()
-            precision.collect()
-            total, count = total.to(loss.device) + loss.detach(), count.to(loss.device) + labels
+            self.setup.precision.before_backward(reduces=index == last and layout.size > 1)
+            with layout.sync(self.module, index == last):
+                sums = self._pass(self.module, micro_batch, denominator, sums)
+        return self._loss_sum(sums, denominator)
+
+    def gradients_apart(
+        self, micro_batches: Sequence[MicroBatch], denominator: float, layout: SendsLate
+    ) -> Callable[[], Tensor]:
+        """The same in two halves: passes that no other rank notices, then, called, the rest.
+
+        A failure of the first half concerns this rank alone: ``discard`` it and begin again.
+        """
+        inner = layout.alone(self.module)
+        sums = torch.zeros(()), torch.zeros(())
+        for micro_batch in micro_batches:
+            self.setup.precision.before_backward(reduces=False)
+            sums = self._pass(inner, micro_batch, denominator, sums)
+
+        def rest() -> Tensor:
+            self.setup.precision.before_backward(reduces=True)
+            layout.send(self.module)
+            self.setup.precision.collect()
+            return self._loss_sum(sums, denominator)
+
+        return rest
+
+    def _pass(
+        self, module: nn.Module, micro_batch: MicroBatch, denominator: float, sums: Sums
+    ) -> Sums:
+        """One forward and backward pass; ``sums`` with its own added."""
+        # Replicas average; the step wants a sum. norm() takes the loss scale out again.
+        scale = self.setup.loss_scale.value * self.setup.layout.size / denominator
+        with self.setup.precision.region():
+            loss, labels = self.setup.routing.forward(module, micro_batch)
+        (loss * scale).backward()
+        self.setup.precision.collect()
+        total, count = sums
+        return total.to(loss.device) + loss.detach(), count.to(loss.device) + labels
+
+    def _loss_sum(self, sums: Sums, denominator: float) -> Tensor:
+        total, count = sums
         return total if self.setup.job.counted else total * self._recount(denominator, count)
 
     def _recount(self, denominator: float, count: Tensor) -> float:
@@ -78,14 +124,18 @@ class PlainEngine:
 
     def norm(self) -> tuple[float, bool]:
         found = _gradients(self.setup.precision.parameters())
-        self._norm = torch.nn.utils.get_total_norm(found)
+        self.setup.loss_scale.unscale(found)
+        self._norm = _total_norm(found)
         value = self._norm.item()  # the step's one wait for the device: may the weights move?
-        return value, bool(torch.isfinite(torch.tensor(value)))
+        # A flag of its own: a wire need not carry one rank's overflow to the others.
+        wrong = torch.tensor([0.0 if math.isfinite(value) else 1.0], dtype=torch.float64)
+        finite = not self.setup.layout.sum(wrong).item()
+        self.setup.loss_scale.judge(finite)
+        return value, finite
 
     def update(self, rate_factor: float) -> None:
         setup, parameters = self.setup, self.setup.precision.parameters()
-        if self.max_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, self._norm)
+        self._clip(parameters)
         for group, peak in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
             group["lr"] = peak * rate_factor
         setup.wire.before_update(parameters)
@@ -93,12 +143,37 @@ class PlainEngine:
         setup.precision.publish()
         setup.wire.after_update(parameters)
         setup.average.after_update(parameters)
+        setup.routing.after_update(setup.layout.sum)
         self.discard()
 
+    def _clip(self, parameters: Sequence[Tensor]) -> None:
+        """Scale to the largest norm: in the optimizer's own pass, where it takes a divisor.
+
+        Torch's fused optimizers do (``grad_scale``, which loss scaling uses too).
+        """
+        if self.max_norm is None:
+            return
+        if not getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, self._norm)
+            return
+        divisor = ((self._norm + 1e-6) / self.max_norm).clamp_min(1.0)
+        self.optimizer.grad_scale = divisor.float()
+
     def discard(self) -> None:
+        self.setup.routing.discard()
         for parameter in self.setup.precision.parameters():
             parameter.grad = None
         self.module.zero_grad(set_to_none=True)
+
+
+def _total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """L2 norm over all tensors; torch's own would give half formats a norm of 8 bits."""
+    half = [g for g in gradients if g.dtype in (torch.bfloat16, torch.float16)]
+    if not half:
+        return torch.nn.utils.get_total_norm(gradients)
+    wide = [g for g in gradients if g.dtype not in (torch.bfloat16, torch.float16)]
+    norms = torch._foreach_norm(half, 2, dtype=torch.float32)
+    return torch.nn.utils.get_total_norm([*norms, *wide])
 
 
 def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:

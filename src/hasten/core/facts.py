@@ -20,7 +20,11 @@ from typing import Any
 import psutil
 import torch
 
-INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "sve")
+STARTED_FOR_PLAN = "HASTEN_STARTED_FOR_PLAN"  # set in a process that began again for its plan
+INSTRUCTION_SETS = (
+    *("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni"),
+    *("amx_bf16", "amx_fp16", "amx_int8", "sve"),
+)
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,26 @@ def rendezvous_file() -> str | None:
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """This process's environment with ``extra`` on top, for a process to be started."""
     return {**os.environ, **extra}
+
+
+def variable(name: str) -> str | None:
+    """A variable of this process's environment, for a technique that adds to it."""
+    return os.environ.get(name)
+
+
+def not_yet_so(wanted: Mapping[str, str]) -> dict[str, str]:
+    """Those of the variables that this process wasn't started with.
+
+    Empty in a process that was started once more for them: whatever is missing then stays so.
+    """
+    if STARTED_FOR_PLAN in os.environ:
+        return {}
+    return {k: v for k, v in wanted.items() if os.environ.get(k) != v}
+
+
+def ranks_here(world: World) -> int:
+    """Ranks on this machine: torchrun says how many; all of them, where nobody does."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
 
 
 def versions() -> dict[str, str]:

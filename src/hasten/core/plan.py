@@ -12,10 +12,13 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+
+if TYPE_CHECKING:
+    from hasten.core.facts import Facts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +60,10 @@ class Plan:
     def without(self, technique: Technique) -> Plan:
         """This plan less one technique."""
         return Plan(t for t in self if t != technique)
+
+    def environ(self, facts: Facts) -> dict[str, str]:
+        """Variables that the techniques want before the process starts."""
+        return {k: v for t in self for k, v in t.environ(facts).items()}
 
     @property
     def key(self) -> str:
@@ -151,11 +158,13 @@ def _read_value(value: Any, known: Mapping[str, type[Technique]]) -> Any:
 
 
 def _check_type(place: str, value: Any, default: Any) -> None:
-    """A setting has the type of its default; a whole number may stand for a float."""
+    """A setting has the type of its default; a whole number may stand for a float, or for auto."""
     if default is None or isinstance(value, Technique):
         return
     wanted = (int, float) if isinstance(default, float) else type(default)
     is_bool = isinstance(value, bool)
+    if default == "auto" and isinstance(value, int) and not is_bool:
+        return
     if not isinstance(value, wanted) or is_bool != isinstance(default, bool):
         raise InputError(
             f"plan: {place} is {value!r}; it must be a {type(default).__name__}, like {default!r}"

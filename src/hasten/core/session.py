@@ -1,8 +1,8 @@
 """A session is a run that has been built; ``assemble`` builds it and alone knows PyTorch's order.
 
-    build -> ADAPTER, ROUTING -> ATTENTION, LAYERS, LOSS -> LAYOUT.split, .within -> RECOMPUTE
-    -> COMPILE -> PRECISION -> device -> LAYOUT.across with WIRE -> OPTIMIZER over the parameters
-    as they are now -> engine -> batches
+    build -> ADAPTER, ROUTING -> EXPERTS, ATTENTION, LAYERS, LOSS -> LAYOUT.split, .within
+    -> RECOMPUTE -> COMPILE -> PRECISION -> device -> LAYOUT.across with WIRE -> OPTIMIZER over the
+    parameters as they are now -> engine -> batches
 
 Adapters come before anything that replaces modules, or the replaced ones would not be adapted;
 precision comes before replication, or replicas would reduce in the wrong format; the optimizer
@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from hasten.core.batch import Counts, MicroBatch, StepBatch
 from hasten.core.engine import Assembly, Engine
+from hasten.core.meter import Meter
 from hasten.core.setup import Setup, on_device
 from hasten.errors import InputError
 
@@ -58,11 +59,17 @@ class Session:
     startup_seconds: dict[str, float]
     progress: Progress = field(default_factory=Progress)
     stop_requested: bool = False
+    meter: Meter = field(default_factory=Meter)
 
     def finish(self) -> nn.Module:
         """End of training: the model with its true weights, ready to be saved."""
         self.setup.precision.finish(self.loss_module)
         return self.model
+
+    def versions(self) -> Iterator[str]:
+        """After ``finish``: what AVERAGE has to save, weights in place while each name is out."""
+        weights = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return self.setup.average.versions(weights)
 
 
 def assemble(setup: Setup) -> Session:
@@ -76,7 +83,8 @@ def assemble(setup: Setup) -> Session:
     began = time.perf_counter()
     model = setup.adapter(job.build_model())
     built = time.perf_counter()
-    for edit in (setup.routing, setup.attention, setup.layers):
+    setup.routing.prepare(model)
+    for edit in (setup.experts, setup.attention, setup.layers):
         edit(model)
     loss_module = setup.loss(model)
     loss_module = setup.layout.within(setup.layout.split(loss_module))
@@ -123,13 +131,14 @@ def _agree(session: Session, local: tuple[MicroBatch, ...]) -> StepBatch | None:
     flag = float(session.stop_requested)
     sums = session.setup.layout.sum(
         torch.tensor(
-            [mine.records, mine.tokens, mine.slots, mine.trained_tokens, flag], dtype=torch.float64
+            [mine.records, mine.tokens, mine.slots, mine.trained_tokens, mine.pairs, flag],
+            dtype=torch.float64,
         )
     ).tolist()
-    if sums[4]:
+    if sums[5]:
         session.stop_requested = True
         return None
-    counts = Counts(*(int(v) for v in sums[:4]))
+    counts = Counts(*(int(v) for v in sums[:5]))
     if not counts.trained_tokens:
         raise InputError("a step has no trained token: look at the records and their loss mask")
     return StepBatch(local, counts, session.progress.epoch)

@@ -1,8 +1,6 @@
 """A setup has one field per slot; techniques edit it, and nothing runs until it is assembled.
 
-The defaults are the plain way of doing each thing, so that a technique that is off costs nothing
-and the step needs no ``if``. The protocols say what an object in a slot must do; parts satisfy them
-by shape, without importing this module.
+Defaults are the plain way, so the step needs no ``if``; parts satisfy the protocols by shape.
 """
 
 from __future__ import annotations
@@ -18,19 +16,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten.core.batch import Collate, MicroBatch, StepBatch
+from hasten.core.checkpointing import Checkpointing, NoCheckpoint
 from hasten.core.facts import Facts
 from hasten.core.job import Job, OptimizerFactory
+from hasten.core.loss_scaling import LossScaling, Unscaled
 from hasten.core.order import Sampler, ShuffledOrder
 from hasten.core.plan import Plan
+from hasten.core.routing import AsTheModelDoes, Routing
 from hasten.errors import InputError
 
 if TYPE_CHECKING:
     from hasten.core.engine import Assembly, Engine
-    from hasten.core.session import Session
 
 Edit = Callable[[nn.Module], None]
 Cut = Callable[[Sequence[Any]], list[list[Any]]]
-Attempt = Callable[["Engine", StepBatch], Tensor]
+Attempt = Callable[["Engine", StepBatch], tuple[Tensor, StepBatch]]
 Feed = Callable[[Iterator[tuple[MicroBatch, ...]], str], Iterator[tuple[MicroBatch, ...]]]
 
 
@@ -102,18 +102,8 @@ class Average(Protocol):
     def after_update(self, parameters: Sequence[Tensor]) -> None:
         """The weights have moved."""
 
-
-class Checkpointing(Protocol):
-    """CHECKPOINT: called between two steps, never inside one."""
-
-    def after_step(self, session: Session) -> None:
-        """A step is done."""
-
-    def after_epoch(self, session: Session) -> None:
-        """An epoch is done, after its last step."""
-
-    def resume(self, session: Session) -> Path | None:
-        """Bring a fresh session to the newest saved state; its path, or None without one."""
+    def versions(self, parameters: Sequence[Tensor]) -> Iterator[str]:
+        """Suffixes of the folders to save, the weights in place while each is out."""
 
 
 class AsGiven:
@@ -187,18 +177,8 @@ class NoAverage:
     def after_update(self, parameters: Sequence[Tensor]) -> None:
         return None
 
-
-class NoCheckpoint:
-    """State stays in memory."""
-
-    def after_step(self, session: Session) -> None:
-        return None
-
-    def after_epoch(self, session: Session) -> None:
-        return None
-
-    def resume(self, session: Session) -> Path | None:
-        return None
+    def versions(self, parameters: Sequence[Tensor]) -> Iterator[str]:
+        yield ""
 
 
 def in_one_piece(records: Sequence[Any]) -> list[list[Any]]:
@@ -206,9 +186,9 @@ def in_one_piece(records: Sequence[Any]) -> list[list[Any]]:
     return [list(records)]
 
 
-def once(engine: Engine, batch: StepBatch) -> Tensor:
-    """BATCH: a step's passes are run once; an error ends the run."""
-    return engine.gradients(batch.micro_batches, batch.counts.trained_tokens)
+def once(engine: Engine, batch: StepBatch) -> tuple[Tensor, StepBatch]:
+    """BATCH: a step's passes are run once; an error ends the run. The loss sum, and what ran."""
+    return engine.gradients(batch.micro_batches, batch.counts.trained_tokens), batch
 
 
 def straight(
@@ -244,13 +224,15 @@ class Setup:
     cut: Cut = in_one_piece
     attempt: Attempt = once  # how a step's passes are run; BATCH may cut and run them again
     adapter: Callable[[nn.Module], nn.Module] | None = None
-    routing: Edit = leave
+    routing: Routing = field(default_factory=AsTheModelDoes)
+    experts: Edit = leave
     attention: Edit = leave
     layers: Edit = leave
     loss: Callable[[nn.Module], nn.Module] | None = None
     recompute: Edit = leave
     compile: Edit = leave
     precision: Precision = field(default_factory=AsGiven)
+    loss_scale: LossScaling = field(default_factory=Unscaled)  # PRECISION brings one with fp16
     layout: Layout = field(default_factory=OneProcess)
     wire: Wire = field(default_factory=Dense)
     optimizer: OptimizerFactory | None = None

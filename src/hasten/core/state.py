@@ -1,19 +1,37 @@
-"""A session's state as named tensors and JSON, enough to go on as if it had never stopped."""
+"""A session's state as named tensors and JSON, enough to go on as if it had never stopped.
+
+What a slot remembers goes along by itself: every object in a field of the setup that has
+``state_dict`` and ``load_state_dict`` is saved under the field's name. Its state is nested dicts,
+lists, tensors and what JSON can say; ``state_of`` runs on every rank, so that a ``state_dict`` may
+gather what differs between them, and every rank is given the same state back.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, fields
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from hasten.core.session import Progress, Session
+from hasten.core.setup import Setup
 from hasten.errors import InputError
+
+TENSOR, ITEMS = "$tensor", "$items"  # stand for a tensor, and for a dict whose keys JSON can't say
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object in a slot that remembers something from step to step."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
 
 
 def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights, optimizer state, random state; progress and plan."""
+    """Weights, optimizer state, random state, what the slots remember; progress and plan."""
     tensors = {"random/cpu": torch.get_rng_state()}
     tensors |= _unshared("model", dict(session.loss_module.state_dict()))
     masters = {str(i): p for i, p in enumerate(_own_masters(session))}
@@ -25,10 +43,15 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
                 tensors[f"optimizer/{index}/{key}"] = value
             else:
                 numbers[f"{index}/{key}"] = value
+    slots = {
+        name: {"kind": type(held).__name__, "state": _taken(held.state_dict(), name, tensors)}
+        for name, held in _stateful(session.setup).items()
+    }
     meta = {
         "progress": asdict(session.progress),
         "plan": session.setup.plan.to_list(),
         "optimizer": numbers,
+        "slots": slots,
     }
     return tensors, meta
 
@@ -36,18 +59,87 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
     """Bring a freshly assembled session of the same job and plan to a saved state.
 
+    A slot begins afresh where the state says nothing of it.
+
     Raises:
-        InputError: the state belongs to another model, and nothing was changed.
+        InputError: the state belongs to another model, or to another way of filling a slot, and
+            nothing was changed.
     """
     saved = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
     _check_same_model(session, saved)
+    slots = _slots_of(session.setup, meta.get("slots", {}))
     session.loss_module.load_state_dict(saved, strict=False)
     for index, master in enumerate(_own_masters(session)):
         master.data.copy_(tensors[f"master/{index}"])
     session.setup.precision.publish()
     _restore_optimizer(session, tensors, meta["optimizer"])
+    for held, state in slots:
+        held.load_state_dict(_given(state, tensors))
     torch.set_rng_state(tensors["random/cpu"])
     session.progress = Progress(**meta["progress"])
+
+
+def _stateful(setup: Setup) -> dict[str, Stateful]:
+    """The objects in the setup's fields that remember something, each once, by field."""
+    found: dict[str, Stateful] = {}
+    for field in fields(setup):
+        value = getattr(setup, field.name)
+        # A class has the functions too (``loss`` may be one), but it is a factory, not an object.
+        new = not any(value is other for other in found.values())
+        if isinstance(value, Stateful) and not isinstance(value, type) and new:
+            found[field.name] = value
+    return found
+
+
+def _slots_of(setup: Setup, saved: dict[str, Any]) -> list[tuple[Stateful, Any]]:
+    """Each object of the setup that a saved state speaks of, with that state."""
+    pairs = []
+    for name, held in _stateful(setup).items():
+        if name not in saved:
+            continue
+        here, there = type(held).__name__, saved[name]["kind"]
+        if here != there:
+            raise InputError(
+                f"the checkpoint holds the state of {there} for {name} and the plan has {here}; "
+                "resume with the plan that wrote it, or choose another folder"
+            )
+        pairs.append((held, saved[name]["state"]))
+    return pairs
+
+
+def _taken(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
+    """``value`` as JSON, each of its tensors moved to ``tensors`` under the name of its place."""
+    if isinstance(value, Tensor):
+        name = f"slot/{place}"
+        while name in tensors:  # keys may have a slash of their own
+            name += "'"
+        # A copy: values of a state may share memory with each other or with the model.
+        tensors[name] = value.detach().to("cpu", copy=True)
+        return {TENSOR: name}
+    if isinstance(value, dict):
+        items = {key: _taken(item, f"{place}/{key}", tensors) for key, item in value.items()}
+        plain = all(isinstance(key, str) and not key.startswith("$") for key in items)
+        return items if plain else {ITEMS: [[key, item] for key, item in items.items()]}
+    if isinstance(value, list | tuple):
+        return [_taken(item, f"{place}/{i}", tensors) for i, item in enumerate(value)]
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise TypeError(
+        f"the state at {place} is a {type(value).__name__}; a checkpoint holds dicts, lists, "
+        "tensors, numbers and text"
+    )
+
+
+def _given(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """What ``_taken`` made JSON of; tuples have become lists."""
+    if isinstance(value, list):
+        return [_given(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if TENSOR in value:
+        return tensors[value[TENSOR]].clone()
+    pairs = value[ITEMS] if ITEMS in value else value.items()
+    return {key: _given(item, tensors) for key, item in pairs}
 
 
 def _own_masters(session: Session) -> list[Tensor]:

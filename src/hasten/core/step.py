@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,8 @@ class NotFiniteError(RuntimeError):
 class StepMetrics:
     """What one step did and cost, over all ranks; a line of ``metrics.jsonl``.
 
-    ``grad_norm`` is the norm before clipping; a step that was ``skipped`` moved nothing.
+    ``grad_norm`` is the norm before clipping; a step that was ``skipped`` moved nothing;
+    ``model_flops`` and ``mfu`` are None where the session's meter doesn't know them.
     """
 
     step: int
@@ -52,7 +53,10 @@ class StepMetrics:
     tokens_per_second: float
     padding_share: float
     peak_memory_bytes: int
+    model_flops: float | None
+    mfu: float | None
     skipped: bool = False
+    expert_load_ratio: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; a number that isn't finite becomes None, which JSON can say."""
@@ -66,7 +70,7 @@ class StepMetrics:
 def train_step(session: Session, batch: StepBatch, started: float) -> StepMetrics:
     """Gradients, norm, update; ``started`` is when the step began to wait for its data."""
     factor = session.setup.job.schedule(session.progress.step)
-    loss_sum = session.setup.attempt(session.engine, batch)
+    loss_sum, batch = session.setup.attempt(session.engine, batch)
     norm, finite = session.engine.norm()
     if finite:
         session.engine.update(factor)
@@ -85,7 +89,7 @@ def training(session: Session) -> Iterator[StepMetrics]:
     started = time.perf_counter()
     for batch in batches(session):
         metrics = train_step(session, batch, started)
-        skipped = skipped + 1 if metrics.skipped else 0
+        skipped = _failures(session, metrics, skipped)
         if skipped == MAX_SKIPPED:
             raise NotFiniteError(
                 f"the gradients were not finite for {skipped} steps in a row, up to step "
@@ -97,6 +101,18 @@ def training(session: Session) -> Iterator[StepMetrics]:
         started = time.perf_counter()
 
 
+def _failures(session: Session, metrics: StepMetrics, before: int) -> int:
+    """Steps in a row that failed, this one included.
+
+    A step given up while the loss scale falls is neither a failure nor a success; one whose loss
+    itself wasn't finite is a failure at any scale.
+    """
+    if not metrics.skipped:
+        return 0
+    searching = session.setup.loss_scale.searching and math.isfinite(metrics.loss)
+    return before if searching else before + 1
+
+
 def _note(
     session: Session,
     batch: StepBatch,
@@ -105,9 +121,13 @@ def _note(
     finite: bool,
     started: float,
 ) -> StepMetrics:
-    layout, progress, counts = session.setup.layout, session.progress, batch.counts
-    total = layout.sum(loss_sum.detach().double().cpu()).item()  # the device is done: norm() waited
+    progress = session.progress
+    slots = float(sum(m.counts.slots for m in batch.micro_batches))  # as they ran: BATCH may cut
+    mine = torch.tensor([loss_sum.item(), slots], dtype=torch.float64)  # the device is done: norm()
+    total, slots = session.setup.layout.sum(mine).tolist()  # has waited for it
+    counts = replace(batch.counts, slots=int(slots))
     seconds = time.perf_counter() - started
+    flops = session.meter.flops(counts)
     progress.step += 1
     progress.tokens += counts.tokens
     progress.slots += counts.slots
@@ -128,5 +148,8 @@ def _note(
         tokens_per_second=counts.tokens / seconds,
         padding_share=counts.padding_share,
         peak_memory_bytes=facts.memory_peak(session.setup.job.device),
+        model_flops=flops,
+        mfu=session.meter.mfu(flops, seconds),
         skipped=not finite,
+        expert_load_ratio=session.setup.routing.load_ratio(),
     )

@@ -9,7 +9,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hasten.core import facts
@@ -47,6 +47,7 @@ class Outcome:
     evaluations: list[Evaluation] = field(default_factory=list)
     last_loss: float = math.nan
     peak_memory_bytes: int = 0
+    model_flops: float = 0.0
     stopped: str = "done"  # done | early stop | interrupted
 
     @property
@@ -60,6 +61,7 @@ class Outcome:
         trained = sum(self.step_seconds)
         last = self.evaluations[-1] if self.evaluations else None
         loss = last.held_out_loss if last else None
+        meter = session.meter
         return {
             "stopped": self.stopped,
             "steps": progress.step,
@@ -71,6 +73,9 @@ class Outcome:
             "records_per_second": progress.records / trained if trained else None,
             "epoch_seconds": list(self.epoch_seconds.values()),
             "step_seconds_median": statistics.median(self.step_seconds or [0.0]),
+            "model_flops_per_second": self.model_flops / trained if self.model_flops else None,
+            "mfu": meter.mfu(self.model_flops or None, trained),
+            "ceiling": asdict(meter) if meter.ceiling else None,
             "peak_memory_bytes": self.peak_memory_bytes,
             "peak_host_memory_bytes": facts.host_memory_peak(),
             "training_loss": self.last_loss,
@@ -110,6 +115,7 @@ def fit(session: Session, watch: Watch | None = None) -> Outcome:
 def _take_note(outcome: Outcome, metrics: StepMetrics) -> None:
     outcome.step_seconds.append(metrics.step_seconds)
     outcome.last_loss = metrics.loss
+    outcome.model_flops += metrics.model_flops or 0.0
     outcome.peak_memory_bytes = max(outcome.peak_memory_bytes, metrics.peak_memory_bytes)
     spent = outcome.epoch_seconds
     spent[metrics.epoch] = spent.get(metrics.epoch, 0.0) + metrics.step_seconds

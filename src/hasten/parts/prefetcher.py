@@ -23,7 +23,8 @@ import torch
 
 from hasten.parts.access_pattern import with_merged_reads
 from hasten.parts.device_copies import DeviceCopies, tensor_bytes
-from hasten.parts.reading_thread import ReadingThread
+from hasten.parts.pace import Pace
+from hasten.parts.reading_thread import ReadingThread, Taken
 
 MEMORY_BYTES = 1 << 30  # of batches that wait, where the user gives no bound
 FULL_IN_A_ROW = 32  # batches taken from a full queue before it becomes shorter by one
@@ -51,8 +52,9 @@ class SmartPrefetcher:
     """Reads any iterable of batches ahead: same order, same bits, less waiting.
 
     Args:
-        lookahead: batches that may wait in the queue; grows while the caller has to wait, and goes
-            back when the queue stays full, never below this.
+        lookahead: batches that may wait in the queue; grows to what the bursts of reading take
+            (:mod:`hasten.parts.pace`) and while the caller has to wait, and goes back when the
+            queue stays full, never below this.
         pattern_detection: merge the requests of a DataLoader in this process (``num_workers=0``)
             whose data set has ``read_range``; see :mod:`hasten.parts.access_pattern`.
         device: copy batches there on the way; None leaves them where they are.
@@ -85,6 +87,7 @@ class SmartPrefetcher:
         self.device = None if device is None else torch.device(device)
         self.statistics = Statistics(lookahead=lookahead)
         self._full_in_a_row = 0
+        self._pace = Pace(max_lookahead)
 
     def wrap(self, loader: Iterable[Any]) -> ReadAhead:
         """The same batches, read ahead; iterate over it once per epoch."""
@@ -110,25 +113,27 @@ class SmartPrefetcher:
         within = min(max(self.statistics.lookahead, self.lookahead), self.max_lookahead)
         self.statistics.lookahead = within
 
-    def note(self, waited: float, depth: int, room: int) -> int:
-        """A batch was asked for and found ``depth`` waiting; the look-ahead from now on.
+    def note(self, taken: Taken, used_seconds: float) -> int:
+        """A batch was taken, ``used_seconds`` after the one before; the look-ahead from now on.
 
-        ``room`` is how many may wait now, memory considered. A stall that could be measured adds
-        half to the look-ahead, a queue that stayed full takes one away.
+        It follows the bursts of reading. A stall that could be measured adds at least half to it, a
+        queue that stayed full takes one away, but not from what a burst would need.
         """
         seen = self.statistics
         seen.batches += 1
-        seen.ready += depth > 0
-        seen.stall_seconds += waited
-        seen.depth_sum += depth
-        seen.deepest = max(seen.deepest, depth)
-        self._full_in_a_row = self._full_in_a_row + 1 if depth >= room else 0
-        if depth == 0 and waited > NOTICEABLE_SECONDS:
-            more = max(1, seen.lookahead // 2)
-            seen.lookahead = min(seen.lookahead + more, self.max_lookahead)
+        seen.ready += taken.depth > 0
+        seen.stall_seconds += taken.waited
+        seen.depth_sum += taken.depth
+        seen.deepest = max(seen.deepest, taken.depth)
+        self._pace.note(taken.read_seconds, used_seconds)
+        self._full_in_a_row = self._full_in_a_row + 1 if taken.depth >= taken.room else 0
+        ahead = seen.lookahead
+        if taken.depth == 0 and taken.waited > NOTICEABLE_SECONDS:
+            ahead += max(1, ahead // 2)
         elif self._full_in_a_row == FULL_IN_A_ROW:
             self._full_in_a_row = 0
-            seen.lookahead = max(seen.lookahead - 1, self.lookahead)
+            ahead = max(ahead - 1, self.lookahead)
+        seen.lookahead = min(max(ahead, self._pace.wanted), self.max_lookahead)
         return seen.lookahead
 
 
@@ -209,14 +214,17 @@ class ReadAhead:
         bound = MEMORY_BYTES if prefetcher.memory_bytes is None else prefetcher.memory_bytes
         send = None if copies is None else copies.send
         with ReadingThread(source, send, tensor_bytes, room, bound) as reader:
+            given = time.perf_counter()
             yield from read
             while True:
+                used = time.perf_counter() - given
                 taken = reader.take()
                 if taken is None:
                     return
-                sent, waited, depth = taken
-                reader.set_room(prefetcher.note(waited, depth, reader.room))
-                yield sent
+                reader.set_room(prefetcher.note(taken, used))
+                given = time.perf_counter()
+                yield taken.item
+                del taken  # the caller's alone, also while it waits for the next
 
 
 _END = object()

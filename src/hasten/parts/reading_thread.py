@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,12 +21,22 @@ PATIENCE_SECONDS = 30.0  # for the read that runs while we close; the thread end
 AT_EXIT_SECONDS = 2.0
 
 
+class Taken(NamedTuple):
+    """An item, and what could be seen when it was taken."""
+
+    item: Any
+    waited: float  # seconds until it was there
+    depth: int  # items that were waiting, this one included
+    room: int  # items that may wait, where memory allows no fewer
+    read_seconds: float  # what reading and sending it took
+
+
 class _Queue:
-    """What both threads see; every field is read and written under ``changed``."""
+    """What both threads see; every field is written under ``changed``."""
 
     def __init__(self, room: int, bound: int) -> None:
         self.changed = threading.Condition()
-        self.items: deque[tuple[Any, int]] = deque()
+        self.items: deque[tuple[Any, int, float]] = deque()  # (item, bytes, seconds to read)
         self.held_bytes, self.largest = 0, 0
         self.room, self.bound = room, bound
         self.error: BaseException | None = None
@@ -45,9 +55,13 @@ class _Queue:
             return False
         return self.held_bytes + self.largest <= self.bound
 
-    def put(self, item: Any, size: int) -> None:
+    def by_memory(self) -> int:
+        """Items that may wait; called under ``changed``."""
+        return max(1, min(self.room, self.bound // self.largest if self.largest else self.room))
+
+    def put(self, item: Any, size: int, seconds: float) -> None:
         with self.changed:
-            self.items.append((item, size))
+            self.items.append((item, size, seconds))
             self.held_bytes += size
             self.largest = max(self.largest, size)
             self.changed.notify_all()
@@ -99,23 +113,16 @@ class ReadingThread:
     def __exit__(self, *error: object) -> None:
         self.close(PATIENCE_SECONDS)
 
-    @property
-    def room(self) -> int:
-        """Items that may wait now, where memory allows no fewer."""
-        with self._queue.changed:
-            queue = self._queue
-            by_memory = queue.bound // queue.largest if queue.largest else queue.room
-            return max(1, min(queue.room, by_memory))
-
     def set_room(self, room: int) -> None:
         """Let so many items wait from now on."""
+        if room == self._queue.room:  # nobody else writes it, so reading it needs no lock
+            return
         with self._queue.changed:
-            if room != self._queue.room:
-                self._queue.room = room
-                self._queue.changed.notify_all()
+            self._queue.room = room
+            self._queue.changed.notify_all()
 
-    def take(self) -> tuple[Any, float, int] | None:
-        """The next item, the seconds waited for it, how many were waiting; None at the end.
+    def take(self) -> Taken | None:
+        """The next item; None at the end.
 
         Raises whatever reading raised, once the items before it are taken.
         """
@@ -129,10 +136,11 @@ class ReadingThread:
                 if queue.error is not None:
                     raise queue.error
                 return None
-            item, size = queue.items.popleft()
+            item, size, seconds = queue.items.popleft()
             queue.held_bytes -= size
+            room = queue.by_memory()
             queue.changed.notify_all()
-        return item, waited, depth
+        return Taken(item, waited, depth, room, seconds)
 
     def close(self, patience: float) -> None:
         """End the thread; what it read and nobody took is dropped."""
@@ -154,12 +162,14 @@ def _read(
     try:
         with torch.set_grad_enabled(with_gradients):  # the mode belongs to a thread
             while queue.wait_for_room():
+                began = time.perf_counter()
                 try:
                     item = next(source)
                 except StopIteration:
                     break
-                queue.put(item if send is None else send(item), size(item))
-                del item  # the queue's, or the taker's, and not held by a thread that waits
+                sent = item if send is None else send(item)
+                queue.put(sent, size(item), time.perf_counter() - began)
+                del item, sent  # the queue's, or the taker's, and not held by a thread that waits
         if isinstance(source, Generator):
             source.close()
     except BaseException as caught:  # it belongs into the caller's step, whatever it is

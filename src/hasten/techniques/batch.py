@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hasten.core.batch import MicroBatch, StepBatch
-from hasten.core.engine import Engine
+from hasten.core.engine import Engine, PlainEngine, SendsLate
 from hasten.core.facts import Facts
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.errors import InputError
 from hasten.parts import cut
 from hasten.parts.dynamic_batcher import release_memory
 from hasten.parts.headroom import Headroom, is_out_of_memory, memory_meter
@@ -109,19 +111,10 @@ class AdaptiveBatch(Technique):
             memory_meter(setup.job.device),
         )
         adaptive = AdaptiveCut(setup, room)
-        setup.cut, setup.attempt = adaptive.cut, adaptive.attempt
-
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
-        if facts.world.size > 1:
-            return (
-                f"it works in a single process only and there are {facts.world.size} ranks: one "
-                "that redoes a step would send gradients that the others don't wait for; use "
-                "accumulate",
-            )
-        return ()
+        setup.cut, setup.attempt = adaptive.cut, adaptive
 
     def probe(self, session: Session) -> Proof:
-        found = getattr(session.setup.attempt, "__self__", None)
+        found = session.setup.attempt
         if not isinstance(found, AdaptiveCut):
             return Proof(False, "steps are not cut by memory")
         return Proof(
@@ -136,6 +129,9 @@ class AdaptiveCut:
 
     A micro-batch costs its padded slots. Records of different micro-batches are never joined.
     Running sums that a forward pass keeps (BatchNorm) also see the passes of a failed attempt.
+
+    Of several ranks, each runs and repeats its passes for itself, and only when they are done do
+    its gradients travel. So nobody has to be told of a failure: the others wait for its gradients.
     """
 
     def __init__(self, setup: Setup, room: Headroom) -> None:
@@ -145,11 +141,12 @@ class AdaptiveCut:
     def cut(self, records: Sequence[Any]) -> list[list[Any]]:
         return cut.by_slots(records, [_length(r) for r in records], self.room.size)
 
-    def attempt(self, engine: Engine, batch: StepBatch) -> Tensor:
-        """The step's loss sum; smaller micro-batches after each attempt that ran out of memory."""
+    def __call__(self, engine: Engine, batch: StepBatch) -> tuple[Tensor, StepBatch]:
+        """Smaller micro-batches after each attempt that ran out of memory; loss sum, what ran."""
+        batch = replace(batch, micro_batches=self._below_ceiling(batch.micro_batches))
         while True:
             try:
-                total = engine.gradients(batch.micro_batches, batch.counts.trained_tokens)
+                rest = self._passes(engine, batch)
                 break
             except (RuntimeError, MemoryError) as error:
                 single = all(len(m.records) < 2 for m in batch.micro_batches)
@@ -163,18 +160,52 @@ class AdaptiveCut:
         self.room.observe(_largest(batch.micro_batches))
         self.steps += 1
         self.passes += len(batch.micro_batches)
-        return total
+        return rest(), batch
+
+    def _passes(self, engine: Engine, batch: StepBatch) -> Callable[[], Tensor]:
+        """This rank's own passes, and what is left to do when they have succeeded."""
+        layout, tokens = self.setup.layout, batch.counts.trained_tokens
+        if layout.size == 1:
+            total = engine.gradients(batch.micro_batches, tokens)
+            return lambda: total
+        if not isinstance(layout, SendsLate) or not isinstance(engine, PlainEngine):
+            raise InputError(
+                f"plan: adaptive_batch with {layout.size} ranks needs ddp as the layout, where a "
+                "rank can repeat a pass alone; take ddp, or accumulate in its place"
+            )
+        return engine.gradients_apart(batch.micro_batches, tokens, layout)
+
+    def _below_ceiling(self, given: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
+        """Cut again what was read ahead before a failure and is known not to fit."""
+        over = self.room.ceiling and _largest([m for m in given if len(m.records) > 1])
+        return self._cut_again(given) if over and over >= self.room.ceiling else given
 
     def _smaller(self, given: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
         """The same records in the same order, in more micro-batches."""
-        collate, device = self.setup.collate or self.setup.job.collate, self.setup.job.device
         load = _largest([m for m in given if len(m.records) > 1])
-        parts: list[list[Any]] = []
-        while len(parts) <= len(given):
+        while True:
             self.room.on_out_of_memory(load)
             load = self.room.size
-            parts = [part for m in given for part in self.cut(m.records)]
+            if sum(len(self.cut(m.records)) for m in given) > len(given):
+                return self._cut_again(given)
+
+    def _cut_again(self, given: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
+        collate, device = self.setup.collate or self.setup.job.collate, self.setup.job.device
+        parts = [part for m in given for part in self.cut(m.records)]
         return tuple(replace(collate(part), records=part).to(device) for part in parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What every rank has learnt of its memory; all ranks call it together."""
+        world, room = self.setup.facts.world, self.room
+        mine = torch.zeros(world.size, 3, dtype=torch.float64)
+        mine[world.rank] = torch.tensor([room.size, room.good, room.ceiling])
+        return {"rooms": [[int(v) for v in row] for row in self.setup.layout.sum(mine).tolist()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with this rank's size; with the smallest, if the number of ranks has changed."""
+        world, rooms = self.setup.facts.world, state["rooms"]
+        row = rooms[world.rank] if len(rooms) == world.size else min(rooms)
+        self.room.load_state_dict(dict(zip(("size", "good", "ceiling"), row, strict=True)))
 
 
 def _length(record: Any) -> int:

@@ -58,8 +58,8 @@ class SessionCheckpoints:
 
     def save(self, session: Session) -> None:
         """Write the state now."""
+        tensors, meta = state_of(session)  # on all ranks: what a slot remembers may be gathered
         if session.setup.facts.world.is_main:
-            tensors, meta = state_of(session)
             checkpoint.save(self.folder, session.progress.step, tensors, meta)
             checkpoint.prune(self.folder, self.keep)
         self.saved += 1

@@ -71,6 +71,16 @@ class PrefetchedFeed:
         self.settings = settings
         self.prefetcher: SmartPrefetcher | None = None
         self._ahead: ReadAhead | None = None
+        self._pace: dict[str, Any] = {}  # of the run that is resumed, until the prefetcher is made
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learnt of the loader's pace; the position is the session's."""
+        return self.prefetcher.state_dict() if self.prefetcher else dict(self._pace)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._pace = dict(state)
+        if self.prefetcher and self._pace:
+            self.prefetcher.load_state_dict(self._pace)
 
     def __call__(
         self, steps: Iterator[tuple[MicroBatch, ...]], device: str
@@ -83,6 +93,7 @@ class PrefetchedFeed:
                 memory_bytes=self.settings.memory_mb * 1_000_000,
             )
             self._ahead = self.prefetcher.wrap(())
+            self.load_state_dict(self._pace)
         assert self._ahead is not None  # made with the prefetcher
         self._ahead.loader = _opened(steps)
         for step in self._ahead:

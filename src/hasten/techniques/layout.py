@@ -16,6 +16,7 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup, Wire
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique, knob
+from hasten.parts.late_reduction import reduce_now
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,13 @@ class Replicas:
             return nullcontext()
         quiet: AbstractContextManager[Any] = module.no_sync()
         return quiet
+
+    def alone(self, module: nn.Module) -> nn.Module:
+        return module.module if isinstance(module, DistributedDataParallel) else module
+
+    def send(self, module: nn.Module) -> None:
+        if isinstance(module, DistributedDataParallel):
+            reduce_now(module)
 
     def sum(self, values: Tensor) -> Tensor:
         moved = values.to(self._device)
