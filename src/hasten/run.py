@@ -4,6 +4,7 @@
       recipe.yaml       the resolved recipe          metrics.jsonl     a line per step
       evaluations.jsonl held-out loss and metrics    summary.json      the whole run in one object
       model/ or adapter/  Hugging Face or PEFT form   data/             tokens, mapped by later runs
+      model_average/ or adapter_average/  their running mean, where the plan keeps one
       best/             weights of the lowest held-out loss, where the recipe evaluates on the way
       rejected.jsonl    records left out, and why     checkpoints/      where the plan writes them
 
@@ -37,11 +38,13 @@ from hasten.errors import InputError
 from hasten.models.adapters import adapted_table, parameter_counts
 from hasten.models.save import save_adapter, save_model
 from hasten.recipe.build import facts_of, job_of, plan_of
+from hasten.recipe.ceiling import meter_of, settle
 from hasten.recipe.material import Material, gather, write_rejected
 from hasten.recipe.schema import Recipe
 from hasten.sample import Sample, write_samples
 
 RESULTS = ("metrics.jsonl", "evaluations.jsonl", "summary.json", "rejected.jsonl", "recipe.yaml")
+MODELS = ("model", "adapter", "model_average", "adapter_average", "merged")
 SHOWN_CHARACTERS = 500  # of a record, at the start
 Tell = Callable[[str], None]
 OnStep = Callable[[StepMetrics], None]
@@ -104,6 +107,7 @@ def _train(
     if recipe.resume == "auto":
         _resume(session, run.tell)
     session.startup_seconds |= seconds
+    session.meter = meter_of(recipe, run.known, session.model)
     tell_what_trains(session, run.material, run.tell)
     on_start(session)
     keeper = _Keeper(session, run.material, run.output) if main else None
@@ -132,13 +136,14 @@ def ready(
     plan = plan_of(recipe, known, tell)
     job_of(recipe, material, known, plan)
     check_space(output, known)
+    settle(recipe, known, tell)
     return known, plan, material
 
 
 def clear_the_way(output: Path, keep_checkpoints: bool) -> None:
     """Move an earlier run's results to ``previous/N``; its prepared data stays."""
     output.mkdir(parents=True, exist_ok=True)
-    names = [*RESULTS, "model", "adapter", "best"]
+    names = [*RESULTS, *MODELS, "best"]
     if not keep_checkpoints:
         names.append("checkpoints")
     earlier = [output / name for name in names if (output / name).exists()]
@@ -219,7 +224,9 @@ def _leave(
 ) -> dict[str, Any]:
     recipe, material, output, known = run.recipe, run.material, run.output, run.known
     adapted = bool(adapted_table(model))
-    folder = save(model, material, output / ("adapter" if adapted else "model"))
+    folder = output / ("adapter" if adapted else "model")
+    for suffix in session.versions():
+        save(model, material, output / f"{folder.name}{suffix}")
     samples: Sequence[Sample] = write_samples(session, material.tokenizer, material.held_out)
     summary = {
         **outcome.summary(session),

@@ -49,6 +49,7 @@ class Arm:
         from hasten.core.setup import prepare
         from hasten.core.step import training
         from hasten.recipe.build import facts_of, job_of, plan_of
+        from hasten.recipe.ceiling import meter_of
         from hasten.recipe.material import gather
         from hasten.recipe.schema import load_recipe
 
@@ -63,6 +64,7 @@ class Arm:
         job = job_of(recipe, self.material, known, self.plan)
         place = folder / f"arm-{self.plan.key}"
         self.session = assemble(prepare(job, self.plan, known, place))
+        self.session.meter = meter_of(recipe, known, self.session.model)
         self.session.startup_seconds |= {"imports": imported - STARTED, "data": opened - imported}
         self._training: Iterator[Any] = training(self.session)
 

@@ -250,6 +250,24 @@ def test_heads_of_two_widths_share_the_kernel(
         torch.testing.assert_close(found, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("widths", [(128, 128), (192, 128)])
+def test_the_kernel_of_a_gpu_agrees_with_float64(widths: tuple[int, int]) -> None:
+    boundaries = torch.tensor([0, 40, 70, 99], dtype=torch.int32, device="cuda")
+    shapes = [(1, 4, 99, widths[0]), (1, 2, 99, widths[0]), (1, 2, 99, widths[1])]
+    tensors = [torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes]
+    near = [t.clone().requires_grad_() for t in tensors]
+    wide = [t.double().requires_grad_() for t in tensors]
+    lengths = (40, 30, 29)
+    out, _ = attend(nn.Identity(), *near, None, document_lengths=lengths, boundaries=boundaries)
+    expected, _ = attend(nn.Identity(), *wide, None, document_lengths=lengths)
+    found = [out, *torch.autograd.grad(out.float().square().sum(), near)]
+    truth = [expected, *torch.autograd.grad(expected.square().sum(), wide)]
+    for one, other in zip(found, truth, strict=True):
+        assert (one - other).norm() <= 0.02 * other.norm()
+
+
 def test_heads_too_wide_or_with_dropout_go_one_by_one() -> None:
     class OnGPU:
         is_cuda, dtype = True, torch.bfloat16

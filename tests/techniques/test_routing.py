@@ -179,7 +179,7 @@ def test_settings_outside_their_range_are_refused(bad: dict[str, float]) -> None
 
 
 def test_an_unknown_kind_of_experts_is_refused() -> None:
-    with pytest.raises(ValueError, match="choose from eager"):
+    with pytest.raises(ValueError, match="choose from fused"):
         ExpertsImplementation(kind="fast")
 
 

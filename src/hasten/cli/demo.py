@@ -21,7 +21,10 @@ from hasten.recipe.schema import Recipe
 from hasten.run import train
 
 TINY, SMALL, LARGE = "deepseek-llm-tiny", "deepseek-llm-small", "deepseek-llm-1b"
-PLAN = ["packed", "document_attention", "labelled_token_loss", "bf16_master_weights"]
+PLAN = [
+    *("packed", "document_attention", "fused_layers", "labelled_token_loss"),
+    *("bf16_master_weights", "fused_adamw"),
+]
 DESIGN = Design(rounds=6, steps=3, warmup=2, evaluations=2)
 LARGE_GPU_BYTES = 60e9  # holds two arms of the larger model with its optimizer's state
 TRAINING_STEPS = 160

@@ -9,10 +9,14 @@ from typing import Any
 from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.errors import InputError
+from hasten.parts.kernels import rows, tiles
 from hasten.recipe.build import batch_of, facts_of, job_of, requested_plan
+from hasten.recipe.ceiling import ceiling_of
 from hasten.recipe.material import Material, gather
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.run import check_folder, check_space, first_record
+
+SHOWN = 3  # files that are named
 
 
 def doctor(path: Path, overrides: Sequence[str]) -> int:
@@ -21,12 +25,16 @@ def doctor(path: Path, overrides: Sequence[str]) -> int:
     checks = _Checks()
     checks.note("recipe", f"{path} is well formed")
     checks.run("output", lambda: _folder(Path(recipe.output)))
+    checks.note("kernels", _kernels())
     known = checks.run("model", lambda: _model(recipe))
     material = checks.run("data", lambda: _data(recipe))
+    if material is not None:
+        _sources(recipe, material, checks)
     if known is not None:
         if material is not None:
             known = facts_of(recipe, material)
         checks.run("disk", lambda: _space(recipe, known))
+        checks.run("ceiling", lambda: _ceiling(recipe, known))
         plan = _techniques(recipe, known, checks)
         if plan is not None and material is not None:
             checks.run("batch", lambda: _batch(recipe, material, known, plan))
@@ -61,6 +69,12 @@ def _folder(output: Path) -> tuple[str, None]:
     return f"{output} can be written", None
 
 
+def _kernels() -> str:
+    """Which of the processor's kernels run here; without them the plain way does."""
+    libraries = {"rows": rows.library(), "tiles": tiles.library()}
+    return ", ".join(f"{name}: {found.reason or 'compiled'}" for name, found in libraries.items())
+
+
 def _model(recipe: Recipe) -> tuple[str, Facts]:
     known = facts_of(recipe)
     model = known.model
@@ -82,6 +96,18 @@ def _data(recipe: Recipe) -> tuple[str, Material]:
     return text, material
 
 
+def _sources(recipe: Recipe, material: Material, checks: _Checks) -> None:
+    """What the files were taken for, and how many records the cut concerns."""
+    note = material.note
+    files = [f"{file} ({note.containers.get(file, '?')}): {s}" for file, s in note.shapes.items()]
+    if files:
+        rest = f", and {len(files) - SHOWN} more files" if len(files) > SHOWN else ""
+        checks.note("files", ", ".join(files[:SHOWN]) + rest)
+    if note.long:
+        fate = f"cutoff_len={recipe.cutoff_len} (too_long: {recipe.too_long})"
+        checks.note("long", f"{note.long:,} records are longer than {fate}")
+
+
 def _space(recipe: Recipe, known: Facts) -> tuple[str, None]:
     check_space(Path(recipe.output), known)
     return "room for the run", None
@@ -92,6 +118,14 @@ def _batch(recipe: Recipe, material: Material, known: Facts, plan: Plan) -> tupl
     batch = batch_of(recipe)
     unit = f"{batch.records} records" if batch.records else f"{batch.tokens:,} tokens"
     return f"{unit} a step, {job.schedule.total_steps:,} steps", None
+
+
+def _ceiling(recipe: Recipe, known: Facts) -> tuple[str, None]:
+    found = ceiling_of(recipe, known)
+    if found is not None:
+        return f"MFU of {found.source}", None
+    later = recipe.ceiling == "measure"
+    return "measured before the first step" if later else "none is known: no MFU", None
 
 
 def _techniques(recipe: Recipe, known: Facts, checks: _Checks) -> Plan | None:

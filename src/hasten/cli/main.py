@@ -103,11 +103,32 @@ def doctor(recipe: RecipePath, overrides: Overrides = None) -> None:
 @app.command()
 def hardware(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    rates: Annotated[
+        Path | None, typer.Option(help="a file of hasten bench, to show its rates too")
+    ] = None,
 ) -> None:
     """Show what this machine has: cores, instruction sets, memory, accelerators."""
     from hasten.cli.hardware import hardware as command
 
-    command(as_json)
+    command(as_json, rates)
+
+
+@app.command()
+def bench(
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="bf16, fp32, fp16, tf32 or fp8, repeatable; all if left out"),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="about how long to measure")] = 30.0,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="write the rates here, for a recipe's ceiling")
+    ] = None,
+) -> None:
+    """Measure this machine's ceilings: matrix products and memory."""
+    from hasten.cli.bench import bench as command
+
+    command(device, dtype, seconds, json_out)
 
 
 @app.command()
@@ -118,6 +139,22 @@ def report(
     from hasten.cli.report import report as command
 
     command(run)
+
+
+@app.command()
+def merge(
+    run: Annotated[Path, typer.Argument(help="the folder of a finished LoRA run")],
+    to: Annotated[
+        Path | None, typer.Option(help="folder of the full model; RUN/merged if left out")
+    ] = None,
+    adapter: Annotated[
+        str, typer.Option(help="which of the run's folders: adapter, adapter_average or best")
+    ] = "adapter",
+) -> None:
+    """Add a run's LoRA adapter into the full weights and save them as one model."""
+    from hasten.cli.merge import merge as command
+
+    command(run, to, adapter)
 
 
 @data.command("inspect")
@@ -137,11 +174,30 @@ def data_stats(
     recipe: RecipePath,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    html: Annotated[Path | None, typer.Option(help="write a page with drawings here")] = None,
 ) -> None:
-    """Show lengths, trained share, duplicates and padding of a recipe's data."""
+    """Show lengths, trained share, duplicates, padding and packing of a recipe's data."""
     from hasten.cli.data import stats as command
 
-    command(recipe, overrides or [], as_json)
+    command(recipe, overrides or [], as_json, html)
+
+
+@data.command("pack")
+def data_pack(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    output: Annotated[Path, typer.Option("--to", help="the .arrow or .parquet file to write")] = (
+        Path("packed.parquet")
+    ),
+    row_tokens: Annotated[
+        int | None, typer.Option(min=1, help="tokens of a row at most; cutoff_len if left out")
+    ] = None,
+    force: Annotated[bool, typer.Option(help="replace a file that exists")] = False,
+) -> None:
+    """Write a recipe's records as packed rows, for this or another trainer."""
+    from hasten.cli.data import pack as command
+
+    command(recipe, overrides or [], output, row_tokens, force)
 
 
 @data.command("convert")

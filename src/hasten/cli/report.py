@@ -45,6 +45,7 @@ def _summary(found: dict[str, Any]) -> None:
             ("tokens", f"{found['tokens']:,}, of them trained {found['trained_tokens']:,}"),
             ("time", duration(found["seconds"])),
             ("tokens/s", _number(found["tokens_per_second"], "{:,.0f}")),
+            ("MFU", _number(found.get("mfu"), "{:.1%}")),
             ("median step", f"{found['step_seconds_median']:.3f} s"),
             ("peak memory", size(found["peak_memory_bytes"])),
             ("held-out loss", _number(found["held_out_loss"], "{:.4f}")),

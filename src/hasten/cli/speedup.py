@@ -17,6 +17,7 @@ from hasten.errors import InputError
 from hasten.evidence.ablation import Design, compare
 from hasten.evidence.findings import report_of
 from hasten.evidence.report import render_markdown, write_report
+from hasten.recipe.ceiling import mfu_words
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.run import ready
 
@@ -79,6 +80,7 @@ def measure(
         recipe=recipe.model_dump(mode="json"),
         currency=price.currency if price else None,
         per_device_hour=price.per_device_hour if price else 0.0,
+        mfu=mfu_words(recipe, known),
     )
 
 

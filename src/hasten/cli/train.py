@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hasten.cli.display import Display, duration, size
 from hasten.cli.main import INTERRUPTED
-from hasten.cluster.ranks import start
+from hasten.cluster.ranks import again, start
 from hasten.core import facts
+from hasten.core.facts import World
 from hasten.core.session import Session
 from hasten.core.step import StepMetrics
+from hasten.recipe.build import facts_of, plan_of
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.run import ready
 from hasten.run import train as run_training
@@ -24,6 +27,11 @@ def train(path: Path, overrides: Sequence[str], started: float) -> int:
     recipe = load_recipe(path, overrides)
     if recipe.nproc > 1 and facts.world().size == 1:
         return _as_ranks(recipe)
+    if recipe.plan:
+        known = facts_of(recipe)
+        missing = facts.not_yet_so(plan_of(recipe, known).environ(known))
+        if missing:  # some settings count only for a process that starts with them
+            again(["train", str(path), *overrides], missing)
     with Display() as display:
         line = StepLine(display, recipe)
         silent = not facts.world().is_main
@@ -67,6 +75,8 @@ class StepLine:
             f"padding {m.padding_share:.0%}",
             size(m.peak_memory_bytes),
         ]
+        if m.mfu is not None:
+            parts.append(f"MFU {m.mfu:.1%}")
         price = self._recipe.price
         if price is not None:
             cost = price.per_device_hour * self._devices * self._seconds / 3600
@@ -81,10 +91,15 @@ def _as_ranks(recipe: Recipe) -> int:
     output = Path(recipe.output)
     with Display() as display:
         line = StepLine(display, recipe)
-        ready(recipe, display.tell, line.tokenising)
+        known, plan, _ = ready(recipe, display.tell, line.tokenising)
     resolved = output / "data" / "ranks.yaml"
     resolved.write_text(recipe.to_yaml())
-    return start(["train", str(resolved)], recipe.nproc, output / "data", facts.usable_cores())
+    count, cores = recipe.nproc, facts.usable_cores()
+
+    def environ(rank: int) -> Mapping[str, str]:
+        return plan.environ(replace(known, world=World(rank, rank, count)))
+
+    return start(["train", str(resolved)], count, output / "data", cores, environ)
 
 
 def _conclude(summary: dict[str, Any]) -> None:
@@ -94,6 +109,9 @@ def _conclude(summary: dict[str, Any]) -> None:
         + (f", {summary['tokens_per_second']:,.0f} tokens/s" if summary["steps"] else "")
         + f", peak {size(summary['peak_memory_bytes'])}"
     )
+    if summary["mfu"] is not None:
+        ceiling = summary["ceiling"]
+        print(f"MFU {summary['mfu']:.1%} of {ceiling['source']}; {ceiling['convention']}")
     if summary["held_out_loss"] is not None:
         print(f"held-out loss {summary['held_out_loss']:.4f}", end="")
         print(f", perplexity {summary['perplexity']:.1f}")

@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from hasten.core import facts
 from hasten.core.facts import World
@@ -55,17 +57,44 @@ def process_group(world: World, device: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def start(arguments: Sequence[str], count: int, folder: Path, cores: int) -> int:
+def again(arguments: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
+    """Become ``python -m hasten ARGUMENTS`` with these variables; it doesn't begin again itself.
+
+    The process keeps its number, its terminal and its signals (execve(2)).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    environment = facts.child_environment({**variables, facts.STARTED_FOR_PLAN: "1"})
+    os.execve(sys.executable, [sys.executable, "-m", "hasten", *arguments], environment)
+
+
+def start(
+    arguments: Sequence[str],
+    count: int,
+    folder: Path,
+    cores: int,
+    environ: Callable[[int], Mapping[str, str]] = lambda rank: {},
+) -> int:
     """Run ``python -m hasten ARGUMENTS`` as ``count`` ranks and wait; the exit code.
 
     Rank 0 speaks to the user; what the others say is kept beside the run. When one fails, the
     others are ended and its last words are shown. Cores are shared out between the ranks.
+    ``environ`` gives the variables that a rank's plan wants before it starts.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".ranks-") as place:
         logs = [Path(place) / f"rank-{rank}.log" for rank in range(count)]
         processes = [
-            _start_rank(arguments, rank, count, Path(place), logs[rank], max(1, cores // count))
+            _start_rank(
+                arguments,
+                rank,
+                {
+                    **rank_environment(rank, count, Path(place), max(1, cores // count)),
+                    **environ(rank),
+                    facts.STARTED_FOR_PLAN: "1",
+                },
+                logs[rank],
+            )
             for rank in range(count)
         ]
         with _forwarding(processes):
@@ -94,9 +123,8 @@ def rank_environment(rank: int, count: int, place: Path, threads: int) -> dict[s
 
 
 def _start_rank(
-    arguments: Sequence[str], rank: int, count: int, place: Path, log: Path, threads: int
+    arguments: Sequence[str], rank: int, environment: Mapping[str, str], log: Path
 ) -> subprocess.Popen[bytes]:
-    environment = rank_environment(rank, count, place, threads)
     command = [sys.executable, "-m", "hasten", *arguments]
     if rank == 0:
         return subprocess.Popen(command, env=environment)

@@ -29,8 +29,12 @@ def report_of(
     currency: str | None = None,
     per_device_hour: float = 0.0,
     devices: int = 1,
+    mfu: str | None = None,
 ) -> dict[str, Any]:
-    """The report as ``docs/report-schema.md`` describes it; the first arm is the baseline."""
+    """The report as ``docs/report-schema.md`` describes it; the first arm is the baseline.
+
+    ``mfu`` says what the arms' MFU refers to and counts.
+    """
     base, final = arms[0], arms[-1]
     return {
         "schema": 1,
@@ -46,6 +50,7 @@ def report_of(
         "recipe": dict(recipe),
         "seed": recipe["seed"],
         "cost": _cost(arms, currency, per_device_hour, devices),
+        "mfu": mfu,
     }
 
 
@@ -95,6 +100,7 @@ def _arm(arm: Arm, base: Arm) -> dict[str, Any]:
         "loss_curve": [list(point) for point in arm.losses],
         "rounds": arm.rounds,
         "padding_share": 1 - tokens / slots if slots else None,
+        "mfu": _mfu(arm),
         "startup_seconds": {k: arm.startup_seconds.get(k) for k in ("imports", "data", "model")},
         "acted": arm.acted or _unknown(arm),
     }
@@ -102,6 +108,14 @@ def _arm(arm: Arm, base: Arm) -> dict[str, Any]:
         cuts = statistics.quantiles(seconds, n=100, method="inclusive")
         found["step_seconds"] = {"p50": cuts[49], "p99": cuts[98]}
     return found
+
+
+def _mfu(arm: Arm) -> float | None:
+    """Over all measured steps, each weighed by its time; None if any step's isn't known."""
+    known = [(s.get("mfu"), s["step_seconds"]) for s in arm.steps]
+    if not known or arm.failed is not None or any(share is None for share, _ in known):
+        return None
+    return float(sum(share * taken for share, taken in known) / sum(taken for _, taken in known))
 
 
 def _ratio(arm: Arm, base: Arm, ratio: Interval | None) -> dict[str, float | None]:

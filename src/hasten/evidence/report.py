@@ -63,11 +63,12 @@ def write_report(report: Mapping[str, Any], folder: Path) -> Path:
 def render_markdown(report: Mapping[str, Any]) -> str:
     """The arms as a Markdown table, aligned so that it reads well in a terminal too.
 
-    A verdict with a reason stands in full below the table. Raises InputError where `report` departs
-    from docs/report-schema.md.
+    A verdict with a reason stands in full below the table, and so does MFU. Raises InputError where
+    `report` departs from docs/report-schema.md.
     """
     rows = [["arm", "tokens/s [95 %]", "ratio [95 %]", "peak memory", "held-out loss", "verdict"]]
-    arms = read_report(report)["arms"]
+    read = read_report(report)
+    arms = read["arms"]
     for arm in arms:
         spans = [span(arm["tokens_per_second"], "amount"), span(arm["ratio"], "times")]
         rest = [words(arm["peak_memory_bytes"], "memory"), words(arm["held_out_loss"], "loss")]
@@ -78,6 +79,9 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     table = "".join(f"| {' | '.join(row)} |\n" for row in padded)
     reasons = [arm for arm in arms if arm["verdict"] != head(arm["verdict"])]
     notes = "".join(f"- {_cell(arm['name'])}: {_cell(arm['verdict'])}\n" for arm in reasons)
+    if read["mfu"]:
+        shares = ", ".join(f"{_cell(a['name'])} {words(a['mfu'], 'percent')}" for a in arms)
+        notes += f"- {shares} {_cell(read['mfu'])}\n"
     return f"{table}\n{notes}" if notes else table
 
 

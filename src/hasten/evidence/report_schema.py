@@ -32,6 +32,7 @@ _ARM = {
     "step_seconds?": {"median?": float, "p50?": float, "p99?": float},
     "rounds?": [float],
     "padding_share?": float,
+    "mfu?": float,
     "startup_seconds?": {"imports?": float, "data?": float, "model?": float},
     "acted?": [{"technique": str, "acted": bool, "evidence": str}],
 }
@@ -49,6 +50,7 @@ _REPORT = {
     "recipe": dict,
     "seed": int,
     "cost?": {"currency": str, "per_device_hour": float, "per_million_tokens": dict},
+    "mfu?": str,
 }
 _LEAVES: dict[type, tuple[str, tuple[type, ...]]] = {  # exact types: a bool is no number here
     float: ("a number or null", (int, float, NoneType)),

@@ -12,15 +12,18 @@ other experts. Routed experts (one fused tensor for all) are left out unless a t
 from __future__ import annotations
 
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from torch import nn
 
 from hasten.errors import InputError
 from hasten.models.load import quiet, seeded
+from hasten.parts.quantised_linear import Kind, QuantisedLinear, quantise_linears, rounded
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -81,15 +84,19 @@ def add_lora(
     seed: int = 0,
     rslora: bool = False,
     dora: bool = False,
+    base: Kind | None = None,
 ) -> PeftModel:
     """Freeze the model and put low-rank updates beside its targets (LoRA, arXiv 2106.09685).
 
     The update of a weight is ``alpha / rank * B @ A``, or ``alpha / sqrt(rank)`` with ``rslora``
-    (arXiv 2312.03732); ``dora`` learns each column's length apart (arXiv 2402.09353). A is drawn
-    from ``seed``, B is zero, so the adapted model starts as the same function. In a half-precision
-    model the adapter is float32. The model is changed in place and returned wrapped. Raises
-    InputError for impossible numbers, a second adapter, and dropout or DoRA where LoRA sits on bare
-    tensors: routed experts, and in a model that has those the dense and shared projections too.
+    (arXiv 2312.03732); ``dora`` learns each row's length apart (arXiv 2402.09353); ``base`` keeps
+    frozen linear layers, but head and router, in int8 or nf4 (QLoRA, arXiv 2305.14314). A is drawn
+    from ``seed``, B is zero, so the adapted model starts as the same function. In a
+    half-precision model the adapter is float32. The model is changed in place and returned wrapped.
+
+    Raises InputError for impossible numbers, a second adapter, DoRA on a quantised base, and any of
+    dropout, DoRA and ``base`` where LoRA sits on bare tensors: routed experts, and in a model that
+    has those the dense and shared projections too.
     """
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -98,10 +105,15 @@ def add_lora(
         raise InputError("this model carries an adapter already: merge it before adding another")
     names = lora_targets(model, targets)
     modules, tensors = _as_peft_takes_them(names, _expert_tensors(model))
-    if tensors and (dropout or dora):
+    if tensors and (dropout or dora or base):
         raise InputError(
-            f"{tensors[0]} is adapted as a bare tensor, where LoRA has neither dropout nor DoRA: "
-            "switch them off or adapt attention only"
+            f"{tensors[0]} is adapted as a bare tensor, where LoRA has neither dropout nor DoRA "
+            "nor a quantised base: switch them off or adapt attention only"
+        )
+    if base and dora:
+        raise InputError(
+            f"DoRA measures the base weight in each pass, which {base} keeps in few bits: "
+            "switch one of them off"
         )
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -116,12 +128,61 @@ def add_lora(
     with quiet(), seeded(seed):
         adapted: PeftModel = get_peft_model(model, config)
     _check_adapted(adapted, names)
+    if base:
+        frozen = [name for name in _adaptable_linears(adapted) if ".lora_" not in name]
+        quantise_linears(adapted, frozen, base)
     return adapted
 
 
 def merge(model: PeftModel) -> PreTrainedModel:
-    """The base model with the adapter added into its weights; the adapter is gone afterwards."""
+    """The base model with the adapter added into its weights; the adapter is gone afterwards.
+
+    Raises InputError for a quantised base, whose few bits could not hold the sum.
+    """
+    if quantised_layers(model):
+        raise InputError(
+            "an adapter can't be merged into a quantised base, whose few bits would round it away: "
+            "save the adapter, and merge it into the full weights with merged()"
+        )
     return model.merge_and_unload()
+
+
+def merged(model: PreTrainedModel, adapter: Path, base: Kind | None = None) -> PreTrainedModel:
+    """``model`` with the saved adapter of a folder added into its full weights.
+
+    ``base`` is what the adapter was trained on: the weights are rounded to it first, so that the
+    result is the model that was trained and not a neighbour. Raises InputError for a folder that
+    isn't an adapter of this model.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors import SafetensorError, safe_open
+
+    if not (adapter / "adapter_config.json").is_file():
+        raise InputError(f"{adapter} holds no adapter: give the folder of a finished LoRA run")
+    if base:
+        for name in _adaptable_linears(model):
+            weight = model.get_submodule(name).weight
+            weight.data = rounded(weight.data, base)
+    try:
+        with quiet(), warnings.catch_warnings():
+            warnings.filterwarnings("error", "Found missing adapter keys")  # peft goes on else
+            adapted = PeftModel.from_pretrained(model, str(adapter))
+        with safe_open(adapter / "adapter_model.safetensors", "pt") as saved:
+            strange = sorted(set(saved.keys()) - set(get_peft_model_state_dict(adapted)))
+    except (RuntimeError, ValueError, UserWarning, OSError, SafetensorError) as error:
+        reason = str(error).split("\n")[0]
+        raise InputError(f"{adapter} is no adapter of this model: {reason}") from error
+    if strange:  # peft drops them without a word
+        raise InputError(
+            f"{adapter} is no adapter of this model, which has no place for {strange[0]} and "
+            f"{len(strange) - 1} others: give the base that it was trained on"
+        )
+    return merge(adapted)
+
+
+def quantised_layers(model: nn.Module) -> int:
+    """How many frozen layers rest in few bits."""
+    return sum(isinstance(module, QuantisedLinear) for module in model.modules())
 
 
 def adapted_table(model: nn.Module) -> list[AdaptedRow]:

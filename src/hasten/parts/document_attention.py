@@ -2,7 +2,8 @@
 
 A packed row under plain SDPA needs a dense block mask: right, but it computes every pair of tokens
 of the row. Here each document attends to itself alone: one variable-length kernel call where the
-device has one (``torch.nn.attention.varlen``), else one causal SDPA call per document.
+device has one (``torch.nn.attention.varlen``; on processors with AMX hasten's own, for bf16), else
+one causal SDPA call per document.
 
 The function is registered with Transformers under ``hasten_documents``, its public way to add an
 attention; a model instance that selects it stays the only one affected. Models hand unknown keyword
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hasten.parts import fused_functions
+from hasten.parts.kernels import tiles
+
 NAME = "hasten_documents"
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")
+WIDEST_HEAD = 256  # of the variable-length kernel (FlashAttention-2)
 
 
 def use_document_attention(model: Any) -> None:
@@ -68,6 +74,8 @@ def attend(
             "document attention takes neither a mask nor a sliding window; call "
             'model.set_attn_implementation("sdpa")'
         )
+    if not dropout and tiles.fits(query, key, value):
+        return _on_tiles((query, key, value), document_lengths, scaling), None
     if document_lengths is None:
         return _causal(query, key, value, scaling, dropout).transpose(1, 2), None
     kernel = _varlen()
@@ -77,6 +85,20 @@ def attend(
     pieces = [t.split(document_lengths, dim=2) for t in (query, key, value)]
     found = [_causal(q, k, v, scaling, dropout) for q, k, v in zip(*pieces, strict=True)]
     return torch.cat(found, dim=2).transpose(1, 2), None
+
+
+def _on_tiles(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    document_lengths: tuple[int, ...] | None,
+    scale: float | None,
+) -> Tensor:
+    """All rows end to end in one call of the processor's own kernel."""
+    batch, _, length, width = tensors[0].shape
+    lengths = ((length,) if document_lengths is None else tuple(document_lengths)) * batch
+    query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in tensors)
+    starts = tuple(itertools.accumulate(lengths, initial=0))
+    out = fused_functions.attend(query, key, value, starts, width**-0.5 if scale is None else scale)
+    return out.view(batch, length, *out.shape[1:])
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
@@ -89,8 +111,14 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float
 def _fits_varlen(query: Tensor, value: Tensor, dropout: float) -> bool:
     """Whether torch's variable-length kernel takes these tensors."""
     half = query.dtype in (torch.float16, torch.bfloat16)
-    same_head = query.shape[-1] == value.shape[-1] <= 256
-    return query.is_cuda and half and same_head and not dropout
+    narrow = _kernel_width(query, value) <= WIDEST_HEAD
+    return query.is_cuda and half and narrow and not dropout
+
+
+def _kernel_width(query: Tensor, value: Tensor) -> int:
+    """The width at which the kernel runs: one for all three, a multiple of 8."""
+    widest = int(max(query.shape[-1], value.shape[-1]))
+    return -(-widest // 8) * 8
 
 
 @functools.cache
@@ -115,10 +143,21 @@ def _one_kernel(
     longest: int,
     scale: float | None,
 ) -> Tensor:
-    """The whole row in one call; tensors become (tokens, heads, d) and back."""
+    """The whole row in one call; tensors become (tokens, heads, d) and back.
+
+    The kernel knows one width of head. Where query and value differ in theirs (latent attention:
+    192 and 128) columns of zeros fill the narrower: in query and key they add nothing to a score,
+    and in the value they come out as zeros, which are cut off. Their gradients are cut off too.
+    """
     query, key, value = (t[0].transpose(0, 1) for t in tensors)
     groups = query.shape[1] // key.shape[1]
     if groups > 1:  # the kernel's own grouping came later than the kernel
         key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale  # of the true width
+    true, width = value.shape[-1], _kernel_width(query, value)
+    query, key, value = (
+        t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1]))
+        for t in (query, key, value)
+    )
     out: Tensor = kernel(query, key, value, boundaries, boundaries, longest, longest, scale=scale)
-    return out.unsqueeze(0)
+    return out[..., :true].unsqueeze(0)

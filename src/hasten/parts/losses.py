@@ -1,169 +1,140 @@
 """Language-model losses as modules that map a micro-batch to (summed loss, number of labels).
 
-``WholeLogitsLoss`` is the common way: logits for every slot, then cross-entropy. The head that
-``label_only_head`` puts in its place computes logits for labelled positions alone, a chunk at a
-time, and forms the gradients in the forward pass, so that no more than one chunk of logits ever
-exists: with a vocabulary of 100,000 and four-byte floats, one slot's logits take 0.4 MB.
+``WholeLogitsLoss`` is the common way: logits for every slot, then cross-entropy. ``LabelOnlyLoss``
+computes logits for labelled positions alone, a chunk at a time, and forms the gradients in the
+forward pass, so that no more than one chunk of logits ever exists: with a vocabulary of 100,000 and
+four-byte floats, one slot's logits take 0.4 MB. Both know the same :class:`LossTerms`; in ``eval``
+mode both are plain cross-entropy, so that a held-out loss means the same whatever was trained on.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from hasten.parts.cross_entropy import (
+    IGNORED,
+    PLAIN,
+    LossTerms,
+    chunk_rows,
+    label_only_cross_entropy,
+    skips,
+    whole_cross_entropy,
+)
 from hasten.parts.hugging_face import causal_lm, trunk
-
-IGNORED = -100
 
 
 class WholeLogitsLoss(nn.Module):
-    """Cross-entropy over the logits of every slot, in float32 or wider, summed over labels."""
+    """Cross-entropy over the logits of every slot, in float32 or wider, summed over labels.
 
-    def __init__(self, model: nn.Module) -> None:
+    A model that caps its logits does so itself: leave ``terms.softcap`` None.
+    """
+
+    def __init__(self, model: nn.Module, terms: LossTerms = PLAIN) -> None:
         super().__init__()
         self.model = model
+        self.terms = terms
 
     def forward(self, labels: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
         """``labels`` (B, T), aligned with the position that predicts them, -100: no loss."""
         logits = self.model(use_cache=False, **inputs).logits  # (B, T, vocabulary)
-        logits = logits.to(_at_least_float32(logits.dtype))
-        loss = F.cross_entropy(
-            logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+        terms = self.terms if self.training else self.terms.measured()
+        loss = whole_cross_entropy(logits.flatten(0, -2), labels.flatten(), terms)
         return loss, (labels != IGNORED).sum()
 
 
 class LabelOnlyLoss(nn.Module):
-    """The trunk's hidden states at labelled positions, through a :class:`LabelOnlyHead`."""
+    """The trunk's hidden states at labelled positions, through a head that sees no others.
 
-    def __init__(self, model: nn.Module, chunk: int) -> None:
+    A linear head is replaced by a :class:`LabelOnlyHead`. Any other (with an adapter around it, or
+    quantised) stays where it is and is called once per chunk, and once more per chunk in the
+    backward pass.
+    """
+
+    def __init__(
+        self, model: nn.Module, chunk: int | str = "auto", terms: LossTerms = PLAIN
+    ) -> None:
         super().__init__()
         self.model = model
         inner = causal_lm(model)
-        if not isinstance(inner.lm_head, LabelOnlyHead):
-            inner.lm_head = LabelOnlyHead(inner.lm_head, chunk)
+        self.terms = replace(terms, softcap=soft_cap(inner.config))
+        self.chunk = chunk_rows(chunk, inner.config.vocab_size)
+        self.largest_logits = 0  # rows of logits that existed at once, for whoever asks
+        if type(inner.lm_head) is nn.Linear:
+            inner.lm_head = LabelOnlyHead(inner.lm_head)
 
     def forward(self, labels: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
+        """``labels`` (B, T), aligned with the position that predicts them, -100: no loss."""
         hidden = trunk(self.model)(use_cache=False, **inputs).last_hidden_state  # (B, T, hidden)
-        loss: Tensor
-        loss, count = causal_lm(self.model).lm_head(hidden, labels)
-        return loss, count
-
-
-class LabelOnlyHead(nn.Module):
-    """A linear head that owns its weight and, given labels, returns (loss sum, count).
-
-    Without labels it is the linear layer it replaced, so that generation and saving go on as
-    before; the weight is the same parameter under the same name, tied or not.
-    """
-
-    def __init__(self, head: nn.Linear, chunk: int) -> None:
-        super().__init__()
-        if type(head) is not nn.Linear or head.bias is not None:  # an adapter would be bypassed
-            raise ValueError(
-                "only a plain linear head without a bias can be replaced, and this one is "
-                f"{head}; leave the loss as it is, or the head without an adapter"
-            )
-        self.weight = head.weight  # (vocabulary, hidden)
-        self.in_features, self.out_features = head.in_features, head.out_features
-        self.bias = None
-        self.chunk = chunk
-        self.largest_logits = 0  # rows of logits that existed at once, for whoever asks
-
-    def forward(
-        self, hidden: Tensor, labels: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        if labels is None:
-            return F.linear(hidden, self.weight)
+        head = causal_lm(self.model).lm_head
+        terms = self.terms if self.training else self.terms.measured()
         kept = labels.flatten() != IGNORED
-        positions = kept.nonzero().squeeze(1)  # on a GPU this waits for the device: the row count
-        self.largest_logits = max(self.largest_logits, min(len(positions), self.chunk))
-        loss = label_only_cross_entropy(
-            hidden.flatten(0, -2).index_select(0, positions),
-            self.weight,
-            labels.flatten().index_select(0, positions),
-            self.chunk,
-        )
+        rows, wanted = hidden.flatten(0, -2), labels.flatten()
+        if skips(rows):
+            positions = kept.nonzero().squeeze(1)
+            rows, wanted = rows.index_select(0, positions), wanted.index_select(0, positions)
+        self.largest_logits = max(self.largest_logits, min(len(wanted), self.chunk))
+        if isinstance(head, LabelOnlyHead):
+            loss: Tensor = head(rows, wanted, self.chunk, terms)
+        else:
+            loss = head_cross_entropy(head, rows, wanted, self.chunk, terms)
         return loss, kept.sum()
 
 
-def label_only_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    """Sum of cross-entropy of ``hidden @ weight.T`` against ``labels``, at most a chunk at a time.
+class LabelOnlyHead(nn.Module):
+    """A linear head that owns its weight and, given labels, returns the summed loss.
 
-    First derivatives only: the gradients are constants to autograd.
-
-    Args:
-        hidden: (labels, hidden), every row labelled.
-        weight: (vocabulary, hidden).
-        labels: (labels,), int64.
-        chunk: rows whose logits exist at once.
-
-    Raises:
-        ValueError: ``chunk`` is below 1.
-    """
-    if chunk < 1:
-        raise ValueError(f"chunk is {chunk}; at least one row of logits must exist at once")
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk)
-    return loss
-
-
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Linear head and cross-entropy whose backward pass is a scaling of what forward computed.
-
-    Since the loss is a sum, its gradient is linear in the incoming scalar; softmax(logits) minus
-    the one-hot labels can be turned into gradients while the chunk's logits are at hand.
+    Without labels it is the linear layer it replaced, so that generation and saving go on as
+    before; weight and bias are the same parameters under the same names, tied or not.
     """
 
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        # Chunks add up: a sum of bf16 terms would lose the small ones.
-        wide = _at_least_float32(weight.dtype)
-        grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
-        loss = hidden.new_zeros((), dtype=wide)
-        for start in range(0, hidden.shape[0], chunk):
-            rows, wanted = hidden[start : start + chunk], labels[start : start + chunk]
-            chunk_loss, grad_logits = _softmax_minus_label(F.linear(rows, weight), wanted)
-            loss += chunk_loss
-            if grad_hidden is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[start : start + chunk])
-            if grad_weight is not None:
-                grad_weight += grad_logits.T @ rows
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.weight_dtype = weight.dtype
-        return loss
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        if type(head) is not nn.Linear:  # an adapter would be bypassed
+            raise ValueError(
+                f"only a plain linear head can be replaced, and this one is {head}; call "
+                "head_cross_entropy with it instead"
+            )
+        self.weight = head.weight  # (vocabulary, hidden)
+        self.bias = head.bias
+        self.in_features, self.out_features = head.in_features, head.out_features
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        if grad_hidden is not None:
-            grad_hidden = grad_hidden * grads[0].to(grad_hidden.dtype)
-        if grad_weight is not None:
-            grad_weight = (grad_weight * grads[0]).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None
+    def forward(
+        self,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        chunk: int | str = "auto",
+        terms: LossTerms = PLAIN,
+    ) -> Tensor:
+        """Logits of ``hidden`` (..., hidden), or with ``labels`` (rows,) the loss of its rows."""
+        if labels is None:
+            return F.linear(hidden, self.weight, self.bias)
+        return label_only_cross_entropy(hidden, self.weight, labels, chunk, self.bias, terms)
 
 
-def _softmax_minus_label(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed loss of a chunk in float32 or wider, and d loss / d logits in the logits' format."""
-    scores = logits.to(_at_least_float32(logits.dtype))
-    log_sum = torch.logsumexp(scores, dim=-1, keepdim=True)
-    wanted = labels.unsqueeze(1)
-    # gather refuses a label outside the vocabulary; an index of -1 would mean its last token.
-    loss = (log_sum - scores.gather(1, wanted)).sum()
-    grad = scores.sub_(log_sum).exp_()
-    grad.scatter_add_(1, wanted, grad.new_full(wanted.shape, -1.0))
-    return loss, grad.to(logits.dtype)
+def head_cross_entropy(
+    head: nn.Module, hidden: Tensor, labels: Tensor, chunk: int, terms: LossTerms = PLAIN
+) -> Tensor:
+    """The summed loss of any ``head``, a chunk at a time; backward computes each chunk again."""
+
+    def piece(rows: Tensor, wanted: Tensor) -> Tensor:
+        return whole_cross_entropy(head(rows), wanted, terms)
+
+    # No rows at all are one empty chunk: its gradients are zeros, which replicas wait for.
+    chunks = zip(hidden.split(chunk), labels.split(chunk), strict=True)
+    losses = [checkpoint(piece, rows, wanted, use_reentrant=False) for rows, wanted in chunks]
+    return torch.stack(losses).sum()
 
 
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+def soft_cap(config: Any) -> float | None:
+    """The cap of a model's logits, from its Hugging Face config; None: it doesn't cap them."""
+    cap: float | None = getattr(config, "final_logit_softcapping", None)
+    return cap
 
 
 class ObjectiveLoss(nn.Module):

@@ -13,8 +13,9 @@ which needs no loss scaling). Gradients of several micro-batches add up in float
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,18 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 Pair = tuple[Tensor, Tensor]  # (working weight, master)
+_ANY_FORMAT = hasattr(Tensor, "grad_dtype")  # torch lets a gradient differ in format since 2.10
+
+
+@runtime_checkable
+class WritesCopies(Protocol):
+    """An optimizer that takes gradients in the working format and rounds what it moves."""
+
+    def write_copies(self, pairs: Sequence[Pair]) -> None:
+        """From now on each step writes the new masters into the working weights too."""
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        """As every optimizer of torch has it: ``hook`` is called after each step."""
 
 
 class MasterWeights:
@@ -34,6 +47,8 @@ class MasterWeights:
         self._given: list[tuple[Tensor, torch.dtype]] = []  # what was cast, and its format before
         self._hooks: list[RemovableHandle] = []
         self._optimizer: Optimizer | None = None
+        self._half_gradients = False  # the optimizer reads gradients in the working format
+        self._written = False  # the optimizer's last step wrote the working weights too
 
     def prepare(self, module: nn.Module) -> None:
         """Cast floating parameters to the working format; buffers (rotary tables) keep theirs.
@@ -76,9 +91,15 @@ class MasterWeights:
             group["params"] = [self._adopt(p) if p.requires_grad else p for p in group["params"]]
         _move_state(optimizer, self._pairs)
         self._optimizer = optimizer
+        if isinstance(optimizer, WritesCopies):
+            optimizer.write_copies(self._pairs)
+            optimizer.register_step_post_hook(self._note_copies)
+            self._half_gradients = _ANY_FORMAT
 
     def _adopt(self, working: Tensor) -> Tensor:
         master = self._masters[id(working)].to(working.device).requires_grad_()
+        if _ANY_FORMAT:
+            master.grad_dtype = None  # a gradient may stay in the working format
         self._masters[id(working)] = master
         self._pairs.append((working, master))
         return master
@@ -96,14 +117,18 @@ class MasterWeights:
                 master.grad = None
 
     def collect(self) -> None:
-        """Add the working weights' gradients to the masters', in float32, and free them."""
+        """Add the working weights' gradients to the masters', in float32, and free them.
+
+        An optimizer that reads the working format gets the first one as it is: a step of one
+        micro-batch then holds no float32 gradient at all.
+        """
         for working, master in self._pairs:
             if working.grad is None:
                 continue
             if master.grad is None:
-                master.grad = working.grad.float()
+                master.grad = working.grad if self._half_gradients else working.grad.float()
             else:
-                master.grad += working.grad
+                master.grad = master.grad.float().add_(working.grad)
             working.grad = None
 
     def parameters(self) -> list[Tensor]:
@@ -112,10 +137,14 @@ class MasterWeights:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copy the masters, rounded, into the working weights."""
-        if self._pairs:
+        """Copy the masters, rounded, into the working weights, unless the optimizer just has."""
+        written, self._written = self._written, False
+        if self._pairs and not written:
             working, masters = zip(*self._pairs, strict=True)
             torch._foreach_copy_(working, masters)
+
+    def _note_copies(self, *step: Any) -> None:
+        self._written = True
 
     @torch.no_grad()
     def finish(self, module: nn.Module) -> None:

@@ -24,6 +24,7 @@ from hasten.core.slot import Slot
 from hasten.errors import InputError
 from hasten.models.load import count_parameters, load_model, read_config
 from hasten.parts.collate import padded
+from hasten.parts.cross_entropy import LossTerms
 from hasten.parts.losses import WholeLogitsLoss
 from hasten.parts.parameter_groups import decayed_groups
 from hasten.recipe.material import Material
@@ -101,7 +102,7 @@ def job_of(recipe: Recipe, material: Material, known: Facts, plan: Plan) -> Job:
     """
     job = Job(
         model=partial(build_model, recipe, material),
-        loss=WholeLogitsLoss,
+        loss=partial(WholeLogitsLoss, terms=LossTerms(recipe.label_smoothing, recipe.z_loss)),
         optimizer=partial(adamw, recipe),
         stop=Stop(recipe.max_steps, recipe.epochs, recipe.max_tokens),
         records=material.train,
@@ -125,8 +126,12 @@ def job_of(recipe: Recipe, material: Material, known: Facts, plan: Plan) -> Job:
 
 
 def build_model(recipe: Recipe, material: Material) -> nn.Module:
-    """The model in float32 with attention through SDPA, fitted to the tokenizer."""
-    tokenizer = material.tokenizer
+    """The model in float32 with attention through SDPA, fitted to the material's tokenizer."""
+    return model_for(recipe, material.tokenizer)
+
+
+def model_for(recipe: Recipe, tokenizer: Any) -> nn.Module:
+    """The model as the run begins with it, before anything learns."""
     model: Any = load_model(
         recipe.model,
         from_scratch=recipe.from_scratch,
@@ -163,6 +168,9 @@ def _adapter(recipe: Recipe) -> Callable[[nn.Module], nn.Module]:
         alpha=recipe.lora_alpha,
         dropout=recipe.lora_dropout,
         targets=tuple(targets) if isinstance(targets, list) else targets,
+        rslora=recipe.lora_rslora,
+        dora=recipe.lora_dora,
+        base=recipe.lora_base,
     )
     return lora.adapt
 

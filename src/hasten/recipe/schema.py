@@ -75,12 +75,21 @@ class Recipe(BaseModel):
     )
     vocabulary: int = Field(4096, ge=300, description="size of a tokenizer trained for a preset")
 
+    data_workers: Literal["auto"] | int = Field(
+        "auto", description="processes that tokenise; auto: one for each usable core"
+    )
+
     # What learns
     finetuning_type: Literal["full", "lora"] = Field("full", description="all weights, or LoRA")
     lora_rank: int = Field(16, ge=1, description="rank of the LoRA update")
     lora_alpha: int = Field(32, ge=1, description="the update is scaled by lora_alpha / lora_rank")
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the adapter")
     lora_targets: str | list[str] = Field("auto", description="auto, all-linear, or module names")
+    lora_rslora: bool = Field(False, description="scale by lora_alpha / sqrt(lora_rank) instead")
+    lora_dora: bool = Field(False, description="learn direction and length of a weight apart")
+    lora_base: Literal["int8", "nf4"] | None = Field(
+        None, description="frozen linear layers kept in int8 or nf4"
+    )
 
     # How long
     max_steps: int | None = Field(None, ge=1, description="stop after so many steps")
@@ -98,12 +107,22 @@ class Recipe(BaseModel):
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="lowest rate / peak rate")
     weight_decay: float = Field(0.0, ge=0, description="AdamW, matrices only")
     max_grad_norm: float | None = Field(1.0, gt=0, description="clip gradients to this norm")
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=1, description="share of a label that is spread over the vocabulary"
+    )
+    z_loss: float = Field(
+        0.0, ge=0, le=1, description="weight of the squared logsumexp of the logits; 1e-4 in PaLM"
+    )
     seed: int = Field(0, ge=0, description="of weights, data order and dropout")
 
     # Looking
     eval_every: int = Field(0, ge=0, description="steps between evaluations; 0: at the end only")
     patience: int = Field(0, ge=0, description="evaluations without gain before stopping; 0: off")
     price: Price | None = Field(None, description="currency and per_device_hour, for the cost")
+
+    ceiling: str = Field(
+        "auto", description="what MFU refers to: auto, measure, or a file of hasten bench"
+    )
 
     # Machine
     output: str = Field("runs/train", description="the run's folder; nothing is written elsewhere")
@@ -134,12 +153,28 @@ class Recipe(BaseModel):
         except TypeError as error:
             raise ValueError("a source's keys must be texts") from error
 
+    @field_validator("data_workers", mode="before")
+    @classmethod
+    def _workers(cls, value: Any) -> Any:
+        """Itself first, as the sources: a union would complain of being no `auto`."""
+        if value == "auto" or (type(value) is int and value >= 1):
+            return value
+        raise ValueError("give auto, or a number of processes from 1 on")
+
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
         if not (self.max_steps or self.epochs or self.max_tokens):
             raise ValueError("give max_steps, epochs or max_tokens, or the run has no end")
         if self.global_batch_size and self.global_batch_tokens:
             raise ValueError("give global_batch_size or global_batch_tokens, not both")
+        if self.lora_base and self.lora_dora:
+            raise ValueError("lora_dora measures the weights that lora_base rounds: keep one")
+        told = sorted(name for name in self.model_fields_set if name.startswith("lora_"))
+        changed = [n for n in told if getattr(self, n) != Recipe.model_fields[n].default]
+        if self.finetuning_type == "full" and changed:
+            raise ValueError(
+                f"{changed[0]} has no effect on all weights: say finetuning_type: lora"
+            )
         if self.patience and not self.eval_every:
             raise ValueError("patience needs eval_every, the steps between two evaluations")
         return self

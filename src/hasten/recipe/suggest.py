@@ -150,7 +150,7 @@ def _plan(look: Recipe, material: Material, known: Facts, cutoff: int) -> tuple[
         batching, why = _batching(look, lengths, cutoff, known)
         plan += batching
         reasons += [f"{padding:.0%} of the slots would be padding", why]
-    plan += ["fused_layers", "labelled_token_loss"]
+    plan += ["fused_layers", "experts_implementation", "labelled_token_loss"]
     if known.on_gpu or set(BF16_SETS) & set(known.hardware.instruction_sets):
         plan.append("bf16_master_weights")
         reasons.append("the processor multiplies bf16")

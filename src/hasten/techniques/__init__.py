@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from hasten.core.technique import Technique
 from hasten.techniques.adapter import LoRA
+from hasten.techniques.allocator import Allocator
 from hasten.techniques.attention import DocumentAttention
+from hasten.techniques.average import WeightAverage
 from hasten.techniques.batch import Accumulate, AdaptiveBatch
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
+from hasten.techniques.compile import Compiled
+from hasten.techniques.experts import ExpertsImplementation
 from hasten.techniques.feed import Prefetched
+from hasten.techniques.layers import FusedLayers
 from hasten.techniques.layout import DDP
 from hasten.techniques.loss import LabelledTokenLoss
-from hasten.techniques.precision import Autocast, BF16MasterWeights
+from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
+from hasten.techniques.precision import Autocast, BF16MasterWeights, Float8
+from hasten.techniques.recompute import Recompute
+from hasten.techniques.routing import BalancedRouting
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
+from hasten.techniques.threads import Threads
 
 CATALOGUE: tuple[type[Technique], ...] = (
     PackedEpoch,
@@ -22,10 +31,22 @@ CATALOGUE: tuple[type[Technique], ...] = (
     Accumulate,
     AdaptiveBatch,
     LoRA,
+    BalancedRouting,
+    ExpertsImplementation,
     DocumentAttention,
+    FusedLayers,
     LabelledTokenLoss,
+    Recompute,
+    Compiled,
     Autocast,
     BF16MasterWeights,
+    Float8,
     DDP,
+    FusedAdamW,
+    CompactAdamW,
+    Muon,
+    WeightAverage,
     Checkpoints,
+    Threads,
+    Allocator,
 )

@@ -13,6 +13,7 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.models import adapters
+from hasten.parts.quantised_linear import KINDS, Kind
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,22 @@ class LoRA(Technique):
     alpha: int = knob(32, "the update is scaled by alpha / rank", choices=(16, 32, 64, 128, 256))
     dropout: float = knob(0.0, "dropout before the adapter", low=0.0, high=0.2)
     targets: Any = setting("auto", "auto, all-linear, or a list of module names")
+    rslora: bool = setting(False, "scale by alpha / sqrt(rank), which suits high ranks")
+    dora: bool = setting(False, "learn direction and length of a weight apart")
+    base: Kind | None = setting(None, "frozen linear layers in int8 or nf4; None: as they are")
 
     def __post_init__(self) -> None:
         if self.rank < 1 or self.alpha <= 0 or not 0 <= self.dropout < 1:
             raise ValueError(
                 f"rank {self.rank} and alpha {self.alpha} must be positive, "
                 f"dropout {self.dropout} within 0..1"
+            )
+        if self.base not in (None, *KINDS):
+            raise ValueError(f"base is {self.base!r}; it must be int8, nf4 or None")
+        if self.base and self.dora:
+            raise ValueError(
+                f"dora measures the base weight in each pass, which base {self.base} keeps in few "
+                "bits; switch one of them off"
             )
         if isinstance(self.targets, list):
             object.__setattr__(self, "targets", tuple(self.targets))
@@ -54,8 +65,16 @@ class LoRA(Technique):
     def adapt(self, model: nn.Module) -> nn.Module:
         """The model in a PEFT wrapper; everything but the adapters is frozen."""
         targets = list(self.targets) if isinstance(self.targets, tuple) else self.targets
+        any_model: Any = model
         found: nn.Module = adapters.add_lora(
-            model, rank=self.rank, alpha=self.alpha, dropout=self.dropout, targets=targets
+            any_model,
+            rank=self.rank,
+            alpha=self.alpha,
+            dropout=self.dropout,
+            targets=targets,
+            rslora=self.rslora,
+            dora=self.dora,
+            base=self.base,
         )
         return found
 
@@ -66,9 +85,15 @@ class LoRA(Technique):
 
     def forecast(self, facts: Facts) -> Forecast:
         # No weight gradients (a third of the products), no gradients and moments of the base.
-        return Forecast(flops=2 / 3, resident_bytes=-12.0 * facts.model.parameters)
+        kept = {None: 4.0, "int8": 1.0, "nf4": 0.5 + 4 / 64}[self.base]
+        return Forecast(flops=2 / 3, resident_bytes=(kept - 16.0) * facts.model.parameters)
 
     def probe(self, session: Session) -> Proof:
         learn = sum(p.numel() for p in session.model.parameters() if p.requires_grad)
         total = sum(p.numel() for p in session.model.parameters())
-        return Proof(0 < learn < total, f"{learn:,} of {total:,} parameters learn")
+        said = f"{learn:,} of {total:,} parameters learn"
+        if not self.base:
+            return Proof(0 < learn < total, said)
+        resting = adapters.quantised_layers(session.model)
+        acted = 0 < learn < total and resting > 0
+        return Proof(acted, f"{said}; {resting} frozen layers in {self.base} beside them")

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+
+from torch import nn
 
 from hasten.core.facts import Facts
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob
-from hasten.parts.hugging_face import causal_lm
-from hasten.parts.losses import LabelOnlyHead, LabelOnlyLoss
+from hasten.errors import InputError
+from hasten.parts.cross_entropy import chunk_rows
+from hasten.parts.losses import LabelOnlyLoss, WholeLogitsLoss
 
-# Architectures whose logits are head x hidden state: no soft-capping, no scaling, no bias.
-PLAIN_HEADS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+# Architectures whose logits are head x hidden state, capped or not: no scaling.
+PLAIN_HEADS = (
+    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32"),
+)
 
 
 @dataclass(frozen=True)
@@ -22,11 +27,16 @@ class LabelledTokenLoss(Technique):
     """Logits for trained tokens alone, a chunk at a time, gradients formed in the forward pass."""
 
     slot = Slot.LOSS
-    chunk: int = knob(1024, "rows of logits that exist at once", low=128, high=8192, log=True)
+    chunk: int | str = knob(
+        "auto",
+        "rows of logits that exist at once; auto: as many as 64 MiB hold in float32",
+        low=128,
+        high=8192,
+        log=True,
+    )
 
     def __post_init__(self) -> None:
-        if self.chunk < 1:
-            raise ValueError(f"chunk is {self.chunk}; it must be at least 1")
+        chunk_rows(self.chunk, 1)  # refuses what is neither auto nor a number of rows
 
     @property
     def fidelity(self) -> Fidelity:
@@ -38,7 +48,19 @@ class LabelledTokenLoss(Technique):
         return (Claim("tokens_per_second", 1.07, source),)
 
     def apply(self, setup: Setup) -> None:
-        setup.loss = partial(LabelOnlyLoss, chunk=self.chunk)
+        """The job's own loss is built and handed over: its model, and what it adds to the loss."""
+        usual = setup.loss
+
+        def loss_of(model: nn.Module) -> nn.Module:
+            whole = usual(model) if usual else None
+            if not isinstance(whole, WholeLogitsLoss):
+                raise InputError(
+                    "labelled_token_loss takes the place of cross-entropy over a language model's "
+                    f"logits, and this job's loss is {type(whole).__name__}; leave it out"
+                )
+            return LabelOnlyLoss(whole.model, self.chunk, whole.terms)
+
+        setup.loss = loss_of
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
         if facts.model.architecture in PLAIN_HEADS:
@@ -50,17 +72,18 @@ class LabelledTokenLoss(Technique):
 
     def forecast(self, facts: Facts) -> Forecast:
         longest, share = facts.records.longest, facts.records.trained_share
-        saved = 4 * facts.model.vocabulary * (longest - self.chunk)  # bytes, one row of float32
+        chunk = chunk_rows(self.chunk, max(facts.model.vocabulary, 1))
+        saved = 4 * facts.model.vocabulary * (longest - chunk)  # bytes, one row of float32
         return Forecast(flops=1 - (1 - share) * _head_share(facts), resident_bytes=min(-saved, 0))
 
     def probe(self, session: Session) -> Proof:
-        head = causal_lm(session.model).lm_head
-        rows = head.largest_logits if isinstance(head, LabelOnlyHead) else 0
-        whole = session.progress.slots - session.progress.trained_tokens
-        return Proof(
-            acted=0 < rows <= self.chunk,
-            evidence=f"at most {rows} rows of logits at once; none for {whole} slots without label",
-        )
+        loss = session.loss_module
+        rows = loss.largest_logits if isinstance(loss, LabelOnlyLoss) else 0
+        evidence = f"at most {rows} rows of logits at once"
+        if session.setup.job.device == "cpu":  # elsewhere nobody counts, and they are computed too
+            without = session.progress.slots - session.progress.trained_tokens
+            evidence += f"; none for {without} slots without label"
+        return Proof(acted=rows > 0, evidence=evidence)
 
 
 def _head_share(facts: Facts) -> float:

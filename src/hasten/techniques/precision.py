@@ -14,13 +14,36 @@ from hasten.core.facts import Facts
 from hasten.core.session import Session
 from hasten.core.setup import AsGiven, Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique
+from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.errors import InputError
+from hasten.parts.float8 import RECIPES, SIDE, Float8Layers
+from hasten.parts.loss_scale import LossScale
 from hasten.parts.master_weights import MasterWeights
 
 CLAIMS = (
     Claim("tokens_per_second", 1.15, "the articles' mixed precision: +15 % speed"),
     Claim("peak_memory_bytes", 0.70, "the articles' mixed precision: -30 % memory"),
 )
+
+
+FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FP16_SETS = ("avx512_fp16", "amx_fp16")
+FLOAT8_CAPABILITY = (9, 0)  # torch's product with a scale for each row
+
+
+def _slow_fp16(facts: Facts) -> tuple[str, ...]:
+    """Every GPU that torch supports has fp16 units; few processors do."""
+    if facts.on_gpu or set(FP16_SETS) & set(facts.hardware.instruction_sets):
+        return ()
+    return (
+        f"{facts.hardware.cpu} multiplies fp16 in software only (neither avx512_fp16 nor "
+        "amx_fp16): choose dtype bf16",
+    )
+
+
+def _capability(text: str) -> tuple[int, int]:
+    major, _, minor = text.partition(".")
+    return int(major), int(minor or 0)
 
 
 def _slow_bf16(facts: Facts) -> tuple[str, ...]:
@@ -64,9 +87,21 @@ class BF16MasterWeights(Technique):
 
 @dataclass(frozen=True)
 class Autocast(Technique):
-    """float32 weights, with matrix products in bf16 as ``torch.autocast`` chooses them."""
+    """float32 weights, with matrix products in 16 bits as ``torch.autocast`` chooses them.
+
+    fp16 is for GPUs without bf16. Its range is short, so the loss is multiplied by a dynamic scale
+    (Micikevicius et al., arXiv:1710.03740), and a step whose gradients overflow is thrown away.
+    """
 
     slot = Slot.PRECISION
+    dtype: str = setting("bf16", "bf16, or fp16 with a dynamic loss scale")
+    initial_scale: float = setting(65536.0, "the loss scale at the first step, fp16 only")
+    growth_interval: int = setting(2000, "finite steps before the scale doubles, fp16 only")
+
+    def __post_init__(self) -> None:
+        if self.dtype not in FORMATS:
+            raise ValueError(f"dtype is {self.dtype!r}; it must be bf16 or fp16")
+        LossScale(self.initial_scale, interval=self.growth_interval)  # refuses impossible numbers
 
     @property
     def fidelity(self) -> Fidelity:
@@ -77,10 +112,12 @@ class Autocast(Technique):
         return CLAIMS
 
     def apply(self, setup: Setup) -> None:
-        setup.precision = AutocastRegion(torch.device(setup.job.device).type)
+        setup.precision = AutocastRegion(setup.job.device, FORMATS[self.dtype])
+        if self.dtype == "fp16":
+            setup.loss_scale = LossScale(self.initial_scale, interval=self.growth_interval)
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
-        return _slow_bf16(facts)
+        return _slow_fp16(facts) if self.dtype == "fp16" else _slow_bf16(facts)
 
     def forecast(self, facts: Facts) -> Forecast:
         return Forecast(bytes=0.6)
@@ -88,14 +125,86 @@ class Autocast(Technique):
     def probe(self, session: Session) -> Proof:
         found = session.setup.precision
         seen = found.seen if isinstance(found, AutocastRegion) else set()
-        return Proof(torch.bfloat16 in seen, f"layers returned {_names(seen) or 'nothing yet'}")
+        scale = session.setup.loss_scale
+        scaled = (
+            f"; loss scale {scale.value:g}, {scale.skipped} steps given up for it"
+            if isinstance(scale, LossScale)
+            else ""
+        )
+        said = f"layers returned {_names(seen) or 'nothing yet'}{scaled}"
+        return Proof(FORMATS[self.dtype] in seen, said)
+
+
+@dataclass(frozen=True)
+class Float8(Technique):
+    """float8 inputs for the products of linear layers, everything else under bf16 autocast.
+
+    Weights stay float32 masters. Head, embeddings, routers and routed experts stay in bf16, and so
+    do layers whose sides aren't multiples of 16.
+    """
+
+    slot = Slot.PRECISION
+    recipe: str = knob("rowwise", "what shares a scale: a row, or a block of 128", choices=RECIPES)
+    emulate: bool = setting(False, "round as float8 does, but multiply in float32: slow, anywhere")
+
+    def __post_init__(self) -> None:
+        if self.recipe not in RECIPES:
+            raise ValueError(f"recipe is {self.recipe!r}; it must be rowwise or blockwise")
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.LOSSY
+
+    def apply(self, setup: Setup) -> None:
+        layers = Float8Layers("rowwise" if self.recipe == "rowwise" else "blockwise", self.emulate)
+        setup.precision = AutocastRegion(setup.job.device, torch.bfloat16, layers)
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        found = []
+        old = [
+            g for g in facts.hardware.accelerators if _capability(g.capability) < FLOAT8_CAPABILITY
+        ]
+        if not self.emulate and not facts.on_gpu:
+            found.append("a processor has no float8 products (emulate: true shows their rounding)")
+        elif not self.emulate and old:
+            found.append(f"{old[0].name} has no float8 products (compute capability below 9.0)")
+        if not self.emulate and self.recipe == "blockwise":
+            found.append("the blockwise recipe exists emulated only: say rowwise, or emulate: true")
+        if facts.model.hidden_size % SIDE:
+            found.append(
+                f"float8 products need sides that are multiples of {SIDE}, and this "
+                f"{facts.model.architecture} is {facts.model.hidden_size} wide"
+            )
+        if not facts.model.hidden_size:
+            found.append(
+                f"needs a language model's linear layers; {facts.model.architecture} is none"
+            )
+        return tuple(found)
+
+    def forecast(self, facts: Facts) -> Forecast:
+        return Forecast(bytes=1.0 if self.emulate else 0.4)
+
+    def probe(self, session: Session) -> Proof:
+        found = session.setup.precision
+        layers = found.layers if isinstance(found, AutocastRegion) else None
+        if layers is None:
+            return Proof(False, "no layer computes in float8")
+        how = "emulated" if layers.emulate else "in hardware"
+        ran, names = len(layers.ran), len(layers.names)
+        said = f"{ran} of {names} linear layers ran in float8 {layers.recipe}, {how}"
+        return Proof(ran == names, f"{said}; {len(layers.left)} left out for their sides")
 
 
 class AutocastRegion:
-    """The model as it was given, its forward pass under ``torch.autocast``."""
+    """The model as it was given, its forward pass under ``torch.autocast``.
 
-    def __init__(self, device_type: str) -> None:
-        self._device_type = device_type
+    ``layers`` are taken to float8 on top, where there are any.
+    """
+
+    def __init__(self, device: str, dtype: torch.dtype, layers: Float8Layers | None = None) -> None:
+        self._device_type = torch.device(device).type
+        self._dtype = dtype
+        self.layers = layers
         self._plain = AsGiven()
         self.seen: set[torch.dtype] = set()  # formats that linear layers were seen to return
 
@@ -103,9 +212,14 @@ class AutocastRegion:
         linear = next((m for m in module.modules() if isinstance(m, nn.Linear | nn.Conv2d)), None)
         if linear is not None:
             linear.register_forward_hook(lambda m, args, out: self.seen.add(out.dtype))
+        if self.layers is not None:
+            try:
+                self.layers.attach(module)
+            except ValueError as error:
+                raise InputError(f"float8: {error}") from error
 
     def region(self) -> AbstractContextManager[Any]:
-        region: AbstractContextManager[Any] = torch.autocast(self._device_type, torch.bfloat16)
+        region: AbstractContextManager[Any] = torch.autocast(self._device_type, self._dtype)
         return region
 
     def own(self, optimizer: Optimizer) -> None:
@@ -124,7 +238,8 @@ class AutocastRegion:
         return None
 
     def finish(self, module: nn.Module) -> None:
-        return None
+        if self.layers is not None:
+            self.layers.detach()
 
 
 def _names(dtypes: set[torch.dtype]) -> str:

@@ -1,0 +1,94 @@
+"""Transformers' three ways through the experts of a layer: seconds of a forward and backward pass.
+
+    python benchmarks/bench_experts.py [--threads 1] [--rounds 5] [--without batched_mm]
+
+Ways take turns on the same model and tokens; a ratio is the median over rounds to Transformers'
+default, ``grouped_mm``, of the same round. Then what balancing costs: the pass with the loads
+counted and the balance loss added, against the pass without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from hasten.models.presets import build_config, preset
+from hasten.parts.losses import LabelOnlyLoss
+from hasten.parts.routing import RouterBalance, sequence_ids
+
+KINDS = ("grouped_mm", "eager", "batched_mm")
+ROWS, LENGTH, VOCABULARY = 4, 256, 4096
+BALANCED = "grouped_mm, balanced"
+
+
+def passes(name: str, dtype: torch.dtype) -> dict[str, Callable[[], None]]:
+    torch.manual_seed(0)
+    config = build_config(preset(name), vocab_size=VOCABULARY)
+    model: Any = AutoModelForCausalLM.from_config(config).to(dtype)
+    model.set_attn_implementation("sdpa")
+    loss_of = LabelOnlyLoss(model).train()
+    ids = torch.randint(VOCABULARY, (ROWS, LENGTH))
+    where = sequence_ids([LENGTH] * ROWS, ids.shape)
+
+    def once(kind: str, balance: bool = False) -> None:
+        model.set_experts_implementation(kind)
+        if not balance:
+            loss_of(input_ids=ids, labels=ids)[0].backward()
+        else:
+            speed = 0.001 if "v3" in name else 0.0
+            watched = RouterBalance(model, speed, sequence_loss=1e-4)
+            with watched.watching(where):
+                loss, _ = loss_of(input_ids=ids, labels=ids)
+            (loss + watched.loss(ids)).backward()
+            watched.after_update()
+            watched.remove()
+        model.zero_grad(set_to_none=True)
+
+    found: dict[str, Callable[[], None]] = {k: (lambda k=k: once(k)) for k in KINDS}
+    return {**found, BALANCED: lambda: once("grouped_mm", balance=True)}
+
+
+def measured(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds + 1):
+        for name, way in ways.items():
+            began = time.perf_counter()
+            way()
+            if turn:  # the first round warms up
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--without", choices=KINDS[1:], help="leave this way out")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    print(f"torch {torch.__version__}, {given.threads} threads, {ROWS * LENGTH} tokens a pass")
+    print("| preset | format | way | ms | of grouped_mm |")
+    print("|---|---|---|---|---|")
+    for name in ("v2-lite-tiny", "v3-tiny"):
+        for dtype in (torch.float32, torch.bfloat16):
+            ways = passes(name, dtype)
+            ways.pop(given.without, None)
+            taken = measured(ways, given.rounds)
+            for way, seconds in taken.items():
+                base = taken["grouped_mm"]
+                ratio = statistics.median(a / b for a, b in zip(seconds, base, strict=True))
+                print(
+                    f"| {name} | {str(dtype).removeprefix('torch.')} | {way} | "
+                    f"{1e3 * statistics.median(seconds):.0f} | {ratio:.2f}× |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

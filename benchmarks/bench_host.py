@@ -1,0 +1,137 @@
+"""What the host's settings do to a training step: seconds and page faults, one setting a row.
+
+    python benchmarks/bench_host.py [ROUNDS]
+
+Every arm is a process of its own, started with its technique's variables, and trains the same small
+llama on the same rows. Arms take turns of a few steps, in an order that shifts from round to round;
+the others wait asleep. Ratios are medians over rounds to the plain arm of the same round.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+
+from hasten.core import facts
+from hasten.core.facts import Facts, ModelFacts
+from hasten.core.job import Job, Stop
+from hasten.core.plan import Plan
+from hasten.core.session import assemble
+from hasten.core.setup import obstacles, prepare
+from hasten.core.step import training
+from hasten.core.technique import Technique
+from hasten.parts.allocator import minor_faults
+from hasten.techniques.allocator import Allocator
+from hasten.techniques.threads import Threads
+
+STEPS, WARMUP, BATCH, LENGTH = 3, 3, 4, 256
+SHAPE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "vocab_size": 8192,
+}
+ARMS: dict[str, tuple[Technique, ...]] = {
+    "plain": (),
+    "threads": (Threads(),),
+    "threads, collector as it is": (Threads(collect_every=0),),
+    "threads, spinning": (Threads(passive=False),),
+    "glibc": (Allocator(),),
+    "glibc, huge pages": (Allocator(huge_pages=True),),
+    "tcmalloc": (Allocator(kind="tcmalloc"),),
+    "jemalloc": (Allocator(kind="jemalloc"),),
+    "threads + glibc, huge pages": (Threads(), Allocator(huge_pages=True)),
+}
+
+
+def known() -> Facts:
+    return Facts(facts.hardware(), model=ModelFacts("llama", layers=SHAPE["num_hidden_layers"]))
+
+
+def arm(name: str) -> None:
+    """Train in turns: a line on stdin is an order, a line on stdout its answer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from hasten.core.batch import with_language_counts
+    from hasten.parts.collate import padded
+    from hasten.parts.losses import LabelOnlyLoss
+    from hasten.parts.parameter_groups import decayed_groups
+    from hasten.parts.records import token_record
+
+    draw = torch.Generator().manual_seed(0)
+    rows = [torch.randint(3, 8192, (LENGTH,), generator=draw).numpy() for _ in range(BATCH * 8)]
+    records = [token_record(ids, [True] * LENGTH) for ids in rows]
+    job = Job(
+        model=lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, attn_implementation="sdpa")),
+        loss=lambda model: LabelOnlyLoss(model, chunk=512),
+        optimizer=lambda named: torch.optim.AdamW(decayed_groups(named, 0.0), lr=1e-4, fused=True),
+        stop=Stop(steps=10**6),
+        records=records,
+        lengths=[LENGTH] * len(records),
+        collate=with_language_counts(padded),
+    )
+    session = assemble(prepare(job, Plan(ARMS[name]), known()))
+    steps = training(session)
+    for line in sys.stdin:
+        before = minor_faults()
+        seconds = [next(steps).step_seconds for _ in range(int(line))]
+        faults = (minor_faults() - before) / len(seconds)
+        print(json.dumps([statistics.median(seconds), faults]), flush=True)
+
+
+def main(rounds: int) -> None:
+    here = known()
+    processes: dict[str, subprocess.Popen[str]] = {}
+    for name, techniques in ARMS.items():
+        reasons = obstacles(Plan(techniques), here)
+        if reasons:
+            print(f"left out {name}: {reasons[0]}")
+            continue
+        processes[name] = subprocess.Popen(
+            [sys.executable, __file__, "--arm", name],
+            env=facts.child_environment(
+                {"OMP_WAIT_POLICY": "PASSIVE", **Plan(techniques).environ(here)}
+            ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        turn(processes[name], WARMUP)  # one at a time, the imports included
+    found: dict[str, list[list[float]]] = {name: [] for name in processes}
+    names = list(processes)
+    for number in range(rounds):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            found[name].append(turn(processes[name], STEPS))
+    for process in processes.values():
+        process.communicate()
+    print(f"llama, 6 blocks of 256, {BATCH} x {LENGTH} tokens, {time.strftime('%Y-%m-%d')}")
+    print("| setting | ms per step | of plain | page faults per step |\n|---|---|---|---|")
+    for name, turns in found.items():
+        pairs = zip(turns, found["plain"], strict=True)
+        ratio = statistics.median(own[0] / plain[0] for own, plain in pairs)
+        seconds, faults = (statistics.median(values) for values in zip(*turns, strict=True))
+        print(f"| {name} | {1e3 * seconds:.0f} | {ratio:.2f}× | {faults:,.0f} |")
+
+
+def turn(process: subprocess.Popen[str], steps: int) -> list[float]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(f"{steps}\n")
+    process.stdin.flush()
+    answer: list[float] = json.loads(process.stdout.readline())
+    return answer
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--arm"]:
+        arm(sys.argv[2])
+    else:
+        main(int(sys.argv[1]) if len(sys.argv) > 1 else 6)

@@ -1,0 +1,246 @@
+"""A training step of hasten's against what its users would take instead: speed, memory, loss.
+
+    python benchmarks/bench_step.py --rounds 5 --peers PYTHON --json step.json
+    python benchmarks/bench_step.py --loss --rounds 3 --peers PYTHON --json loss.json
+    python benchmarks/bench_step.py --arms hasten --profile
+    python benchmarks/bench_step.py --workload fixed --architecture v3 --hidden 1024 ...
+
+Every run is a process of its own with the same weights, records, batch of 32, AdamW, clipping,
+threads, waiting and allocator; rounds go over all arms in random order. PYTHON is the interpreter
+of an environment with trl, datasets and lightning; without it these arms are "not installed".
+
+Tokens/s are sums over the steps after the warm-up, padding not counted: steps of grouped or packed
+records differ in length, and a median over unlike steps would be nobody's speed (it has a column of
+its own, as has the whole run from the model's loading on). Most arms take hasten's records step by
+step; grouping and packing choose their own, except under ``--loss``, where only packing does.
+A run whose tokens or first loss differ from hasten's is reported under the table.
+
+What torch.compile has compiled is kept from round to round, as hasten's kernels are from run to run
+(in the user's cache, compiled once per machine): the compile column is the longest, that is the
+first round's. Seconds to the first step count from the process's start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from step.given import Given, Settings
+
+WORKLOADS, ARCHITECTURES = ("ragged", "fixed", "lora"), ("llama", "qwen2", "v2_lite", "v3")
+TINY = {"hidden": 64, "layers": 2, "vocabulary": 1024, "longest": 256, "records": 256}
+SWEEP_SECONDS = 10.0  # of matrix products, for the ceiling that MFU refers to
+
+
+def main() -> None:
+    chosen = arguments()
+    if chosen.arm:
+        from step.arm import run
+
+        run(chosen.arm, chosen.folder, chosen.out, chosen.profile)
+    elif chosen.sweep:
+        sweep(chosen.sweep, chosen.out)
+    else:
+        with tempfile.TemporaryDirectory(dir=chosen.folder) as place:
+            Bench(chosen, Path(place)).run()
+
+
+class Bench:
+    """One invocation: prepares, runs arms in rounds, keeps what it has, prints."""
+
+    def __init__(self, chosen: argparse.Namespace, place: Path) -> None:
+        from step import machine
+        from step.arm import ARMS
+
+        self.chosen, self.place, self.arms = chosen, place, ARMS
+        self.names = list(chosen.arms or ARMS)
+        self.env = machine.environment(chosen.allocator, chosen.threads)
+        self.env["TORCHINDUCTOR_CACHE_DIR"] = str(place / "inductor")  # empty at the first round
+        self.machine = machine
+        self.found: dict[str, Any] = {
+            "settings": asdict(settings_of(chosen)),
+            "allocator": chosen.allocator,
+            "threads": chosen.threads,
+            "machine": machine.description(),
+            "versions": machine.versions(chosen.peers),
+            "arms": self.names,
+            "not_installed": {},
+            "ceiling": None,
+            "runs": [],
+        }
+
+    def run(self) -> None:
+        from step.prepare import prepare
+        from step.where import flops_per_token
+
+        self.keep()  # before hours are spent on figures that have no place
+        (self.place / "given").mkdir()
+        given = prepare(settings_of(self.chosen), self.place / "given")
+        self.found["step_tokens"] = [
+            sum(int(given.train.lengths[i]) for i in step) for step in given.steps
+        ]
+        self.found["flops_per_token"] = flops_per_token(given)
+        print(describe(given), flush=True)
+        for name in self.names:
+            lacking = self.machine.missing(self.python(name), self.arms[name].needs)
+            if lacking:
+                self.found["not_installed"][name] = lacking
+        if self.chosen.sweep_seconds:
+            self.found["ceiling"] = self.ceiling()
+        ready = [name for name in self.names if name not in self.found["not_installed"]]
+        draw = random.Random(self.chosen.seed)
+        for number in range(self.chosen.rounds):
+            for name in draw.sample(ready, len(ready)):
+                self.found["runs"].append(self.one(name, number))
+                self.keep()
+        self.keep()
+        self.show(given)
+
+    def python(self, name: str) -> str:
+        """The peers' interpreter for arms that need its packages, this one for the others."""
+        return self.chosen.peers if self.arms[name].needs else sys.executable
+
+    def one(self, name: str, number: int) -> dict[str, Any]:
+        """One run of one arm; an arm that fails is noted, and the others go on."""
+        chosen, out = self.chosen, self.place / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        busy = self.machine.wait_for_quiet(chosen.max_load, chosen.max_wait)
+        command = [self.python(name), __file__, "--arm", name, "--out", str(out)]
+        command += ["--folder", str(self.place / "given")]
+        if chosen.profile and name == "hasten":
+            command.append("--profile")
+        note = {"arm": name, "round": number, **busy}
+        note["chose_records"] = self.arms[name].chooses(chosen.loss)
+        print(f"round {number + 1}, {name}, load {busy['load_before']:.2f}", flush=True)
+        said = self.place / "said.txt"
+        try:
+            with said.open("w") as file:
+                done = subprocess.run(
+                    command, env=self.env, stdout=file, stderr=file, timeout=chosen.timeout
+                )
+        except subprocess.TimeoutExpired:
+            return {**note, "error": f"not done after {chosen.timeout} s"}
+        if done.returncode:
+            last = said.read_text(errors="replace").strip().splitlines()[-1:]
+            return {**note, "error": f"exit code {done.returncode}: {''.join(last)[:300]}"}
+        return {**note, **json.loads((out / "result.json").read_text())}
+
+    def ceiling(self) -> float | None:
+        """FLOP/s of the best bf16 product of a short sweep, on as many threads as the arms have."""
+        out = self.place / "sweep"
+        order = [sys.executable, __file__, "--sweep", str(self.chosen.sweep_seconds)]
+        done = subprocess.run([*order, "--out", str(out)], env=self.env)
+        return None if done.returncode else float(out.read_text())
+
+    def keep(self) -> None:
+        """Raw numbers so far; the file is whole at any time."""
+        path: Path | None = self.chosen.json
+        if path is not None:
+            part = path.with_name(f".{path.name}.part")
+            try:
+                part.write_text(json.dumps(self.found, indent=1))
+                part.replace(path)
+            except OSError as error:
+                raise SystemExit(f"--json {path}: {error.strerror or error}") from error
+
+    def show(self, given: Given) -> None:
+        from step import table
+
+        found = self.found
+        print("\n" + "\n".join(table.arms_table(found)))
+        print("\n".join(table.remarks(found)))
+        for run in found["runs"]:
+            if run.get("profile"):
+                print("\n" + "\n".join(table.profile_table(run["profile"])))
+        print("\n" + "\n".join(table.circumstances(found)))
+
+
+def settings_of(chosen: argparse.Namespace) -> Settings:
+    sizes = dict(TINY) if chosen.tiny else {"hidden": chosen.hidden, "records": chosen.records}
+    return Settings(
+        workload=chosen.workload,
+        architecture=chosen.architecture,
+        steps=chosen.steps,
+        warmup=min(chosen.warmup, max(chosen.steps - 1, 0)),
+        matched=chosen.loss,
+        seed=chosen.seed,
+        **sizes,
+    )
+
+
+def describe(given: Given) -> str:
+    import numpy as np
+
+    lengths = given.train.lengths
+    marks = "/".join(f"{n:.0f}" for n in np.percentile(lengths, (10, 50, 90, 99, 100)))
+    share = float(given.train.trained.mean())
+    return (
+        f"{len(lengths):,} records of {given.settings.architecture}, lengths p10/50/90/99/max "
+        f"{marks}, {share:.0%} of tokens trained, {given.budget():,} tokens in the run"
+    )
+
+
+def sweep(seconds: float, out: Path) -> None:
+    from hasten.parts.machine_rates import measure
+
+    best = measure(dtypes=("bf16",), seconds=seconds).best()
+    if best is None:
+        raise SystemExit("no bf16 product could be measured")
+    out.write_text(str(best.best))
+
+
+def arguments() -> argparse.Namespace:
+    from step.arm import ARMS
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--workload", choices=WORKLOADS, default="ragged")
+    add("--architecture", choices=ARCHITECTURES, default="llama")
+    add("--hidden", type=int, default=384, help="width of the model")
+    add("--tiny", action="store_true", help="a toy model and few records, to see that all runs")
+    add("--records", type=int, default=3840, help="records to train on, whole steps of 32")
+    add("--arms", nargs="+", choices=ARMS, help="all of them if left out")
+    add("--steps", type=int, default=60)
+    add("--warmup", type=int, default=10, help="steps before the steady figures begin")
+    add("--rounds", type=int, default=3)
+    add("--loss", action="store_true", help="order-matched batches, for the held-out loss")
+    add("--profile", action="store_true", help="where hasten's time goes; slows its steps")
+    add("--peers", default=sys.executable, help="Python of an environment with the peers")
+    add("--allocator", choices=("glibc", "tcmalloc", "none"), default="glibc")
+    cores = os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
+    add("--threads", type=int, default=int(cores), help="of every arm; usable cores")
+    add("--max-load", type=float, help="before each run, wait for a load of at most this")
+    add("--max-wait", type=float, default=600.0, help="seconds, then it runs all the same")
+    add("--timeout", type=float, default=3600.0, help="seconds of one run")
+    add("--sweep-seconds", type=float, default=SWEEP_SECONDS, help="for MFU; 0: none")
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, help="raw numbers, written after each run")
+    add("--folder", type=Path, help="where to work; a temporary place if left out")
+    add("--arm", help=argparse.SUPPRESS)
+    add("--out", type=Path, help=argparse.SUPPRESS)
+    add("--sweep", type=float, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if min(chosen.steps, chosen.rounds, chosen.threads) < 1:
+        parser.error("steps, rounds and threads are at least 1")
+    if chosen.records < 32 or chosen.records % 32:
+        parser.error(f"--records {chosen.records}: give whole steps of 32")
+    if chosen.hidden < 64 or chosen.hidden % 64:
+        parser.error(f"--hidden {chosen.hidden}: give a multiple of 64")
+    if shutil.which(chosen.peers) is None:
+        parser.error(f"--peers {chosen.peers}: no such interpreter")
+    return chosen
+
+
+if __name__ == "__main__":
+    main()

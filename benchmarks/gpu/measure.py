@@ -1,0 +1,289 @@
+"""One row, measured: arms are built once and take turns, five repeats each, until the time is up.
+
+  1. for each arm the first choice whose estimate fits, and that gets through its warm-up in truth
+  2. turns of some steps, all arms in each repeat, the order shifted from repeat to repeat
+  3. after every repeat the file is written
+
+A turn's speed is the tokens of its steps over its wall time, the device waited for at both ends;
+padding is no token.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from gpu.memory import estimate
+from gpu.results import Found, summary, write
+from gpu.rows import Choice, Row
+from gpu.work import Arm, Work
+from hasten.core import facts
+from hasten.core.batch import with_language_counts
+from hasten.core.facts import Facts, ModelFacts, RecordFacts
+from hasten.core.job import Job, Stop
+from hasten.core.order import GlobalBatch
+from hasten.core.plan import Plan
+from hasten.core.session import Session, assemble
+from hasten.core.setup import obstacles, prepare
+from hasten.core.step import training
+from hasten.parts.collate import padded
+from hasten.parts.flops import ModelFlops, model_flops
+from hasten.parts.losses import WholeLogitsLoss
+from hasten.parts.parameter_groups import decayed_groups
+from hasten.parts.records import TokenRecord, token_record
+
+REPEATS, WARMUP, MOST_STEPS = 5, 2, 10
+SHARE = 0.92  # of a device's memory that an estimate may reach
+STEPS_OF_RECORDS = 32
+
+
+class OutOfTimeError(RuntimeError):
+    """The minutes given were over before the first repeat."""
+
+
+def device_memory(device: str) -> int:
+    """Bytes of the device, or of this machine as far as this process may have them."""
+    here = facts.hardware()
+    return here.accelerators[0].memory_bytes if device != "cpu" else here.memory_limit_bytes
+
+
+def records_of(row: Row) -> list[TokenRecord]:
+    """The same for every arm: full rows, or lengths of a log-normal kind as dialogues have them."""
+    draw = np.random.default_rng(0)
+    count = row.batch * STEPS_OF_RECORDS
+    lengths = np.full(count, row.length)
+    if row.uneven:
+        lengths = np.exp(draw.normal(np.log(row.length / 4), 0.8, count)).astype(int)
+        lengths = lengths.clip(8, row.length)
+    vocabulary = row.shape["vocab_size"]
+    return [token_record(draw.integers(3, vocabulary, n, dtype=np.int32)) for n in lengths]
+
+
+def config_of(row: Row) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[row.architecture](**row.shape)
+
+
+def model_on(row: Row, device: str, weights: str) -> nn.Module:
+    """Random weights of the row's shape, made on the device in their format, not on the host."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(
+            config_of(row), dtype=getattr(torch, weights), attn_implementation="sdpa"
+        )
+    model.config.use_cache = False
+    found: nn.Module = model
+    return found
+
+
+class HastenArm:
+    """A session of hasten, a few steps at a time."""
+
+    def __init__(self, row: Row, choice: Choice, device: str, records: list[TokenRecord]) -> None:
+        lengths = [r.length for r in records]
+        shape = row.shape
+        model = ModelFacts(
+            *(row.architecture, 0, shape["hidden_size"], shape["num_hidden_layers"]),
+            vocabulary=shape["vocab_size"],
+        )
+        known = Facts(
+            facts.hardware(),
+            device,
+            model=model,
+            records=RecordFacts(len(lengths), sum(lengths), max(lengths)),
+            versions=facts.versions(),
+        )
+        asked = Plan(choice.techniques(row.batch))
+        self.left_out = obstacles(asked, known)
+        able = [t for t in asked if not t.obstacles(known)]
+        self.plan = Plan(able)
+        job = Job(
+            model=lambda: model_on(row, device, choice.weights),
+            loss=WholeLogitsLoss,
+            optimizer=lambda named: torch.optim.AdamW(
+                decayed_groups(named, 0.0), lr=1e-5, fused=True
+            ),
+            stop=Stop(steps=10**9),
+            records=records,
+            lengths=lengths,
+            collate=with_language_counts(padded),
+            batch=GlobalBatch(records=row.batch),
+            device=device,
+        )
+        self.session: Session = assemble(prepare(job, self.plan, known))
+        self.flops: ModelFlops = model_flops(self.session.model)
+        self._steps = training(self.session)
+        self._pairs = sum(n * n for n in lengths) / sum(lengths)  # per token, over the epoch
+
+    def steps(self, count: int) -> Work:
+        tokens = sum(next(self._steps).tokens for _ in range(count))
+        return Work(tokens, int(tokens * self._pairs))
+
+    def proofs(self) -> list[str]:
+        """What each technique was seen to do."""
+        probes = ((t.name(), t.probe(self.session)) for t in self.plan)
+        return [f"{name}: {'' if p.acted else 'DID NOT ACT: '}{p.evidence}" for name, p in probes]
+
+
+def first_that_fits(
+    row: Row, arm: str, device: str, records: list[TokenRecord], tried: list[Found]
+) -> tuple[HastenArm, Found]:
+    """The arm of the first choice that gets through its warm-up, and what is to be kept of it.
+
+    ``tried`` gets a line for each choice that was passed over, with the reason.
+
+    Raises:
+        MemoryError: none fits.
+    """
+    limit = device_memory(device)
+    for choice in row.arms[arm]:
+        words = [str(t) for t in choice.techniques(row.batch)]
+        guess = estimate(row, choice)
+        line: Found = {"arm": arm, "plan": words, "estimate_bytes": guess.to_dict()}
+        tried.append(line)
+        if guess.total > SHARE * limit:
+            line["outcome"] = f"not tried: {guess.total / 1e9:.0f} GB of {limit / 1e9:.0f} GB"
+            continue
+        found = None
+        facts.reset_memory_peak(device)
+        try:
+            found = HastenArm(row, choice, device, records)
+            found.steps(WARMUP)
+        except torch.OutOfMemoryError as error:
+            line["outcome"] = f"ran out of memory: {str(error).splitlines()[0]:.200}"
+        if found is not None and "outcome" not in line:
+            line["outcome"] = "fits"
+            kept = {
+                "plan": found.plan.to_list(),
+                "plan_words": [str(t) for t in found.plan],
+                "weights": choice.weights,
+                "left_out": found.left_out,
+                "estimate_bytes": guess.to_dict(),
+                "flops_per_token": found.flops.per_token,
+                "flops_per_pair": found.flops.per_pair,
+            }
+            return found, kept
+        del found  # outside of the handler: its traceback holds the tensors
+        gc.collect()
+        if device != "cpu":
+            torch.accelerator.memory.empty_cache()
+    raise MemoryError(
+        f"no choice of {row.name} fits {limit / 1e9:.0f} GB: "
+        + "; ".join(f"{t['plan'][-1]}: {t['outcome']}" for t in tried if t["arm"] == arm)
+    )
+
+
+def measure(row: Row, device: str, found: Found, path: Path | None, until: float) -> Found:
+    """Fill ``found`` with the row's repeats; the file at ``path`` follows after each.
+
+    Raises:
+        MemoryError: no choice of an arm fits.
+        OutOfTimeError: nothing could be measured before ``until`` (``time.monotonic``).
+    """
+    records = records_of(row)
+    arms: dict[str, Arm] = {}
+    found |= {"status": "partial", "said": "", "arms": {}, "tried": [], "repeats": {}}
+    for name in row.arms:
+        arm, found["arms"][name] = first_that_fits(row, name, device, records, found["tried"])
+        arms[name] = arm
+    found["left_out"] = sorted({r for a in found["arms"].values() for r in a["left_out"]})
+    if row.peer:
+        found["peer"] = _add_peer(row, device, records, arms)
+    found["repeats"] = {name: [] for name in arms}
+    write(path, found)
+    each = {name: _seconds(arm, device) for name, arm in arms.items()}
+    left = until - time.monotonic()
+    count = int(0.85 * left / REPEATS / sum(each.values()))
+    if left <= sum(each.values()):
+        raise OutOfTimeError(f"a step of every arm takes {sum(each.values()):.0f} s; give more")
+    count = found["steps_per_turn"] = min(max(count, 1), MOST_STEPS)
+    for order in _orders(list(arms)):
+        if time.monotonic() + count * sum(each.values()) > until:
+            found["said"] = f"the time was up after {len(found['repeats'][order[0]])} repeats"
+            break
+        for name in order:
+            found["repeats"][name].append(turn(arms[name], device, count))
+        _digest(found)
+        write(path, found)
+    else:
+        found["status"] = "complete"
+    for name, arm in arms.items():
+        if isinstance(arm, HastenArm):
+            found["arms"][name]["proofs"] = arm.proofs()
+    write(path, found)
+    return found
+
+
+def _add_peer(row: Row, device: str, records: list[TokenRecord], arms: dict[str, Arm]) -> str:
+    from gpu.peer import TrainerArm, missing
+
+    reason = missing()
+    if not reason:
+        try:
+            arms["hf_trainer"] = TrainerArm(row, model_on(row, device, "float32"), records)
+            arms["hf_trainer"].steps(WARMUP)
+        except Exception as error:  # whatever stops a peer, the row's own figures go on
+            arms.pop("hf_trainer", None)
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0]:.200}"
+    return f"left out: {reason}" if reason else "hf_trainer"
+
+
+def _orders(names: list[str]) -> Iterator[list[str]]:
+    for repeat in range(REPEATS):
+        shift = repeat % len(names)
+        yield names[shift:] + names[:shift]
+
+
+def _seconds(arm: Arm, device: str) -> float:
+    """Of one step, after the warm-up."""
+    return float(turn(arm, device, 1)["seconds"])
+
+
+def turn(arm: Arm, device: str, count: int) -> Found:
+    """Some steps of an arm on the clock, and the peak of memory in them."""
+    wait: Callable[[], object] = (
+        (lambda: None) if device == "cpu" else torch.accelerator.synchronize
+    )
+    wait()
+    facts.reset_memory_peak(device)
+    began = time.perf_counter()
+    tokens, pairs, clocked = arm.steps(count)
+    wait()
+    seconds = time.perf_counter() - began if clocked is None else clocked
+    return {
+        "steps": count,
+        "tokens": tokens,
+        "pairs": pairs,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "peak_memory_bytes": facts.memory_peak(device),  # of all arms that live in this process
+    }
+
+
+def _digest(found: Found) -> None:
+    """Medians, intervals, MFU and peaks of what there is so far."""
+    found["summary"] = summary(found["repeats"])
+    machine = found["machine"]
+    for name, arm in found["arms"].items():
+        turns = found["repeats"][name]
+        arm["peak_memory_bytes"] = max(t["peak_memory_bytes"] for t in turns)
+        rates = [
+            (arm["flops_per_token"] * t["tokens"] + arm["flops_per_pair"] * t["pairs"])
+            / t["seconds"]
+            for t in turns
+        ]
+        arm["model_flops_per_second"] = statistics.median(rates)
+        for kind in ("datasheet", "measured"):
+            ceiling = machine.get(f"{kind}_flops_per_second")
+            arm[f"mfu_{kind}"] = arm["model_flops_per_second"] / ceiling if ceiling else None

@@ -1,0 +1,105 @@
+"""One run of one arm, in a process of its own: trains, then judges the weights it left behind.
+
+The judge is the same for all: Transformers' model in float32 from the saved folder, loss summed
+over the held-out records' trained tokens. It comes after everything that is measured.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from step.clock import Clock
+from step.common import device, padded
+from step.given import IGNORED, Given
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Where an arm's code is, how it is set up, and which packages its user has installed."""
+
+    module: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    own_order: bool = False  # chooses which records share a step; not where order is matched
+    never_matched: bool = False
+
+    def chooses(self, matched: bool) -> bool:
+        return self.never_matched or (self.own_order and not matched)
+
+
+PLAN = (
+    *("packed", "document_attention", "fused_layers", "labelled_token_loss"),
+    *("bf16_master_weights", "fused_adamw"),
+)
+GROUPED = {"bf16": True, "train_sampling_strategy": "group_by_length"}
+ARMS: dict[str, Arm] = {
+    "hasten": Arm("hasten_arm", {"plan": list(PLAN)}),
+    "hasten_defaults": Arm("hasten_arm", {"plan": []}),
+    "hf_defaults": Arm("hf_arm"),
+    "hf_best": Arm("hf_arm", GROUPED, own_order=True),
+    # the same steps in four passes each: smaller logits, and less padding within a pass
+    "hf_best_4x8": Arm(
+        "hf_arm",
+        {**GROUPED, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4},
+        own_order=True,
+    ),
+    "hf_compile": Arm("hf_arm", {**GROUPED, "torch_compile": True}, own_order=True),
+    "trl_packing": Arm("trl_arm", needs=("trl", "datasets"), never_matched=True),
+    "trl_packing_rows": Arm(
+        "trl_arm", {"row_by_row": True}, needs=("trl", "datasets"), never_matched=True
+    ),
+    "lightning_bf16": Arm("lightning_arm", needs=("lightning",)),
+    "plain_loop": Arm("loop_arm"),
+}
+
+
+def run(name: str, folder: Path, out: Path, profile: bool = False) -> None:
+    """Train one arm and leave ``result.json`` in ``out``."""
+    arm, given = ARMS[name], Given.read(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    clock = Clock(given.settings.warmup)
+    train: Callable[..., dict[str, Any]] = importlib.import_module(f"step.{arm.module}").train
+    changes = dict(arm.settings)
+    if profile:
+        changes["profile"] = True
+    if name == "hasten" and given.settings.architecture in ("v2_lite", "v3"):
+        changes["plan"] = [*changes["plan"], "experts_implementation"]
+    if arm.chooses(given.settings.matched):
+        changes["own_order"] = True
+    else:
+        changes.pop("train_sampling_strategy", None)
+    notes = train(given, clock, out, **changes)
+    loss = held_out_loss(given, Path(notes.pop("saved")))
+    found = {**clock.result(), **notes, "held_out_loss": loss, "threads": torch.get_num_threads()}
+    (out / "result.json").write_text(json.dumps(found))
+
+
+def held_out_loss(given: Given, saved: Path) -> float:
+    """Loss per trained token of the weights in ``saved``, a model's folder or an adapter's."""
+    from transformers import AutoModelForCausalLM
+
+    where = given.model if given.settings.lora else str(saved)
+    model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32)
+    if given.settings.lora:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, str(saved))
+    model.eval().to(device())
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for features in given.held_out_batches():
+            batch = {k: v.to(device()) for k, v in padded(features).items()}
+            labels = batch.pop("labels")[:, 1:]
+            logits = model(**batch).logits[:, :-1]
+            chosen = labels != IGNORED
+            total += float(F.cross_entropy(logits[chosen], labels[chosen], reduction="sum"))
+            count += int(chosen.sum())
+    return total / count

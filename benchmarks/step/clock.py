@@ -1,0 +1,74 @@
+"""What is measured of one run, in the same way in every arm: when each step ended, its tokens.
+
+    began          the process started
+    opened()       records are read, libraries imported; the model comes next
+    started()      the first step comes next; the peak of memory is counted from here
+    step(tokens)   a step is over; time since the last one is its own, waiting for data included
+
+Tokens are those of records: neither padding nor anything else counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import psutil
+import torch
+
+from hasten.core import facts
+
+
+class Clock:
+    """Times of one run."""
+
+    def __init__(self, warmup: int) -> None:
+        self.warmup = warmup
+        self.marks: dict[str, float] = {}
+        self.ends: list[float] = []
+        self.tokens: list[int] = []
+        self.losses: list[float] = []
+        self.peak_bytes = 0
+        self.device_peak_bytes = 0
+        self.compile_seconds: float | None = None
+
+    def opened(self) -> None:
+        self.marks["opened"] = time.perf_counter()
+
+    def started(self) -> None:
+        facts.reset_memory_peak(facts.default_device())
+        self.marks["started"] = time.perf_counter()
+
+    def step(self, tokens: int) -> None:
+        if facts.default_device() != "cpu":
+            torch.accelerator.synchronize()  # or the step would still run when it is clocked
+        if not self.ends:
+            self.marks["first_step_after_process"] = time.time() - psutil.Process().create_time()
+        self.ends.append(time.perf_counter())
+        self.tokens.append(int(tokens))
+        self.peak_bytes = facts.host_memory_peak()
+        self.device_peak_bytes = facts.memory_peak(facts.default_device())
+
+    def result(self) -> dict[str, Any]:
+        """Raw times of every step and the figures that the table is made of."""
+        begins = [self.marks["started"], *self.ends[:-1]]
+        seconds = [end - begin for begin, end in zip(begins, self.ends, strict=True)]
+        warm = min(self.warmup, len(seconds) - 1)
+        steady = list(zip(self.tokens, seconds, strict=True))[warm:]
+        return {
+            "steps": len(seconds),
+            "warmup": warm,
+            "tokens": sum(self.tokens),
+            "step_tokens": self.tokens,
+            "step_seconds": seconds,
+            "losses": self.losses,
+            # sums and not the median of steps: grouped and packed steps differ in length
+            "steady_tokens_per_second": sum(t for t, _ in steady) / sum(s for _, s in steady),
+            "median_tokens_per_second": statistics.median(t / s for t, s in steady),
+            "whole_tokens_per_second": sum(self.tokens) / (self.ends[-1] - self.marks["opened"]),
+            "first_step_seconds": self.marks["first_step_after_process"],
+            "compile_seconds": self.compile_seconds,
+            "peak_bytes": self.peak_bytes,
+            "device_peak_bytes": self.device_peak_bytes,
+        }

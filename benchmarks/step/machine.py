@@ -1,0 +1,92 @@
+"""The host as every arm gets it: threads, waiting, allocator; and how busy it is meanwhile."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from hasten.core import facts
+from hasten.parts import allocator
+
+SOURCES = Path(__file__).resolve().parents[2] / "src"
+# glibc keeps freed memory instead of mapping every large tensor anew (mallopt(3))
+KEEPING = {
+    "MALLOC_MMAP_THRESHOLD_": "4000000000",
+    "MALLOC_TRIM_THRESHOLD_": "8000000000",
+    "MALLOC_TOP_PAD_": "67108864",
+}
+PACKAGES = ("hasten", "torch", "transformers", "peft", "accelerate", "trl", "lightning", "datasets")
+LOOK_EVERY = 5.0  # seconds, while waiting for a quiet machine
+
+
+def environment(kind: str, threads: int) -> dict[str, str]:
+    """The environment of every arm's process; ``kind`` is glibc, tcmalloc or none."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+    env |= {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "passive",
+        "PYTHONPATH": str(SOURCES),  # peers' own environments need not have hasten installed
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if kind == "glibc":
+        env |= KEEPING
+    elif kind == "tcmalloc":
+        library = allocator.library("tcmalloc")
+        if library is None:
+            package = allocator.PACKAGES["tcmalloc"]
+            raise SystemExit(f"tcmalloc isn't on this machine: install {package}, or take glibc")
+        env["LD_PRELOAD"] = library
+    return env
+
+
+def missing(python: str, packages: Sequence[str]) -> list[str]:
+    """Those of the packages that the interpreter can't find."""
+    if not packages:
+        return []
+    code = (
+        "import importlib.util as u, sys; print(*[p for p in sys.argv[1:] if not u.find_spec(p)])"
+    )
+    found = subprocess.run([python, "-c", code, *packages], capture_output=True, text=True)
+    return found.stdout.split() if not found.returncode else list(packages)
+
+
+def versions(python: str) -> dict[str, str]:
+    """Versions in the peers' environment, and hasten's from this one."""
+    code = (
+        "import importlib.metadata as m, sys\n"
+        "for p in sys.argv[1:]:\n"
+        "    try: print(p, m.version(p))\n"
+        "    except m.PackageNotFoundError: pass"
+    )
+    found = subprocess.run([python, "-c", code, *PACKAGES], capture_output=True, text=True)
+    known = dict(line.split() for line in found.stdout.splitlines())
+    return {**known, "hasten": metadata.version("hasten"), "python": sys.version.split()[0]}
+
+
+def wait_for_quiet(most: float | None, patience: float) -> dict[str, Any]:
+    """Wait until the load is at most ``most``, for ``patience`` seconds; what was found."""
+    began = time.monotonic()
+    while most is not None and os.getloadavg()[0] > most:
+        if time.monotonic() - began >= patience:
+            break
+        time.sleep(LOOK_EVERY)
+    return {"load_before": os.getloadavg()[0], "waited_seconds": time.monotonic() - began}
+
+
+def description() -> dict[str, Any]:
+    """The machine in a phrase and in its parts."""
+    found = facts.hardware()
+    return {
+        "short": found.short,
+        "instruction_sets": found.instruction_sets,
+        "system": found.system,
+        "torch_device": facts.default_device(),
+    }

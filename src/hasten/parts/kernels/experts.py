@@ -1,0 +1,124 @@
+"""Tokens through their experts on the processor, as torch operators: products by group, and sums.
+
+Rows lie sorted by expert; ``starts`` (experts + 1) says where each expert's begin. All products of
+a layer run in one call, however many tokens an expert got, and none compiles anything for its
+shape. ``gemm.cpp`` and ``experts.cpp`` hold the kernels; in float32, or without AMX, the products
+are torch's, one expert after the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from ctypes import c_int, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from hasten.parts.kernels import rows, tiles
+
+
+@custom_op("hasten::expert_products", mutates_args=())
+def products(x: Tensor, weights: Tensor, starts: Sequence[int], turned: bool) -> Tensor:
+    """Each row of ``x`` (S, k) times its expert's matrix of ``weights``: (S, n).
+
+    ``weights`` (experts, k, n), or (experts, n, k) if ``turned``; both contiguous in the last side,
+    so that a part of the rows of every expert may be given.
+    """
+    n, k = (weights.shape[1], weights.shape[2]) if turned else weights.shape[:0:-1]
+    _check(x, starts, k)
+    out = x.new_empty(x.shape[0], n)
+    if not tiles.fits(x, weights):
+        for matrix, (first, last) in zip(weights, itertools.pairwise(starts), strict=True):
+            torch.mm(x[first:last], matrix.t() if turned else matrix, out=out[first:last])
+        return out
+    step = weights.stride(0)
+    groups = [
+        (first * x.stride(0), expert * step, first * n, last - first, n, k)
+        for expert, (first, last) in enumerate(itertools.pairwise(starts))
+    ]
+    tiles.run_products(out, x, weights, groups, 2 * turned)
+    return out
+
+
+@products.register_fake
+def _(x: Tensor, weights: Tensor, starts: Sequence[int], turned: bool) -> Tensor:
+    return x.new_empty(x.shape[0], weights.shape[1 if turned else 2])
+
+
+@custom_op("hasten::expert_gradients_", mutates_args=("out",))
+def gradients_(out: Tensor, grad: Tensor, x: Tensor, starts: Sequence[int]) -> None:
+    """``out[e] = grad_e.T @ x_e`` (n, k) for every expert; an expert without rows gets zeros."""
+    _check(x, starts, out.shape[2])
+    _check(grad, starts, out.shape[1])
+    if not tiles.fits(grad, x):
+        for found, (first, last) in zip(out, itertools.pairwise(starts), strict=True):
+            torch.mm(grad[first:last].t(), x[first:last], out=found)
+        return
+    _, n, k = out.shape
+    groups = [
+        (first * grad.stride(0), first * x.stride(0), expert * out.stride(0), n, k, last - first)
+        for expert, (first, last) in enumerate(itertools.pairwise(starts))
+    ]
+    tiles.run_products(out, grad, x, groups, 1)
+
+
+@gradients_.register_fake
+def _(out: Tensor, grad: Tensor, x: Tensor, starts: Sequence[int]) -> None:
+    return None
+
+
+@custom_op("hasten::combine", mutates_args=())
+def combine(x: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+    """Row ``t`` (T, n) is the sum over ``j`` of ``weights[t, j] * x[places[t, j]]``.
+
+    ``places`` (T, each) int64, ``weights`` (T, each) float32 or None for ones.
+    """
+    x, places = x.contiguous(), places.contiguous()
+    weights = None if weights is None else weights.contiguous()
+    out = x.new_empty(places.shape[0], x.shape[1])
+    sizes = (c_int64(places.shape[0]), c_int64(places.shape[1]), c_int64(x.shape[1]))
+    tensors = (_at(t) for t in (x, places, weights, out))
+    half = c_int(x.dtype == torch.bfloat16)
+    rows.call("rows_combine", places.numel() * x.shape[1], *tensors, *sizes, half)
+    return out
+
+
+@combine.register_fake
+def _(x: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+    return x.new_empty(places.shape[0], x.shape[1])
+
+
+@custom_op("hasten::combine_backward", mutates_args=())
+def combine_backward(
+    grad: Tensor, x: Tensor, sources: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``x`` (S, n) and of the weight of each of its rows (S,), float32.
+
+    ``sources`` (S,) is the row of the sum that each row of ``x`` went to, ``weights`` (S,) float32.
+    """
+    grad, x, sources, weights = (t.contiguous() for t in (grad, x, sources, weights))
+    dx, dw = torch.empty_like(x), torch.empty_like(weights)
+    tensors = (_at(t) for t in (grad, x, sources, weights, dx, dw))
+    sizes = (c_int64(x.shape[0]), c_int64(x.shape[1]), c_int(x.dtype == torch.bfloat16))
+    rows.call("rows_combine_backward", x.numel(), *tensors, *sizes)
+    return dx, dw
+
+
+@combine_backward.register_fake
+def _(grad: Tensor, x: Tensor, sources: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weights)
+
+
+def _at(tensor: Tensor | None) -> c_void_p:
+    return c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def _check(x: Tensor, starts: Sequence[int], width: int) -> None:
+    ordered = all(a <= b for a, b in itertools.pairwise(starts))
+    if x.stride(1) != 1 or x.shape[1] != width or not ordered or starts[-1] > x.shape[0]:
+        raise ValueError(
+            f"rows {tuple(x.shape)} and starts up to {starts[-1]} don't belong to experts of "
+            f"{width} columns"
+        )

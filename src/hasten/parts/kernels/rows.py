@@ -1,0 +1,222 @@
+"""Fused passes over the rows of a tensor, as torch operators on the processor.
+
+Each takes float32 or bfloat16, sums in float32 and rounds its result once. They are registered with
+torch under ``hasten::`` with the shapes of their results, so that compiled graphs keep them whole.
+``rows.cpp`` holds the loops.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_double, c_float, c_int, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from hasten.parts.kernels.build import Built, built
+
+DTYPES = (torch.float32, torch.bfloat16)
+WORTH_THREADS = 32_768  # numbers below which one thread is done before a second is awake
+
+
+def library() -> Built:
+    """The compiled loops, or why there are none."""
+    found = built("rows", "experts")
+    if found.library is not None:
+        found.library.rows_squares.restype = c_double
+    return found
+
+
+def fits(*tensors: Tensor) -> bool:
+    """Whether these loops take the tensors: one format they know, on the processor."""
+    first = tensors[0].dtype
+    return first in DTYPES and all(t.dtype == first and t.device.type == "cpu" for t in tensors)
+
+
+def call(name: str, count: int, *arguments: Any) -> Any:
+    """Run one loop over ``count`` numbers, on several threads where that is worth waking them."""
+    loops = library()
+    if loops.library is None:
+        raise RuntimeError(loops.reason)
+    threads = torch.get_num_threads() if count >= WORTH_THREADS else 1
+    return getattr(loops.library, name)(*arguments, c_int(threads))
+
+
+def _at(tensor: Tensor | None) -> c_void_p:
+    return c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def _half(tensor: Tensor) -> c_int:
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"the kernels take float32 and bfloat16, not {tensor.dtype}")
+    return c_int(tensor.dtype == torch.bfloat16)
+
+
+@custom_op("hasten::rms_norm", mutates_args=())
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``x`` (..., n) over its root mean square, times ``weight`` (n,); also 1 / that root."""
+    if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
+        raise ValueError(f"a weight {_told(weight)} is none for rows {_told(x)}")
+    x, weight = x.contiguous(), weight.contiguous()
+    y, inverse = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    n = x.shape[-1]
+    sizes = (c_int64(inverse.numel()), c_int64(n), c_float(eps), _half(x))
+    call("rows_rms_norm", x.numel(), _at(x), _at(weight), _at(y), _at(inverse), *sizes)
+    return y, inverse
+
+
+@rms_norm.register_fake
+def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@custom_op("hasten::rms_norm_backward", mutates_args=())
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, past: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``x``, with ``past`` added, and of ``weight``, the latter in float32."""
+    grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
+    past = None if past is None else past.contiguous()
+    n = x.shape[-1]
+    dx, dw = torch.empty_like(x), x.new_zeros((torch.get_num_threads(), n), dtype=torch.float32)
+    tensors = (_at(t) for t in (grad, x, weight, inverse, past, dx, dw))
+    sizes = (c_int64(inverse.numel()), c_int64(n), _half(x))
+    call("rows_rms_norm_backward", x.numel(), *tensors, *sizes)
+    return dx, dw.sum(0)
+
+
+@rms_norm_backward.register_fake
+def _(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, past: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight, dtype=torch.float32)
+
+
+@custom_op("hasten::swiglu", mutates_args=())
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up``, all of one shape (Shazeer, arXiv:2002.05202)."""
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(f"a gate {_told(gate)} is none for {_told(up)}")
+    gate, up = gate.contiguous(), up.contiguous()
+    y = torch.empty_like(gate)
+    tensors = (_at(t) for t in (gate, up, y))
+    call("rows_swiglu", y.numel(), *tensors, c_int64(y.numel()), _half(gate))
+    return y
+
+
+@swiglu.register_fake
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.empty_like(gate)
+
+
+@custom_op("hasten::swiglu_backward", mutates_args=())
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of ``gate`` and ``up``."""
+    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
+    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+    tensors = (_at(t) for t in (grad, gate, up, dgate, dup))
+    call("rows_swiglu_backward", gate.numel(), *tensors, c_int64(gate.numel()), _half(gate))
+    return dgate, dup
+
+
+@swiglu_backward.register_fake
+def _(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(gate), torch.empty_like(up)
+
+
+@custom_op("hasten::rotate", mutates_args=())
+def rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, back: bool
+) -> Tensor:
+    """Rotary embedding of the last ``2 * m`` columns of ``x`` (T, heads, width); others are copied.
+
+    ``cos``, ``sin`` (T, m). The numbers of a pair lie side by side, or ``m`` columns apart, as said
+    for input and output. ``back`` turns the other way: the gradient, with input and output swapped.
+    """
+    tables_fit = cos.shape == sin.shape and cos.dtype == sin.dtype and len(cos) == len(x)
+    if not tables_fit or 2 * cos.shape[-1] > x.shape[-1]:
+        raise ValueError(f"tables {_told(cos)} and {_told(sin)} can't turn {_told(x)}")
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    cos, sin = cos.contiguous(), sin.contiguous()
+    rows, heads, width = x.shape
+    y = x.new_empty(x.shape)
+    strides = (c_int64(x.stride(0)), c_int64(x.stride(1)))
+    sizes = (rows, heads, width, width - 2 * cos.shape[-1])
+    way = (c_float(-1 if back else 1), c_int(pairs_in + 2 * pairs_out), _half(x), _half(cos))
+    tables = (_at(cos), _at(sin), _at(y))
+    call("rows_rotate", x.numel(), _at(x), *strides, *tables, *(c_int64(s) for s in sizes), *way)
+    return y
+
+
+@rotate.register_fake
+def _(x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, back: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@custom_op("hasten::cross_entropy_", mutates_args=("logits",))
+def cross_entropy_(logits: Tensor, labels: Tensor) -> Tensor:
+    """The loss of each row, (rows,) float32; ``logits`` (rows, n) become the sum's gradient."""
+    if not logits.is_contiguous():
+        raise ValueError("the logits must be contiguous; they are overwritten")
+    n = logits.shape[-1]
+    if labels.shape != logits.shape[:1] or labels.dtype != torch.int64:
+        raise ValueError(f"{len(logits)} rows need so many int64 labels, not {labels.shape}")
+    if labels.numel() and (int(labels.min()) < 0 or int(labels.max()) >= n):
+        raise IndexError(f"a label is outside the vocabulary of {n}")
+    losses = logits.new_empty(len(labels), dtype=torch.float32)
+    sizes = (c_int64(len(labels)), c_int64(n), _half(logits))
+    labels = labels.contiguous()
+    tensors = (_at(t) for t in (logits, labels, losses))
+    call("rows_cross_entropy", logits.numel(), *tensors, *sizes)
+    return losses
+
+
+@cross_entropy_.register_fake
+def _(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.new_empty(labels.shape, dtype=torch.float32)
+
+
+def squares(tensors: Sequence[Tensor]) -> float:
+    """The sum of the squares of all numbers of tensors without gaps."""
+    for t in tensors:
+        _check_dense(t)
+    return sum(
+        float(call("rows_squares", t.numel(), _at(t), c_int64(t.numel()), _half(t)))
+        for t in tensors
+    )
+
+
+def adamw_(
+    weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, copy: Tensor | None, rule: Any
+) -> None:
+    """One AdamW update of float32 ``weight`` and moments in place; see ``rows.cpp`` for ``rule``.
+
+    ``grad`` may be float32 or bfloat16; ``copy``, where given, gets the new weight in bfloat16.
+    """
+    _check_dense(weight)
+    others = [t for t in (grad, first, second, copy) if t is not None]
+    if any(t.shape != weight.shape or _order(t) != _order(weight) for t in others):
+        raise ValueError("weight, gradient and moments must lie in memory in the same order")
+    numbers = (ctypes.c_float * 7)(*rule)
+    tensors = (_at(t) for t in (grad, weight, first, second, copy))
+    call("rows_adamw", weight.numel(), *tensors, c_int64(weight.numel()), numbers, _half(grad))
+
+
+def _told(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} in {tensor.dtype}"
+
+
+def _check_dense(tensor: Tensor) -> None:
+    """The loop over a tensor's numbers is over plain memory, in whatever order they lie there."""
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    if tensor.numel() and sum((n - 1) * step for n, step in sides) + 1 != tensor.numel():
+        raise ValueError("the numbers of the tensor must lie in memory without gaps")
+
+
+def _order(tensor: Tensor) -> list[int]:
+    """The strides that count: the one of a side of 1 is anything."""
+    return [step for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]

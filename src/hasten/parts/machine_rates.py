@@ -1,0 +1,260 @@
+"""Measured ceilings of a machine: how fast it multiplies matrices and moves bytes, at its best.
+
+  1. a probe of side 256 tells about how long a product takes
+  2. squares of growing sides and the shapes of a layer, as far as memory and the time given allow;
+     what doesn't fit is listed, not guessed
+  3. of each the best and the median of repeated products into the same output
+
+Values are random: zeros cost a chip less power, so that it clocks higher than it does in training.
+The best is the ceiling (others call it MAMF, the maximum achievable matmul FLOPS): what disturbs a
+measurement only ever makes it slower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SIDES = (512, 1024, 2048, 4096, 8192)
+# (m, n, k): tokens x outputs x inputs of the up and down projections of a small and a 7 B model
+LAYERS = ((4096, 1376, 512), (4096, 512, 1376), (4096, 11008, 4096), (4096, 4096, 11008))
+DTYPES: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "tf32": torch.float32,
+    "fp8": torch.float8_e4m3fn,
+}
+ON_CPU = ("fp32", "bf16")
+CEILING_DTYPES = ("bf16", "fp16", "tf32", "fp32")  # fp8 apart: training in bf16 can't reach it
+FEWEST, MOST = 3, 50  # repeats of one shape
+SAMPLE_SECONDS = 0.005  # shorter products are timed several at once
+COPIED = 1 << 29  # bytes; far more than caches hold
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class ProductRate:
+    """One shape's rate in FLOP/s: (m, k) times (k, n)."""
+
+    dtype: str
+    m: int
+    n: int
+    k: int
+    best: float
+    median: float
+    repeats: int
+
+
+@dataclass(frozen=True)
+class CopyRate:
+    """One way of bytes in bytes per second; a copy within memory counts its reads and writes."""
+
+    way: str
+    size: int
+    best: float
+    median: float
+    repeats: int
+
+
+@dataclass(frozen=True)
+class MachineRates:
+    """What was measured, on what, when; ``skipped`` says what wasn't and why."""
+
+    device: str
+    device_name: str
+    threads: int
+    torch: str
+    measured_at: str
+    seconds: float
+    products: tuple[ProductRate, ...]
+    copies: tuple[CopyRate, ...]
+    skipped: tuple[str, ...] = ()
+
+    def best(self, dtypes: Sequence[str] = CEILING_DTYPES) -> ProductRate | None:
+        """The fastest product in any of these formats."""
+        found = [p for p in self.products if p.dtype in dtypes]
+        return max(found, key=lambda p: p.best, default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": "hasten machine rates", **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, found: Any) -> MachineRates:
+        """What ``to_dict`` gave, also by way of JSON.
+
+        Raises:
+            ValueError: it is something else, or was edited into nonsense.
+        """
+        try:
+            values = {k: v for k, v in found.items() if k != "kind"}
+            values["products"] = tuple(ProductRate(**p) for p in values["products"])
+            values["copies"] = tuple(CopyRate(**c) for c in values["copies"])
+            values["skipped"] = tuple(values["skipped"])
+            rates = cls(**values)
+            figures = [p.best for p in rates.products] + [c.best for c in rates.copies]
+            sound = all(0 < figure < math.inf for figure in figures)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError("it doesn't hold what `hasten bench --json` writes") from error
+        if not sound:
+            raise ValueError("a rate in it is not a positive number")
+        return rates
+
+
+def measure(
+    device: str = "cpu",
+    device_name: str = "",
+    dtypes: Sequence[str] | None = None,
+    seconds: float = 30.0,
+    memory_bytes: int = 1 << 32,
+    on_progress: Callable[[str, float], None] = lambda what, share: None,
+) -> MachineRates:
+    """Measure products and copies in about ``seconds``, using a quarter of the memory at most.
+
+    Raises:
+        ValueError: an unknown format, one that the device doesn't have, or no time.
+    """
+    dtypes = checked_dtypes(device, dtypes)
+    if not 0.1 <= seconds <= 3600:
+        raise ValueError(f"the time to measure is {seconds} s; give 0.1 to 3600")
+    began = time.perf_counter()
+    products: list[ProductRate] = []
+    copies: list[CopyRate] = []
+    skipped: list[str] = []
+    for number, dtype in enumerate(dtypes):
+        share = 0.8 * number / len(dtypes)
+        on_progress(f"products in {dtype}", share)
+        until = time.perf_counter() + 0.8 * seconds / len(dtypes)
+        products += _products(device, dtype, until, memory_bytes // 4, skipped)
+    ways = _ways(device, memory_bytes // 4)
+    for number, (way, (size, act)) in enumerate(ways.items()):
+        on_progress(way, 0.8 + 0.2 * number / len(ways))
+        spent = _samples(act, device, 0.2 * seconds / len(ways), 0.0)
+        best, median = min(spent), statistics.median(spent)
+        copies.append(CopyRate(way, size, size / best, size / median, len(spent)))
+    on_progress("done", 1.0)
+    return MachineRates(
+        device=device,
+        device_name=device_name,
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        seconds=time.perf_counter() - began,
+        products=tuple(products),
+        copies=tuple(copies),
+        skipped=tuple(skipped),
+    )
+
+
+def checked_dtypes(device: str, dtypes: Sequence[str] | None) -> tuple[str, ...]:
+    """The formats to measure; all that the device may have where none is named."""
+    known = ON_CPU if device == "cpu" else tuple(DTYPES)
+    for name in dtypes or ():
+        if name not in DTYPES:
+            raise ValueError(f"{name!r} is no number format; give {', '.join(DTYPES)}")
+        if name not in known:
+            raise ValueError(f"{name} isn't measured on a processor, only {', '.join(known)}")
+    return tuple(dict.fromkeys(dtypes or known))
+
+
+def _products(
+    device: str, dtype: str, until: float, memory: int, skipped: list[str]
+) -> Iterator[ProductRate]:
+    """The rates of one format, small shapes first, each with its part of the time that is left."""
+    shapes = sorted([*((s, s, s) for s in SIDES), *LAYERS], key=math.prod)
+    try:
+        with _precision(dtype):
+            act = _product(device, dtype, (256, 256, 256))
+            rate = 2 * 256**3 / min(_samples(act, device, 0.05, 0.0))
+    except (RuntimeError, NotImplementedError) as error:  # torch's way to say: not on this chip
+        skipped.append(f"{dtype}: {str(error).splitlines()[0]:.120}")
+        return
+    for number, (m, n, k) in enumerate(shapes):
+        name = f"{dtype} {m}x{k} by {k}x{n}"
+        left = until - time.perf_counter()
+        expected = 2 * m * n * k / rate
+        if (m * k + k * n + m * n) * 4 > memory:
+            skipped.append(f"{name}: it takes more than a quarter of the memory")
+        elif (FEWEST + 1) * expected > left:
+            skipped.append(f"{name}: no time")
+        else:
+            try:
+                with _precision(dtype):
+                    act = _product(device, dtype, (m, n, k))
+                    spent = _samples(act, device, left / (len(shapes) - number), expected)
+            except torch.OutOfMemoryError:
+                skipped.append(f"{name}: out of memory")
+                continue
+            rate = 2 * m * n * k / min(spent)
+            median = 2 * m * n * k / statistics.median(spent)
+            yield ProductRate(dtype, m, n, k, rate, median, len(spent))
+
+
+def _product(device: str, dtype: str, shape: tuple[int, int, int]) -> Callable[[], Any]:
+    m, n, k = shape
+    kind = DTYPES[dtype]
+    a, b = (torch.randn(s, device=device).to(kind) for s in ((m, k), (n, k)))
+    if dtype == "fp8":  # needs scales; the second matrix by columns
+        one = torch.ones((), device=device)
+        out = torch.empty(m, n, device=device, dtype=torch.bfloat16)
+        return lambda: torch._scaled_mm(
+            a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, out=out
+        )
+    out, right = torch.empty(m, n, device=device, dtype=kind), b.t().contiguous()
+    return lambda: torch.mm(a, right, out=out)
+
+
+@contextlib.contextmanager
+def _precision(dtype: str) -> Iterator[None]:
+    """float32 products as they are meant, or on tensor cores for tf32; as before afterwards."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _samples(
+    act: Callable[[], Any], device: str, seconds: float, expected: float, clock: Clock | None = None
+) -> list[float]:
+    """Seconds of each repeat, the first left out; short acts are timed several at once."""
+    clock = clock or time.perf_counter
+    wait = (lambda: None) if device == "cpu" else torch.accelerator.synchronize
+    act()
+    wait()
+    together = min(math.ceil(SAMPLE_SECONDS / expected), 1000) if expected else 1
+    found: list[float] = []
+    until = clock() + seconds
+    while len(found) < FEWEST or (clock() < until and len(found) < MOST):
+        began = clock()
+        for _ in range(together):
+            act()
+        wait()
+        found.append((clock() - began) / together)
+    return found
+
+
+def _ways(device: str, memory: int) -> dict[str, tuple[int, Callable[[], Any]]]:
+    """Name -> (bytes that move, the act); a copy reads and writes."""
+    size = min(COPIED, memory // 2) // 4 * 4
+    one, other = (torch.ones(size // 4, device=device) for _ in range(2))
+    found: dict[str, tuple[int, Callable[[], Any]]] = {
+        "read": (size, one.sum),
+        "write": (size, lambda: one.fill_(1.0)),
+        "copy": (2 * size, lambda: other.copy_(one)),
+    }
+    if device != "cpu":
+        host: Tensor = torch.ones(size // 4, pin_memory=True)
+        found["host to device"] = (size, lambda: one.copy_(host, non_blocking=True))
+        found["device to host"] = (size, lambda: host.copy_(one, non_blocking=True))
+    return found

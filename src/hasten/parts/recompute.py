@@ -1,0 +1,251 @@
+"""Recomputation: the backward pass computes a model's blocks again instead of keeping them.
+
+A block keeps every tensor its backward pass will read. Under recomputation it keeps its input
+alone, and the rest comes back, block by block, when backward arrives there (Chen et al., Training
+Deep Nets with Sublinear Memory Cost, arXiv:1604.06174; ``torch.utils.checkpoint`` without
+reentrance). Random state is put back for the second pass, so dropout falls on the same places and
+gradients keep their bits. What is recomputed is one of
+
+- every block (the default): one input per block stays;
+- ``segments=k``: the blocks in k runs of consecutive ones, the last of which is kept as it is, as
+  ``torch.utils.checkpoint.checkpoint_sequential`` does for an ``nn.Sequential``;
+- ``budget=b``: as few blocks as let the share ``b`` of the blocks' bytes stay, after a measurement
+  in the first pass. The first blocks are taken: theirs come back last, when the others are gone;
+- ``offload=True``: nothing; what is kept goes to the host and comes back for backward.
+
+Forwards are bound to the blocks of this one model; ``remove()`` takes them off again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+Forward = Callable[..., Any]
+
+
+def decoder_blocks(module: nn.Module) -> list[nn.Module]:
+    """The members of the list of alike modules with the most parameters: the layers of a model.
+
+    Raises:
+        ValueError: there is no list of two or more modules of one class.
+    """
+    lists = [
+        list(found)
+        for found in module.modules()
+        if isinstance(found, nn.ModuleList | nn.Sequential)
+        and len(found) > 1
+        and len({type(member) for member in found}) == 1
+    ]
+    if not lists:
+        raise ValueError(
+            "the model has no list of two or more blocks of one class, so nothing can be "
+            "recomputed block by block; leave recomputation out"
+        )
+    return max(lists, key=lambda members: sum(_parameters(m) for m in members))
+
+
+class BlockRecompute:
+    """Recomputes a model's blocks; called with the model it puts itself in place."""
+
+    def __init__(
+        self, segments: int | None = None, budget: float | None = None, offload: bool = False
+    ) -> None:
+        if sum((segments is not None, budget is not None, offload)) > 1:
+            raise ValueError("give segments, budget or offload, one of them at most")
+        if segments is not None and segments < 2:
+            raise ValueError(f"segments is {segments}; give at least 2, since the last is kept")
+        if budget is not None and not 0 <= budget <= 1:
+            raise ValueError(f"budget is {budget}; it is a share, from 0 to 1")
+        self.segments, self.budget, self.offload = segments, budget, offload
+        self.blocks: list[nn.Module] = []
+        self.passes = 0  # block passes that kept nothing, or kept it on the host
+        self.recomputed: set[int] = set()  # blocks (or first blocks of segments) by position
+        self._forwards: list[Forward] = []
+        self._measured: dict[int, tuple[int, int]] = {}  # block -> bytes kept as it is, recomputed
+        self._held: list[Tensor] | None = None  # inputs that stay, while somebody measures
+        self._off = False
+        self._open: tuple[dict[str, Any], Any] | None = None
+
+    def __call__(self, module: nn.Module) -> None:
+        """Bind to the module's blocks.
+
+        Raises:
+            ValueError: no blocks, or fewer than the segments asked for.
+        """
+        self.blocks = decoder_blocks(module)
+        count = len(self.blocks)
+        if self.segments is not None and self.segments > count:
+            raise ValueError(f"segments is {self.segments}, but the model has {count} blocks")
+        self._forwards = [block.forward for block in self.blocks]
+        size = count // self.segments if self.segments else 1
+        regions = self.segments - 1 if self.segments else count
+        self.recomputed = {region * size for region in range(regions)}
+        for start in sorted(self.recomputed):
+            self._bind(start, size)
+
+    def remove(self) -> None:
+        """Give the blocks their own forwards back."""
+        for block in self.blocks:
+            block.__dict__.pop("forward", None)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside, everything is kept."""
+        self._off = True
+        try:
+            yield
+        finally:
+            self._off = False
+
+    def saved_bytes(self, forward: Callable[[], Any], without: nn.Module) -> int:
+        """Bytes that a forward pass leaves on the device for its backward pass.
+
+        Every storage counts once; those of ``without``'s parameters don't.
+        """
+        self._held = []
+        try:
+            return saved_bytes(forward, without, beside=self._held)
+        finally:
+            self._held = None
+
+    def _bind(self, start: int, size: int) -> None:
+        """Block ``start`` runs its whole segment; the others of it hand its result through."""
+
+        def first(*args: Any, **kwargs: Any) -> Any:
+            if self._off or not torch.is_grad_enabled():
+                self._open = None
+                return self._forwards[start](*args, **kwargs)
+            kwargs = _without_cache(kwargs)
+            found = self._region(start, size, args, kwargs)
+            self._open = (kwargs, found) if size > 1 else None
+            return found
+
+        def through(position: int, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._open is None:
+                return self._forwards[position](hidden, *args, **kwargs)
+            named, found = self._open
+            kwargs = _without_cache(kwargs)
+            same = named.keys() == kwargs.keys() and all(named[k] is kwargs[k] for k in named)
+            if args or hidden is not found or not same:
+                raise ValueError(
+                    "the blocks of this model are not called one after the other with the same "
+                    "arguments, so they can't be recomputed in segments; leave segments out"
+                )
+            if position == start + size - 1:
+                self._open = None
+            return hidden
+
+        self.blocks[start].forward = first
+        for later in range(start + 1, start + size):
+            self.blocks[later].forward = _at(through, later)
+
+    def _region(self, start: int, size: int, args: Any, kwargs: dict[str, Any]) -> Any:
+        def run(hidden: Any, *rest: Any, **named: Any) -> Any:
+            for position in range(start, start + size):
+                hidden = self._forwards[position](hidden, *rest, **named)
+            return hidden
+
+        if self.offload:
+            self.passes += 1
+            pinned = isinstance(args[0], Tensor) and args[0].device.type != "cpu"
+            with save_on_cpu(pin_memory=pinned, device_type=args[0].device.type):
+                return run(*args, **kwargs)
+        if self.budget is not None and len(self._measured) < len(self.blocks):
+            self._measure(start, run, args, kwargs)
+        elif start not in self.recomputed:
+            return run(*args, **kwargs)
+        self.passes += 1
+        if self._held is not None:
+            self._held += [a for a in args if isinstance(a, Tensor)]
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+    def _measure(self, start: int, run: Forward, args: Any, kwargs: dict[str, Any]) -> None:
+        """What this block would keep, by one more pass of it that leaves no trace."""
+        hidden = args[0]
+        devices = [] if hidden.device.type == "cpu" else [hidden.device]
+        shared = [v for v in _tensors(list(kwargs.values())) if v is not hidden]
+        with torch.random.fork_rng(devices=devices, device_type=_kind(hidden)):
+            kept = saved_bytes(lambda: run(*args, **kwargs), self.blocks[start], aside=shared)
+        self._measured[start] = (kept, hidden.untyped_storage().nbytes())
+        if len(self._measured) == len(self.blocks):
+            assert self.budget is not None
+            self.recomputed = chosen(list(self._measured.values()), self.budget)
+
+
+def chosen(sizes: list[tuple[int, int]], budget: float) -> set[int]:
+    """The first blocks, as few as bring (bytes kept, bytes recomputed) down to the budget.
+
+    All of them where even that is more than the budget.
+    """
+    stays = sum(kept for kept, _ in sizes)
+    bound = budget * stays
+    for position, (kept, recomputed) in enumerate(sizes):
+        if stays <= bound:
+            return set(range(position))
+        stays -= kept - min(recomputed, kept)
+    return set(range(len(sizes)))
+
+
+def saved_bytes(
+    forward: Callable[[], Any],
+    without: nn.Module,
+    *,
+    beside: list[Tensor] | None = None,
+    aside: list[Tensor] | None = None,
+) -> int:
+    """Bytes of the storages that autograd keeps of a forward pass, each counted once.
+
+    Those of ``without``'s parameters and of ``aside`` don't count; those of ``beside`` (read after
+    the pass) count too.
+    """
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    own = {_place(p) for p in [*without.parameters(), *(aside or [])]}
+    found = {_place(t): t.untyped_storage().nbytes() for t in [*kept, *(beside or [])]}
+    del result  # until here: a freed storage's address would be given out again
+    return sum(size for place, size in found.items() if place not in own)
+
+
+def _at(through: Forward, position: int) -> Forward:
+    return lambda *args, **kwargs: through(position, *args, **kwargs)
+
+
+def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A key-value cache would take a block's keys twice; training has no use for it."""
+    if kwargs.get("past_key_values") is None:
+        return kwargs
+    return {**kwargs, "past_key_values": None, "use_cache": False}
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _place(tensor: Tensor) -> int:
+    place: int = tensor.untyped_storage().data_ptr()
+    return place
+
+
+def _kind(tensor: Tensor) -> str:
+    return "cuda" if tensor.device.type == "cpu" else tensor.device.type  # fork_rng needs a kind
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

@@ -1,0 +1,237 @@
+"""Balance of tokens over experts: a bias that follows the load, a loss on each sequence.
+
+Transformers computes with the correction bias of DeepSeek-V3's routers but never moves it, and adds
+no balance loss to V2's. This part does both, on the routers of one model:
+
+- *bias*: after each update b_i += speed * sign(mean load - load_i), the load counted in tokens over
+  the whole global batch. The bias chooses experts and doesn't weigh them, so that the loss has no
+  second master (Wang et al., Auxiliary-Loss-Free Load Balancing, arXiv:2408.15664; DeepSeek-V3,
+  arXiv:2412.19437, section 2.1.2; 0.001 there).
+- *sequence loss*: alpha sum_i f_i P_i of every sequence and layer, with f_i = E / (K T) times the
+  tokens that chose expert i and P_i the mean of the normalised scores (V3, eq. 17 to 20, alpha
+  0.0001; V2, arXiv:2405.04434, section 2.2.3, alpha 0.003, with the choice that was made). It is 1
+  times alpha when all is even. A sequence weighs as much as its trained tokens: the sum, divided
+  by the step's trained tokens, doesn't depend on micro-batches or ranks.
+
+    balance = RouterBalance(model, speed=0.001, sequence_loss=0.0001)
+    with balance.watching(sequence_ids(lengths, ids.shape)):
+        loss, count = loss_of(input_ids=ids, labels=labels)      # sums over trained tokens
+    loss = loss + balance.loss(labels)
+    ...backward, optimizer.step()...
+    balance.after_update()
+
+Group-limited routing stays as the model has it. Recomputed passes aren't counted: a router is heard
+inside ``watching`` only, and what it said is worked on after the pass.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+FILLER = -1  # the sequence of a slot that belongs to none
+IGNORED = -100
+# Routers whose logits become scores in a way that is known here; V4's take another function.
+BIASED = ("deepseek_v3", "deepseek_v32")
+UNBIASED = ("deepseek_v2",)
+
+
+def routers(model: nn.Module) -> list[Any]:
+    """The routers of a model in order: modules that choose ``top_k`` of ``num_experts``."""
+    return [m for m in model.modules() if type(m).__name__.endswith("TopkRouter")]
+
+
+def sequence_ids(lengths: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """The sequence that each slot of a (rows, width) batch belongs to, (rows * width,) int64.
+
+    With one length per row, sequences stand at the rows' starts; with one row, end to end in it.
+    Slots behind them are filler, -1.
+
+    Raises:
+        ValueError: the lengths don't fit the batch.
+    """
+    rows, width = shape
+    ids = torch.full((rows, width), FILLER)
+    apart = len(lengths) == rows and max(lengths, default=0) <= width
+    if apart:
+        for row, length in enumerate(lengths):
+            ids[row, :length] = row
+        return ids.flatten()
+    if rows != 1 or sum(lengths) > width:
+        raise ValueError(
+            f"{len(lengths)} sequences of {sum(lengths)} tokens don't tell where they lie in "
+            f"{rows} rows of {width}; lay them out one per row, or all in one row"
+        )
+    ends = [0, *itertools.accumulate(lengths)]
+    for number, (start, end) in enumerate(itertools.pairwise(ends)):
+        ids[0, start:end] = number
+    return ids.flatten()
+
+
+def sequence_balance(scores: Tensor, chosen: Tensor, sequences: Tensor, weights: Tensor) -> Tensor:
+    """The sum over sequences of ``weights`` x sum_i f_i P_i.
+
+    Args:
+        scores: (N, E), the routers' affinities, not negative; normalised here.
+        chosen: (N, K), the experts that a token counts for.
+        sequences: (N,), the sequence of each token, -1: of none.
+        weights: (sequences,), what each sequence weighs.
+    """
+    experts, top_k, count = scores.shape[1], chosen.shape[1], len(weights)
+    real = (sequences != FILLER).to(scores.dtype).unsqueeze(1)  # (N, 1)
+    home = sequences.clamp_min(0)
+    tokens = scores.new_zeros(count, 1).index_add(0, home, real).clamp_min(1)
+    ones = torch.zeros_like(scores).scatter(1, chosen, 1.0) * real
+    shares = scores / (scores.sum(dim=1, keepdim=True) + 1e-20) * real
+    frequency = scores.new_zeros(count, experts).index_add(0, home, ones)
+    frequency = frequency * (experts / top_k) / tokens
+    probability = scores.new_zeros(count, experts).index_add(0, home, shares) / tokens
+    return ((frequency * probability).sum(dim=1) * weights.to(scores.dtype)).sum()
+
+
+def load_ratios(loads: Tensor) -> Tensor:
+    """Load of the busiest expert / the mean, of each layer: (layers, E) to (layers,).
+
+    Less 1 it is the load violation MaxVio of arXiv:2408.15664. Without a token it is 1.
+    """
+    mean = loads.mean(dim=1)
+    return torch.where(mean > 0, loads.amax(dim=1) / mean.clamp_min(1e-20), torch.ones_like(mean))
+
+
+@dataclass
+class _Heard:
+    """What the routers said in a pass: logits (N, E) and choices (N, K) by layer."""
+
+    sequences: Tensor
+    count: int
+    logits: dict[int, Tensor]
+    chosen: dict[int, Tensor]
+
+
+class RouterBalance:
+    """Balances the routers of one model, hooked into these modules and no others.
+
+    Args:
+        speed: how far a bias moves after an update; 0: it stays.
+        sequence_loss: weight of the balance loss; 0: none. With both 0 loads are only counted.
+
+    Raises:
+        ValueError: the model has no routers that are known here, or none with a bias to move.
+    """
+
+    def __init__(self, model: nn.Module, speed: float = 0.001, sequence_loss: float = 0.0) -> None:
+        self.speed, self.sequence_loss = speed, sequence_loss
+        self.routers = routers(model)
+        if not self.routers:
+            raise ValueError(f"{type(model).__name__} has no routers that are known here")
+        self.biases = [r.e_score_correction_bias for r in self.routers if _has_bias(r)]
+        if speed and len(self.biases) < len(self.routers):
+            raise ValueError(
+                f"the routers of {type(model).__name__} have no bias to move; give speed 0 and a "
+                "sequence_loss"
+            )
+        for bias in self.biases:  # steps of 0.001 would be lost in 8 bits
+            bias.data = bias.data.to(torch.promote_types(bias.dtype, torch.float32))
+        self.updates = 0
+        self.last: Tensor | None = None  # tokens of each expert in the last step, (layers, E)
+        self._loads: Tensor | None = None  # the same since then, on the device
+        self._heard: _Heard | None = None
+        self._open = False
+        self._hooks = [
+            router.register_forward_hook(self._hear(layer))
+            for layer, router in enumerate(self.routers)
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks off; biases stay where they are."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def watching(self, sequences: Tensor) -> Iterator[None]:
+        """Inside, forward passes count; ``sequences`` from :func:`sequence_ids`, on the host.
+
+        A pass of filler alone has one sequence, which weighs nothing.
+        """
+        self._heard = _Heard(sequences, max(int(sequences.max()), 0) + 1, {}, {})
+        self._open = True
+        try:
+            yield
+        finally:
+            self._open = False
+        self._count(self._heard)
+
+    def loss(self, labels: Tensor) -> Tensor:
+        """What the pass just watched adds to its loss sum; ``labels`` are those of that pass."""
+        heard = self._heard
+        if heard is None:
+            raise ValueError("no pass was watched: run the model inside `watching`")
+        self._heard = None  # or its graph would live as long as this object
+        total = torch.zeros((), device=labels.device)
+        if not self.sequence_loss:
+            return total
+        home = heard.sequences.to(labels.device)
+        trained = ((labels.flatten() != IGNORED) & (home != FILLER)).float()
+        weights = torch.zeros(heard.count, device=labels.device)
+        weights.index_add_(0, home.clamp_min(0), trained)
+        for layer, logits in heard.logits.items():
+            scores, chosen = _scores(self.routers[layer], logits, heard.chosen[layer])
+            total = total + sequence_balance(scores, chosen, home, weights)
+        return self.sequence_loss * total
+
+    @torch.no_grad()
+    def after_update(self, total: Callable[[Tensor], Tensor] = lambda loads: loads) -> None:
+        """Move the biases; ``total`` sums a float64 tensor on the host over all ranks."""
+        if self._loads is None:
+            return
+        self.last = total(self._loads.double().cpu())  # waits for the device, once per step
+        self._loads = None
+        self.updates += 1
+        if not self.speed:
+            return
+        for bias, load in zip(self.biases, self.last, strict=True):
+            bias += self.speed * torch.sign(load.mean() - load).to(bias)
+
+    def discard(self) -> None:
+        """Forget the passes since the last update."""
+        self._loads = self._heard = None
+
+    def _hear(self, layer: int) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+            if self._open and self._heard is not None:
+                self._heard.logits[layer], _, self._heard.chosen[layer] = output
+
+        return hook
+
+    @torch.no_grad()
+    def _count(self, heard: _Heard) -> None:
+        if not heard.chosen:
+            return
+        if self._loads is None:
+            first = heard.logits[0]
+            self._loads = first.new_zeros(len(self.routers), first.shape[1], dtype=torch.float64)
+        real = (heard.sequences != FILLER).to(self._loads)
+        for layer, chosen in heard.chosen.items():
+            each = real.to(chosen.device).unsqueeze(1).expand_as(chosen)
+            self._loads[layer].index_add_(0, chosen.flatten(), each.flatten())
+
+
+def _has_bias(router: Any) -> bool:
+    return isinstance(getattr(router, "e_score_correction_bias", None), Tensor)
+
+
+def _scores(router: Any, logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """A router's affinities, and the experts that its paper's loss counts for each token.
+
+    V3 counts the highest scores, whatever bias and groups chose; V2 counts the choice.
+    """
+    if not _has_bias(router):
+        return logits.softmax(dim=-1), chosen
+    scores = logits.sigmoid()
+    return scores, scores.topk(chosen.shape[1], dim=-1, sorted=False).indices

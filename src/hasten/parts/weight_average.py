@@ -1,0 +1,92 @@
+"""A running mean of the weights, float32 on the host: it lies in flatter ground than any one step.
+
+DeepSeek-V3 keeps such a mean in host memory to see early what the decayed learning rate will bring
+(arXiv:2412.19437, section 3.2.2). After update n, mean <- d mean + (1 - d) weights with
+d = min(decay, (1 + n) / (10 + n)): a young mean forgets its beginning faster. The first update
+starts it.
+
+    average = WeightAverage(0.999)
+    optimizer.step(); average.after_update(weights)
+    with average.swapped(weights): evaluate(model)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class WeightAverage:
+    """Exponential mean of a list of tensors, always given in the same order.
+
+    Raises:
+        ValueError: ``decay`` isn't between 0 and 1.
+    """
+
+    def __init__(self, decay: float = 0.999) -> None:
+        if not 0 < decay < 1:
+            raise ValueError(f"decay is {decay}; it lies between 0 and 1, say 0.999")
+        self.decay = decay
+        self.updates = 0
+        self.means: list[Tensor] = []
+
+    @torch.no_grad()
+    def after_update(self, parameters: Sequence[Tensor]) -> None:
+        """Take the weights in as they are now."""
+        self._check(parameters)
+        self.updates += 1
+        # Waits for the device: the weights must not move while they are copied.
+        now = [p.detach().to("cpu", torch.float32) for p in parameters]
+        if not self.means:
+            self.means = [value.clone() for value in now]
+            return
+        weight = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        torch._foreach_lerp_(self.means, now, 1 - weight)
+
+    @contextmanager
+    def swapped(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, the weights are their mean; after it, bit for bit what they were.
+
+        Raises:
+            ValueError: there is no mean yet.
+        """
+        if not self.means:
+            raise ValueError("there is no average before the first update")
+        self._check(parameters)
+        before = [p.detach().to("cpu", copy=True) for p in parameters]
+        try:
+            _put(parameters, self.means)
+            yield
+        finally:
+            _put(parameters, before)
+
+    @property
+    def state_bytes(self) -> int:
+        """Host memory that the mean takes."""
+        return sum(mean.nbytes for mean in self.means)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Means and their age."""
+        return {"updates": self.updates, "means": list(self.means)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved mean; the decay is this object's."""
+        self.updates = state["updates"]
+        self.means = [mean.to("cpu", torch.float32, copy=True) for mean in state["means"]]
+
+    def _check(self, parameters: Sequence[Tensor]) -> None:
+        if self.means and [m.shape for m in self.means] != [p.shape for p in parameters]:
+            raise ValueError(
+                f"the average is of {len(self.means)} tensors and other ones were given; keep one "
+                "average per model, with its weights always in the same order"
+            )
+
+
+@torch.no_grad()
+def _put(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)

@@ -1,0 +1,142 @@
+"""ALLOCATOR: memory allocator, huge pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hasten.core import facts as known
+from hasten.core.facts import Facts
+from hasten.core.session import Session
+from hasten.core.setup import Setup
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Proof, Technique, knob
+from hasten.parts import allocator
+from hasten.parts.threads import started_with
+
+KINDS = ("glibc", "tcmalloc", "jemalloc", "expandable")
+EXPANDABLE = "expandable_segments:True"
+TUNABLE = "glibc.malloc.hugetlb=1"  # madvise for huge pages; glibc from 2.35 on
+KEPT = 0.1  # of a test block's pages may fault again where memory is kept
+
+
+@dataclass(frozen=True)
+class Allocator(Technique):
+    """Freed memory stays with the process: no page faults at every step for the same tensors."""
+
+    slot = Slot.ALLOCATOR
+    kind: str = knob(
+        "glibc",
+        "glibc: tuned; tcmalloc, jemalloc: loaded in its place; expandable: torch's on a GPU",
+        choices=KINDS,
+    )
+    huge_pages: bool = knob(
+        False, "pages of 2 MiB where the kernel gives them on request", choices=(False, True)
+    )
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind is {self.kind!r}; it is one of {', '.join(KINDS)}")
+        if self.huge_pages and self.kind == "expandable":
+            raise ValueError("huge_pages are the host's; leave them out with kind: expandable")
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.EXACT
+
+    def apply(self, setup: Setup) -> None:
+        setup.allocator = HostAllocator(self)
+
+    def environ(self, facts: Facts) -> Mapping[str, str]:
+        if self.kind == "expandable":
+            return {"PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE}
+        if self.kind == "glibc":
+            tunables = {"GLIBC_TUNABLES": _joined("GLIBC_TUNABLES", TUNABLE)}
+            return allocator.keeping() | (tunables if self.huge_pages else {})
+        found = allocator.library(self.kind)
+        if found is None:
+            return {}  # obstacles() says so
+        pages = {"THP_MEM_ALLOC_ENABLE": "1"} if self.huge_pages else {}  # torch asks the kernel
+        return {"LD_PRELOAD": _joined("LD_PRELOAD", found), **pages}
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        name = facts.model.architecture
+        found = []
+        if self.kind == "expandable" and not facts.on_gpu:
+            found.append(f"expandable segments are a GPU's, and {name} trains on the processor")
+        if self.kind == "glibc" and not allocator.is_glibc():
+            found.append(
+                f"the C library of {facts.hardware.system} isn't glibc, so there is nothing to "
+                f"tune for {name}"
+            )
+        if self.kind in allocator.PACKAGES and allocator.library(self.kind) is None:
+            package = allocator.PACKAGES[self.kind]
+            found.append(
+                f"{self.kind} isn't on this machine, so {name} can't run on it; install it "
+                f"(Debian, Ubuntu: {package})"
+            )
+        mode = allocator.huge_page_mode()
+        if self.huge_pages and mode not in ("madvise", "always"):
+            found.append(
+                f"this kernel gives no huge pages to {name} (transparent_hugepage is {mode}); "
+                "leave huge_pages out"
+            )
+        return tuple(found)
+
+    def probe(self, session: Session) -> Proof:
+        host = session.setup.allocator
+        if not isinstance(host, HostAllocator):
+            return Proof(False, "the process's allocator is as it was")
+        return host.proof(session.progress.step)
+
+
+class HostAllocator:
+    """The allocator's settings, as far as a running process can change them."""
+
+    def __init__(self, technique: Allocator) -> None:
+        self._technique = technique
+        self._faults = 0
+        self._kept = False
+
+    def __call__(self) -> None:
+        if self._technique.kind == "glibc":
+            self._kept = allocator.keep()
+        self._faults = allocator.minor_faults()
+
+    def proof(self, steps: int) -> Proof:
+        """What is loaded, and how often the kernel still has to fill in pages."""
+        technique, start = self._technique, started_with()
+        if technique.kind == "expandable":
+            stands = EXPANDABLE in start.get("PYTORCH_CUDA_ALLOC_CONF", "")
+            return Proof(stands, f"expandable segments are {'on' if stands else 'off'}")
+        per_step = (allocator.minor_faults() - self._faults) / max(steps, 1)
+        again = allocator.faults_per_block()
+        pages = allocator.BLOCK // 4096
+        words = [
+            f"{per_step:,.0f} page faults per step since the start of the run",
+            f"{again:,} of {pages:,} pages of a freed block were filled in again at best",
+        ]
+        acted = again < KEPT * pages
+        if technique.kind == "glibc":
+            acted = acted and self._kept
+            words.insert(0, "glibc keeps freed memory" if self._kept else "glibc refused")
+        else:
+            loaded = allocator.is_loaded(technique.kind)
+            acted = loaded
+            words.insert(0, f"{technique.kind} is {'loaded' if loaded else 'not loaded'}")
+        if technique.huge_pages:
+            variable = "GLIBC_TUNABLES" if technique.kind == "glibc" else "THP_MEM_ALLOC_ENABLE"
+            stands = variable in start
+            acted = acted and stands
+            words.append(
+                "huge pages are asked for"
+                if stands
+                else f"no huge pages: {variable} must stand before the process starts"
+            )
+        return Proof(acted, "; ".join(words))
+
+
+def _joined(variable: str, value: str) -> str:
+    """The value behind what the variable holds already, each once."""
+    before = [piece for piece in (known.variable(variable) or "").split(":") if piece]
+    return ":".join([*(piece for piece in before if piece != value), value])

@@ -1,0 +1,98 @@
+"""AVERAGE: which running average of the weights is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hasten.core.evaluate import evaluating, held_out_loss
+from hasten.core.facts import Facts
+from hasten.core.session import Session
+from hasten.core.setup import Setup
+from hasten.core.slot import Slot
+from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.parts.weight_average import WeightAverage as WeightAveragePart
+
+SAVED = ("both", "average", "last")
+
+
+@dataclass(frozen=True)
+class WeightAverage(Technique):
+    """An exponential mean of the true weights, float32 on the host, saved with the model."""
+
+    slot = Slot.AVERAGE
+    decay: float = knob(0.999, "share of the mean that stays per update", choices=(0.99, 0.999))
+    save: str = setting(
+        "both", "both: model and model_average; average: model is the mean; last: no mean saved"
+    )
+
+    def __post_init__(self) -> None:
+        WeightAveragePart(self.decay)  # refuses what doesn't fit
+        if self.save not in SAVED:
+            raise ValueError(f"save is {self.save!r}; it is one of {', '.join(SAVED)}")
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """Training itself keeps its bits; with ``save: average`` the saved model is another."""
+        return Fidelity.LOSSY if self.save == "average" else Fidelity.EXACT
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        return ()
+
+    def apply(self, setup: Setup) -> None:
+        setup.average = SavedAverage(self.decay, self.save)
+
+    def forecast(self, facts: Facts) -> Forecast:
+        on_device = 0.0 if facts.on_gpu else 4.0 * facts.model.parameters
+        return Forecast(resident_bytes=on_device)
+
+    def probe(self, session: Session) -> Proof:
+        found = session.setup.average
+        if not isinstance(found, SavedAverage) or not found.mean.updates:
+            return Proof(False, "no average was kept")
+        text = f"mean of {found.mean.updates} updates, {found.mean.state_bytes / 1e6:.2f} MB"
+        here, there = _losses(session, found.mean)
+        if here is not None and there is not None:
+            text += f"; held-out loss {there:.4f} with it, {here:.4f} with the last weights"
+        return Proof(True, text)
+
+
+class SavedAverage:
+    """A weight average and the folders it is saved to."""
+
+    def __init__(self, decay: float, save: str) -> None:
+        self.mean = WeightAveragePart(decay)
+        self.save = save
+
+    def after_update(self, parameters: Sequence[Tensor]) -> None:
+        self.mean.after_update(parameters)
+
+    def versions(self, parameters: Sequence[Tensor]) -> Iterator[str]:
+        """See :class:`hasten.core.setup.Average`; without an update there is no mean to save."""
+        if self.save != "average" or not self.mean.updates:
+            yield ""
+        if self.save != "last" and self.mean.updates:
+            with self.mean.swapped(parameters):
+                yield "" if self.save == "average" else "_average"
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.mean.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean.load_state_dict(state)
+
+
+def _losses(session: Session, mean: WeightAveragePart) -> tuple[float | None, float | None]:
+    """Held-out loss of the weights as they are, and of their mean."""
+    precision = session.setup.precision
+    with evaluating(session.loss_module):
+        here = held_out_loss(session)
+        with mean.swapped(precision.parameters()):
+            precision.publish()
+            there = held_out_loss(session)
+    precision.publish()
+    return here, there

@@ -1,0 +1,177 @@
+"""COMPILE: which graph runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hasten.core.batch import Collate, MicroBatch
+from hasten.core.facts import Facts
+from hasten.core.job import Job
+from hasten.core.session import Session
+from hasten.core.setup import Setup
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Proof, Technique, knob, setting
+from hasten.errors import InputError
+from hasten.parts.regional_compile import CompiledBlocks, filled
+
+COMPILERS = ("c++", "g++", "clang++")
+MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
+BACKENDS = ("inductor", "aot_eager")
+# Rough guesses, for one decision: does compiling pay? Right within a factor of three at best.
+COMPILE_SECONDS = 60.0  # one to three shapes of a block on two cores: 45 to 75 s
+CORE_RATE, GPU_RATE = 5e10, 1e14  # FLOP/s that training reaches on a core, and on a GPU
+
+
+@dataclass(frozen=True)
+class Compiled(Technique):
+    """torch.compile for the parts of the decoder blocks, on rows of a few fixed lengths."""
+
+    slot = Slot.COMPILE
+    bucket: int = knob(256, "rows are filled to a multiple of so many slots", choices=(128, 256))
+    dynamic: bool = setting(False, "one translation for all lengths; slower code")
+    mode: str = setting("default", "torch.compile's mode; reduce-overhead: CUDA graphs (GPU)")
+    shapes: int = setting(4, "shapes that are compiled; any other runs as it is")
+    share: float = setting(
+        0.1, "share of the run that compiling may take, by estimate; 1: compile always"
+    )
+    backend: str = setting("inductor", "torch.compile's backend; aot_eager: trace alone, no gain")
+
+    def __post_init__(self) -> None:
+        if self.bucket < 1 or self.shapes < 1:
+            raise ValueError("bucket and shapes are at least 1; bucket 1 leaves rows as they are")
+        if self.mode not in MODES:
+            raise ValueError(f"mode is {self.mode!r}; it is one of {', '.join(MODES)}")
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend is {self.backend!r}; it is one of {', '.join(BACKENDS)}")
+        if self.dynamic and self.mode == "reduce-overhead":
+            raise ValueError("CUDA graphs need fixed shapes; leave dynamic out")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share is {self.share}; it is a share, above 0 and at most 1")
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.ROUNDING
+
+    def apply(self, setup: Setup) -> None:
+        expected = seconds_expected(setup.job, setup.facts)
+        cost = COMPILE_SECONDS
+        if self.share < 1 and expected is not None and cost > self.share * expected:
+            setup.compile = LeftOff(
+                f"left off: compiling takes about {cost:.0f} s, more than {self.share:.0%} of a "
+                f"run of about {expected:.0f} s; share: 1 compiles all the same"
+            )
+            return
+        blocks = CompiledBlocks(self.dynamic, self.mode, self.backend, self.shapes)
+        setup.compile = Compiling(blocks)
+        setup.collate = Bucketed(setup.collate or setup.job.collate, self.bucket)
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        name = facts.model.architecture
+        found = []
+        if self.mode == "reduce-overhead" and not facts.on_gpu:
+            found.append(
+                f"reduce-overhead records CUDA graphs, and {name} trains on the processor; leave "
+                "mode out"
+            )
+        if self.backend == "inductor" and facts.on_gpu and not importlib.util.find_spec("triton"):
+            found.append(f"compiling {name} for a GPU takes Triton, which isn't installed")
+        if self.backend == "inductor" and not facts.on_gpu:
+            if not any(shutil.which(compiler) for compiler in COMPILERS):
+                found.append(
+                    f"compiling {name} takes a C++ compiler, and none was found "
+                    f"({', '.join(COMPILERS)}); install one"
+                )
+            if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+                found.append(
+                    f"compiling {name} takes Python's headers (Python.h), and they aren't "
+                    "installed; on Debian and Ubuntu the package is python3-dev"
+                )
+        if facts.model.layers == 1:
+            found.append(f"this {name} has one block, so there is nothing to share between blocks")
+        return tuple(found)
+
+    def probe(self, session: Session) -> Proof:
+        found = session.setup.compile
+        if isinstance(found, LeftOff):
+            return Proof(False, found.reason)
+        if not isinstance(found, Compiling):
+            return Proof(False, "every operator runs by itself")
+        blocks = found.blocks
+        words = [
+            f"{blocks.passes:,} passes of {blocks.parts} parts through graphs of {self.backend}",
+            f"compiled for {blocks.compiled_shapes} shapes in {blocks.seconds:.1f} s",
+        ]
+        if blocks.eager_passes:
+            words.append(
+                f"{blocks.eager_passes:,} passes ran as they are, their shapes beyond the first "
+                f"{self.shapes}: a larger bucket, or dynamic, would compile them"
+            )
+        return Proof(blocks.passes > 0, "; ".join(words))
+
+
+class LeftOff:
+    """Compiles nothing, and says why."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def __call__(self, module: nn.Module) -> None:
+        return None
+
+
+class Compiling:
+    """Binds the blocks; what can't be compiled is the user's plan, and said so."""
+
+    def __init__(self, blocks: CompiledBlocks) -> None:
+        self.blocks = blocks
+
+    def __call__(self, module: nn.Module) -> None:
+        try:
+            self.blocks(module)
+        except ValueError as error:
+            raise InputError(f"plan: compiled: {error}") from error
+
+
+class Bucketed:
+    """A collator's batches with rows filled up, the filler counted as padding."""
+
+    def __init__(self, collate: Collate, bucket: int) -> None:
+        self.bucket = bucket
+        self._collate = collate
+
+    def __call__(self, records: Sequence[Any]) -> MicroBatch:
+        batch = self._collate(records)
+        inputs = filled(batch.inputs, self.bucket)
+        if "input_ids" not in inputs:
+            return batch
+        slots = inputs["input_ids"].numel()
+        return replace(batch, inputs=inputs, counts=replace(batch.counts, slots=slots))
+
+
+def seconds_expected(job: Job, facts: Facts) -> float | None:
+    """How long the run takes without a compiler, as a rough guess; None where nothing is known."""
+    tokens = _tokens_expected(job)
+    if tokens is None or not facts.model.parameters:
+        return None
+    rate = GPU_RATE if facts.on_gpu else CORE_RATE * facts.hardware.usable_cores
+    return 6 * facts.model.parameters * tokens / facts.world.size / rate
+
+
+def _tokens_expected(job: Job) -> float | None:
+    limits = [float(job.stop.tokens)] if job.stop.tokens else []
+    if len(job.lengths):
+        epoch = float(sum(job.lengths))
+        if job.stop.epochs:
+            limits.append(job.stop.epochs * epoch)
+        if job.stop.steps:
+            records = (job.batch.records or 0) * epoch / len(job.lengths)
+            limits.append(job.stop.steps * (job.batch.tokens or records))
+    return min(limits, default=None)

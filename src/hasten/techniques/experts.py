@@ -1,0 +1,75 @@
+"""EXPERTS: which code multiplies tokens with their experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from hasten.core.facts import Facts
+from hasten.core.session import Session
+from hasten.core.setup import Setup
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Proof, Technique, knob
+from hasten.errors import InputError
+from hasten.parts import fused_experts
+from hasten.parts.hugging_face import causal_lm
+
+KINDS = ("fused", "eager", "batched_mm", "grouped_mm")
+FUSED = ("deepseek_v2", "deepseek_v3")  # architectures whose experts hasten's kernels run
+ARCHITECTURES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "qwen3_moe")
+
+
+@dataclass(frozen=True)
+class ExpertsImplementation(Technique):
+    """One of four ways through the experts of a layer, on this model instance.
+
+    ``fused`` is hasten's own, for a processor: all experts in one call of kernels that compile
+    nothing for a shape. The others are Transformers' three:
+    ``eager`` takes the experts one by one; ``grouped_mm`` sorts the tokens by expert and multiplies
+    all groups in one call, which is Transformers' own default; ``batched_mm`` copies an expert's
+    weights for every token.
+    """
+
+    slot = Slot.EXPERTS
+    kind: str = knob("fused", "fused, eager, grouped_mm or batched_mm", choices=KINDS)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind is {self.kind!r}; choose from {', '.join(KINDS)}")
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.ROUNDING
+
+    def apply(self, setup: Setup) -> None:
+        setup.experts = self._select
+
+    def _select(self, model: nn.Module) -> None:
+        try:
+            if self.kind == "fused":
+                fused_experts.fuse_experts(causal_lm(model))
+            else:
+                causal_lm(model).set_experts_implementation(self.kind)
+        except ValueError as error:
+            raise InputError(f"experts_implementation: {error}") from error
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        known = FUSED if self.kind == "fused" else ARCHITECTURES
+        if facts.model.architecture not in known or not facts.model.experts:
+            return (
+                f"there are no experts in {facts.model.architecture} here whose code can be "
+                f"{self.kind}; it is for models with experts of {', '.join(known)}",
+            )
+        if self.kind != "fused":
+            return ()
+        if facts.on_gpu:
+            return (f"the fused kernels are for the processor; this run is on {facts.device}",)
+        reason = fused_experts.why_not()
+        return (reason,) if reason else ()
+
+    def probe(self, session: Session) -> Proof:
+        model = causal_lm(session.model)
+        layers = fused_experts.fused(model)
+        chosen = "fused" if layers else str(model.config._experts_implementation)
+        return Proof(chosen == self.kind, f"the model's experts are computed by {chosen} code")

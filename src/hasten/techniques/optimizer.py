@@ -1,0 +1,200 @@
+"""OPTIMIZER: the update rule and the format of its state.
+
+Learning rate, betas, weight decay and groups stay those of the job's AdamW, which is built as ever
+and read; it has no state before its first step, so nothing is lost with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+
+from hasten.core.facts import Facts
+from hasten.core.job import NamedParameters, OptimizerFactory
+from hasten.core.session import Session
+from hasten.core.setup import Setup
+from hasten.core.slot import Slot
+from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob
+from hasten.errors import InputError
+from hasten.parts.compact_adamw import FORMATS
+from hasten.parts.compact_adamw import CompactAdamW as CompactAdamWPart
+from hasten.parts.fused_adamw import FusedAdamW as FusedAdamWPart
+from hasten.parts.kernels import rows
+from hasten.parts.muon import MuonAdamW, muon_groups
+
+BYTES = {"bf16": 4.0, "int8": 2.0 + 8 / 256}  # of both moments, per weight
+ADAMW_BYTES = 8.0
+SETTINGS = ("lr", "betas", "eps", "weight_decay")
+Named = list[tuple[str, Any]]
+
+
+@dataclass(frozen=True)
+class FusedAdamW(Technique):
+    """AdamW with clipping, update and the rounded copy of the weights in one pass over memory."""
+
+    slot = Slot.OPTIMIZER
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.ROUNDING
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        return ()
+
+    def apply(self, setup: Setup) -> None:
+        def build(adamw: AdamW, named: Named) -> Optimizer:
+            return FusedAdamWPart(_groups(adamw))
+
+        setup.optimizer = _in_place_of_adamw(setup.optimizer, self.name(), build)
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        if facts.on_gpu:
+            return (f"the pass is for a processor's memory; this run is on {facts.device}",)
+        reason = rows.library().reason
+        return (reason,) if reason else ()
+
+    def forecast(self, facts: Facts) -> Forecast:
+        return Forecast(resident_bytes=-2.0 * facts.model.parameters)
+
+    def probe(self, session: Session) -> Proof:
+        optimizer = session.optimizer
+        moved = len(optimizer.state) if isinstance(optimizer, FusedAdamWPart) else 0
+        return Proof(moved > 0, f"{moved} tensors moved by {type(optimizer).__name__}")
+
+
+@dataclass(frozen=True)
+class CompactAdamW(Technique):
+    """AdamW whose moments are kept in bf16 or 8 bits between steps."""
+
+    slot = Slot.OPTIMIZER
+    moments: str = knob("bf16", "format of both moments of matrices", choices=FORMATS)
+
+    def __post_init__(self) -> None:
+        if self.moments not in FORMATS:
+            raise ValueError(f"moments is {self.moments!r}; it is one of {', '.join(FORMATS)}")
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.LOSSY  # moments rounded step after step lead to other weights
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        return ()
+
+    def apply(self, setup: Setup) -> None:
+        seed = setup.job.seed
+
+        def build(adamw: AdamW, named: Named) -> Optimizer:
+            return CompactAdamWPart(_groups(adamw), moments=self.moments, seed=seed)
+
+        setup.optimizer = _in_place_of_adamw(setup.optimizer, self.name(), build)
+
+    def forecast(self, facts: Facts) -> Forecast:
+        saved = ADAMW_BYTES - BYTES[self.moments]
+        return Forecast(resident_bytes=-saved * facts.model.parameters)
+
+    def probe(self, session: Session) -> Proof:
+        optimizer = session.optimizer
+        kept, plain = state_bytes(optimizer)
+        acted = isinstance(optimizer, CompactAdamWPart) and 0 < kept < plain
+        return Proof(acted, _memory(kept, plain))
+
+
+@dataclass(frozen=True)
+class Muon(Technique):
+    """Muon for hidden matrices, AdamW for embeddings, head, norms and biases."""
+
+    slot = Slot.OPTIMIZER
+    momentum: float = knob(0.95, "of Muon, in Nesterov's form", choices=(0.9, 0.95, 0.98))
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum is {self.momentum}; it lies in [0, 1)")
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.LOSSY  # another update rule
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        return ()
+
+    def apply(self, setup: Setup) -> None:
+        def build(adamw: AdamW, named: Named) -> Optimizer:
+            groups = muon_groups(_groups(adamw), named)
+            if not any(group["muon"] for group in groups):
+                raise InputError(
+                    "muon: the model has no hidden matrix that learns, so there is nothing for "
+                    "Muon to do; leave it out of the plan"
+                )
+            return MuonAdamW(groups, momentum=self.momentum)
+
+        setup.optimizer = _in_place_of_adamw(setup.optimizer, self.name(), build)
+
+    def forecast(self, facts: Facts) -> Forecast:
+        outer = facts.model.vocabulary * facts.model.hidden_size
+        outer *= 1 if facts.model.tied_head else 2
+        return Forecast(resident_bytes=-4.0 * max(facts.model.parameters - outer, 0))
+
+    def probe(self, session: Session) -> Proof:
+        optimizer = session.optimizer
+        if not isinstance(optimizer, MuonAdamW):
+            return Proof(False, f"the optimizer is {type(optimizer).__name__}")
+        turned = sum("momentum" in state for state in optimizer.state.values())
+        return Proof(
+            turned > 0,
+            f"{turned} of {len(optimizer.state)} tensors by Muon; "
+            + _memory(*state_bytes(optimizer)),
+        )
+
+
+def state_bytes(optimizer: Optimizer) -> tuple[int, int]:
+    """Bytes of the optimizer's state as it is, and as AdamW's would be."""
+    kept = plain = 0
+    for parameter, state in optimizer.state.items():
+        kept += sum(v.nbytes for v in state.values() if isinstance(v, Tensor) and v.ndim)
+        plain += int(ADAMW_BYTES) * parameter.numel() if state else 0
+    return kept, plain
+
+
+def _memory(kept: int, plain: int) -> str:
+    return f"state of {kept / 1e6:.2f} MB where AdamW's is {plain / 1e6:.2f} MB"
+
+
+def _groups(adamw: AdamW) -> list[dict[str, Any]]:
+    return [{k: group[k] for k in ("params", *SETTINGS)} for group in adamw.param_groups]
+
+
+def _in_place_of_adamw(
+    given: OptimizerFactory | None, name: str, build: Callable[[AdamW, Named], Optimizer]
+) -> OptimizerFactory:
+    """A factory that lets the job build its AdamW and builds ``name`` with the same settings.
+
+    Raises (the factory does):
+        InputError: the job's optimizer isn't AdamW, or has run already.
+    """
+
+    def factory(named: NamedParameters) -> Optimizer:
+        pairs = list(named)
+        assert given is not None  # prepare() put the job's there
+        adamw = given(pairs)
+        if not isinstance(adamw, AdamW):
+            raise InputError(
+                f"{name} takes the settings of an AdamW, and this job's optimizer is "
+                f"{type(adamw).__name__}; give it AdamW, or leave {name} out of the plan"
+            )
+        if adamw.state:
+            raise InputError(
+                f"{name} would lose what this AdamW remembers of earlier steps; give one that "
+                f"hasn't been stepped, or leave {name} out of the plan"
+            )
+        if any(group["amsgrad"] or group["maximize"] for group in adamw.param_groups):
+            raise InputError(f"{name} knows neither amsgrad nor maximize; give AdamW without them")
+        return build(adamw, pairs)
+
+    return factory

@@ -1,0 +1,108 @@
+"""RECOMPUTE: which activations are kept for the backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hasten.core.facts import Facts
+from hasten.core.session import Session
+from hasten.core.setup import Setup
+from hasten.core.slot import Slot
+from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.parts.recompute import BlockRecompute
+
+MEASURED_RECORDS = 4  # of the micro-batch on which the probe measures
+
+
+@dataclass(frozen=True)
+class Recompute(Technique):
+    """Blocks keep their inputs alone; backward computes the rest of a block again."""
+
+    slot = Slot.RECOMPUTE
+    segments: int | None = setting(
+        None, "recompute in so many runs of blocks, the last kept; none: each block by itself"
+    )
+    budget: float | None = knob(
+        None, "share of the blocks' bytes that may stay", choices=(0.25, 0.5, 0.75)
+    )
+    offload: bool = setting(False, "recompute nothing, keep activations in host memory (GPU)")
+
+    def __post_init__(self) -> None:
+        BlockRecompute(self.segments, self.budget, self.offload)  # refuses what doesn't fit
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.EXACT
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        return ()
+
+    def apply(self, setup: Setup) -> None:
+        setup.recompute = BlockRecompute(self.segments, self.budget, self.offload)
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        found = []
+        if self.offload and not facts.on_gpu:
+            found.append(
+                f"activations of {facts.model.architecture} are in host memory already on a "
+                "processor, so there is nothing to move; leave offload out"
+            )
+        if self.segments is not None and 0 < facts.model.layers < self.segments:
+            found.append(
+                f"segments is {self.segments}, but {facts.model.architecture} has "
+                f"{facts.model.layers} blocks here; give at most that"
+            )
+        return tuple(found)
+
+    def forecast(self, facts: Facts) -> Forecast:
+        """A third of a step's FLOPs is the forward pass; what is recomputed runs it again."""
+        if self.offload:
+            return Forecast()
+        share = 1.0
+        if self.budget is not None:
+            share = 1 - self.budget
+        elif self.segments is not None and facts.model.layers:
+            size = facts.model.layers // self.segments
+            share = size * (self.segments - 1) / facts.model.layers
+        return Forecast(flops=1 + share / 3)
+
+    def probe(self, session: Session) -> Proof:
+        found = session.setup.recompute
+        if not isinstance(found, BlockRecompute):
+            return Proof(False, "every activation is kept")
+        acted = found.passes > 0
+        done = f"{found.passes} passes of blocks {'kept on the host' if self.offload else 'again'}"
+        sizes = _measured(session, found)
+        if sizes is None:
+            return Proof(acted, done)
+        kept, whole = (size / 1e6 for size in sizes)
+        return Proof(
+            acted and sizes[0] < sizes[1],
+            f"saved {kept:.2f} MB of activations where {whole:.2f} MB would be, "
+            f"on {MEASURED_RECORDS} records; {done}",
+        )
+
+
+def _measured(session: Session, recompute: BlockRecompute) -> tuple[int, int] | None:
+    """Bytes of one micro-batch kept for backward, with recomputation and without."""
+    setup, job, module = session.setup, session.setup.job, session.loss_module
+    if not len(job.records):
+        return None  # a stream of the user's own is not ours to read from
+    count = min(MEASURED_RECORDS, len(job.records))
+    batch = (setup.collate or job.collate)([job.records[i] for i in range(count)]).to(job.device)
+
+    def forward() -> object:
+        with setup.precision.region():
+            return module(**batch.inputs)
+
+    passes = recompute.passes
+    gpu = [] if job.device == "cpu" else [torch.device(job.device)]
+    with torch.random.fork_rng(devices=gpu):
+        kept = recompute.saved_bytes(forward, module)
+        with recompute.off():
+            whole = recompute.saved_bytes(forward, module)
+    recompute.passes = passes
+    return kept, whole

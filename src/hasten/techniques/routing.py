@@ -1,0 +1,131 @@
+"""ROUTING: how tokens are balanced over experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from hasten.core.batch import MicroBatch
+from hasten.core.facts import Facts
+from hasten.core.session import Session
+from hasten.core.setup import Setup
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Proof, Technique, knob
+from hasten.errors import InputError
+from hasten.parts.hugging_face import causal_lm
+from hasten.parts.routing import BIASED, UNBIASED, RouterBalance, load_ratios, sequence_ids
+
+
+@dataclass(frozen=True)
+class BalancedRouting(Technique):
+    """Experts get equal loads: a bias that follows the load (V3), a loss on each sequence (V2, V3).
+
+    With both settings at 0 nothing is changed and the loads are only counted and shown.
+    """
+
+    slot = Slot.ROUTING
+    speed: float = knob(
+        0.001, "how far a router's bias moves after each update; 0: it stays", low=0.0, high=0.01
+    )
+    sequence_loss: float = knob(
+        0.0001, "weight of the balance loss of each sequence; 0: none", low=0.0, high=0.01
+    )
+
+    def __post_init__(self) -> None:
+        for name, value in (("speed", self.speed), ("sequence_loss", self.sequence_loss)):
+            if not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"{name} is {value}; give 0 or a small number, say 0.001")
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.LOSSY if self.speed or self.sequence_loss else Fidelity.EXACT
+
+    def apply(self, setup: Setup) -> None:
+        setup.routing = Balancing(self.speed, self.sequence_loss)
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        architecture = facts.model.architecture
+        if architecture not in (*BIASED, *UNBIASED) or not facts.model.experts:
+            return (
+                f"there are no routers that are known here in {architecture}; it is for models "
+                f"with experts of {', '.join((*BIASED, *UNBIASED))}",
+            )
+        if architecture in UNBIASED and self.speed:
+            return (
+                f"the routers of {architecture} have no bias to move; give speed: 0 and a "
+                "sequence_loss (0.003 in its paper)",
+            )
+        return ()
+
+    def probe(self, session: Session) -> Proof:
+        routing = session.setup.routing
+        balance = routing.balance if isinstance(routing, Balancing) else None
+        if balance is None or balance.last is None:
+            return Proof(False, "no load was counted")
+        ratios = load_ratios(balance.last)
+        return Proof(
+            balance.updates > 0,
+            f"busiest expert / mean load in the last step: {float(ratios.mean()):.2f} over "
+            f"{len(ratios)} layers, {float(ratios.max()):.2f} in the worst; biases moved "
+            f"{balance.updates if self.speed else 0} times",
+        )
+
+
+class Balancing:
+    """ROUTING's seam, filled by a RouterBalance of the run's own."""
+
+    def __init__(self, speed: float, sequence_loss: float) -> None:
+        self.speed, self.sequence_loss = speed, sequence_loss
+        self.balance: RouterBalance | None = None
+
+    def prepare(self, model: nn.Module) -> None:
+        inner = causal_lm(model)
+        try:
+            self.balance = RouterBalance(inner, self.speed, self.sequence_loss)
+        except ValueError as error:
+            raise InputError(f"balanced_routing: {error}") from error
+        if self.speed and not all(r.weight.requires_grad for r in self.balance.routers):
+            raise InputError(
+                "balanced_routing: the routers don't learn here, and an adapter's files have no "
+                "place for their biases; give speed: 0, or train all weights"
+            )
+
+    def forward(self, module: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        balance = self.balance
+        if balance is None or not module.training:
+            loss, count = module(**micro_batch.inputs)
+            return loss, count
+        labels = micro_batch.inputs["labels"]
+        with balance.watching(_sequences(micro_batch)):
+            loss, count = module(**micro_batch.inputs)
+        return loss + balance.loss(labels), count
+
+    def after_update(self, total: Callable[[Tensor], Tensor]) -> None:
+        if self.balance is not None:
+            self.balance.after_update(total)
+
+    def discard(self) -> None:
+        if self.balance is not None:
+            self.balance.discard()
+
+    def load_ratio(self) -> float | None:
+        if self.balance is None or self.balance.last is None:
+            return None
+        return float(load_ratios(self.balance.last).mean())
+
+
+def _sequences(micro_batch: MicroBatch) -> Tensor:
+    """Where the records lie; a rank that has none of its own runs filler alone.
+
+    Filler may stand behind the last record of a packed row, as a document or without one.
+    """
+    shape = micro_batch.inputs["input_ids"].shape
+    if not micro_batch.counts.tokens:
+        return sequence_ids([0] * shape[0], shape)
+    packed = micro_batch.inputs.get("document_lengths")
+    if packed is None:
+        return sequence_ids([r.length for r in micro_batch.records], shape)
+    return sequence_ids(packed[: len(micro_batch.records)], shape)

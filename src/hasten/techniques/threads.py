@@ -1,0 +1,162 @@
+"""THREADS: threads, affinity, waiting."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from hasten.core import facts as known
+from hasten.core.facts import Facts
+from hasten.core.session import Session
+from hasten.core.setup import Setup
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Proof, Technique, knob, setting
+from hasten.parts import threads
+
+
+@dataclass(frozen=True)
+class Threads(Technique):
+    """A rank's own cores, as many threads as it has cores, idle threads asleep, garbage seldom."""
+
+    slot = Slot.THREADS
+    count: int | None = setting(
+        None, "threads of an operator; none: the rank's share of the machine's cores"
+    )
+    affinity: bool = setting(True, "ranks of one machine keep to cores of their own")
+    numa: bool = setting(False, "insist that a rank's cores lie in one memory node")
+    passive: bool = knob(True, "idle threads sleep; false: they spin", choices=(True, False))
+    interop: int = setting(1, "operators that may run at the same time")
+    collect_every: int = knob(
+        50, "updates between two looks for garbage; 0: as Python does", choices=(0, 20, 50, 200)
+    )
+
+    def __post_init__(self) -> None:
+        if (self.count is not None and self.count < 1) or self.interop < 1:
+            raise ValueError("count and interop are numbers of threads, at least 1 each")
+        if self.collect_every < 0:
+            raise ValueError("collect_every can't be negative; 0 leaves Python's collector alone")
+        if self.numa and not self.affinity:
+            raise ValueError("numa chooses the cores that affinity keeps to; leave affinity on")
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.ROUNDING  # sums are cut into as many pieces as there are threads
+
+    def apply(self, setup: Setup) -> None:
+        host = HostThreads(self, setup.facts)
+        setup.threads = host
+        build = setup.optimizer
+        if build is None or host.collector is None:
+            return
+        collector = host.collector
+
+        def watched(named: object) -> torch.optim.Optimizer:
+            optimizer = build(named)  # type: ignore[arg-type]  # handed on as it came
+            collector.attach(optimizer)
+            return optimizer
+
+        setup.optimizer = watched
+
+    def environ(self, facts: Facts) -> Mapping[str, str]:
+        return {
+            "OMP_NUM_THREADS": str(self.threads(facts)),
+            **threads.waiting(self.passive),
+        }
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        found = []
+        name = facts.model.architecture
+        if self.affinity and not threads.usable_cores():
+            found.append(
+                f"{facts.hardware.system} has no core masks, so {name} can't keep to its cores; "
+                "say affinity: false"
+            )
+        nodes = len(threads.memory_nodes())
+        if self.numa and nodes < 2:
+            found.append(
+                f"this machine shows {nodes} memory node, so there is none to keep {name} in; "
+                "leave numa out"
+            )
+        elif self.numa and known.ranks_here(facts.world) % nodes:
+            found.append(
+                f"{known.ranks_here(facts.world)} ranks of {name} can't be dealt evenly to "
+                f"{nodes} memory nodes; start a multiple of {nodes}, or leave numa out"
+            )
+        cores = facts.hardware.usable_cores
+        if self.count is not None and self.count > cores:
+            found.append(
+                f"count is {self.count}, but {name} may use {cores} cores here; give at most that"
+            )
+        return tuple(found)
+
+    def cores(self, facts: Facts) -> tuple[int, ...]:
+        """The cores of this rank; empty where the system has no masks."""
+        usable = threads.usable_cores()
+        if not usable:
+            return ()
+        ranks = known.ranks_here(facts.world)
+        return threads.own_cores(
+            usable, facts.world.local_rank % ranks, ranks, threads.memory_nodes()
+        )
+
+    def threads(self, facts: Facts) -> int:
+        """Threads of an operator on this rank."""
+        if self.count is not None:
+            return self.count
+        ranks = known.ranks_here(facts.world)
+        hardware = facts.hardware
+        logical = len(self.cores(facts)) or hardware.usable_cores // ranks
+        return max(1, min(logical, hardware.physical_cores // ranks or 1))
+
+    def probe(self, session: Session) -> Proof:
+        host = session.setup.threads
+        if not isinstance(host, HostThreads):
+            return Proof(False, f"{torch.get_num_threads()} threads, as torch chose")
+        return host.proof()
+
+
+class HostThreads:
+    """The settings, put into force when a run is assembled."""
+
+    def __init__(self, technique: Threads, facts: Facts) -> None:
+        self._technique, self._facts = technique, facts
+        every = technique.collect_every
+        self.collector = threads.QuietCollector(every) if every else None
+        self._cores: tuple[int, ...] = ()
+        self._count = 0
+
+    def __call__(self) -> None:
+        technique = self._technique
+        self._count = technique.threads(self._facts)
+        if technique.affinity:
+            self._cores = technique.cores(self._facts)
+            threads.keep_to(self._cores)
+        threads.use_threads(self._count, technique.interop)
+
+    def proof(self) -> Proof:
+        """How the process runs now, asked of torch, the kernel and the collector."""
+        count, mask = torch.get_num_threads(), threads.usable_cores()
+        start = threads.started_with()
+        words = [f"{count} threads, {torch.get_num_interop_threads()} between operators"]
+        acted = count == self._count
+        if self._technique.affinity:
+            acted = acted and mask == self._cores
+            words.append(f"cores {', '.join(map(str, mask))}")
+        wanted = threads.waiting(self._technique.passive)
+        stands = all(start.get(name) == value for name, value in wanted.items())
+        how = "asleep" if self._technique.passive else "spinning"
+        words.append(
+            f"idle threads wait {how}"
+            if stands
+            else "how idle threads wait was settled before this process knew its plan"
+        )
+        if self.collector is not None and self.collector.updates:
+            acted = acted and not gc.isenabled()
+            words.append(
+                f"garbage looked for {self.collector.collections} times in "
+                f"{self.collector.updates} updates"
+            )
+        return Proof(acted, ", ".join(words))
