@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hasten.hosts.optimized_trainer import OptimizedTrainer
     from hasten.parts.dynamic_batcher import DynamicBatcher
     from hasten.parts.dynamic_sampler import DynamicBatchSampler
+    from hasten.parts.linear_relu import fused_linear_relu
     from hasten.parts.prefetcher import SmartPrefetcher
 
 _HOMES = {
@@ -30,6 +31,7 @@ _HOMES = {
     "Plan": "hasten.core.plan",
     "SmartPrefetcher": "hasten.parts.prefetcher",
     "Technique": "hasten.core.technique",
+    "fused_linear_relu": "hasten.parts.linear_relu",
 }
 __version__ = "0.1.0"
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "Plan",
     "SmartPrefetcher",
     "Technique",
+    "fused_linear_relu",
 ]
 
 

@@ -51,3 +51,8 @@ def test_the_prefetch_example_takes_every_batch_and_waits_for_few() -> None:
     assert len(names["batches"]) == 16
     assert len(names["losses"]) == names["prefetcher"].statistics.batches == 48
     assert names["batches"].state_dict() == {"epoch": 3, "batch": 0}
+
+
+def test_the_fused_layer_trains() -> None:
+    names = runpy.run_path(str(Path(__file__).parent / "fused_linear_example.py"))
+    assert names["losses"][-1] < 0.5 * names["losses"][0]
