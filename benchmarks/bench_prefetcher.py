@@ -1,13 +1,15 @@
 """What reading ahead saves: the data stall of a step, and the requests to a cold store.
 
-    python benchmarks/bench_prefetcher.py
+    python benchmarks/bench_prefetcher.py [--steps 60] [--passes 5] [--scale 1]
 
 Ways and orders take turns, pass by pass; medians over passes. The store sleeps, so it uses no
-processor, like a disk or an object store; the step is a matrix product on one thread.
+processor, like a disk or an object store; the step is matrix products on one thread. ``--scale``
+makes both the step and the reading of its records longer by that factor.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 import time
@@ -20,7 +22,7 @@ from torch.utils.data import DataLoader
 from hasten.parts.access_pattern import IndexedReader
 from hasten.parts.prefetcher import SmartPrefetcher
 
-BATCH, STEPS, PASSES = 8, 60, 5
+BATCH = 8
 RECORD_SECONDS = 0.0006  # in quiet times: 4.8 ms a batch, with a step of about 12 ms
 BURST_EVERY, BURST_SECONDS = 120, 0.06  # every 15th batch the store hangs
 REQUEST_SECONDS, COLD_RECORDS = 0.005, 1024
@@ -29,12 +31,15 @@ REQUEST_SECONDS, COLD_RECORDS = 0.005, 1024
 class SlowStore:
     """Records of 512 tokens from a reader that is throttled and hangs now and then."""
 
+    def __init__(self, steps: int, scale: int) -> None:
+        self.steps, self.seconds = steps, scale * RECORD_SECONDS
+
     def __len__(self) -> int:
-        return BATCH * STEPS
+        return BATCH * self.steps
 
     def __getitem__(self, index: int) -> torch.Tensor:
         hangs = index % BURST_EVERY == BURST_EVERY - 1
-        time.sleep(RECORD_SECONDS + (BURST_SECONDS if hangs else 0.0))
+        time.sleep(self.seconds + (BURST_SECONDS if hangs else 0.0))
         return torch.full((512,), index)
 
 
@@ -49,36 +54,38 @@ class ColdStore:
         return range(start, stop)
 
 
-def stall_share(batches: Iterable[Any], weight: torch.Tensor) -> tuple[float, float, float]:
+def stall_share(
+    batches: Iterable[Any], weight: torch.Tensor, scale: int
+) -> tuple[float, float, float]:
     """(share of the pass that waited for data, that without the first batch, ms of a step)."""
     stall, first, began = 0.0, 0.0, time.perf_counter()
     asked = began
     for number, _ in enumerate(batches):
         waited = time.perf_counter() - asked
         stall, first = stall + waited, first if number else waited
-        for _ in range(4):
+        for _ in range(4 * scale):
             weight @ weight
         asked = time.perf_counter()
     seconds = asked - began
-    return stall / seconds, (stall - first) / (seconds - first), 1e3 * seconds / STEPS
+    return stall / seconds, (stall - first) / (seconds - first), 1e3 * seconds / (number + 1)
 
 
-def stalls() -> None:
-    weight = torch.randn(768, 768)
-    plain = DataLoader(SlowStore(), batch_size=BATCH)  # type: ignore[arg-type]
+def stalls(steps: int, passes: int, scale: int) -> None:
+    weight, store = torch.randn(768, 768), SlowStore(steps, scale)
+    plain = DataLoader(store, batch_size=BATCH)  # type: ignore[arg-type]
     ways: dict[str, Iterable[Any]] = {"DataLoader, no reading ahead": plain}
     for workers in (1, 2, 4):
         ways[f"DataLoader, {workers} persistent worker(s)"] = DataLoader(
-            SlowStore(),  # type: ignore[arg-type]
+            store,  # type: ignore[arg-type]
             batch_size=BATCH,
             num_workers=workers,
             persistent_workers=True,
         )
     ways["SmartPrefetcher(4)"] = SmartPrefetcher(4).wrap(plain)
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
-    for number in range(PASSES + 1):
+    for number in range(passes + 1):
         for name, way in ways.items():
-            measured = stall_share(way, weight)
+            measured = stall_share(way, weight, scale)
             if number:  # the first pass starts workers and warms up
                 found[name].append(measured)
     base = statistics.median(ms for *_, ms in found["DataLoader, no reading ahead"])
@@ -127,6 +134,11 @@ def seconds_of(work: Callable[[], Any]) -> float:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=60, help="of a pass")
+    parser.add_argument("--passes", type=int, default=5)
+    parser.add_argument("--scale", type=int, default=1)
+    chosen = parser.parse_args()
     torch.set_num_threads(1)
-    stalls()
+    stalls(chosen.steps, chosen.passes, chosen.scale)
     requests()
