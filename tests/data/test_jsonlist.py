@@ -57,6 +57,12 @@ def test_a_small_window_finds_what_a_large_one_finds(
         assert found(data) == whole
 
 
+def test_more_space_than_a_window_holds_may_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonlist, "_LEAST", 8)
+    monkeypatch.setattr(jsonlist, "_READ", 4)
+    assert [one.value for one in found(b"\n" * 100 + b"[1, 2]")] == [1, 2]
+
+
 def test_a_record_without_an_end_costs_a_window_and_not_the_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -14,6 +14,7 @@ from hasten.core.setup import obstacles
 from hasten.data.corpus import Corpus, Portion
 from hasten.data.shapes import Conversation, Message
 from hasten.models.presets import PRESETS
+from hasten.parts.kernels import rows
 from hasten.recipe.build import facts_of, plan_of
 from hasten.recipe.material import gather
 from hasten.recipe.schema import Recipe, load_recipe
@@ -77,7 +78,8 @@ def test_an_example_trains_with_all_its_techniques(
     # a checkpoint every fifty steps.
     idle = {name for name, proof in summary["acted"].items() if not proof["acted"]}
     assert idle <= {"accumulate", "checkpoints"}
-    assert not any("without" in line for line in said)
+    if rows.library().library is not None:  # without a compiler it goes on, and says so
+        assert not any("without" in line for line in said)
 
 
 @each
@@ -87,6 +89,8 @@ def test_an_example_has_no_obstacle_as_it_stands(
     recipe = load_recipe(path)
     known = facts_of(recipe, gather(short(path, tmp_path, monkeypatch), tmp_path / "data"))
     plan = plan_of(recipe, known)
+    if rows.library().library is None:
+        pytest.skip(rows.library().reason)
     assert len(plan) == len(recipe.plan) > 0
     assert obstacles(plan, known) == []
 

@@ -49,6 +49,8 @@ def scan_json(file: IO[bytes]) -> Iterator[Found]:
 
 
 def _scan_list(window: _Window) -> Iterator[Found]:
+    while "[" not in window.text:  # more space before it than a window holds
+        window.grow()
     at = window.text.index("[") + 1
     decoder = Decoder()
     usual: set[str] = set()  # keys seen in sound records: how a record is told from its parts
