@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 
 from hasten.core.setup import NoAverage
 from hasten.core.state import restore, state_of
+from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.parts import checkpoint
+from hasten.techniques.optimizer import Muon
+from hasten.techniques.precision import BF16MasterWeights
 from tiny import language_job, session_of
 
 KEYS = st.text(max_size=4) | st.sampled_from(["$tensor", "$items", "a/b", "0"]) | st.integers(0, 3)
@@ -102,6 +105,24 @@ def test_a_slot_that_is_filled_in_another_way_is_refused_and_nothing_is_changed(
         restore(second, *state_of(first))
     assert second.setup.average.state == 2
     assert second.progress.step == 0
+
+
+@pytest.mark.parametrize(
+    ("technique", "sentence"),
+    [(Muon(), "optimizer is Muon"), (BF16MasterWeights(), "precision keeps [1-9]")],
+    ids=str,
+)
+def test_another_optimizer_or_format_of_weights_is_refused_and_nothing_is_changed(
+    technique: Technique, sentence: str
+) -> None:
+    first, second = session_of(language_job()), session_of(language_job(), technique)
+    before = [p.clone() for p in second.loss_module.parameters()]
+    with torch.no_grad():
+        next(first.loss_module.parameters()).add_(1)
+    with pytest.raises(InputError, match=sentence):
+        restore(second, *state_of(first))
+    after = second.loss_module.parameters()
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def test_a_slot_that_the_state_says_nothing_of_begins_afresh() -> None:

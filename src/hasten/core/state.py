@@ -51,6 +51,7 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "progress": asdict(session.progress),
         "plan": session.setup.plan.to_list(),
         "optimizer": numbers,
+        "optimizer_kind": type(session.optimizer).__name__,
         "slots": slots,
     }
     return tensors, meta
@@ -67,6 +68,7 @@ def restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) 
     """
     saved = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
     _check_same_model(session, saved)
+    _check_same_update(session, tensors, meta)
     slots = _slots_of(session.setup, meta.get("slots", {}))
     session.loss_module.load_state_dict(saved, strict=False)
     for index, master in enumerate(_own_masters(session)):
@@ -168,6 +170,24 @@ def _check_same_model(session: Session, saved: dict[str, Tensor]) -> None:
         raise InputError(
             f"the checkpoint is of another model: {names[0]} differs ({len(names)} in all); "
             "resume with the recipe that wrote it, or choose another folder"
+        )
+
+
+def _check_same_update(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    """The optimizer and the format of the true weights are those that the state is of."""
+    here = type(session.optimizer).__name__
+    there = meta.get("optimizer_kind", here)
+    if here != there:
+        raise InputError(
+            f"the checkpoint holds the state of {there} and this run's optimizer is {here}; "
+            "resume with the plan that wrote it, or choose another folder"
+        )
+    wanted = len(_own_masters(session))
+    found = sum(name.startswith("master/") for name in tensors)
+    if wanted != found:
+        raise InputError(
+            f"the checkpoint holds {found} master weights and the plan's precision keeps {wanted}; "
+            "resume with the plan that wrote it, or choose another folder"
         )
 
 
