@@ -92,10 +92,10 @@ def test_a_library_is_built_once_and_found_again(
 ) -> None:
     assert toy().library.answer() == 7
     (name,) = libraries(tmp_path / "kernels")
-    written = (tmp_path / "kernels" / name).stat().st_mtime_ns
+    written = (tmp_path / "kernels" / name).stat().st_ino
     assert toy().library.answer() == 7
     assert libraries(tmp_path / "kernels") == [name]
-    assert (tmp_path / "kernels" / name).stat().st_mtime_ns == written
+    assert (tmp_path / "kernels" / name).stat().st_ino == written
     assert [p.name for p in (tmp_path / "kernels").iterdir()] == [name], "nothing else is left"
 
 
@@ -122,6 +122,22 @@ def test_a_changed_source_gets_a_new_name(toy: Callable[..., build.Built], tmp_p
     (tmp_path / "sources" / "shared.h").write_text("// a header counts too\n")
     toy()
     assert len(libraries(tmp_path / "kernels")) == 3
+
+
+@needs_compiler
+def test_libraries_nobody_uses_any_more_are_swept_and_foreign_files_are_not(
+    toy: Callable[..., build.Built], tmp_path: Path
+) -> None:
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    others = [folder / name for name in ("notes.txt", "toy-mine.so", f"rows-{'0' * 16}.so")]
+    old = [folder / f"toy-{number:016x}.so" for number in range(12)]
+    for path in (*others, *old):
+        path.write_bytes(b"")
+        os.utime(path, (0, old.index(path) if path in old else 0))
+    assert toy().library.answer() == 7
+    assert [p for p in old if p.exists()] == old[-build.KEPT + 1 :]
+    assert all(p.exists() for p in others)
 
 
 def test_without_a_compiler_the_reason_is_one_sentence(without_compiler: None) -> None:

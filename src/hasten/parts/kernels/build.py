@@ -9,6 +9,7 @@ ends with its own checksum, because loading a damaged one can end the process wi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -29,6 +30,7 @@ FLAGS = (
     "-fno-thread-jumps",  # a clamped number would become a branch, and its loop no vectors
 )
 WIDE = "-mprefer-vector-width=512"  # GCC takes half of what these processors have by itself
+KEPT = 8  # libraries of the same sources: other versions, compilers, virtual environments
 SECONDS = 300  # a compiler that takes longer is given up
 CHECKSUM = hashlib.sha256
 
@@ -61,9 +63,21 @@ def built(*names: str, folder: Path | None = None) -> Built:
         if complaint:
             return Built(None, f"{compiler} can't compile the kernels here: {complaint}")
     try:
-        return Built(ctypes.CDLL(str(path)))
+        loaded = Built(ctypes.CDLL(str(path)))
+        _keep_few(path)
+        return loaded
     except OSError as error:
         return Built(None, f"the compiled kernels can't be loaded: {error}")
+
+
+def _keep_few(path: Path) -> None:
+    """The library was used today; of the same sources' others only the latest few stay."""
+    stem = path.name.rpartition("-")[0]
+    with contextlib.suppress(OSError):  # another process sweeps as well, or the folder is read-only
+        os.utime(path)
+        others = path.parent.glob(f"{stem}-{'?' * 16}.so")
+        for old in sorted(others, key=lambda p: p.stat().st_mtime, reverse=True)[KEPT:]:
+            old.unlink()  # a process that has it loaded keeps it
 
 
 def _compile(compiler: str, sources: list[Path], path: Path) -> str:
