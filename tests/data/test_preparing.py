@@ -234,6 +234,33 @@ def test_the_lock_of_a_dead_process_blocks_nobody(
     assert left.read_bytes() == undisturbed
 
 
+def test_what_dead_preparations_left_is_swept_and_a_living_one_is_not(
+    tokenizer: Any, undisturbed: bytes, start: Any, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    living = start(pause="go")
+    until(living, f"done {CHUNK}")
+    (kept,) = out.glob("*.parts")
+    dead = out / "0123.parts"
+    dead.mkdir()
+    (dead / "00000000.arrow").write_bytes(b"half")
+    (out / "0123.abc.tmp").write_bytes(b"half")
+    (out / f"{kept.stem}.abc.tmp").write_bytes(b"half")
+    ready = tokenize(dialogues(5), tokenizer, out, 64).path
+    preparing.sweep(out)
+    lock = kept.with_suffix(".lock")
+    assert {*out.iterdir()} == {ready, kept, lock, out / f"{kept.stem}.abc.tmp"}
+    (tmp_path / "go").touch()
+    until(living, "ready")
+    assert next(path for path in out.glob("*.arrow") if path != ready).read_bytes() == undisturbed
+    preparing.sweep(out)
+    assert {path.suffix for path in out.iterdir()} == {".arrow"}
+
+
+def test_a_folder_that_is_not_there_is_swept_in_silence(tmp_path: Path) -> None:
+    preparing.sweep(tmp_path / "none")
+
+
 def test_long_texts_make_small_chunks(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

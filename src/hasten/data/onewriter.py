@@ -42,6 +42,27 @@ def one_writer(path: Path, tell: Callable[[str], None] = lambda text: None) -> I
         os.close(handle)
 
 
+@contextmanager
+def if_free(path: Path) -> Iterator[bool]:
+    """Hold the lock file `path` if nobody has it, without waiting; tells whether it is held.
+
+    Where there are no locks it can't be known, so the answer is no.
+    """
+    if sys.platform == "win32":
+        yield False
+        return
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        held = _surely(handle) and _same(handle, path)
+        try:
+            yield held
+        finally:
+            if held:
+                path.unlink(missing_ok=True)
+    finally:
+        os.close(handle)
+
+
 def _locked(path: Path, tell: Callable[[str], None]) -> int:
     """The handle of the lock file, locked and still under its name."""
     told = False
@@ -72,6 +93,17 @@ def _lock(handle: int, wait: bool) -> bool:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
+    return True
+
+
+def _surely(handle: int) -> bool:
+    """Whether the lock is ours, and not merely not to be had."""
+    import fcntl
+
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
     return True
 
 

@@ -6,7 +6,8 @@
   (3) when all lie there they are joined in order, and the folder goes
 
 So the result is the same, byte by byte, for any number of workers and after any number of kills,
-and memory holds one chunk per worker however many there are.
+and memory holds one chunk per worker however many there are. Parts that nobody comes back for, as
+the settings have changed, are swept once data with other settings is ready.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hasten.data import arrowfile
+from hasten.data.onewriter import if_free
 from hasten.data.spool import Indexed, packed
 from hasten.data.worker import Chunk, Work
 from hasten.data.workers import Task, run
@@ -63,6 +65,23 @@ def prepare(
                 on_progress(done, total)
     arrowfile.merge(path, (span.part for span in spans), _summary)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what ended preparations in `folder` left half done; never a living one's.
+
+    Each key's lock tells whether its preparation lives. What can't be removed stays.
+    """
+    try:
+        left = [path for path in folder.iterdir() if path.suffix in (".parts", ".tmp")]
+        for path in left:
+            with if_free(folder / f"{path.name.partition('.')[0]}.lock") as free:
+                if free and path.suffix == ".parts":
+                    shutil.rmtree(path, ignore_errors=True)
+                elif free:
+                    path.unlink(missing_ok=True)
+    except OSError:
+        return  # it is only room on the disk
 
 
 def _spans(conversations: Indexed, folder: Path) -> Iterator[_Span]:

@@ -12,8 +12,9 @@ The histogram form is from Krell et al., Efficient Sequence Packing without Cros
 (arXiv:2107.02027); best fit decreasing over whole records from Ding et al., Fewer Truncations
 Improve Language Modeling (arXiv:2404.10830). Where best fit stays above the lower bound, rows are
 also filled one exact fit at a time (:mod:`hasten.parts.row_search`), and lengths of few different
-values are packed by patterns, which tightens the bound as well (:mod:`hasten.parts.cutting_stock`);
-the fewest rows are taken.
+values are packed by patterns, which tightens the bound as well (:mod:`hasten.parts.cutting_stock`),
+and where every row would have to be full, full rows are searched as a cover
+(:mod:`hasten.parts.packing_perfect`); the fewest rows are taken.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hasten.parts.cutting_stock import MOST_VALUES, Classes, Pattern, whole_patterns
+from hasten.parts.packing_perfect import perfect_rows
 from hasten.parts.row_search import exact_fit
 
 Lengths = Sequence[int] | NDArray[Any]
@@ -35,6 +37,7 @@ Lengths = Sequence[int] | NDArray[Any]
 GOOD_ENOUGH = 1.001  # rows over the lower bound at which many records get no second attempt
 MANY = 50_000  # records from which one attempt has to be worth it
 ATTEMPTS, FEW = 60, 1_000  # so many attempts up to so many records, fewer for more
+QUICK = 10  # attempts before a search for rows that are all full, where they would have to be
 PATTERN_WORK = MOST_VALUES**2 * 4096  # values squared times row_tokens: what patterns cost
 CLOSE = 0.005  # fullness within which packing and grouping count as equal
 
@@ -116,6 +119,10 @@ def _fewest(counts: NDArray[np.int64], row_tokens: int, records: int) -> tuple[i
     for attempt in range(attempts if records <= MANY else 1):
         if _rows(classes) <= bound * slack:
             break
+        if attempt == QUICK and int(counts @ np.arange(len(counts))) == bound * row_tokens:
+            classes = perfect_rows(counts, row_tokens) or classes
+            if _rows(classes) == bound:
+                break
         tried = exact_fit(counts, row_tokens, attempt // 2, fewest=attempt % 2 == 1)
         classes = min(classes, tried, key=_rows)
     return bound, classes

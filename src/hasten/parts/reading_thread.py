@@ -1,5 +1,13 @@
 """A thread that reads an iterator into a bounded queue and never outlives who takes from it.
 
+To hand an item over takes no lock and, as a rule, no system call of the taker. It is the waking of
+a thread that costs, tens of microseconds of the one who wakes, so the taker doesn't do it:
+
+    reader   queue full: naps for half of what the taker lately needed for an item, looks again
+    taker    takes what is there; rings for a reader that naps only once the queue is half empty
+
+So in a steady pace the reader finds by itself that there is room, while the taker is at work.
+
 The thread knows the queue and the iterator, not its owner, so an owner that is dropped is collected
 and its ``with`` block ends the thread. At exit the interpreter closes the queues still open before
 it takes its modules apart. An error waits in the queue behind the items that came before it.
@@ -11,14 +19,16 @@ import atexit
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
 
 PATIENCE_SECONDS = 30.0  # for the read that runs while we close; the thread ends when it returns
 AT_EXIT_SECONDS = 2.0
+SHORTEST_NAP, LONGEST_NAP = 0.001, 0.05  # seconds
 
 
 class Taken(NamedTuple):
@@ -32,51 +42,71 @@ class Taken(NamedTuple):
 
 
 class _Queue:
-    """What both threads see; every field is written under ``changed``."""
+    """What both threads see; each field has one writer, so none needs a lock.
+
+    What one thread reads of the other may be a moment old. That errs on the safe side: the reader
+    believes the queue fuller than it is, the taker believes that the reader still naps.
+    """
 
     def __init__(self, room: int, bound: int) -> None:
-        self.changed = threading.Condition()
-        self.items: deque[tuple[Any, int, float]] = deque()  # (item, bytes, seconds to read)
-        self.held_bytes, self.largest = 0, 0
-        self.room, self.bound = room, bound
+        self.ready: SimpleQueue[tuple[Any, int, float] | None] = SimpleQueue()  # None: the end
+        self.bell: SimpleQueue[None] = SimpleQueue()  # rung for a reader that naps
+        self.bound = bound
+        # Written by the reader:
+        self.read_bytes, self.largest = 0, 0
+        self.napping, self.finished = False, False
         self.error: BaseException | None = None
-        self.finished, self.closed = False, False
+        # Written by the taker:
+        self.room, self.taken_bytes, self.used_seconds = room, 0, 0.0
+        self.closed = False
 
     def wait_for_room(self) -> bool:
         """True when the next item may be read, False when nobody wants it any more."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.closed or self._has_room())
-            return not self.closed
+        while not self.closed and not self._has_room():
+            self.napping = True
+            with suppress(Empty):
+                self.bell.get(timeout=min(max(self.used_seconds / 2, SHORTEST_NAP), LONGEST_NAP))
+            self.napping = False
+        return not self.closed
 
     def _has_room(self) -> bool:
-        if not self.items:
+        waiting = self.ready.qsize()
+        if not waiting:
             return True  # one item may always wait, however large
-        if len(self.items) >= self.room:
+        if waiting >= self.room:
             return False
-        return self.held_bytes + self.largest <= self.bound
+        return self.read_bytes - self.taken_bytes + self.largest <= self.bound
 
     def by_memory(self) -> int:
-        """Items that may wait; called under ``changed``."""
+        """Items that may wait."""
         return max(1, min(self.room, self.bound // self.largest if self.largest else self.room))
 
+    def depth(self) -> int:
+        """Items that wait, the end not counted."""
+        return max(self.ready.qsize() - self.finished, 0)
+
     def put(self, item: Any, size: int, seconds: float) -> None:
-        with self.changed:
-            self.items.append((item, size, seconds))
-            self.held_bytes += size
-            self.largest = max(self.largest, size)
-            self.changed.notify_all()
+        self.largest = max(self.largest, size)
+        self.read_bytes += size
+        self.ready.put((item, size, seconds))
 
     def end(self, error: BaseException | None) -> None:
-        with self.changed:
-            self.error, self.finished = error, True
-            self.changed.notify_all()
+        self.error = error
+        self.ready.put(None)
+        self.finished = True
 
     def close(self) -> None:
-        with self.changed:
-            self.closed = True
-            self.items.clear()
-            self.held_bytes = 0
-            self.changed.notify_all()
+        """Nobody takes any more; what waits is dropped."""
+        self.closed = True
+        self.bell.put(None)
+        self.drop()
+
+    def drop(self) -> None:
+        try:
+            while True:
+                self.ready.get_nowait()
+        except Empty:
+            self.ready.put(None)  # a taker in another thread finds the end
 
 
 class ReadingThread:
@@ -99,6 +129,7 @@ class ReadingThread:
         bound: int,
     ) -> None:
         self._queue = _Queue(room, bound)
+        self._given = time.perf_counter()
         arguments = (self._queue, source, send, size, torch.is_grad_enabled())
         # A daemon: at exit Python waits for other threads before it would run our atexit hook.
         self._thread = threading.Thread(
@@ -114,12 +145,8 @@ class ReadingThread:
         self.close(PATIENCE_SECONDS)
 
     def set_room(self, room: int) -> None:
-        """Let so many items wait from now on."""
-        if room == self._queue.room:  # nobody else writes it, so reading it needs no lock
-            return
-        with self._queue.changed:
-            self._queue.room = room
-            self._queue.changed.notify_all()
+        """Let so many items wait from now on; a reader that naps sees it when it wakes."""
+        self._queue.room = room
 
     def take(self) -> Taken | None:
         """The next item; None at the end.
@@ -127,20 +154,22 @@ class ReadingThread:
         Raises whatever reading raised, once the items before it are taken.
         """
         queue = self._queue
-        with queue.changed:
-            depth = len(queue.items)
-            began = time.perf_counter()
-            queue.changed.wait_for(lambda: queue.items or queue.finished)
-            waited = time.perf_counter() - began
-            if not queue.items:
-                if queue.error is not None:
-                    raise queue.error
-                return None
-            item, size, seconds = queue.items.popleft()
-            queue.held_bytes -= size
-            room = queue.by_memory()
-            queue.changed.notify_all()
-        return Taken(item, waited, depth, room, seconds)
+        depth = queue.depth()
+        asked = time.perf_counter()
+        found = queue.ready.get()  # doesn't even let go of the interpreter where something is there
+        given = time.perf_counter()
+        if found is None:
+            queue.ready.put(None)  # the end stays the end
+            if queue.error is not None:
+                raise queue.error
+            return None
+        item, size, seconds = found
+        queue.taken_bytes += size
+        queue.used_seconds, self._given = asked - self._given, given
+        room = queue.by_memory()
+        if queue.napping and queue.ready.qsize() <= room // 2:
+            queue.bell.put(None)
+        return Taken(item, given - asked, depth, room, seconds)
 
     def close(self, patience: float) -> None:
         """End the thread; what it read and nobody took is dropped."""
@@ -149,6 +178,7 @@ class ReadingThread:
         # The collector may run this in the reading thread itself, which can't wait for its own end.
         if self._thread is not threading.current_thread():
             self._thread.join(patience)
+            self._queue.drop()  # what was put between the two
 
 
 def _read(

@@ -17,6 +17,9 @@ from hasten.parts.packing import Lengths, plan_rows
 
 RECORDS_DRAWN, ROWS_DRAWN, STEPS_DRAWN = range(3)  # what an epoch draws
 COST_CLASS = 0.02  # of the mean cost: rows that differ by less count as equally dear
+# In steps of few rows a rank has too few for differences to even out. A narrower class costs some
+# chance: the same rows meet more often.
+FEW_ROWS, NARROW_CLASS = 48, 0.0075
 
 
 class PackedOrder:
@@ -97,7 +100,8 @@ def stratified(
     if not steps:
         return shuffled
     whole, rest = np.split(shuffled, [steps * of_step])
-    level = np.floor(costs[whole] / (COST_CLASS * costs.mean()))
+    width = NARROW_CLASS if of_step < FEW_ROWS else COST_CLASS
+    level = np.floor(costs[whole] / (width * costs.mean()))
     whole = whole[np.argsort(level, kind="stable")]
     bundle = 1 << (int(2 * of_step**0.5).bit_length() - 1)
     columns: list[NDArray[np.int64]] = []

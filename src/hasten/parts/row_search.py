@@ -38,7 +38,7 @@ def exact_fit(
     sizes = sorted(left)  # ascending; lengths that are used up leave
     classes: Classes = []
     while sizes:
-        pattern = _of_fewest(sizes, left, row_tokens, draw) if fewest else None
+        pattern = of_fewest(sizes, left, row_tokens, draw) if fewest else None
         pattern = pattern or _fullest(sizes, left, row_tokens, draw)
         need = Counter(pattern)
         times = min(left[n] // k for n, k in need.items())
@@ -76,7 +76,7 @@ def _fullest(
     return best[1]
 
 
-def _of_fewest(
+def of_fewest(
     sizes: list[int], left: dict[int, int], row_tokens: int, draw: random.Random | None
 ) -> Pattern | None:
     """A full row of as few records as possible with the longest among them, or None."""
