@@ -1,0 +1,192 @@
+"""``hasten netlab``: a cluster on this machine, its links, and commands on its ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hasten.cluster.netlab import Lab, Result, Running, check, naming
+from hasten.cluster.netlab.lab import MODES, Mode
+from hasten.errors import InputError
+
+app = typer.Typer(
+    help="A cluster on this machine: hosts, links with a rate, ranks.", no_args_is_help=True
+)
+
+Hosts = Annotated[int, typer.Option(min=1, help="hosts, each a network namespace")]
+Ranks = Annotated[int, typer.Option(min=1, help="ranks on each host")]
+Rate = Annotated[str, typer.Option(help="of each host's link, each way: 100mbit, 1gbit, none")]
+Delay = Annotated[float, typer.Option(help="one way, in milliseconds")]
+Loss = Annotated[float, typer.Option(help="share of packets lost")]
+Mtu = Annotated[int, typer.Option(help="largest packet of a link, in bytes")]
+ModeName = Annotated[str, typer.Option("--mode", help=f"auto, {', '.join(MODES)}")]
+Cores = Annotated[int, typer.Option(min=0, help="cores shared by all ranks; 0: this machine's")]
+Name = Annotated[str, typer.Argument(help="the lab, as hasten netlab list shows it")]
+
+
+def _mode(name: str) -> Mode:
+    for mode in ("auto", *MODES):
+        if name == mode:
+            return mode
+    raise InputError(f"--mode {name}: it is one of auto, {', '.join(MODES)}")
+
+
+@app.command("check")
+def check_command(
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Say which kinds of lab work on this machine, and what the others lack."""
+    found = check()
+    if as_json:
+        print(json.dumps([vars(f) for f in found], indent=1))
+        return
+    for f in found:
+        print(f"{f.mode:<9} {f.offers:<23} {'works' if f.works else f'not here: {f.reason}'}")
+
+
+@app.command("up")
+def up(
+    hosts: Hosts = 2,
+    ranks: Ranks = 1,
+    rate: Rate = "none",
+    delay_ms: Delay = 0.0,
+    loss: Loss = 0.0,
+    mtu: Mtu = 1500,
+    mode: ModeName = "auto",
+    cores: Cores = 0,
+) -> None:
+    """Make a lab that stays until ``down``, and print its name."""
+    lab = Lab(hosts, ranks, rate, delay_ms, loss, mtu, _mode(mode), cores or None).start(stay=True)
+    print(lab.name)
+
+
+@app.command("run")
+def run(
+    command: Annotated[list[str], typer.Argument(help="what each rank runs, after --")],
+    name: Annotated[str | None, typer.Option("--lab", help="a lab of up, not one of its own")] = (
+        None
+    ),
+    hosts: Hosts = 2,
+    ranks: Ranks = 1,
+    rate: Rate = "none",
+    delay_ms: Delay = 0.0,
+    loss: Loss = 0.0,
+    mtu: Mtu = 1500,
+    mode: ModeName = "auto",
+    cores: Cores = 0,
+    seconds: Annotated[float, typer.Option(min=1, help="the longest it may take")] = 3600.0,
+) -> None:
+    """Run a command on every rank; rank 0 speaks, and who failed is named."""
+    if name is not None:
+        lab = Lab.attach(name)
+    else:
+        lab = Lab(hosts, ranks, rate, delay_ms, loss, mtu, _mode(mode), cores or None).start()
+    with lab:
+        running = lab.begin(command, seconds=seconds)
+        try:
+            _repeat(running)
+        except BaseException:
+            running.end()
+            raise
+        results = running.wait()
+        _conclude(lab, results)
+    raise typer.Exit(_code(results))
+
+
+@app.command("list")
+def list_command() -> None:
+    """Show the labs of this user, and which have ended without being cleared away."""
+    found = naming.labs()
+    for noted, alive in found:
+        rate = f"{noted['bits'] / 1e6:g} Mbit/s" if noted["bits"] else "no limit"
+        state = "runs" if alive else "ended; hasten netlab down --stale clears it away"
+        links = f"{noted['hosts']} hosts x {noted['ranks']} ranks, {rate}, {noted['mode']}"
+        print(f"{noted['name']}  {links}, {state}")
+    if not found:
+        print("no labs")
+
+
+@app.command("down")
+def down(
+    names: Annotated[list[str] | None, typer.Argument(help="labs", metavar="[NAME]...")] = None,
+    stale: Annotated[bool, typer.Option("--stale", help="all that have ended")] = False,
+) -> None:
+    """End labs and all that runs in them; only what has a lab's manifest is touched."""
+    chosen = list(names or [])
+    if stale:
+        chosen += [noted["name"] for noted, alive in naming.labs() if not alive]
+    elif not chosen:
+        raise InputError("say which labs: hasten netlab down NAME, or --stale for those that ended")
+    for noted in [naming.manifest(name) for name in chosen]:  # all are looked at before any goes
+        naming.remove(noted["name"])
+        print(f"{noted['name']} removed")
+
+
+@app.command("cut")
+def cut(name: Name, host: Annotated[int, typer.Argument(help="counted from 0")]) -> None:
+    """Cut a host's link."""
+    Lab.attach(name).cut(host)
+
+
+@app.command("heal")
+def heal(name: Name, host: Annotated[int, typer.Argument(help="counted from 0")]) -> None:
+    """Join a host's link again."""
+    Lab.attach(name).heal(host)
+
+
+@app.command("limit")
+def limit(name: Name, rate: Annotated[str, typer.Argument(help="100mbit, 1gbit, none")]) -> None:
+    """Change the rate of all links of a lab."""
+    Lab.attach(name).limit(rate)
+
+
+@app.command("bytes")
+def bytes_command(name: Name) -> None:
+    """Show what each host has sent and received."""
+    lab = Lab.attach(name)
+    for host in range(lab.hosts):
+        sent, received = lab.bytes(host)
+        print(f"host {host}: {sent:,} bytes sent, {received:,} received")
+
+
+def _repeat(running: Running) -> None:
+    """Say what rank 0 says, as it says it."""
+    path: Path = running.log(0)
+    place, done = 0, False
+    while not done:
+        done = running.done()  # before the last look, so that nothing is missed
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(place)
+                words = file.read()
+            place += len(words)
+            sys.stdout.write(words.decode(errors="replace"))
+            sys.stdout.flush()
+        if not done:
+            time.sleep(0.1)
+
+
+def _conclude(lab: Lab, results: Sequence[Result]) -> None:
+    for r in results:
+        if r.code != 0:
+            words = r.output.strip().splitlines() or [""]
+            said = f": {words[-1]}" if r.rank else ""
+            why = f" ({r.reason})" if r.reason else ""
+            print(f"rank {r.rank} on host {r.host} ended with {r.code}{why}{said}", file=sys.stderr)
+    if lab.mode == "loopback":
+        return
+    for host in range(lab.hosts):
+        sent, received = lab.bytes(host)
+        print(f"host {host}: {sent:,} bytes sent, {received:,} received", file=sys.stderr)
+
+
+def _code(results: Sequence[Result]) -> int:
+    """The first code of a rank that failed by itself; 1 where only signals were seen."""
+    codes = [r.code for r in results if r.code != 0]
+    return next((c for c in codes if c is not None and c > 0), 1 if codes else 0)

@@ -1,0 +1,225 @@
+"""A lab ends with everything in it, however its owner ends, and touches nothing but its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hasten.cluster.netlab import Lab, naming
+from hasten.cluster.netlab.rates import bits_per_second, burst_bytes
+from hasten.errors import InputError
+from netlab import lab_with_links
+
+modes = pytest.mark.parametrize("mode", ["user", "root", "loopback"])
+# A rank that has a child of its own, neither of which ends by itself or when asked to.
+STUBBORN = (
+    "import os, signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "subprocess.Popen(['sleep', sys.argv[1]], start_new_session=True); print('up', flush=True); "
+    "time.sleep(300)"
+)
+
+
+@pytest.fixture(autouse=True)
+def own_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    room = tmp_path / "room"
+    room.mkdir(mode=0o700)
+    monkeypatch.setattr(naming, "room", lambda: room)
+    return room
+
+
+def lab_in(mode: str) -> Lab:
+    try:
+        with Lab(2, 1, mode=mode):  # type: ignore[arg-type]
+            pass
+    except InputError as error:
+        pytest.skip(str(error))
+    return Lab(2, 1, mode=mode)  # type: ignore[arg-type]
+
+
+def running_with(mark: str) -> list[int]:
+    """Processes that have ``mark`` among their arguments."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if mark.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def gone(mark: str, seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while running_with(mark) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not running_with(mark)
+
+
+def wait_for(mark: str, count: int) -> None:
+    end = time.monotonic() + 20
+    while len(running_with(mark)) < count:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@modes
+def test_an_exception_leaves_no_process_and_no_folder(mode: str, own_room: Path) -> None:
+    mark = f"301.{os.getpid()}"
+
+    def interrupted() -> None:
+        with lab_in(mode) as lab:
+            lab.begin([sys.executable, "-c", STUBBORN, mark])
+            wait_for(mark, 4)
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        interrupted()
+    assert gone(mark)
+    assert list(own_room.iterdir()) == []
+
+
+@modes
+def test_killing_the_owner_leaves_no_process_and_no_folder(mode: str, own_room: Path) -> None:
+    lab_in(mode)
+    mark = f"302.{os.getpid()}"
+    code = (
+        "import sys, time\nfrom pathlib import Path\n"
+        "from hasten.cluster.netlab import Lab, naming\n"
+        f"naming.room = lambda: Path({str(own_room)!r})\n"
+        f"lab = Lab(2, 1, mode={mode!r}).start()\n"
+        f"lab.ask('start', command=[sys.executable, '-c', {STUBBORN!r}, {mark!r}], inherited={{}}, "
+        "env={}, cwd='/', limit=300, grace=1)\n"
+        "time.sleep(300)\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        wait_for(mark, 4)
+    finally:
+        owner.kill()
+        owner.wait()
+    assert gone(mark)
+    end = time.monotonic() + 5
+    while list(own_room.iterdir()) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert list(own_room.iterdir()) == []
+
+
+def test_killing_the_guard_leaves_only_a_folder_that_is_offered_for_removal(own_room: Path) -> None:
+    mark = f"303.{os.getpid()}"
+    lab = lab_with_links().start()
+    lab.begin([sys.executable, "-c", STUBBORN, mark])
+    wait_for(mark, 4)
+    os.kill(naming.manifest(lab.name)["process"], signal.SIGKILL)
+    assert gone(mark)
+    with pytest.raises(InputError, match="has ended"):
+        lab.bytes(0)
+    lab.close()
+    assert [(noted["name"], alive) for noted, alive in naming.labs()] == [(lab.name, False)]
+    naming.remove(lab.name)
+    assert list(own_room.iterdir()) == []
+
+
+def test_a_lab_that_stays_outlives_its_maker_until_it_is_removed(own_room: Path) -> None:
+    name = Lab(2, 1, mode="loopback").start(stay=True).name
+    lab = Lab.attach(name)
+    assert [r.code for r in lab.run(["true"])] == [0, 0]
+    lab.close()
+    assert naming.alive(naming.manifest(name))
+    naming.remove(name)
+    assert list(own_room.iterdir()) == []
+    with pytest.raises(InputError, match="there is no lab"):
+        naming.remove(name)
+
+
+def test_a_folder_without_a_manifest_of_a_lab_is_never_touched(own_room: Path) -> None:
+    other = own_room / "0123abcd"
+    other.mkdir()
+    with pytest.raises(InputError, match="there is no lab 0123abcd"):
+        naming.remove("0123abcd")
+    (other / "manifest.json").write_text(json.dumps({"kind": "another tool", "name": "0123abcd"}))
+    with pytest.raises(InputError, match="no manifest of the lab"):
+        naming.remove("0123abcd")
+    (other / "manifest.json").write_text("{")
+    with pytest.raises(InputError, match="damaged"):
+        naming.remove("0123abcd")
+    for name in ("../0123abcd", "0123ABCD", ""):
+        with pytest.raises(InputError, match="no lab's name"):
+            naming.remove(name)
+    assert other.exists()
+    assert naming.labs() == []
+
+
+def test_a_process_with_the_keepers_old_number_is_not_ended(own_room: Path) -> None:
+    folder = own_room / "00000001"
+    folder.mkdir()
+    stranger = subprocess.Popen(["sleep", "30"])
+    try:
+        born = naming.born(stranger.pid)
+        assert born is not None
+        noted = {"kind": naming.KIND, "name": folder.name, "process": stranger.pid}
+        (folder / "manifest.json").write_text(json.dumps({**noted, "born": born - 1}))
+        naming.remove(folder.name)
+        assert stranger.poll() is None
+        assert not folder.exists()
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_ranks_know_their_place_and_share_the_cores() -> None:
+    names = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+    with Lab(2, 2, mode="loopback", cores=8) as lab:
+        results = lab.run(["sh", "-c", "echo " + " ".join(f"${n}" for n in (*names, "MINE"))])
+        again = lab.run(["true"], env={"MINE": "1"})
+    assert [r.output.split() for r in results] == [
+        [str(r), str(r % 2), str(r // 2), "4", "2", "2"] for r in range(4)
+    ]
+    assert [(r.rank, r.host, r.code) for r in again] == [(0, 0, 0), (1, 0, 0), (2, 1, 0), (3, 1, 0)]
+
+
+def test_a_failing_rank_ends_the_others_and_a_hanging_one_is_ended_in_time() -> None:
+    with Lab(2, 1, mode="loopback") as lab:
+        failed = lab.run(["sh", "-c", "test $RANK = 0 && sleep 60; exit 7"], grace=0.2)
+        assert failed[1].code == 7
+        assert failed[0].code == -signal.SIGTERM
+        assert failed[0].reason == "ended 0.2 s after rank 1 failed"
+        hung = lab.run(["sleep", "60"], seconds=0.3)
+        assert {r.reason for r in hung} == {"not done within 0.3 s"}
+        missing = lab.run(["no-such-command"])
+        assert [r.code for r in missing] == [None, None]
+        assert "no-such-command can't be started" in missing[0].reason
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"hosts": 0}, "0 hosts"),
+        ({"hosts": 9, "ranks": 9}, "at most 64"),
+        ({"rate": "fast"}, "'fast' is no rate"),
+        ({"rate": "1bit"}, "is no rate"),
+        ({"rate": 5.0}, "5 bit/s can't be made"),
+        ({"delay_ms": -1}, "delay_ms=-1"),
+        ({"loss": 1.0}, "share below 1"),
+        ({"mtu": 100}, "mtu=100"),
+        ({"mode": "cloud"}, "mode='cloud'"),
+    ],
+)
+def test_impossible_labs_are_refused_in_a_sentence(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        Lab(**settings)  # type: ignore[arg-type]
+
+
+@given(st.integers(8, 400_000_000))
+def test_a_rate_reads_the_same_in_words_and_in_numbers(kbit: int) -> None:
+    assert bits_per_second(f"{kbit}kbit") == bits_per_second(float(kbit * 1000)) == kbit * 1000
+    # A bucket smaller than a segment would let none pass; one of a second would be no limit.
+    assert 65_536 <= burst_bytes(kbit * 1000) <= max(65_536, kbit * 1000 / 8 / 100)

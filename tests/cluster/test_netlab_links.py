@@ -1,0 +1,202 @@
+"""A lab's links have the rate, delay and loss that were asked for, and count what they carry."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import c_int, c_uint64
+from typing import Any
+
+import pytest
+
+from hasten.cluster.netlab import Lab, packet_link
+from hasten.cluster.netlab.packet_link import DELAY, LOSS, STOP, Settings
+from hasten.errors import InputError
+from hasten.parts.kernels.build import built
+from netlab import job, lab_with_links
+
+SIZE = 6_000_000
+kinds = pytest.mark.parametrize("delay_ms", [0.0, 5.0], ids=["veth", "switch"])
+
+
+def measured(lab: Lab, rank: int, name: str, *numbers: float) -> dict[str, Any]:
+    results = lab.run(job(name, *numbers), seconds=30)
+    assert [r.code for r in results] == [0] * len(results), results
+    found: dict[str, Any] = json.loads(results[rank].output)
+    return found
+
+
+@kinds
+def test_a_transfer_takes_as_long_as_the_rate_says_and_the_counters_see_its_bytes(
+    delay_ms: float,
+) -> None:
+    with lab_with_links(rate="40mbit", delay_ms=delay_ms) as lab:
+        before = [lab.bytes(host) for host in (0, 1)]
+        found = measured(lab, 0, "transfer", SIZE)
+        after = [lab.bytes(host) for host in (0, 1)]
+    assert found["bytes"] == SIZE
+    # Never faster than the link; a busy machine may make it slower, but seldom by a tenth.
+    assert 8 * SIZE / found["seconds"] == pytest.approx(40e6, rel=0.1)
+    assert after[1][0] - before[1][0] == pytest.approx(SIZE, rel=0.05)
+    assert after[0][1] - before[0][1] == pytest.approx(SIZE, rel=0.05)
+
+
+def test_a_delay_is_seen_twice_in_a_round_trip() -> None:
+    with lab_with_links(delay_ms=10) as lab:
+        assert 0.020 <= measured(lab, 1, "ping", 8)["quickest"] < 0.030
+
+
+def test_a_rate_can_be_changed_while_the_lab_runs() -> None:
+    with lab_with_links(rate="1gbit") as lab:
+        lab.limit("16mbit")
+        slow = measured(lab, 0, "transfer", 1_000_000)
+        lab.limit(None)
+        fast = measured(lab, 0, "transfer", 1_000_000)
+    assert 8e6 / slow["seconds"] < 20e6 < 8e6 / fast["seconds"]
+
+
+def test_lost_packets_are_sent_again_by_tcp_and_nothing_is_missing() -> None:
+    with lab_with_links(loss=0.02, delay_ms=0.1) as lab:
+        assert measured(lab, 0, "transfer", 300_000)["bytes"] == 300_000
+        assert lab.bytes(1)[0] > 300_000 * 1.02
+
+
+@kinds
+def test_a_transfer_goes_on_after_a_cut_that_is_healed(delay_ms: float) -> None:
+    with lab_with_links(rate="16mbit", delay_ms=delay_ms) as lab:
+        running = lab.begin(job("transfer", 1_600_000), seconds=30)
+        while lab.bytes(1)[0] < 200_000 and not running.done():
+            time.sleep(0.02)
+        lab.cut(1)
+        time.sleep(0.3)  # what was on its way has arrived
+        still = lab.bytes(0)[1]
+        time.sleep(0.7)
+        assert lab.bytes(0)[1] - still < 2000
+        lab.heal(1)
+        results = running.wait()
+    assert json.loads(results[0].output)["bytes"] == 1_600_000
+
+
+@kinds
+def test_packets_are_as_large_as_the_mtu_says(delay_ms: float) -> None:
+    with lab_with_links(mtu=9000, delay_ms=delay_ms) as lab:
+        ask = "fcntl.ioctl(socket.socket(), 0x8921, struct.pack('16si', b'eth0', 0))"
+        code = f"import fcntl, socket, struct; print(struct.unpack('16si', {ask})[1])"  # SIOCGIFMTU
+        results = lab.run([job("ping")[0], "-c", code], seconds=20)
+    assert [r.output.strip() for r in results] == ["9000", "9000"]
+
+
+def test_a_lab_without_links_says_that_they_cannot_be_cut_or_limited() -> None:
+    with Lab(2, 1, mode="loopback") as lab:
+        with pytest.raises(InputError, match="no links to cut"):
+            lab.cut(0)
+        with pytest.raises(InputError, match="no links to limit"):
+            lab.limit("1mbit")
+    with pytest.raises(InputError, match="loopback: plain processes have no links"):
+        Lab(2, 1, "1mbit", mode="loopback").start()
+
+
+# The switch's two loops, fed through sockets in place of devices.
+
+
+def compiled(fds: list[int], settings: Settings) -> None:
+    library = built("packet_link").library
+    assert library is not None
+    library.packet_link(len(fds), (c_int * len(fds))(*fds), settings.numbers, c_uint64(1))
+
+
+def plain(fds: list[int], settings: Settings) -> None:
+    packet_link.forward(fds, settings.numbers)
+
+
+@contextmanager
+def switch(
+    loop: Callable[[list[int], Settings], None],
+) -> Iterator[tuple[list[socket.socket], Settings]]:
+    if loop is compiled and (reason := built("packet_link").reason):
+        pytest.skip(reason)
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(3)]
+    for ours, theirs in pairs:
+        ours.settimeout(5)
+        theirs.setblocking(False)
+    settings = Settings(3)
+    thread = threading.Thread(target=loop, args=([p[1].fileno() for p in pairs], settings))
+    thread.start()
+    try:
+        yield [p[0] for p in pairs], settings
+    finally:
+        settings.numbers[STOP] = 1
+        thread.join()
+        for end in (end for pair in pairs for end in pair):
+            end.close()
+        os.close(settings.descriptor)
+
+
+def packet(to: int, number: int, size: int = 100) -> bytes:
+    head = struct.pack(">B15x4B", 0x45, 10, 77, 0, to + 1)
+    return head + struct.pack(">I", number) + bytes(size - 24)
+
+
+def arrived(end: socket.socket, seconds: float = 0.3) -> list[int]:
+    found = []
+    while select.select([end], [], [], seconds)[0]:
+        found.append(struct.unpack(">I", end.recv(65536)[20:24])[0])
+    return found
+
+
+loops = pytest.mark.parametrize("loop", [compiled, plain], ids=["compiled", "plain"])
+
+
+@loops
+def test_the_switch_delivers_in_order_to_the_host_that_is_meant(loop: Any) -> None:
+    with switch(loop) as (ends, _):
+        for number in range(20):
+            ends[0].send(packet(1 + number % 2, number))
+        ends[0].send(packet(7, 99))  # no such host
+        ends[0].send(b"short")
+        assert arrived(ends[1]) == list(range(0, 20, 2))
+        assert arrived(ends[2]) == list(range(1, 20, 2))
+
+
+@loops
+def test_the_switch_holds_rate_and_delay(loop: Any) -> None:
+    with switch(loop) as (ends, settings):
+        settings.rate(1, 8 * 10_000)  # 1,000 bytes take a tenth of a second
+        settings.numbers[DELAY] = 0.1
+        begun = time.monotonic()
+        for number in range(2):
+            ends[0].send(packet(1, number, 1000))
+        ends[1].recv(2000)
+        first = time.monotonic() - begun
+        ends[1].recv(2000)
+        second = time.monotonic() - begun
+    assert first >= 0.2
+    assert second >= 0.3
+
+
+@loops
+def test_the_switch_loses_the_share_it_was_told_to_and_all_of_a_cut_link(loop: Any) -> None:
+    with switch(loop) as (ends, settings):
+        settings.numbers[LOSS] = 0.5
+        for number in range(400):
+            ends[0].send(packet(1, number))
+            if number % 50 == 49:
+                time.sleep(0.02)  # a socket's queue is short
+        kept = 0
+        settings.numbers[LOSS] = 0
+        kept = len(arrived(ends[1]))
+        settings.cut(1, True)
+        ends[0].send(packet(1, 0))
+        ends[1].send(packet(0, 0))
+        assert arrived(ends[1]) == arrived(ends[0]) == []
+        settings.cut(1, False)
+        ends[0].send(packet(1, 5))
+        assert arrived(ends[1]) == [5]
+    assert 100 < kept < 300
