@@ -15,11 +15,12 @@ import os
 import tempfile
 from pathlib import Path
 
-from hasten.cli.speedup import environment
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
-from hasten.evidence.ablation import Arm, Design, compare
+from hasten.evidence.ablation import Arm, Design
+from hasten.evidence.controller import measure_arms, table
 from hasten.evidence.statistics import paired_ratio
+from hasten.experiment import environment
 from hasten.recipe.schema import Recipe
 from hasten.run import ready
 from hasten.techniques.attention import DocumentAttention
@@ -77,7 +78,8 @@ def measured(name: str, dataset: str, folder: Path, design: Design, batch: int) 
     path = folder / "data" / "arms.yaml"
     path.write_text(recipe.to_yaml())
     plans = {arm: Plan(techniques) for arm, techniques in ARMS.items()}
-    arms = compare(path, plans, lambda plan: environment(plan, known), folder / "data", design)
+    at = table(path, lambda plan: environment(plan, known), folder / "data")
+    arms = measure_arms(at, plans, design).arms
     return [_row(name, arm, arms[0]) for arm in arms]
 
 

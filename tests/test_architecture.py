@@ -24,20 +24,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evidence": {"evidence", "core", "errors"},
     "hosts": {"hosts", "core", "techniques", "recipe", "parts", "cluster", "errors"},
     "sample": {"core", "parts"},
-    "run": {"core", "recipe", "data", "models", "cluster", "sample", "errors"},
-    "trial": {"core", "recipe", "sample"},
+    "run": {"core", "recipe", "data", "models", "cluster", "evidence", "sample", "errors"},
+    "trial": {"core", "recipe", "evidence", "sample"},
+    "guarding": {"guarding", "core", "recipe", "parts", "cluster", "errors"},
+    "experiment": {"core", "recipe", "data", "evidence", "run", "errors"},
     "cli": {
         *("cli", "core", "techniques", "data", "models", "cluster", "recipe", "evidence"),
-        *("hosts", "run", "parts", "errors"),
+        *("hosts", "run", "experiment", "parts", "errors"),
     },
     "__main__": {"cli"},
-    "__init__": {"core", "cluster", "hosts", "parts", "errors"},
+    "__init__": {"core", "cluster", "experiment", "hosts", "parts", "errors"},
 }
 # Room -> libraries beyond the standard one; None: any that the project depends on.
 MAY_USE: dict[str, set[str] | None] = {
     "core": {"torch", "psutil"},
     "parts": PARTS_LIBRARIES,
-    "evidence": {"numpy", "jinja2"},
+    "evidence": {"numpy", "jinja2", "torch"},
     "techniques": {"torch"},
 }
 

@@ -52,7 +52,9 @@ def test_training_lowers_the_loss_and_the_saved_model_loads_with_equal_logits(
     losses = [line["loss"] for line in lines(tmp_path / "run" / "metrics.jsonl")]
     assert len(losses) == 10
     assert sum(losses[-3:]) < sum(losses[:3])
-    assert all(proof["acted"] for proof in summary["acted"].values())
+    idle = {name for name, proof in summary["acted"].items() if not proof["acted"]}
+    # Every record of the one file is cut to the same length: there is no padding to take out.
+    assert idle == ({"packed"} if data.startswith("gsm8k") else set())
     loaded = _load(Path(summary["saved"]), preset, summary, lora)
     ids = torch.randint(
         3, loaded.config.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0)

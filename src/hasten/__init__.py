@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hasten.core.plan import Plan
     from hasten.core.technique import Technique
     from hasten.errors import InputError
+    from hasten.experiment import gradual_optimize
     from hasten.hosts.optimized_trainer import OptimizedTrainer
     from hasten.parts.dynamic_batcher import DynamicBatcher
     from hasten.parts.dynamic_sampler import DynamicBatchSampler
@@ -32,6 +33,7 @@ _HOMES = {
     "SmartPrefetcher": "hasten.parts.prefetcher",
     "Technique": "hasten.core.technique",
     "fused_linear_relu": "hasten.parts.linear_relu",
+    "gradual_optimize": "hasten.experiment",
 }
 __version__ = "0.1.0"
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "SmartPrefetcher",
     "Technique",
     "fused_linear_relu",
+    "gradual_optimize",
 ]
 
 

@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,6 +26,7 @@ from torch import nn
 
 from hasten.cluster.ranks import process_group
 from hasten.core import facts
+from hasten.core.clock import clock_on
 from hasten.core.evaluate import Evaluation
 from hasten.core.facts import Facts
 from hasten.core.plan import Plan
@@ -35,11 +36,14 @@ from hasten.core.step import StepMetrics
 from hasten.core.trainer import Outcome, Watch, fit
 from hasten.data.store import inspect
 from hasten.errors import InputError
+from hasten.evidence.energy import meter_of_run
 from hasten.models.adapters import adapted_table, parameter_counts
 from hasten.models.save import save_adapter, save_model
 from hasten.recipe.build import facts_of, job_of, plan_of
 from hasten.recipe.ceiling import meter_of, settle
 from hasten.recipe.material import Material, gather, write_rejected
+from hasten.recipe.overlap import tell_overlap
+from hasten.recipe.price import cost_of
 from hasten.recipe.schema import Recipe
 from hasten.sample import Sample, write_samples
 
@@ -108,6 +112,7 @@ def _train(
         _resume(session, run.tell)
     session.startup_seconds |= seconds
     session.meter = meter_of(recipe, run.known, session.model)
+    session.setup.clock = clock_on(run.known.device)
     tell_what_trains(session, run.material, run.tell)
     on_start(session)
     keeper = _Keeper(session, run.material, run.output) if main else None
@@ -118,10 +123,14 @@ def _train(
         on_evaluation=_both(keeper.evaluation, on_evaluation) if keeper else _silent,
         on_best=keeper.best if keeper and recipe.eval_every else _silent,
     )
+    energy = meter_of_run(run.known) if main else None
+    if energy is not None:
+        watch = replace(watch, on_step=_both(watch.on_step, energy.note))
     outcome = fit(session, watch)
+    used = energy.found() if energy is not None else {}
     proofs = {t.name(): asdict(t.probe(session)) for t in run.plan}
     model = session.finish()
-    return _leave(run, session, model, outcome, proofs) if main else {}
+    return _leave(run, session, model, outcome, proofs, used) if main else {}
 
 
 def ready(
@@ -137,6 +146,7 @@ def ready(
     job_of(recipe, material, known, plan)
     check_space(output, known)
     settle(recipe, known, tell)
+    tell_overlap(material, tell)
     return known, plan, material
 
 
@@ -178,19 +188,6 @@ def first_record(material: Material) -> str:
     return f"the first record, trained parts in [[ ]]:\n{shown}"
 
 
-def cost_of(recipe: Recipe, seconds: float, tokens: int, devices: int) -> dict[str, Any] | None:
-    """Price per device hour x devices x hours, and per million tokens; None without a price."""
-    if recipe.price is None:
-        return None
-    total = recipe.price.per_device_hour * devices * seconds / 3600
-    return {
-        "currency": recipe.price.currency,
-        "device_hours": devices * seconds / 3600,
-        "total": total,
-        "per_million_tokens": total / tokens * 1e6 if tokens else None,
-    }
-
-
 class _Keeper:
     """Writes a run's lines as they come."""
 
@@ -220,9 +217,15 @@ def save(model: nn.Module, material: Material, folder: Path) -> Path:
 
 
 def _leave(
-    run: _Run, session: Session, model: nn.Module, outcome: Outcome, proofs: dict[str, Any]
+    run: _Run,
+    session: Session,
+    model: nn.Module,
+    outcome: Outcome,
+    proofs: dict[str, Any],
+    energy: dict[str, Any],
 ) -> dict[str, Any]:
     recipe, material, output, known = run.recipe, run.material, run.output, run.known
+    seconds, progress = outcome.seconds, session.progress
     adapted = bool(adapted_table(model))
     folder = output / ("adapter" if adapted else "model")
     for suffix in session.versions():
@@ -235,7 +238,8 @@ def _leave(
         "plan": session.setup.plan.to_list(),
         "acted": proofs,
         "samples": [asdict(s) for s in samples],
-        "cost": cost_of(recipe, outcome.seconds, session.progress.tokens, known.world.size),
+        "cost": cost_of(recipe, seconds, progress.tokens, known.world.size, energy["kwh"]),
+        "energy": energy,
         "corpus_sha256": material.note.corpus_sha256,
         "rejected": len(material.note.rejected),
         "hardware": asdict(known.hardware),

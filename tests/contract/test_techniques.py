@@ -201,10 +201,14 @@ def test_its_probe_tells_a_run_with_it_from_one_without(
         technique = Accumulate(micro_batch_size=4)  # the default holds this tiny step whole
     if technique.name() == "adaptive_batch":
         technique = AdaptiveBatch(initial_size=2)
-    # To be ahead takes an epoch of several steps.
-    size = {"batch": 1, "steps": 8} if technique.name() == "prefetched" else {}
+    if technique.name() == "length_grouped":  # a window of one step groups nothing
+        technique = LengthGrouped(window=8)
+    # To be ahead, or to group what is alike, takes an epoch of several steps.
+    sizes = {"prefetched": {"batch": 1, "steps": 8}, "length_grouped": {"batch": 2, "steps": 4}}
+    size = sizes.get(technique.name(), {})
+    plan = (technique, *ON_TOP_OF.get(type(technique), ()))
     with_it = session_of(
-        job(architecture, **size), technique, architecture=architecture, folder=tmp_path
+        job(architecture, **size), *plan, architecture=architecture, folder=tmp_path
     )
     without = session_of(job(architecture, **size), architecture=architecture)
     run(with_it)

@@ -6,11 +6,9 @@ import json
 import os
 import signal
 import threading
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import psutil
 import pytest
@@ -18,14 +16,16 @@ import pytest
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique
-from hasten.evidence import ablation
-from hasten.evidence.ablation import Arm, Design, compare
+from hasten.errors import InputError
+from hasten.evidence.ablation import Arm, Design, Which, plans_of
+from hasten.evidence.controller import measure_arms, table
 from hasten.evidence.findings import report_of
 from hasten.evidence.report_schema import read_report
-from hasten.evidence.trial import TrialFailedError
 from hasten.recipe.schema import Recipe
 from hasten.run import ready
+from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
+from hasten.techniques.optimizer import FusedAdamW
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,9 @@ def measured(recipe: Path) -> dict[str, Arm]:
             kill_in_its_turn(PLANS["packed"])
 
     environ = {"OMP_NUM_THREADS": "1"}
-    arms = compare(recipe, PLANS, lambda plan: environ, recipe.parent, DESIGN, tell)
+    arms = measure_arms(
+        table(recipe, lambda plan: environ, recipe.parent), PLANS, DESIGN, tell
+    ).arms
     assert [arm.name for arm in arms] == list(PLANS)
     return {arm.name: arm for arm in arms}
 
@@ -149,76 +151,6 @@ def test_the_report_of_it_says_who_failed_and_why(measured: dict[str, Arm]) -> N
     assert verdicts[2].startswith("failed: plan: no technique is called")
 
 
-class FakeTrial:
-    """Answers like an arm's process; one that is told to may fail at an order."""
-
-    turns: ClassVar[list[str]] = []
-    fails: ClassVar[dict[str, str]] = {}  # arm -> the order at which it fails
-    ended: ClassVar[list[str]] = []
-
-    def __init__(self, recipe: Path, plan: Plan, environ: Mapping[str, str], log: Path) -> None:
-        self.name = ", ".join(t.name() for t in plan) or "baseline"
-        self.tokens = 0
-
-    def __enter__(self) -> FakeTrial:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        self.ended.append(self.name)
-
-    def answer(self) -> dict[str, Any]:
-        return {"startup_seconds": {"imports": 1.0}}
-
-    def ask(self, what: str, count: int = 0) -> dict[str, Any]:
-        if self.fails.get(self.name) == what:
-            raise TrialFailedError(f"no {what}")
-        if what == "evaluate":
-            return {"held_out_loss": 2.0, "tokens": self.tokens}
-        if what == "finish":
-            return {"acted": [], "samples": []}
-        self.turns.append(self.name)
-        self.tokens += 10 * count
-        step = {"tokens": 10, "slots": 10, "loss": 2.0, "step_seconds": 0.1}
-        step |= {"peak_memory_bytes": 100, "tokens_per_second": 100.0}
-        return {"steps": [step] * count}
-
-
-@pytest.fixture
-def fakes(monkeypatch: pytest.MonkeyPatch) -> type[FakeTrial]:
-    monkeypatch.setattr(ablation, "Trial", FakeTrial)
-    FakeTrial.turns, FakeTrial.fails, FakeTrial.ended = [], {}, []
-    return FakeTrial
-
-
-def pretend(design: Design, folder: Path) -> list[Arm]:
-    return compare(folder, PLANS, lambda plan: {}, folder, design)
-
-
-def test_every_arm_has_every_round_in_an_order_drawn_anew(
-    fakes: type[FakeTrial], tmp_path: Path
-) -> None:
-    arms = pretend(Design(rounds=12, steps=2, warmup=0), tmp_path)
-    rounds = [tuple(fakes.turns[i : i + 3]) for i in range(0, 36, 3)]
-    assert len(fakes.turns) == 36
-    assert all(len(set(names)) == 3 for names in rounds)
-    assert len(set(rounds)) > 3
-    firsts = Counter(names[0] for names in rounds)
-    assert max(firsts.values()) < 12  # no arm always goes first
-    assert all(len(arm.rounds) == 12 and len(arm.steps) == 24 for arm in arms)
-
-
-def test_the_order_of_turns_belongs_to_the_seed(fakes: type[FakeTrial], tmp_path: Path) -> None:
-    orders = []
-    for seed in (0, 0, 1):
-        fakes.turns.clear()
-        pretend(Design(rounds=8, seed=seed), tmp_path)
-        orders.append(list(fakes.turns))
-    assert orders[0] == orders[1] != orders[2]
-
-
 def test_the_held_out_loss_is_taken_at_the_start_and_evenly_to_the_end() -> None:
     assert Design(rounds=8, evaluations=3).evaluated_rounds == {3, 5, 8}
     assert Design(rounds=2, evaluations=1).evaluated_rounds == {2}
@@ -226,23 +158,62 @@ def test_the_held_out_loss_is_taken_at_the_start_and_evenly_to_the_end() -> None
     assert Design(evaluations=0).evaluated_rounds == set()
 
 
-@pytest.mark.parametrize("order", ["evaluate", "steps"])
-def test_the_process_of_a_failed_arm_ends_at_once(
-    fakes: type[FakeTrial], order: str, tmp_path: Path
-) -> None:
-    fakes.fails = {"packed": order}
-    _, packed, other = pretend(Design(rounds=3), tmp_path)
-    assert packed.failed == f"no {order}"
-    assert "packed" not in fakes.turns
-    assert fakes.ended.index("packed") == 0  # long before the end, when all are ended
-    assert len(other.rounds) == 3
+PLAN = Plan([Packed(), DocumentAttention(), FusedAdamW()])
 
 
-def test_an_arm_that_fails_at_the_end_keeps_what_was_measured(
-    fakes: type[FakeTrial], tmp_path: Path
+@pytest.mark.parametrize(
+    ("which", "only", "names"),
+    [
+        ("plan", (), ["baseline", "plan"]),
+        ("ladder", (), ["baseline", "+ packed", "+ document_attention", "+ fused_adamw"]),
+        (
+            "alone",
+            (),
+            ["baseline", *(f"only {t.name()}" for t in PLAN), "all"],
+        ),
+        ("left-out", (), ["baseline", *(f"without {t.name()}" for t in PLAN), "all"]),
+        ("plan", ("packed",), ["baseline", "only packed", "all"]),
+        ("all", ("packed",), ["baseline", "only packed", "without packed", "all"]),
+        ("ladder", ("document_attention",), ["baseline", "+ document_attention", "+ fused_adamw"]),
+    ],
+)
+def test_the_arms_are_those_that_were_asked_for(
+    which: Which, only: tuple[str, ...], names: list[str]
 ) -> None:
-    fakes.fails = {"packed": "finish"}
-    _, packed, _ = pretend(Design(rounds=3), tmp_path)
-    assert (packed.failed, packed.unfinished) == (None, "no finish")
-    assert len(packed.rounds) == 3
-    assert packed.held_out[-1][1] == 2.0
+    plans, kinds = plans_of(PLAN, which, only)
+    assert list(plans) == list(kinds) == names
+    assert not len(plans[names[0]])
+    assert plans[names[-1]] == PLAN
+    assert (kinds[names[0]], kinds[names[-1]]) == ("baseline", "all")
+
+
+def test_all_arms_are_those_of_the_plan_itself() -> None:
+    for count in (1, 2, 3):
+        plan = Plan(PLAN.techniques[:count])
+        assert set(map(str, plans_of(plan, "all")[0].values())) == set(
+            map(str, plan.arms().values())
+        )
+        assert list(plans_of(plan, "ladder")[0]) == list(plan.ladder())
+
+
+def test_what_is_not_in_the_plan_cannot_be_measured() -> None:
+    with pytest.raises(InputError, match=r"'paked' is not in the plan \(did you mean 'packed'"):
+        plans_of(PLAN, "all", ["paked"])
+    with pytest.raises(InputError, match="nothing to compare"):
+        plans_of(Plan(), "plan")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"rounds": 0}, "rounds is 0"),
+        ({"steps": 0}, "steps is 0"),
+        ({"warmup": -1}, "warmup is -1"),
+        ({"rounds": 2, "builds": 3}, "3 builds of every arm need as many rounds"),
+        ({"foreign_load": 1.5}, "share from 0 to 1"),
+        ({"grouping": "pairs"}, "there is no 'pairs'"),
+    ],
+)
+def test_a_design_that_cannot_be_run_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        Design(**settings)

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from hasten.evidence.charts import (
     Bar,
     Curve,
+    Stack,
     Strip,
     bar_chart,
     line_chart,
     nice_ticks,
+    stack_chart,
     strip_chart,
     thin,
     visible,
@@ -68,6 +70,59 @@ def test_what_was_not_measured_has_its_row_but_no_bar() -> None:
     assert {"a", "not measured"} <= set(texts(svg))
 
 
+def test_a_bar_of_a_waterfall_begins_where_it_is_told() -> None:
+    bars = [Bar("a", "", 1.5), Bar("b", "", 2.0, start=1.5), Bar("c", "", 1.75, start=2.0)]
+    boxes = list(parsed(bar_chart("t", bars, 800, 1, times)).iter("rect"))
+    ends = [(float(b.attrib["x"]), float(b.attrib["x"]) + float(b.attrib["width"])) for b in boxes]
+    assert ends[1][0] == pytest.approx(ends[0][1], abs=0.2)
+    assert ends[2][1] == pytest.approx(ends[1][1], abs=0.2)
+    assert ends[2][0] > ends[1][0]
+
+
+def test_the_noise_floor_is_a_band_around_the_origin() -> None:
+    svg = parsed(bar_chart("t", [Bar("a", "", 1.5)], 800, 1, times, floor=0.25))
+    band, bar = (svg.find(f"rect[@class='{css}']") for css in ("band", "bar plain"))
+    assert band is not None
+    assert bar is not None
+    left, width = float(band.attrib["x"]), float(band.attrib["width"])
+    assert left + width / 2 == pytest.approx(float(bar.attrib["x"]), abs=0.2)
+    assert width == pytest.approx(float(bar.attrib["width"]), abs=0.2)  # 0.5 wide, as the bar
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_parts_of_a_stack_lie_end_to_end_and_keep_their_colours(width: int) -> None:
+    parts: dict[str, float | None] = {"a": 1.0, "b": None, "c": 3.0, "d": 0.0}
+    stacks = [Stack("before", "4", parts), Stack("after", "2", {"a": 1.0, "b": 1.0})]
+    svg = stack_chart("t", stacks, width, times)
+    boxes = list(parsed(svg).iter("rect"))
+    assert [box.attrib["class"] for box in boxes] == [
+        *("part s1", "part s3"),
+        *("part s1", "part s2"),
+    ]
+    spans = [(float(b.attrib["x"]), float(b.attrib["width"])) for b in boxes]
+    assert spans[1][0] == pytest.approx(sum(spans[0]), abs=0.2)
+    assert spans[1][1] == pytest.approx(3 * spans[0][1], abs=0.3)
+    assert spans[0][0] == pytest.approx(spans[2][0], abs=0.2)
+    account = parsed(svg).findtext("desc") or ""
+    assert "before, b: not measured" in account
+    assert boxes[1].findtext("title") == "c: 3.0×"
+
+
+def test_levels_are_drawn_from_zero_up() -> None:
+    svg = strip_chart("t", [Strip("a", "", [0.0, 0.1, 0.2])], 800, levels=True)
+    heights = [float(dot.attrib["cy"]) for dot in parsed(svg).iter("circle")]
+    floor = parsed(svg).find("line[@class='grid']")
+    assert floor is not None
+    assert heights[0] == pytest.approx(float(floor.attrib["y1"]))
+    assert heights[0] - heights[2] == pytest.approx(2 * (heights[0] - heights[1]), abs=0.2)
+
+
+def test_a_long_strip_is_a_light_line() -> None:
+    svg = strip_chart("t", [Strip("a", "", [float(i) for i in range(1, 10_000)])], 800)
+    assert len(svg) < 5_000
+    assert not list(parsed(svg).iter("circle"))
+
+
 def test_a_strip_shows_each_round_around_its_own_median() -> None:
     svg = strip_chart("t", [Strip("a", "", [90, 100, 110]), Strip("b", "", [1.0, 1.0, 1.0])], 800)
     heights = [float(dot.attrib["cy"]) for dot in parsed(svg).iter("circle")]
@@ -95,7 +150,9 @@ def test_no_number_and_no_name_breaks_a_drawing(
     strips = [Strip(name, name, numbers) for name, *numbers in rows]
     curves = [Curve(name, [numbers[:2], numbers[1:]]) for name, *numbers in rows]
     drawings = [line_chart("t", curves, (390, 250), times)]
+    stacks = [Stack(name, name, dict(zip("abc", numbers, strict=True))) for name, *numbers in rows]
     for width in WIDTHS:
+        drawings.append(stack_chart("t", stacks, width, times))
         drawings += [bar_chart("t", bars, width, 1, times), strip_chart("t", strips, width)]
     for svg in drawings:
         marks = [mark for mark in ET.fromstring(_xml(svg)).iter() if not mark.tag.endswith("svg")]

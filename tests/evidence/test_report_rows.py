@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from hasten.evidence.report import render_markdown, write_report
-from hasten.evidence.report_rows import fastest, machine, proofs, rungs
+from hasten.evidence.report_gains import rungs
+from hasten.evidence.report_rows import fastest, machine, proofs
 from hasten.evidence.report_schema import read_report
 
 RATES = {"baseline": 100.0, "+ a": 150.0, "+ b": 300.0, "+ c": 270.0}
@@ -50,7 +51,7 @@ def page(report: Report, folder: Path) -> str:
 
 
 def test_a_rung_is_compared_with_the_rung_below(ladder: Report, tmp_path: Path) -> None:
-    said = rungs(arms_of(ladder))
+    said = list(rungs(arms_of(ladder)).values())
     assert [text.split()[0] for text in said] == ["–", "1.50×", "2.00×", "0.90×"]
     assert "[0.90, 0.90]" in said[3] or said[3] == "0.90×"  # paired, so the weather cancels
     assert "Against the arm above" in page(ladder, tmp_path)
@@ -59,7 +60,7 @@ def test_a_rung_is_compared_with_the_rung_below(ladder: Report, tmp_path: Path) 
 
 def test_arms_that_are_no_ladder_have_no_rungs(ladder: Report, tmp_path: Path) -> None:
     ladder["arms"][2]["techniques"] = ["b"]
-    assert rungs(arms_of(ladder)) == []
+    assert rungs(arms_of(ladder)) == {}
     assert "Against the arm above" not in page(ladder, tmp_path)
     assert "<strong>+ c</strong> (a, b, c)" in page(ladder, tmp_path)
 
@@ -68,7 +69,7 @@ def test_a_failed_rung_is_compared_with_nothing(ladder: Report) -> None:
     ladder["arms"][2]["verdict"] = "failed: no memory"
     ladder["arms"][1]["rounds"] = [None, 90.0, 0.0]
     missing = "not measured"
-    assert rungs(arms_of(ladder)) == ["–", "1.50×", missing, missing]
+    assert list(rungs(arms_of(ladder)).values()) == ["–", "1.50×", missing, missing]
 
 
 def test_an_arm_faster_than_the_last_is_named(ladder: Report, tmp_path: Path) -> None:

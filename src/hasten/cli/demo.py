@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from hasten.cli.display import Display, duration
-from hasten.cli.speedup import measure
 from hasten.cli.train import StepLine
 from hasten.core import facts
-from hasten.evidence.ablation import Design
+from hasten.evidence.ablation import Design, Which
 from hasten.evidence.report import render_markdown, write_report
+from hasten.experiment import ablate
 from hasten.recipe.schema import Recipe
 from hasten.run import train
 
@@ -35,13 +35,21 @@ def demo(output: Path) -> None:
     began = time.monotonic()
     gpu_bytes = min((gpu.memory_bytes for gpu in facts.hardware().accelerators), default=0)
     recipe = recipe_for(output, gpu_bytes)
-    arms = "plan" if recipe.model == LARGE else "ladder"  # arms stay in memory side by side
+    arms: Which = "plan" if recipe.model == LARGE else "ladder"  # arms stay in memory side by side
     print(
         f"hasten demo: {recipe.model} on Python's standard library, {facts.hardware().short}",
         flush=True,
     )
     with Display() as display:
-        report = measure(recipe, arms, DESIGN, "hasten demo", "hasten demo", display)
+        report = ablate(
+            recipe,
+            arms,
+            design=DESIGN,
+            title="hasten demo",
+            command="hasten demo",
+            fresh=True,
+            audience=display,
+        )
         display.tell(f"training with the whole plan for {TRAINING_STEPS} steps")
         line = StepLine(display, recipe)
         summary = train(recipe, tell=display.tell, on_start=line.start, on_step=line.step)

@@ -13,6 +13,7 @@ from hasten.parts.kernels import rows, tiles
 from hasten.recipe.build import batch_of, facts_of, job_of, requested_plan
 from hasten.recipe.ceiling import ceiling_of
 from hasten.recipe.material import Material, gather
+from hasten.recipe.overlap import overlap
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.run import check_folder, check_space, first_record
 
@@ -103,6 +104,9 @@ def _sources(recipe: Recipe, material: Material, checks: _Checks) -> None:
     if files:
         rest = f", and {len(files) - SHOWN} more files" if len(files) > SHOWN else ""
         checks.note("files", ", ".join(files[:SHOWN]) + rest)
+    advice = overlap(material).advice
+    if advice:
+        checks.note("held out", advice)
     if note.long:
         fate = f"cutoff_len={recipe.cutoff_len} (too_long: {recipe.too_long})"
         checks.note("long", f"{note.long:,} records are longer than {fate}")

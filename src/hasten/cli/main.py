@@ -3,8 +3,9 @@
 Nothing here imports torch, so that ``hasten --help`` answers at once.
 
 Exit codes: 0 done; 1 an error of hasten's own; 2 something given can't be used, nothing was
-trained; 3 gradients stayed non-finite, the weights before them are intact; 130 interrupted between
-two steps, the model was saved.
+trained; 3 gradients stayed non-finite, the weights before them are intact; 4 a proof of the guard
+failed, or a technique had no effect and the recipe says require_effect, or a switch gains less than
+it did (``regress``); 130 interrupted between two steps, the model was saved.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from hasten.cli.arguments import Overrides, RecipePath
+from hasten.cli.netlab import app as netlab
+from hasten.cli.speedup_options import speedup
 from hasten.errors import InputError
 
 STARTED = time.perf_counter()
 INTERRUPTED = 130
+FAILED = 4
 
 app = typer.Typer(
     name="hasten",
@@ -31,11 +36,7 @@ app = typer.Typer(
 
 data = typer.Typer(help="Look at a data set, or convert it.", no_args_is_help=True)
 app.add_typer(data, name="data")
-
-RecipePath = Annotated[Path, typer.Argument(help="the recipe, a YAML file", metavar="RECIPE")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="changes to the recipe", metavar="[KEY=VALUE]...")
-]
+app.add_typer(netlab, name="netlab")
 
 
 @app.command()
@@ -68,28 +69,23 @@ def train(recipe: RecipePath, overrides: Overrides = None) -> None:
     raise typer.Exit(command(recipe, overrides or [], STARTED))
 
 
+app.command()(speedup)
+
+
 @app.command()
-def speedup(
+def profile(
     recipe: RecipePath,
     overrides: Overrides = None,
-    arms: Annotated[
-        Literal["plan", "ladder", "all"],
-        typer.Option(
-            help="plan: baseline and plan; ladder: one technique more at a time; "
-            "all: each alone and each left out too"
-        ),
-    ] = "plan",
-    rounds: Annotated[int, typer.Option(min=2, help="turns of each arm")] = 8,
-    steps: Annotated[int, typer.Option(min=1, help="steps of a turn")] = 4,
-    warmup: Annotated[int, typer.Option(min=1, help="steps before the first round")] = 2,
-    json_out: Annotated[
-        Path | None, typer.Option("--json", help="write report.json here as well")
+    steps: Annotated[int, typer.Option(min=1, help="steps to measure")] = 8,
+    output: Annotated[
+        Path | None, typer.Option(help="folder to write into; the recipe's output if left out")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print profile.json")] = False,
 ) -> None:
-    """Measure what the recipe's techniques gain on its own job."""
-    from hasten.cli.speedup import speedup as command
+    """Show where a step's time and memory go, by part, operator and owner."""
+    from hasten.cli.profile import profile as command
 
-    command(recipe, overrides or [], arms, rounds, steps, warmup, json_out)
+    raise typer.Exit(command(recipe, overrides or [], steps, output, as_json))
 
 
 @app.command()
@@ -98,6 +94,29 @@ def doctor(recipe: RecipePath, overrides: Overrides = None) -> None:
     from hasten.cli.doctor import doctor as command
 
     raise typer.Exit(command(recipe, overrides or []))
+
+
+@app.command()
+def guard(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    seeds: Annotated[
+        int, typer.Option(min=0, help="paired trainings for each technique of other mathematics")
+    ] = 0,
+    tokens: Annotated[
+        int, typer.Option(min=0, help="tokens of each such training; 0: those of 50 steps")
+    ] = 0,
+    margin: Annotated[
+        float, typer.Option(help="by how much the held-out loss may be worse, a share")
+    ] = 0.01,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="write the findings here as well")
+    ] = None,
+) -> None:
+    """Prove that a recipe's techniques keep the model as good as they promise."""
+    from hasten.cli.guard import guard as command
+
+    raise typer.Exit(command(recipe, overrides or [], seeds, tokens, margin, json_out))
 
 
 @app.command()
@@ -133,12 +152,41 @@ def bench(
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="a run's folder, or a report.json")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="folders of runs, a report.json, or another trainer's trainer_state.json",
+            metavar="RUN...",
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Show a run's or an experiment's results; write report.html anew."""
+    """Show a run's results, or compare several; of one experiment, write report.html anew."""
     from hasten.cli.report import report as command
 
-    command(run)
+    command(runs, as_json)
+
+
+@app.command()
+def regress(
+    bundle: Annotated[
+        Path, typer.Argument(help="a file of speedup --bundle, or an experiment's folder")
+    ],
+    overrides: Overrides = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=2, help="turns of each arm; as many as then if left out")
+    ] = None,
+    margin: Annotated[
+        float, typer.Option(help="share of a gain that may go without being called lost")
+    ] = 0.02,
+    output: Annotated[Path, typer.Option(help="folder of the new experiment")] = Path(
+        "runs/regress"
+    ),
+) -> None:
+    """Do an experiment again on today's installation and say which switch gains less."""
+    from hasten.cli.regress import regress as command
+
+    raise typer.Exit(command(bundle, overrides or [], rounds, margin, output))
 
 
 @app.command()

@@ -1,41 +1,53 @@
-"""``hasten report``: an experiment's table and page, or a training run's summary."""
+"""``hasten report``: one run's or experiment's results, or several beside each other."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hasten.cli.display import duration, size
 from hasten.errors import InputError
+from hasten.evidence.compared_runs import compare_runs, render
 from hasten.evidence.report import render_markdown, write_report
+from hasten.evidence.runs import read_object, read_runs
+from hasten.recipe.plain_yaml import read_yaml_file
 
 
-def report(run: Path) -> None:
-    """Print what the run found; an experiment's page is written anew."""
+def report(paths: Sequence[Path], as_json: bool = False) -> None:
+    """Print what runs found; an experiment's page, if it is the only one given, is written anew."""
+    if len(paths) > 1 or _is_other(paths[0]):
+        found = compare_runs([run for path in paths for run in read_runs(path, _recipe)])
+        print(json.dumps(found, indent=1) if as_json else render(found))
+        return
+    run = paths[0]
     experiment = run if run.suffix == ".json" else run / "report.json"
     if experiment.is_file():
-        found = _read(experiment)
-        page = write_report(found, experiment.parent)
-        print(render_markdown(found))
-        print(f"report: {page}")
-    elif (run / "summary.json").is_file():
-        _summary(_read(run / "summary.json"))
+        shown = read_object(experiment)
+        page = write_report(shown, experiment.parent)
+        print(json.dumps(shown, indent=1) if as_json else render_markdown(shown))
+        if not as_json:
+            print(f"report: {page}")
+        return
+    values = read_object(run / "summary.json")
+    if as_json:
+        print(json.dumps(values, indent=1))
     else:
-        raise InputError(
-            f"{run} holds neither report.json (of `hasten speedup`) nor summary.json (of "
-            "`hasten train`); give the folder of a finished run"
-        )
+        _summary(values)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} can't be read: {error}") from error
-    if not isinstance(found, dict):
-        raise InputError(f"{path} is not a report: it holds a {type(found).__name__}")
-    return found
+def _is_other(path: Path) -> bool:
+    """Whether the only run given has neither a report's page nor a summary of hasten's own."""
+    if path.suffix == ".json":
+        return path.name == "trainer_state.json" or "arms" not in read_object(path)
+    return not any((path / name).is_file() for name in ("report.json", "summary.json"))
+
+
+def _recipe(path: Path) -> dict[str, Any] | None:
+    """A resolved recipe as plain values; of another version's too, so keys aren't checked."""
+    found = read_yaml_file(path, "recipe")
+    return found if isinstance(found, dict) else None
 
 
 def _summary(found: dict[str, Any]) -> None:

@@ -5,109 +5,140 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from hasten.cli.display import Display
-from hasten.core.facts import Facts
-from hasten.core.plan import Plan
+from hasten.cli.display import Display, duration
+from hasten.cli.guard import beforehand
+from hasten.cli.main import FAILED
+from hasten.cli.train import warn_of_idle
 from hasten.errors import InputError
-from hasten.evidence.ablation import Design, compare
-from hasten.evidence.findings import report_of
+from hasten.evidence.ablation import Design, Grouping
+from hasten.evidence.budget import seconds_of
+from hasten.evidence.bundle import pack
 from hasten.evidence.report import render_markdown, write_report
-from hasten.recipe.ceiling import mfu_words
+from hasten.experiment import Order, ablate, gradual_optimize
 from hasten.recipe.schema import Recipe, load_recipe
-from hasten.run import ready
+
+Arms = Literal["plan", "ladder", "alone", "left-out", "all", "climb"]
+NOISE_FROM = 4  # rounds from which a second baseline tells something of the noise
+MORE_WARMUP = 8  # steps by which a warm-up may grow
+MOST_ROUNDS = 30  # with a budget alone: more change an interval little
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The command's options, as they were given."""
+
+    arms: Arms
+    only: str | None
+    order: Order
+    rounds: int | None
+    steps: int
+    warmup: int
+    budget: str | None
+    builds: int
+    noise: bool | None
+    max_load: float
+    grouping: Grouping
+    fresh: bool
+    guard: bool = True
+    seeds: int = 0
+
+    def design(self, seed: int) -> Design:
+        budget = seconds_of(self.budget) if self.budget is not None else None
+        rounds = self.rounds or (MOST_ROUNDS if budget is not None else 8)
+        return Design(
+            rounds=rounds,
+            steps=self.steps,
+            warmup=self.warmup,
+            longest_warmup=self.warmup + MORE_WARMUP,
+            seed=seed,
+            builds=self.builds,
+            noise=rounds >= NOISE_FROM if self.noise is None else self.noise,
+            foreign_load=self.max_load if self.max_load < 1 else None,
+            budget_seconds=budget,
+            grouping=self.grouping,
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(n.strip() for n in (self.only or "").split(",") if n.strip())
 
 
 def speedup(
     path: Path,
     overrides: Sequence[str],
-    arms: str,
-    rounds: int,
-    steps: int,
-    warmup: int,
+    wishes: Wishes,
     json_out: Path | None,
-) -> None:
-    """Measure, print the table, write the report."""
+    bundle: Path | None = None,
+) -> int:
+    """Measure, print the table, write the report; the exit code."""
     recipe = load_recipe(path, overrides)
-    design = Design(rounds=rounds, steps=steps, warmup=warmup, seed=recipe.seed)
+    design = wishes.design(recipe.seed)
+    if wishes.arms == "climb" and wishes.only is not None:
+        raise InputError("only: a climb tries every technique of the plan; shorten the plan")
     command = "hasten " + " ".join(shlex.quote(word) for word in sys.argv[1:])
     with Display() as display:
-        report = measure(
-            recipe, arms, design, f"What the plan gains: {path.stem}", command, display
-        )
+        report = _measure(recipe, wishes, design, path.stem, command, display)
+    if report is None:
+        return 0
     page = write_report(report, Path(recipe.output))
     if json_out is not None:
         shutil.copyfile(page.with_name("report.json"), json_out)
+    if bundle is not None:
+        pack(Path(recipe.output), bundle)
     print(render_markdown(report))
+    print(design_line(report["design"]))
     print(f"report: {page}")
+    idle = warn_of_idle({a["technique"]: a for a in report["arms"][-1]["acted"]})
+    return FAILED if idle and recipe.require_effect else 0
 
 
-def measure(
-    recipe: Recipe, arms: str, design: Design, title: str, command: str, display: Display
-) -> dict[str, Any]:
-    """Run the experiment of a recipe; the report as a dictionary.
-
-    Raises:
-        InputError: the plan is empty, or the recipe asks for several ranks.
-    """
-    if recipe.nproc > 1:
-        raise InputError("nproc: arms of one process each are compared; set nproc: 1")
-    known, plan, _ = ready(recipe, display.tell, _tokenising(display))
-    plans = _plans(plan, arms)
-    output = Path(recipe.output)
-    resolved = output / "data" / "arms.yaml"
-    resolved.write_text(_with_steps(recipe, design).to_yaml())
-    display.begin()
-    measured = compare(
-        resolved,
-        plans,
-        environ=lambda p: environment(p, known),
-        folder=output / "data",
+def _measure(
+    recipe: Recipe, wishes: Wishes, design: Design, name: str, command: str, display: Display
+) -> dict[str, Any] | None:
+    also = beforehand(wishes.guard, wishes.seeds, wishes.fresh, display)
+    if wishes.arms != "climb":
+        return ablate(
+            recipe,
+            wishes.arms,
+            only=wishes.names,
+            design=design,
+            title=f"What the plan gains: {name}",
+            command=command,
+            fresh=wishes.fresh,
+            audience=display,
+            also=also,
+        )
+    climbed = gradual_optimize(
+        recipe,
+        order=wishes.order,
         design=design,
-        tell=display.show,
-    )
-    price = recipe.price
-    return report_of(
-        measured,
-        title=title,
+        title=f"What gradual optimisation keeps: {name}",
         command=command,
-        hardware={**asdict(known.hardware), "device": known.device},
-        versions=known.versions,
-        recipe=recipe.model_dump(mode="json"),
-        currency=price.currency if price else None,
-        per_device_hour=price.per_device_hour if price else 0.0,
-        mfu=mfu_words(recipe, known),
+        fresh=wishes.fresh,
+        audience=display,
+        also=also,
     )
+    print(f"{climbed}\n")
+    return climbed.report
 
 
-def environment(plan: Plan, known: Facts) -> Mapping[str, str]:
-    """What an arm's process starts with: waiting threads sleep, then the techniques' own wishes."""
-    found = {"OMP_WAIT_POLICY": "PASSIVE"}  # arms share the cores; spinning would slow the others
-    for technique in plan:
-        found |= technique.environ(known)
-    return found
-
-
-def _plans(plan: Plan, arms: str) -> dict[str, Plan]:
-    if not len(plan):
-        raise InputError("plan: there is nothing to compare; list techniques under plan")
-    if arms == "ladder":
-        return plan.ladder()
-    return plan.arms() if arms == "all" else {"baseline": Plan(), "plan": plan}
-
-
-def _with_steps(recipe: Recipe, design: Design) -> Recipe:
-    """The recipe, its length and learning-rate schedule those of the experiment."""
-    return recipe.model_copy(
-        update={"max_steps": design.steps_in_all, "epochs": None, "max_tokens": None}
-    )
-
-
-def _tokenising(display: Display) -> Any:
-    return lambda done, total: display.show(
-        f"tokenising {done:,}/{total:,} records", done / max(total, 1)
-    )
+def design_line(design: dict[str, Any]) -> str:
+    """How it was measured, in a line."""
+    words = [
+        f"{design['rounds']} rounds of {design['steps']} steps in {duration(design['seconds'])}",
+        design["grouping"],
+    ]
+    if design["builds"] > 1:
+        words.append(f"{design['builds']} builds of each arm")
+    if design["redone_rounds"]:
+        words.append(f"{design['redone_rounds']} rounds done again for foreign load")
+    if design["resumed"]:
+        words.append("resumed: arms trained again from their seed")
+    if design["dropped"]:
+        words.append("left out: " + "; ".join(design["dropped"]))
+    return "measured: " + "; ".join(words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.cli.display import Display, duration, size
-from hasten.cli.main import INTERRUPTED
+from hasten.cli.main import FAILED, INTERRUPTED
 from hasten.cluster.ranks import again, start
 from hasten.core import facts
 from hasten.core.facts import World
@@ -26,7 +27,7 @@ def train(path: Path, overrides: Sequence[str], started: float) -> int:
     import_seconds = time.perf_counter() - started
     recipe = load_recipe(path, overrides)
     if recipe.nproc > 1 and facts.world().size == 1:
-        return _as_ranks(recipe)
+        return as_ranks(recipe, "train")
     if recipe.plan:
         known = facts_of(recipe)
         missing = facts.not_yet_so(plan_of(recipe, known).environ(known))
@@ -46,7 +47,21 @@ def train(path: Path, overrides: Sequence[str], started: float) -> int:
         )
     if summary:
         _conclude(summary)
+        idle = warn_of_idle(summary["acted"])
+        if idle and recipe.require_effect:
+            return FAILED
     return INTERRUPTED if summary.get("stopped") == "interrupted" else 0
+
+
+def warn_of_idle(acted: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Name the techniques that were requested and had no effect, on the error stream."""
+    idle = [name for name, proof in acted.items() if proof["acted"] is False]  # None: not known
+    for name in idle:
+        print(
+            f"warning: {name} was requested and had no effect: {acted[name]['evidence']}",
+            file=sys.stderr,
+        )
+    return idle
 
 
 class StepLine:
@@ -79,15 +94,15 @@ class StepLine:
             parts.append(f"MFU {m.mfu:.1%}")
         price = self._recipe.price
         if price is not None:
-            cost = price.per_device_hour * self._devices * self._seconds / 3600
+            cost = price.money(self._seconds, self._devices)
             parts.append(f"{cost:.4f} {price.currency}")
         if m.skipped:
             parts.append("SKIPPED: not finite")
         self._display.show("  ".join(parts), min(m.step / self._steps, 1.0))
 
 
-def _as_ranks(recipe: Recipe) -> int:
-    """Prepare the data once, then let one process per rank train on it."""
+def as_ranks(recipe: Recipe, command: str, options: Sequence[str] = ()) -> int:
+    """Prepare the data once, then let one process per rank run a command on it."""
     output = Path(recipe.output)
     with Display() as display:
         line = StepLine(display, recipe)
@@ -99,7 +114,7 @@ def _as_ranks(recipe: Recipe) -> int:
     def environ(rank: int) -> Mapping[str, str]:
         return plan.environ(replace(known, world=World(rank, rank, count)))
 
-    return start(["train", str(resolved)], count, output / "data", cores, environ)
+    return start([command, str(resolved), *options], count, output / "data", cores, environ)
 
 
 def _conclude(summary: dict[str, Any]) -> None:
@@ -109,6 +124,8 @@ def _conclude(summary: dict[str, Any]) -> None:
         + (f", {summary['tokens_per_second']:,.0f} tokens/s" if summary["steps"] else "")
         + f", peak {size(summary['peak_memory_bytes'])}"
     )
+    if summary["data_stall_share"] is not None and summary["steps"]:
+        print(_evenness(summary["data_stall_share"], summary["stability"]))
     if summary["mfu"] is not None:
         ceiling = summary["ceiling"]
         print(f"MFU {summary['mfu']:.1%} of {ceiling['source']}; {ceiling['convention']}")
@@ -121,7 +138,16 @@ def _conclude(summary: dict[str, Any]) -> None:
         print(f"--- prompt\n{sample['prompt']}\n--- answer\n{sample['answer']}\n---")
     if summary["cost"]:
         print(f"cost {summary['cost']['total']:.4f} {summary['cost']['currency']}")
+    if summary["energy"]["kwh"] is not None:
+        print(f"energy {summary['energy']['kwh']:.4g} kWh, {summary['energy']['source']}")
     print(f"saved: {summary['saved']}")
+
+
+def _evenness(stall: float, found: Mapping[str, Any]) -> str:
+    return (
+        f"data stall {stall:.2%}; steps: median {found['p50']:.3f} s, p99 {found['p99']:.3f} s, "
+        f"spread {found['relative_spread']:.1%}, {found['stalls']} stalled"
+    )
 
 
 def _evaluation(step: int, loss: float | None, metrics: dict[str, float]) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten.core.batch import MicroBatch
+from hasten.core.clock import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER
 from hasten.core.setup import Setup
 
 Sums = tuple[Tensor, Tensor]  # of loss and of what carries it
@@ -103,11 +104,14 @@ class PlainEngine:
     ) -> Sums:
         """One forward and backward pass; ``sums`` with its own added."""
         # Replicas average; the step wants a sum. norm() takes the loss scale out again.
-        scale = self.setup.loss_scale.value * self.setup.layout.size / denominator
+        # A rank that trains apart may have no token in a step, and then no loss either.
+        scale = self.setup.loss_scale.value * self.setup.layout.size / (denominator or 1.0)
         with self.setup.precision.region():
             loss, labels = self.setup.routing.forward(module, micro_batch)
+        self.setup.clock.mark(FORWARD)
         (loss * scale).backward()
         self.setup.precision.collect()
+        self.setup.clock.mark(BACKWARD)
         total, count = sums
         return total.to(loss.device) + loss.detach(), count.to(loss.device) + labels
 
@@ -117,7 +121,7 @@ class PlainEngine:
 
     def _recount(self, denominator: float, count: Tensor) -> float:
         """Divide by what the forward passes counted in the place of what was said before them."""
-        true_count: float = self.setup.layout.sum(count.double().cpu()).item()
+        true_count: float = self.setup.agreement.sum(count.double().cpu()).item()
         factor = denominator / true_count if true_count else 0.0
         torch._foreach_mul_(_gradients(self.setup.precision.parameters()), factor)
         return factor
@@ -127,9 +131,11 @@ class PlainEngine:
         self.setup.loss_scale.unscale(found)
         self._norm = _total_norm(found)
         value = self._norm.item()  # the step's one wait for the device: may the weights move?
+        self.setup.clock.mark(OPTIMIZER)
         # A flag of its own: a wire need not carry one rank's overflow to the others.
         wrong = torch.tensor([0.0 if math.isfinite(value) else 1.0], dtype=torch.float64)
-        finite = not self.setup.layout.sum(wrong).item()
+        finite = not self.setup.agreement.sum(wrong).item()
+        self.setup.clock.mark(COMMUNICATION)
         self.setup.loss_scale.judge(finite)
         return value, finite
 
@@ -143,7 +149,7 @@ class PlainEngine:
         setup.precision.publish()
         setup.wire.after_update(parameters)
         setup.average.after_update(parameters)
-        setup.routing.after_update(setup.layout.sum)
+        setup.routing.after_update(setup.agreement.sum)
         self.discard()
 
     def _clip(self, parameters: Sequence[Tensor]) -> None:

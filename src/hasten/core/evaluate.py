@@ -36,6 +36,7 @@ class Evaluation:
 
 def evaluate(session: Session) -> Evaluation:
     """Loss per trained token of the held-out records, and every metric of the job."""
+    session.settle()
     progress, job = session.progress, session.setup.job
     with evaluating(session.loss_module):
         loss = held_out_loss(session)

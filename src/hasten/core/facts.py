@@ -227,6 +227,25 @@ def memory_peak(device: str) -> int:
     return int(torch.accelerator.memory.max_memory_allocated())
 
 
+def device_utilisation(device: str) -> float | None:
+    """Share of the driver's last sampling period in which a kernel ran; None where it can't say."""
+    if not device.startswith("cuda"):
+        return None
+    try:  # needs NVML's Python package and permission to ask
+        return float(torch.cuda.utilization(torch.device(device))) / 100
+    except (ImportError, RuntimeError):
+        return None
+
+
+def accelerator_uuids(device: str, count: int) -> list[str]:
+    """Names by which the driver knows the first so many GPUs of this process; empty without one."""
+    if not device.startswith("cuda"):
+        return []
+    known = range(min(count, torch.cuda.device_count()))
+    first = int(device.partition(":")[2] or 0) if count == 1 else 0
+    return [str(torch.cuda.get_device_properties(first + index).uuid) for index in known]
+
+
 def _lines(path: str) -> Sequence[str]:
     try:
         return Path(path).read_text().splitlines()

@@ -22,6 +22,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hasten.core.batch import Counts, MicroBatch, StepBatch
+from hasten.core.checkpointing import NoCheckpoint
+from hasten.core.clock import CHECKPOINT, COMMUNICATION, DATA
 from hasten.core.engine import Assembly, Engine
 from hasten.core.meter import Meter
 from hasten.core.setup import Setup, on_device
@@ -40,6 +42,9 @@ class Progress:
     micro_batches: int = 0  # passes on this rank
     trained_tokens: int = 0
     records: int = 0
+
+
+SUMMED = ("tokens", "slots", "trained_tokens", "records")  # of progress, over all ranks
 
 
 @dataclass
@@ -61,8 +66,24 @@ class Session:
     stop_requested: bool = False
     meter: Meter = field(default_factory=Meter)
 
+    @property
+    def saves(self) -> bool:
+        """Whether CHECKPOINT may write."""
+        return not isinstance(self.setup.checkpoint, NoCheckpoint)
+
+    def settle(self) -> None:
+        """Weights and progress of all ranks are the same after it; every rank calls it."""
+        if not self.setup.agreement.apart:
+            return
+        self.setup.agreement.settle()
+        # Each rank has counted its own work times the number of ranks: the mean is the truth.
+        mine = torch.tensor([getattr(self.progress, n) for n in SUMMED], dtype=torch.float64)
+        for name, total in zip(SUMMED, self.setup.layout.sum(mine).tolist(), strict=True):
+            setattr(self.progress, name, round(total / self.setup.layout.size))
+
     def finish(self) -> nn.Module:
         """End of training: the model with its true weights, ready to be saved."""
+        self.settle()
         self.setup.precision.finish(self.loss_module)
         return self.model
 
@@ -107,14 +128,16 @@ def batches(session: Session) -> Iterator[StepBatch]:
 
     Every rank gets the same number of steps; the counts are those of all ranks together.
     """
-    job, progress = session.setup.job, session.progress
+    job, progress, clock = session.setup.job, session.progress, session.setup.clock
     while job.stop.epochs is None or progress.epoch < job.stop.epochs:
-        seen = 0
-        for local in session.setup.feed(_local_steps(session.setup, progress), job.device):
+        seen, source = 0, clock.reading(_local_steps(session.setup, progress))
+        for local in session.setup.feed(source, job.device):
             seen += 1
+            clock.fed()
             if job.stop.reached(progress.step, progress.tokens):
                 return
             batch = _agree(session, local)
+            clock.mark(COMMUNICATION)
             if batch is None:
                 return
             progress.step_in_epoch += 1
@@ -122,24 +145,20 @@ def batches(session: Session) -> Iterator[StepBatch]:
         if not seen and not progress.step_in_epoch:
             raise InputError("the data has no steps: the loader or the records are empty")
         progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
+        clock.mark(DATA)  # the loader has said that there is no more
         session.setup.checkpoint.after_epoch(session)
+        clock.mark(CHECKPOINT)
 
 
 def _agree(session: Session, local: tuple[MicroBatch, ...]) -> StepBatch | None:
     """Counts over all ranks before the first backward; None when any rank wants to stop."""
     mine = sum((m.counts for m in local), Counts())
-    flag = float(session.stop_requested)
-    sums = session.setup.layout.sum(
-        torch.tensor(
-            [mine.records, mine.tokens, mine.slots, mine.trained_tokens, mine.pairs, flag],
-            dtype=torch.float64,
-        )
-    ).tolist()
-    if sums[5]:
+    agreement = session.setup.agreement
+    counts, stop = agreement.counts(mine, session.stop_requested)
+    if stop:
         session.stop_requested = True
         return None
-    counts = Counts(*(int(v) for v in sums[:5]))
-    if not counts.trained_tokens:
+    if not counts.trained_tokens and not agreement.apart:
         raise InputError("a step has no trained token: look at the records and their loss mask")
     return StepBatch(local, counts, session.progress.epoch)
 
@@ -165,6 +184,18 @@ def _local_pieces(setup: Setup, epoch: int, first: int) -> Iterator[list[Sequenc
         steps = setup.sampler.local_steps(epoch, world.rank, world.size)
         for pieces in itertools.islice(steps, first, None):
             yield [[job.records[i] for i in piece] for piece in pieces]
+
+
+def step_outside(session: Session) -> tuple[MicroBatch, ...] | None:
+    """The micro-batches of the epoch's first step, on the device; they don't count as progress.
+
+    None where the user's own loader brings the batches: it would have to begin anew.
+    """
+    setup = session.setup
+    if setup.job.stream is not None:
+        return None
+    found = next(_local_steps(setup, Progress(epoch=session.progress.epoch)), None)
+    return None if found is None else tuple(m.to(setup.job.device) for m in found)
 
 
 def without_loss(micro_batch: MicroBatch) -> MicroBatch:

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hasten.core.agreement import Agreement, EachStep
 from hasten.core.batch import Collate, MicroBatch, StepBatch
 from hasten.core.checkpointing import Checkpointing, NoCheckpoint
+from hasten.core.clock import Clock, Unclocked
 from hasten.core.facts import Facts
 from hasten.core.job import Job, OptimizerFactory
 from hasten.core.loss_scaling import LossScaling, Unscaled
@@ -241,6 +243,12 @@ class Setup:
     threads: Callable[[], None] = lambda: None
     allocator: Callable[[], None] = lambda: None
     engine: Callable[[Assembly], Engine] = plain_engine  # a LAYOUT may bring its own
+    clock: Clock = field(default_factory=Unclocked)  # counts what a step's time goes into
+
+    @property
+    def agreement(self) -> Agreement:
+        """What ranks tell each other in a step; a wire may have its own way."""
+        return self.wire if isinstance(self.wire, Agreement) else EachStep(self.layout)
 
 
 def prepare(job: Job, plan: Plan, facts: Facts, folder: Path | None = None) -> Setup:

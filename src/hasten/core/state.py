@@ -32,6 +32,7 @@ class Stateful(Protocol):
 
 def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights, optimizer state, random state, what the slots remember; progress and plan."""
+    session.settle()
     tensors = {"random/cpu": torch.get_rng_state()}
     tensors |= _unshared("model", dict(session.loss_module.state_dict()))
     masters = {str(i): p for i, p in enumerate(_own_masters(session))}
@@ -43,6 +44,9 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
                 tensors[f"optimizer/{index}/{key}"] = value
             else:
                 numbers[f"{index}/{key}"] = value
+    moments = {name: t for name, t in tensors.items() if name.startswith("optimizer/")}
+    for rank, state in enumerate(session.setup.agreement.others(moments), start=1):
+        tensors |= {f"rank/{rank}/{name}": t for name, t in state.items()}
     slots = {
         name: {"kind": type(held).__name__, "state": _taken(held.state_dict(), name, tensors)}
         for name, held in _stateful(session.setup).items()
@@ -74,7 +78,7 @@ def restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) 
     for index, master in enumerate(_own_masters(session)):
         master.data.copy_(tensors[f"master/{index}"])
     session.setup.precision.publish()
-    _restore_optimizer(session, tensors, meta["optimizer"])
+    _restore_optimizer(session, tensors | _own_moments(session, tensors), meta["optimizer"])
     for held, state in slots:
         held.load_state_dict(_given(state, tensors))
     torch.set_rng_state(tensors["random/cpu"])
@@ -189,6 +193,14 @@ def _check_same_update(session: Session, tensors: dict[str, Tensor], meta: dict[
             f"the checkpoint holds {found} master weights and the plan's precision keeps {wanted}; "
             "resume with the plan that wrote it, or choose another folder"
         )
+
+
+def _own_moments(session: Session, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's optimizer state, where ranks trained apart and go on so."""
+    prefix = f"rank/{session.setup.facts.world.rank}/"
+    if not session.setup.agreement.apart:
+        return {}
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
 def _restore_optimizer(

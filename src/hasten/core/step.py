@@ -23,6 +23,16 @@ import torch
 
 from hasten.core import facts
 from hasten.core.batch import StepBatch
+from hasten.core.clock import (
+    BACKWARD,
+    BETWEEN,
+    CHECKPOINT,
+    COMMUNICATION,
+    DATA,
+    FORWARD,
+    IDLE,
+    OPTIMIZER,
+)
 from hasten.core.session import Session, batches
 
 MAX_SKIPPED = 10  # steps in a row without finite gradients, after which a run is lost
@@ -37,7 +47,8 @@ class StepMetrics:
     """What one step did and cost, over all ranks; a line of ``metrics.jsonl``.
 
     ``grad_norm`` is the norm before clipping; a step that was ``skipped`` moved nothing;
-    ``model_flops`` and ``mfu`` are None where the session's meter doesn't know them.
+    ``model_flops`` and ``mfu`` are None where the session's meter doesn't know them, and the
+    seconds of the step's parts, on this rank, where its clock doesn't count.
     """
 
     step: int
@@ -57,6 +68,9 @@ class StepMetrics:
     mfu: float | None
     skipped: bool = False
     expert_load_ratio: float | None = None
+    data_seconds: float | None = None
+    passes_seconds: float | None = None
+    optimizer_seconds: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; a number that isn't finite becomes None, which JSON can say."""
@@ -69,13 +83,16 @@ class StepMetrics:
 
 def train_step(session: Session, batch: StepBatch, started: float) -> StepMetrics:
     """Gradients, norm, update; ``started`` is when the step began to wait for its data."""
-    factor = session.setup.job.schedule(session.progress.step)
+    factor, clock = session.setup.job.schedule(session.progress.step), session.setup.clock
     loss_sum, batch = session.setup.attempt(session.engine, batch)
+    clock.mark(BACKWARD)
     norm, finite = session.engine.norm()
     if finite:
         session.engine.update(factor)
     else:
         session.engine.discard()
+        session.setup.agreement.skipped()
+    clock.mark(OPTIMIZER)
     return _note(session, batch, loss_sum, norm, finite, started)
 
 
@@ -85,7 +102,8 @@ def training(session: Session) -> Iterator[StepMetrics]:
     Raises:
         NotFiniteError: ten steps in a row had no finite gradient.
     """
-    skipped = 0
+    skipped, clock = 0, session.setup.clock
+    clock.begin()
     started = time.perf_counter()
     for batch in batches(session):
         metrics = train_step(session, batch, started)
@@ -96,8 +114,11 @@ def training(session: Session) -> Iterator[StepMetrics]:
                 f"{metrics.step}; the weights are those before them: lower the learning rate, or "
                 "look at the records of these steps"
             )
+        clock.mark(BETWEEN)
         session.setup.checkpoint.after_step(session)
+        clock.mark(CHECKPOINT)
         yield metrics
+        clock.begin()
         started = time.perf_counter()
 
 
@@ -124,9 +145,12 @@ def _note(
     progress = session.progress
     slots = float(sum(m.counts.slots for m in batch.micro_batches))  # as they ran: BATCH may cut
     mine = torch.tensor([loss_sum.item(), slots], dtype=torch.float64)  # the device is done: norm()
-    total, slots = session.setup.layout.sum(mine).tolist()  # has waited for it
+    total, slots = session.setup.agreement.sum(mine).tolist()  # has waited for it
+    session.setup.clock.mark(COMMUNICATION)
     counts = replace(batch.counts, slots=int(slots))
     seconds = time.perf_counter() - started
+    session.setup.clock.mark(IDLE)
+    parts = session.setup.clock.end()
     flops = session.meter.flops(counts)
     progress.step += 1
     progress.tokens += counts.tokens
@@ -137,7 +161,7 @@ def _note(
     return StepMetrics(
         step=progress.step,
         epoch=batch.epoch,
-        loss=total / counts.trained_tokens,
+        loss=total / (counts.trained_tokens or 1),
         learning_rate=max(group["lr"] for group in session.optimizer.param_groups),
         grad_norm=norm,
         tokens=counts.tokens,
@@ -152,4 +176,7 @@ def _note(
         mfu=session.meter.mfu(flops, seconds),
         skipped=not finite,
         expert_load_ratio=session.setup.routing.load_ratio(),
+        data_seconds=parts.get(DATA),
+        passes_seconds=parts.get(FORWARD, 0.0) + parts[BACKWARD] if parts else None,
+        optimizer_seconds=parts.get(OPTIMIZER),
     )

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hasten.core import facts
+from hasten.core.clock import data_stall, split, stability
 from hasten.core.evaluate import Evaluation, evaluate
 from hasten.core.session import Session
 from hasten.core.step import StepMetrics, training
@@ -61,7 +62,7 @@ class Outcome:
         trained = sum(self.step_seconds)
         last = self.evaluations[-1] if self.evaluations else None
         loss = last.held_out_loss if last else None
-        meter = session.meter
+        meter, clocked = session.meter, list(session.setup.clock.steps)
         return {
             "stopped": self.stopped,
             "steps": progress.step,
@@ -73,6 +74,9 @@ class Outcome:
             "records_per_second": progress.records / trained if trained else None,
             "epoch_seconds": list(self.epoch_seconds.values()),
             "step_seconds_median": statistics.median(self.step_seconds or [0.0]),
+            "step_parts": split(clocked, session.saves),
+            "data_stall_share": data_stall(clocked),
+            "stability": stability(self.step_seconds),
             "model_flops_per_second": self.model_flops / trained if self.model_flops else None,
             "mfu": meter.mfu(self.model_flops or None, trained),
             "ceiling": asdict(meter) if meter.ceiling else None,

@@ -1,1 +1,36 @@
-"""What every switch gains on the user's own job: trials, statistics, guard, cost, report."""
+"""What every switch gains on the user's own job: trials, statistics, guard, cost, report.
+
+`ablate` and `gradual_optimize` measure a recipe's techniques; `compare` measures two training loops
+of anybody's against each other. All are imported on first use: a trial's process needs none of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hasten.evidence.ablation import Design
+    from hasten.evidence.climb import Climb
+    from hasten.evidence.loops import Comparison, compare
+
+# What starts from a recipe lives above this room, in `hasten.experiment`.
+_HOMES = {
+    "Climb": "hasten.evidence.climb",
+    "Comparison": "hasten.evidence.loops",
+    "Design": "hasten.evidence.ablation",
+    "ablate": "hasten.experiment",
+    "compare": "hasten.evidence.loops",
+    "gradual_optimize": "hasten.experiment",
+}
+__all__ = ["Climb", "Comparison", "Design", "ablate", "compare", "gradual_optimize"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'hasten.evidence' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

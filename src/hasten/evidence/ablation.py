@@ -1,57 +1,101 @@
-"""Arms against each other on one machine: built once each, then taking turns, round by round.
+"""The nouns of an experiment: its design, the plans it compares by name, what each arm showed.
 
-  1. every arm's process starts, builds, and warms up; one at a time
-  2. a round gives each arm one turn of some steps, in an order drawn anew; all others sleep
-  3. in every arm step k sees the same records, so a round's ratio compares equal work minutes apart
-     at most, and a machine that slows down slows all arms of the round
-  4. at equal tokens every arm is asked for its held-out loss; at the end, for what its techniques
-     did and what its model writes
-
-An arm that fails is reported with its reason and its process is ended, and the others go on. One
-that fails only at the very end, in 4, has been measured all the same: it keeps its numbers.
+How arms are measured stands in ``controller``; how numbers become verdicts in ``findings``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import random
-import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-from hasten.core.plan import Plan
-from hasten.evidence.trial import Trial, TrialFailedError
+from hasten.core.plan import Plan, did_you_mean
+from hasten.errors import InputError
 
-Tell = Callable[[str, float], None]  # what happens now, and which share of the work is done
+Kind = Literal["baseline", "again", "alone", "left out", "ladder", "all", "other"]
+Which = Literal["plan", "ladder", "alone", "left-out", "all"]
+Grouping = Literal["auto", "together", "groups", "fresh"]
+BASELINE, AGAIN = "baseline", "baseline again"
 
 
 @dataclass(frozen=True)
 class Design:
-    """How an experiment is run; every arm does ``warmup + rounds * steps`` steps."""
+    """How an experiment is run.
+
+    Args:
+        rounds: turns of each arm that count; with a budget the most there may be.
+        steps: steps of a turn.
+        warmup: steps before the first round, at least.
+        evaluations: looks at the held-out loss, spread evenly over the rounds.
+        seed: of the order of turns.
+        longest_warmup: the warm-up goes on to so many steps while step times still fall or
+            something is still compiled; 0: it has exactly ``warmup`` steps.
+        builds: fresh builds of every arm, each for its share of the rounds.
+        noise: a second process of the baseline takes turns like an arm.
+        foreign_load: a round during which others took more than this share of the machine is done
+            again; None: none is.
+        budget_seconds: what the whole may take; None: as long as the rounds need.
+        grouping: which arms are alive together; auto: as many as memory holds.
+    """
 
     rounds: int = 8
     steps: int = 4
     warmup: int = 2
     evaluations: int = 3
     seed: int = 0
+    longest_warmup: int = 0
+    builds: int = 1
+    noise: bool = False
+    foreign_load: float | None = None
+    budget_seconds: float | None = None
+    grouping: Grouping = "auto"
+
+    def __post_init__(self) -> None:
+        for name, least in (("rounds", 1), ("steps", 1), ("warmup", 0), ("builds", 1)):
+            if getattr(self, name) < least:
+                raise InputError(f"{name} is {getattr(self, name)}; it must be {least} at least")
+        if self.builds > self.rounds:
+            raise InputError(
+                f"builds: {self.builds} builds of every arm need as many rounds, and there are "
+                f"{self.rounds}"
+            )
+        if self.foreign_load is not None and not 0 <= self.foreign_load <= 1:
+            raise InputError(f"the foreign load is a share from 0 to 1, not {self.foreign_load}")
+        if self.grouping not in get_args(Grouping):
+            known = ", ".join(get_args(Grouping))
+            raise InputError(f"grouping: there is no {self.grouping!r}; there are {known}")
+
+    @property
+    def most_warmup(self) -> int:
+        return max(self.warmup, self.longest_warmup)
+
+    @property
+    def most_rounds(self) -> int:
+        """With those that are done again, at most as many as were planned."""
+        return self.rounds * (1 if self.foreign_load is None else 2)
 
     @property
     def steps_in_all(self) -> int:
-        return self.warmup + self.rounds * self.steps
+        """The most steps that one process of an arm takes."""
+        return self.most_warmup + self.most_rounds * self.steps
+
+    def looks(self, rounds: int) -> set[int]:
+        """After which of so many rounds the held-out loss is taken: evenly, the last included."""
+        return {round(rounds * look / self.evaluations) for look in range(1, self.evaluations + 1)}
 
     @property
     def evaluated_rounds(self) -> set[int]:
-        """After which rounds the held-out loss is taken: evenly spread, the last included."""
-        looks = self.evaluations
-        return {round(self.rounds * look / looks) for look in range(1, looks + 1)}
+        return self.looks(self.rounds)
 
 
 @dataclass
 class Arm:
-    """What was measured of one plan."""
+    """What was measured of one plan.
+
+    ``rounds``, ``beside``, ``foreign_load`` and ``builds`` have an element for every round that
+    counts. ``beside`` is the baseline's value in the very same rounds: where arms were measured in
+    groups it differs from the baseline's own ``rounds``. It is empty where there was none.
+    """
 
     name: str
     plan: Plan
@@ -65,111 +109,70 @@ class Arm:
     peak_memory_bytes: int | None = None
     failed: str | None = None  # why there is no result
     unfinished: str | None = None  # why what its techniques did, and its samples, aren't known
+    kind: Kind = "other"
+    beside: list[float] = field(default_factory=list)
+    foreign_load: list[float] = field(default_factory=list)
+    builds: list[int] = field(default_factory=list)  # which fresh build had the round, from 0
+    warmup: dict[str, float | None] = field(default_factory=dict)
+    ledger: dict[str, Any] | None = None
 
 
-def compare(
-    recipe: Path,
-    plans: Mapping[str, Plan],
-    environ: Callable[[Plan], Mapping[str, str]],
-    folder: Path,
-    design: Design,
-    tell: Tell = lambda text, share: None,
-) -> list[Arm]:
-    """Measure every plan on the recipe's job; arms in the order of ``plans``.
+def plans_of(
+    plan: Plan, which: Which, only: Sequence[str] = ()
+) -> tuple[dict[str, Plan], dict[str, Kind]]:
+    """The plans to compare and what each is, by name; the baseline first, the whole plan last.
 
     Args:
-        recipe: a resolved recipe that allows ``design.steps_in_all`` steps.
-        plans: arms by name.
-        environ: variables that an arm's process needs.
-        folder: for the processes' logs.
+        plan: the techniques in question.
+        which: see ``hasten speedup --help``.
+        only: techniques by name; of the arms between the first and the last those stay that single
+            one of them out. ``plan`` has none there, so these are then measured alone.
+
+    Raises:
+        InputError: an empty plan, or a name that isn't in it.
     """
-    arms = [Arm(name, plan) for name, plan in plans.items()]
-    work = _Work(tell, len(arms), design)
-    order = random.Random(design.seed)
-    with contextlib.ExitStack() as stack:
-        trials: dict[str, Trial] = {}
-        for number, arm in enumerate(arms):
-            work.say(f"starting {arm.name}")
-            log = folder / f"arm-{number}.log"
-            trials[arm.name] = stack.enter_context(Trial(recipe, arm.plan, environ(arm.plan), log))
-            _attempt(arm, lambda arm, trial: _begin(arm, trial, design), trials)
-            work.done(design.warmup)
-        for number in range(1, design.rounds + 1):
-            for arm in order.sample(arms, len(arms)):
-                work.say(f"round {number}/{design.rounds}: {arm.name}")
-                _attempt(arm, lambda arm, trial, n=number: _round(arm, trial, n, design), trials)
-                work.done(design.steps)
-        for arm in arms:
-            work.say(f"finishing {arm.name}")
-            _attempt(arm, _finish, trials, at_the_end=True)
-    return arms
+    if not len(plan):
+        raise InputError("plan: there is nothing to compare; list techniques under plan")
+    names = [t.name() for t in plan]
+    for name in only:
+        if name not in names:
+            raise InputError(
+                f"only: {name!r} is not in the plan{did_you_mean(name, names)}; it has "
+                f"{', '.join(names)}"
+            )
+    if which == "plan":
+        which = "alone" if only else which
+    plans: dict[str, Plan] = {BASELINE: Plan()}
+    kinds: dict[str, Kind] = {BASELINE: "baseline"}
+    for technique in plan:
+        for name, kind, arm in _between(plan, technique.name(), which):
+            if (not only or technique.name() in only) and set(arm) not in map(set, plans.values()):
+                plans[name], kinds[name] = arm, kind
+    last = {"plan": "plan", "ladder": f"+ {names[-1]}"}.get(which, "all")
+    plans[last], kinds[last] = plan, "all"
+    return plans, kinds
 
 
-def _attempt(
-    arm: Arm, act: Callable[..., None], trials: Mapping[str, Trial], at_the_end: bool = False
-) -> None:
-    """What goes wrong in one arm is noted there; an arm that has failed gets no more orders.
-
-    Its process is ended at once: one that hangs would slow the others, and its memory is theirs.
-    """
-    if arm.failed is not None:
-        return
-    try:
-        act(arm, trials[arm.name])
-    except TrialFailedError as error:
-        if at_the_end:
-            arm.unfinished = str(error)
-        else:
-            arm.failed = str(error)
-        trials[arm.name].end()
+def _between(plan: Plan, name: str, which: Which) -> list[tuple[str, Kind, Plan]]:
+    """The arms that single out one technique, less those that equal the whole plan."""
+    place = [t.name() for t in plan].index(name)
+    technique = plan.techniques[place]
+    found: list[tuple[str, Kind, Plan]] = []
+    if which in ("alone", "all"):
+        found.append((f"only {name}", "alone", Plan([technique])))
+    if which in ("left-out", "all"):
+        found.append((f"without {name}", "left out", plan.without(technique)))
+    if which == "ladder":
+        found.append((f"+ {name}", "ladder", Plan(plan.techniques[: place + 1])))
+    return [entry for entry in found if 0 < len(entry[2]) < len(plan)]
 
 
-def _begin(arm: Arm, trial: Trial, design: Design) -> None:
-    arm.startup_seconds = trial.answer()["startup_seconds"]
-    _evaluate(arm, trial)
-    if design.warmup:
-        _turn(arm, trial, design.warmup, measured=False)
-
-
-def _round(arm: Arm, trial: Trial, number: int, design: Design) -> None:
-    _turn(arm, trial, design.steps, measured=True)
-    if number in design.evaluated_rounds:
-        _evaluate(arm, trial)
-
-
-def _finish(arm: Arm, trial: Trial) -> None:
-    last = trial.ask("finish")
-    arm.acted, arm.samples = last["acted"], last["samples"]
-
-
-def _turn(arm: Arm, trial: Trial, count: int, measured: bool) -> None:
-    steps = trial.ask("steps", count=count)["steps"]
-    before = arm.losses[-1][0] if arm.losses else 0
-    for step in steps:
-        before += step["tokens"]
-        arm.losses.append((before, step["loss"]))
-    arm.peak_memory_bytes = max(s["peak_memory_bytes"] for s in steps)
-    if measured:
-        arm.steps += steps
-        arm.rounds.append(statistics.median(s["tokens_per_second"] for s in steps))
-
-
-def _evaluate(arm: Arm, trial: Trial) -> None:
-    found = trial.ask("evaluate")
-    if found["held_out_loss"] is not None:
-        arm.held_out.append((found["tokens"], found["held_out_loss"]))
-
-
-class _Work:
-    """Share of the experiment that is done, counted in steps."""
-
-    def __init__(self, tell: Tell, arms: int, design: Design) -> None:
-        self._tell, self._all = tell, arms * design.steps_in_all
-        self._done = 0
-        self.began = time.monotonic()
-
-    def say(self, text: str) -> None:
-        self._tell(text, self._done / self._all)
-
-    def done(self, steps: int) -> None:
-        self._done += steps
+def with_second_baseline(
+    plans: Mapping[str, Plan], kinds: Mapping[str, Kind]
+) -> tuple[dict[str, Plan], dict[str, Kind]]:
+    """The baseline a second time, after the first: what differs between them is noise."""
+    (base, plan), *rest = plans.items()
+    return (
+        {base: plan, AGAIN: plan, **dict(rest)},
+        {base: "baseline", AGAIN: "again", **{n: kinds.get(n, "other") for n, _ in rest}},
+    )

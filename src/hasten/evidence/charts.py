@@ -1,31 +1,57 @@
 """The report's drawings: small functions from numbers to one accessible inline SVG each.
 
 Every drawing takes its width in CSS pixels, so that the page can hold a wide and a narrow one and
-text keeps its size on a telephone. Colours are CSS classes that the page defines, for light, dark
-and paper. A value that wasn't measured (None, NaN, infinite) leaves a gap, never a zero.
+text keeps its size on a telephone. A value that wasn't measured (None, NaN, infinite) leaves a gap,
+never a zero. charts_svg.py has what they are made of.
 """
 
 import math
 import statistics
-import unicodedata
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from html import escape
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-NOT_MEASURED = "not measured"
-NARROW = 500  # pixels; below, a row's label stands above its mark
-_EDGE = 8  # pixels kept free left and right, so that marks and tick labels aren't cut
-_LETTER = 7.2  # pixels, generous mean width of a letter of the page's 13 pixel labels
+from hasten.evidence.charts_svg import (
+    EDGE,
+    LETTER,
+    NOT_MEASURED,
+    Frame,
+    Scale,
+    Words,
+    finite,
+    line,
+    linear,
+    nice_ticks,
+    path,
+    rect,
+    svg,
+    svg_text,
+    thin,
+    visible,
+)
 
-Point = tuple[float, float]
-Scale = Callable[[float], float]  # data to pixels
-Words = Callable[[float], str]  # data to the label of a tick
+__all__ = [
+    "NOT_MEASURED",
+    "Bar",
+    "Curve",
+    "Stack",
+    "Strip",
+    "bar_chart",
+    "line_chart",
+    "nice_ticks",
+    "stack_chart",
+    "strip_chart",
+    "thin",
+    "visible",
+]
+_DOTTED = 160  # points; a strip chart with more of them draws lines alone, which weigh a fifth
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One row of a bar chart; `text` is printed at its end, `tone` is a CSS class."""
+    """One row of a bar chart; `text` is printed at its end, `tone` is a CSS class.
+
+    `start` is where the bar begins if that isn't the chart's origin, as in a waterfall.
+    """
 
     label: str
     text: str
@@ -33,11 +59,12 @@ class Bar:
     low: float | None = None
     high: float | None = None
     tone: str = "plain"
+    start: float | None = None
 
 
 @dataclass(frozen=True)
 class Strip:
-    """One row of a stability strip: a value per round, in the order of the rounds."""
+    """One row of a strip chart: a value per round, in the order of the rounds."""
 
     label: str
     text: str
@@ -54,36 +81,89 @@ class Curve:
     tone: str = "plain"
 
 
-def bar_chart(title: str, bars: Sequence[Bar], width: int, origin: float, words: Words) -> str:
-    """Horizontal bars from `origin` with error bars, over an axis whose ticks `words` names."""
-    frame = _Frame(width, len(bars), mark=14)
-    ends = _finite(x for bar in bars for x in (origin, bar.value, bar.low, bar.high))
-    ticks = nice_ticks(ends, 3 if frame.narrow else 5)
-    x = _scale((ticks[0], ticks[-1]), (frame.left, frame.right))
-    body = [_line("grid", x(v), frame.top, x(v), frame.bottom) for v in ticks]
-    body += [_text("tick middle", x(v), frame.bottom + 16, words(v)) for v in ticks]
+@dataclass(frozen=True)
+class Stack:
+    """One row of a stack chart: named parts of a whole, each always in the same colour."""
+
+    label: str
+    text: str
+    parts: dict[str, float | None] = field(default_factory=dict)
+
+
+def bar_chart(
+    title: str,
+    bars: Sequence[Bar],
+    width: int,
+    origin: float,
+    words: Words,
+    floor: float | None = None,
+) -> str:
+    """Horizontal bars from `origin` with error bars, over an axis whose ticks `words` names.
+
+    A band marks what lies within `floor` of the origin: changes that are noise.
+    """
+    frame = Frame(width, len(bars), mark=14)
+    ends = [x for bar in bars for x in (origin, bar.value, bar.low, bar.high, bar.start)]
+    ends += [origin - floor, origin + floor] if floor else []
+    x, body = frame.axis(finite(ends), words)
+    if floor and finite([floor]):
+        left, right = x(origin - floor), x(origin + floor)
+        body.insert(0, rect("band", left, frame.top, right - left, frame.bottom - frame.top))
     for row, bar in enumerate(bars):
         body += _bar(bar, x, origin, frame.middle(row))
-    body.append(_line("origin", x(origin), frame.top, x(origin), frame.bottom))
+    body.append(line("origin", x(origin), frame.top, x(origin), frame.bottom))
     body += [frame.words(row, bar.label, bar.text) for row, bar in enumerate(bars)]
     account = [f"{bar.label}: {bar.text}" for bar in bars]
-    return _svg(title, account, (width, frame.bottom + 22), body)
+    return svg(title, account, (width, frame.bottom + 22), body)
 
 
-def strip_chart(title: str, strips: Sequence[Strip], width: int) -> str:
-    """Each row's values in turn, relative to the row's own median, all rows on one scale."""
-    frame = _Frame(width, len(strips), mark=26)
-    rows = [_deviations(_finite(strip.values)) for strip in strips]
+def stack_chart(title: str, stacks: Sequence[Stack], width: int, words: Words) -> str:
+    """Horizontal stacks from zero; part i of all rows has the CSS class s{i}, counted from 1."""
+    frame = Frame(width, len(stacks), mark=26)
+    sums = [sum(max(0.0, v) for v in finite(stack.parts.values())) for stack in stacks]
+    x, body = frame.axis([0.0, *sums], words)
+    for row, stack in enumerate(stacks):
+        end = 0.0
+        for number, (name, value) in enumerate(stack.parts.items(), start=1):
+            for known in (v for v in finite([value]) if v > 0):
+                left, right = x(end), x(end + known)
+                said, top = f"{name}: {words(known)}", frame.middle(row) - 13
+                body.append(rect(f"part s{number}", left, top, right - left, 26, said))
+                if right - left > LETTER * len(name) + EDGE:
+                    middle, y = (left + right) / 2, frame.middle(row) + 4.5
+                    body.append(svg_text("inside middle", middle, y, name))
+                end += known
+        body.append(frame.words(row, stack.label, stack.text))
+    account = [
+        f"{stack.label}, {name}: {words(finite([value])[0]) if finite([value]) else NOT_MEASURED}"
+        for stack in stacks
+        for name, value in stack.parts.items()
+    ]
+    return svg(title, account, (width, frame.bottom + 22), body)
+
+
+def strip_chart(title: str, strips: Sequence[Strip], width: int, levels: bool = False) -> str:
+    """Each row's values in turn, all rows on one scale.
+
+    Values are drawn relative to the row's own median, or with `levels` as they are, from zero up.
+    """
+    frame = Frame(width, len(strips), mark=26)
+    rows = [
+        _stretches(finite(s.values) if levels else _deviations(finite(s.values))) for s in strips
+    ]
+    dots = sum(map(len, rows)) <= _DOTTED and max(map(len, rows), default=0) <= _DOTTED / 4
     reach = max((abs(value) for row in rows for value in row), default=0) or 1
     body = []
     for row, (strip, values) in enumerate(zip(strips, rows, strict=True)):
-        x = _scale((0, max(1, len(values) - 1)), (frame.left + _EDGE, frame.right - _EDGE))
-        y = _scale((-reach, reach), (frame.middle(row) + 13, frame.middle(row) - 13))
-        body.append(_line("grid", frame.left, y(0), frame.right, y(0)))
+        x = linear((0, max(1, len(values) - 1)), (frame.left + EDGE, frame.right - EDGE))
+        y = linear(
+            (0 if levels else -reach, reach), (frame.middle(row) + 13, frame.middle(row) - 13)
+        )
+        body.append(line("grid", frame.left, y(0), frame.right, y(0)))
         body.append(frame.words(row, strip.label, strip.text))
-        body += _path([(x(i), y(value)) for i, value in enumerate(values)], strip.tone, dots=True)
+        body += path([(x(i), y(value)) for i, value in enumerate(values)], strip.tone, dots)
     account = [f"{strip.label}: {strip.text}" for strip in strips]
-    return _svg(title, account, (width, frame.bottom + 2), body)
+    return svg(title, account, (width, frame.bottom + 2), body)
 
 
 def line_chart(title: str, curves: Sequence[Curve], size: tuple[int, int], words: Words) -> str:
@@ -91,159 +171,56 @@ def line_chart(title: str, curves: Sequence[Curve], size: tuple[int, int], words
 
     Earlier curves lie on top. A long curve is drawn as the means of equal stretches (`thin`).
     """
-    drawn = [(curve, thin(curve.points, 120)) for curve in curves]
+    most = 120 if len(curves) <= 12 else 40  # so that forty curves stay light
+    drawn = [(curve, thin(curve.points, most)) for curve in curves]
     xs = sorted(point[0] for _, points in drawn for point in points) or [0.0, 1.0]
     ticks = nice_ticks((point[1] for _, points in drawn for point in points), 5)
-    places = max(0, -math.floor(math.log10(ticks[1] - ticks[0]) + 1e-6))  # decimals that differ
-    left = 14 + _LETTER * max(len(f"{value:.{places}f}") for value in ticks)
-    x = _scale((xs[0], xs[-1]), (left + _EDGE, size[0] - 2 * _EDGE))
-    y = _scale((ticks[0], ticks[-1]), (size[1] - 28, 10))
-    body = [_line("grid", left, y(value), size[0], y(value)) for value in ticks]
-    body += [_text("tick end", left - 6, y(v) + 4, f"{v:.{places}f}") for v in ticks]
+    names = _tick_names(ticks)
+    left = 14 + LETTER * max(map(len, names))
+    x = linear((xs[0], xs[-1]), (left + EDGE, size[0] - 2 * EDGE))
+    y = linear((ticks[0], ticks[-1]), (size[1] - 28, 10))
+    body = [line("grid", left, y(value), size[0], y(value)) for value in ticks]
+    body += [
+        svg_text("tick end", left - 6, y(v) + 4, name) for v, name in zip(ticks, names, strict=True)
+    ]
     within = [value for value in nice_ticks(xs, 4) if xs[0] <= value <= xs[-1]]
-    body += [_text("tick middle", x(value), size[1] - 8, words(value)) for value in within]
-    account = []
+    body += [svg_text("tick middle", x(value), size[1] - 8, words(value)) for value in within]
+    account, dotted = [], 24 if len(curves) <= 4 else 8
     for curve, points in reversed(drawn):
-        body += _path([(x(a), y(b)) for a, b in points], curve.tone, dots=len(points) <= 24)
+        body += path([(x(a), y(b)) for a, b in points], curve.tone, dots=len(points) <= dotted)
         ends = [f"{b:.4g} at {words(a)}" for a, b in (points[:1] + points[-1:])]
         account.append(f"{curve.label}: {' to '.join(ends) or NOT_MEASURED}")
-    return _svg(title, reversed(account), size, body)
-
-
-def nice_ticks(values: Iterable[float], count: int) -> list[float]:
-    """About `count` + 1 round numbers (1, 2 or 5 times a power of ten) that enclose `values`."""
-    finite = list(values) or [0.0, 1.0]
-    low, high = min(finite), max(finite)
-    if high - low <= max(1e-12, 1e-9 * max(abs(low), abs(high))):  # all alike: give them room
-        margin = max(abs(low), abs(high)) * 0.05 or 1.0
-        low, high = low - margin, high + margin
-    rough = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = power * next(m for m in (1, 2, 5, 10) if m * power >= rough * 0.8)
-    first, last = math.floor(low / step + 1e-6), math.ceil(high / step - 1e-6)
-    return [i * step for i in range(first, last + 1)]
-
-
-def thin(points: Sequence[Sequence[float | None]], most: int) -> list[Point]:
-    """The measured points, or where there are more than `most` the means of `most` stretches."""
-    pairs = (_finite(point) for point in points)
-    known = [(pair[0], pair[1]) for pair in pairs if len(pair) == 2]
-    if len(known) <= most:
-        return known
-    cuts = [round(i * len(known) / most) for i in range(most + 1)]
-    stretches = (zip(*known[a:b], strict=True) for a, b in pairwise(cuts))
-    return [(statistics.fmean(xs), statistics.fmean(ys)) for xs, ys in stretches]
-
-
-def visible(text: str) -> str:
-    """The text with everything made visible that could corrupt or disguise a page.
-
-    Control characters other than newline and tab, lone surrogates, and the invisible marks that
-    reorder text (Unicode's Cc, Cs and Cf) become their code in brackets.
-    """
-
-    def shown(character: str) -> str:
-        harmless = character in "\n\t\u200c\u200d"  # joiners belong to scripts and emoji
-        if harmless or unicodedata.category(character) not in ("Cc", "Cs", "Cf"):
-            return character
-        return f"[U+{ord(character):04X}]"
-
-    return "".join(map(shown, text.replace("\r\n", "\n")))
-
-
-class _Frame:
-    """Where the rows of a chart stand: label, mark and text side by side, or the mark below."""
-
-    def __init__(self, width: int, rows: int, mark: int) -> None:
-        self.narrow = width < NARROW
-        self.label = width * 0.6 if self.narrow else width * 0.28  # its width in pixels
-        self.left = 2.5 * _EDGE if self.narrow else self.label + _EDGE
-        self.right = width - 2.5 * _EDGE - (0 if self.narrow else width * 0.23)
-        self.pitch, self.mark = mark + (32 if self.narrow else 14), mark
-        self.width, self.top = width, 2
-        self.bottom = self.top + rows * self.pitch
-
-    def middle(self, row: int) -> float:
-        """The height at which a row's mark is centred."""
-        below = self.mark / 2 + (5 if self.narrow else 7)
-        return self.top + (row + 1) * self.pitch - below
-
-    def words(self, row: int, label: str, text: str) -> str:
-        """A row's label, at the left, and its text, at the right."""
-        y = self.middle(row) + (-self.mark / 2 - 8 if self.narrow else 4.5)
-        short = _fit(label, int(self.label / _LETTER))
-        return _text("label", 0, y, short) + _text("value end", self.width, y, text)
+    return svg(title, reversed(account), size, body)
 
 
 def _bar(bar: Bar, x: Scale, origin: float, y: float) -> list[str]:
-    value, low, high = (_finite([v]) for v in (bar.value, bar.low, bar.high))
+    value, low, high = (finite([v]) for v in (bar.value, bar.low, bar.high))
     marks = []
     if value:
-        left, right = sorted((x(origin), x(value[0])))
-        box = f'x="{_px(left)}" y="{_px(y - 7)}" width="{_px(right - left)}" height="14"'
-        marks.append(f'<rect class="bar {bar.tone}" {box} rx="2"/>')
+        start = origin if bar.start is None else bar.start
+        left, right = sorted((x(start), x(value[0])))
+        marks.append(rect(f"bar {bar.tone}", left, y - 7, right - left, 14))
     if value and low and high:
         a, b = x(low[0]), x(high[0])
         ends = [(a, y, b, y), (a, y - 4, a, y + 4), (b, y - 4, b, y + 4)]
-        marks += [_line("whisker", *end) for end in ends]
+        marks += [line("whisker", *end) for end in ends]
     return marks
 
 
-def _path(points: Sequence[Point], tone: str, dots: bool) -> list[str]:
-    joined = " ".join(f"{_px(x)},{_px(y)}" for x, y in points)
-    marks = [f'<polyline class="curve {tone}" points="{joined}"/>']
-    if dots:
-        circles = (f'cx="{_px(x)}" cy="{_px(y)}" r="3"' for x, y in points)
-        marks += [f'<circle class="dot {tone}" {circle}/>' for circle in circles]
-    return marks
+def _tick_names(ticks: Sequence[float]) -> list[str]:
+    """Numbers with as many decimals as tell them apart; the very large and small in short."""
+    places = max(0, -math.floor(math.log10(ticks[1] - ticks[0]) + 1e-6))
+    plain = places <= 8 and max(map(abs, ticks)) < 1e9
+    return [f"{value:.{places}f}" if plain else f"{value:.3g}" for value in ticks]
 
 
-def _svg(title: str, account: Iterable[str], size: tuple[int, float], body: Iterable[str]) -> str:
-    """The drawing with its name and its account in words, which assistive software reads out."""
-    width, height = map(_px, size)
-    head = f"<title>{_safe(title)}</title><desc>{_safe('; '.join(account))}.</desc>"
-    box = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {box}>{head}{"".join(body)}</svg>'
-
-
-def _line(css: str, x1: float, y1: float, x2: float, y2: float) -> str:
-    ends = f'x1="{_px(x1)}" y1="{_px(y1)}" x2="{_px(x2)}" y2="{_px(y2)}"'
-    return f'<line class="{css}" {ends}/>'
-
-
-def _text(css: str, x: float, y: float, text: str) -> str:
-    return f'<text class="{css}" x="{_px(x)}" y="{_px(y)}">{_safe(text)}</text>'
-
-
-def _safe(text: str) -> str:
-    return escape(visible(text), quote=True)
-
-
-def _px(value: float) -> str:
-    return f"{value:.1f}".removesuffix(".0")
-
-
-def _scale(data: tuple[float, float], pixels: tuple[float, float]) -> Scale:
-    span = data[1] - data[0] or 1.0
-    return lambda value: pixels[0] + (value - data[0]) / span * (pixels[1] - pixels[0])
-
-
-def _fit(text: str, letters: int) -> str:
-    """The text cut to a number of Latin letters; Chinese and other wide ones count as two."""
-    room = letters
-    for i, character in enumerate(text):
-        room -= 2 if unicodedata.east_asian_width(character) in "WF" else 1
-        if room < 0:
-            return text[: i - 1] + "…"
-    return text
-
-
-def _finite(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None and math.isfinite(value)]
+def _stretches(values: Sequence[float]) -> list[float]:
+    """A long row as the means of 120 equal stretches."""
+    return [y for _, y in thin(list(enumerate(values)), 120)]
 
 
 def _deviations(values: Sequence[float]) -> list[float]:
     """Relative to the median; flat where it is zero, or so small that quotients overflow."""
     middle = statistics.median(values) if values else 0.0
     found = [value / middle - 1 for value in values] if middle else []
-    return found if found and all(map(math.isfinite, found)) else [0.0] * len(values)
+    return found if found and len(finite(found)) == len(values) else [0.0] * len(values)

@@ -1,4 +1,4 @@
-"""What the report derives from several arms together: rungs of a ladder, the fastest, the proofs.
+"""Rows of the page that several arms make together: the machine, the fastest, proofs, the ledger.
 
 Everything here reads a report that report_schema.py has checked; `hardware` alone is free in form,
 so its entries are used only where they are what they seem.
@@ -6,19 +6,10 @@ so its entries are used only where they are what they seem.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
-from hasten.evidence.charts import NOT_MEASURED
-from hasten.evidence.report_words import span, words
-from hasten.evidence.statistics import paired_ratio
-
-Arm = Mapping[str, Any]
-
-
-def head(verdict: str) -> str:
-    """The verdict's word; a reason may follow it after a colon."""
-    return verdict.partition(":")[0]
+from hasten.evidence.report_gains import GOOD, Arm, any_known, head, result_of
+from hasten.evidence.report_words import words
 
 
 def machine(hardware: Mapping[str, Any]) -> str:
@@ -33,35 +24,11 @@ def machine(hardware: Mapping[str, Any]) -> str:
     return " · ".join([*said, words(memory, "memory")] if isinstance(memory, int) else said)
 
 
-def rungs(arms: Sequence[Arm]) -> list[str]:
-    """On a ladder, each arm's speed against the arm above it; empty where the arms are no ladder.
-
-    An arm's verdict is against the baseline, so a technique that takes back what the others gained
-    shows only here.
-    """
-    steps = list(pairwise(arms))
-    if len(steps) < 2 or any(b["techniques"][:-1] != a["techniques"] for a, b in steps):
-        return []
-    if any(not b["techniques"] for _, b in steps):
-        return []
-    return ["–", *(_against(a, b) for a, b in steps)]
-
-
-def _against(one: Arm, other: Arm) -> str:
-    """The speed of the other arm over the one's, paired by round, with its interval."""
-    pairs = list(zip(one["rounds"], other["rounds"], strict=False))
-    rounds = [(a, b) for a, b in pairs if a is not None and b is not None and a > 0 and b > 0]
-    if not rounds or "failed" in (head(one["verdict"]), head(other["verdict"])):
-        return NOT_MEASURED
-    ratio = paired_ratio([a for a, _ in rounds], [b for _, b in rounds])
-    return span(ratio.summary(), "times")
-
-
 def fastest(arms: Sequence[Arm]) -> Arm | None:
-    """The arm that gains more than the last one does, if there is one with a good verdict."""
-    good = [arm for arm in arms if head(arm["verdict"]) in ("held", "fell short")]
+    """The arm that gains more than the result does, if there is one with a good verdict."""
+    good = [arm for arm in arms if head(arm["verdict"]) in GOOD]
     best = max(good, key=lambda arm: arm["ratio"]["median"] or 0, default=None)
-    final = arms[-1]["ratio"]["median"]
+    final = result_of(arms)["ratio"]["median"]
     beaten = best is not None and final is not None and (best["ratio"]["median"] or 0) > final
     return best if beaten else None
 
@@ -81,3 +48,49 @@ def proofs(arms: Sequence[Arm]) -> list[dict[str, Any]]:
         said = f"all {len(names)} with it" if every_user else ", ".join(names)
         rows.append({"technique": technique, "acted": acted, "evidence": evidence, "arms": said})
     return rows
+
+
+def terms(arms: Sequence[Arm], part: str, unit: str) -> list[dict[str, Any]]:
+    """The ledger's `part` before and after: one row per term that either arm measured."""
+    first, last = arms[0]["ledger"][part], result_of(arms)["ledger"][part]
+    rows = []
+    for number, name in enumerate(first, start=1):
+        pair = first[name], last[name]
+        if pair != (None, None):
+            said = [words(value, unit) for value in pair]
+            rows.append({"name": name, "number": number, "before": said[0], "after": said[1]})
+    return rows
+
+
+def steadiness(arms: Sequence[Arm]) -> list[dict[str, Any]]:
+    """How even each arm's steps were, the ledger's figures where there are any."""
+    rows = []
+    for arm in arms:
+        step, found = arm["step_seconds"], arm["ledger"]["stability"]
+        load = [value for value in arm["foreign_load"] if value is not None]
+        rows.append(
+            {
+                "name": arm["name"],
+                "p50": step["p50"] if found["p50"] is None else found["p50"],
+                "p99": step["p99"] if found["p99"] is None else found["p99"],
+                "spread": found["relative_spread"],
+                "stalls": found["stalls"],
+                "load": max(load, default=None),
+                "warmup": arm["warmup"]["seconds"],
+                "compile": arm["warmup"]["compile_seconds"],
+                "mfu": arm["mfu"],
+            }
+        )
+    return rows
+
+
+def has_cost(cost: Mapping[str, Any]) -> bool:
+    """Whether anything of money or energy is known."""
+    parts = (cost["experiment"], cost["payback"], cost["energy"])
+    return cost["per_million_tokens"] is not None or any(map(any_known, parts))
+
+
+def priced(prices: Mapping[str, Any] | None, arm: Arm) -> float | None:
+    """An arm's entry in an object from arm names to numbers."""
+    value = (prices or {}).get(arm["name"])
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,8 +1,8 @@
-"""The report's schema: what a report must hold, as shapes, and the reader that enforces them.
+"""The report's reader: it checks plain data against the shapes and fills in every optional key.
 
-docs/report-schema.md says the same key by key. `as_json` makes a value JSON (what isn't finite
-becomes null), and `read_report` checks it against the shapes and fills in every optional key, so
-that the page and the table never ask whether a key is there.
+report_shapes.py holds the shapes, docs/report-schema.md says them key by key. `as_json` makes a
+value JSON (what isn't finite becomes null), and `read_report` checks it and fills it in, so that
+the page and the table never ask whether a key is there.
 """
 
 import math
@@ -13,50 +13,16 @@ from types import NoneType
 from typing import Any
 
 from hasten.errors import InputError
-from hasten.evidence.charts import visible
+from hasten.evidence.charts_svg import visible
+from hasten.evidence.report_shapes import REPORT
 
-# Shapes: float is a number or null, bool a truth value or null, dict any object; [x] is a list of
-# x and [x, y] a pair; a key that ends with ? may be missing or null.
-_SPAN = {"median": float, "low": float, "high": float}
-_CLAIM = ("technique", "metric", "claimed", "source", "measured", "verdict")
-_ARM = {
-    "name": str,
-    "techniques": [str],
-    "tokens_per_second": _SPAN,
-    "ratio": _SPAN,
-    "verdict": str,
-    "peak_memory_bytes?": float,
-    "held_out_loss?": float,
-    "held_out_curve?": [[float, float]],  # (tokens, loss)
-    "loss_curve?": [[float, float]],
-    "step_seconds?": {"median?": float, "p50?": float, "p99?": float},
-    "rounds?": [float],
-    "padding_share?": float,
-    "mfu?": float,
-    "startup_seconds?": {"imports?": float, "data?": float, "model?": float},
-    "acted?": [{"technique": str, "acted": bool, "evidence": str}],
-}
-_REPORT = {
-    "schema": int,
-    "title": str,
-    "created": str,
-    "command": str,
-    "arms": [_ARM],
-    "claims?": [dict.fromkeys(_CLAIM, str)],
-    "quality?": {"margin": float, "text": str, "verdict": str},
-    "samples?": [{"prompt": str, "answer": str, "arm": str}],
-    "hardware": dict,
-    "versions": dict,
-    "recipe": dict,
-    "seed": int,
-    "cost?": {"currency": str, "per_device_hour": float, "per_million_tokens": dict},
-    "mfu?": str,
-}
+_LARGEST = 10**300  # beyond, a whole number is no float any more
 _LEAVES: dict[type, tuple[str, tuple[type, ...]]] = {  # exact types: a bool is no number here
     float: ("a number or null", (int, float, NoneType)),
     int: ("a whole number", (int,)),
     str: ("text", (str,)),
     bool: ("true, false or null", (bool, NoneType)),
+    object: ("a number, text, true, false or null", (int, float, str, bool, NoneType)),
     dict: ("an object", (dict,)),
     list: ("a list", (list,)),
 }
@@ -68,7 +34,7 @@ def read_report(report: Mapping[str, Any]) -> dict[str, Any]:
     What wasn't measured is None. Raises InputError, with the place, where `report` departs from
     docs/report-schema.md.
     """
-    read: dict[str, Any] = _read(as_json(report, "report", visible), _REPORT, "report")
+    read: dict[str, Any] = _read(as_json(report, "report", visible), REPORT, "report")
     names = [arm["name"] for arm in read["arms"]]
     if read["schema"] != 1:
         raise InputError(f"This report has schema {read['schema']}, but only 1 can be read.")
@@ -83,17 +49,24 @@ def read_report(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_json(value: Any, place: str, text: Callable[[str], str] = str) -> Any:
     """The value as JSON, `text` done to every string; what isn't finite becomes null."""
+    try:
+        return _plain(value, place, text)
+    except RecursionError as error:
+        raise InputError(f"{place} is nested too deeply to be written: flatten it.") from error
+
+
+def _plain(value: Any, place: str, text: Callable[[str], str]) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
         return text(value)
     if isinstance(value, dict | Mapping):
         items = value.items()
-        return {text(str(key)): as_json(item, f"{place}.{key}", text) for key, item in items}
+        return {text(str(key)): _plain(item, f"{place}.{key}", text) for key, item in items}
     if isinstance(value, list | tuple):
-        return [as_json(item, f"{place}[{i}]", text) for i, item in enumerate(value)]
+        return [_plain(item, f"{place}[{i}]", text) for i, item in enumerate(value)]
     if isinstance(value, int | Integral):  # NumPy's integers too
-        return int(value)
+        return int(value) if -_LARGEST < int(value) < _LARGEST else None
     if isinstance(value, float | Real):
         return float(value) if math.isfinite(value) else None
     raise InputError(f"{place} is a {type(value).__name__}, which JSON can't hold: give its text.")

@@ -5,11 +5,14 @@ wherever it is printed.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hasten.evidence.charts import NOT_MEASURED
+from hasten.evidence.charts_svg import NOT_MEASURED
+
+_LARGEST = 1e18  # larger numbers are written with an exponent and without a unit
 
 UNITS: dict[str, Callable[[float], str]] = {
     "amount": lambda v: f"{v:,.0f}" if abs(v) >= 99.95 else f"{v:.3g}",
@@ -18,17 +21,21 @@ UNITS: dict[str, Callable[[float], str]] = {
     "loss": lambda v: f"{v:.4f}",
     "loss_change": lambda v: signed(v, 4),
     "seconds": lambda v: f"{v:.2f} s" if v >= 1 else f"{v * 1000:.0f} ms",
+    "duration": lambda v: _duration(v),
     "percent": lambda v: f"{100 * v:.1f} %",
     "change": lambda v: f"{signed(100 * v, 1)} %",
     "tokens": lambda v: f"{v / 1e6:.3g} M" if v >= 1e5 else f"{v:,.0f}",
     "price": lambda v: f"{v:,.4f}",
     "short": lambda v: f"{v:.3g}",
+    "found": lambda v: f"{v:.4g}",
 }
 
 
 def words(value: float | None, unit: str) -> str:
     """A number as people read it; None is said, never replaced by a number."""
-    return NOT_MEASURED if value is None else UNITS[unit](value)
+    if value is None or not math.isfinite(value):
+        return NOT_MEASURED
+    return UNITS[unit](value) if abs(value) < _LARGEST else f"{value:.3g}"
 
 
 def signed(value: float, places: int) -> str:
@@ -47,6 +54,12 @@ def span(value: Mapping[str, float | None], unit: str) -> str:
         return words(value["median"], unit)
     ends = (words(end, unit).rstrip("×") for end in (low, high))
     return f"{words(value['median'], unit)} [{', '.join(ends)}]"
+
+
+def _duration(seconds: float) -> str:
+    if abs(seconds) < 90:
+        return UNITS["seconds"](seconds)
+    return f"{seconds / 60:.0f} min" if abs(seconds) < 5400 else f"{seconds / 3600:,.1f} h"
 
 
 def outline(value: Any, indent: str = "") -> str:

@@ -1,29 +1,33 @@
-"""Intervals and verdicts for interleaved measurements: how much faster, and how sure.
+"""Intervals for interleaved measurements: how much faster, and how sure.
 
 Speed varies by a factor, not by an amount: a busy neighbour or a warm processor slows every arm by
 some per cent. So all arithmetic is done on logarithms. The arms of a trial take turns, and what
 slows one round slows all arms of that round; dividing within a round (pairing) removes it.
 
 1. `spread` gives one arm's tokens per second with its interval over rounds.
-2. `paired_ratio` gives the ratio of two arms with its interval.
-3. `verdict` turns a ratio and what was promised into one word.
+2. `paired_ratio` gives the ratio of two arms with its interval, `unpaired_ratio` that of two sets
+   of rounds that ran at different times.
+3. `joint_ratio` gives what techniques do together over what their single gains multiply to.
+4. `verdict` turns a ratio and what was promised into one word; whether a ratio is beyond doubt
+   among several is the business of significance.py.
 
 The interval is Student's (1908, "The probable error of a mean") for the mean of the logarithms,
 brought back by exp: with the few rounds anybody can afford (3 to 10) a normal interval would be
-too narrow.
+too narrow. How often such intervals hold the truth is simulated in benchmarks/bench_verdicts.py.
 """
 
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import count
 from typing import Literal
 
 from hasten.errors import InputError
+from hasten.evidence.students_t import student_quantile as student_quantile  # part of its face
 
 Verdict = Literal["held", "fell short", "harmed", "inconclusive", "no effect"]
+
+DOUBT = 0.05  # the chance of a false "held" or "harmed" that an experiment may have
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,8 @@ def paired_ratio(
             f"A paired ratio needs as many rounds of each arm, but the baseline has "
             f"{len(baseline)} and the other arm {len(other)}: give only complete rounds."
         )
-    _require_positive(baseline, "baseline")
-    _require_positive(other, "other arm")
+    require_positive(baseline, "baseline")
+    require_positive(other, "other arm")
     pairs = list(zip(baseline, other, strict=True))
     # Differences of logarithms, not logarithms of quotients: quotients can overflow.
     return _interval(
@@ -78,76 +82,128 @@ def spread(values: Sequence[float], confidence: float = 0.95) -> Interval:
     `estimate` is the geometric mean, `low` and `high` its Student interval, `median` the median of
     `values`. Raises InputError for no rounds or values that aren't positive and finite.
     """
-    _require_positive(values, "arm")
+    require_positive(values, "arm")
     return _interval(values, [math.log(value) for value in values], confidence)
 
 
-def verdict(ratio: Interval, claim: float | None = None, noise_floor: float = 0.01) -> Verdict:
+def unpaired_ratio(
+    first: Sequence[float], second: Sequence[float], confidence: float = 0.95
+) -> Interval:
+    """The ratio second / first of values that were taken at different times, in any numbers.
+
+    `estimate` is the ratio of geometric means, with the interval of Welch (1947), which doesn't
+    take the two to vary alike; `median` is the ratio of medians and `rounds` counts the shorter
+    side. A side of one value says nothing about its error: then the interval is infinite.
+    """
+    require_positive(first, "first side")
+    require_positive(second, "second side")
+    rounds = min(len(first), len(second))
+    median = statistics.median(second) / statistics.median(first)
+    sides = [[math.log(value) for value in side] for side in (first, second)]
+    (ours, our_error), (theirs, their_error) = (mean_and_error(logs) for logs in sides)
+    if rounds == 1:
+        return Interval(_exp(theirs - ours), median, 0.0, math.inf, 1)
+    error, half = math.hypot(our_error, their_error), 0.0
+    if error > 0:  # else every value repeats itself exactly
+        shares = [(own / error) ** 2 for own in (our_error, their_error)]
+        pieces = (w * w / (len(logs) - 1) for w, logs in zip(shares, sides, strict=True))
+        freedom = 1 / math.fsum(pieces)
+        half = student_quantile((1 + confidence) / 2, max(freedom, 1.0)) * error
+    low, middle, high = (_exp(theirs - ours + x) for x in (-half, 0.0, half))
+    return Interval(middle, median, low, high, rounds)
+
+
+def joint_ratio(
+    baseline: Sequence[float],
+    together: Sequence[float],
+    singles: Sequence[Sequence[float]],
+    confidence: float = 0.95,
+) -> Interval:
+    """What several techniques gain together over the product of what each gains alone.
+
+    Below 1 they take from each other, above 1 they help each other. Element i of every sequence is
+    from the same round, so what slows a round leaves the ratio alone.
+    """
+    for arm in (baseline, together, *singles):
+        require_positive(arm, "arm")
+        if len(arm) != len(baseline):
+            raise InputError(
+                "Arms can be multiplied only over the same rounds, but they have "
+                f"{len(baseline)} and {len(arm)}: give only complete rounds."
+            )
+    logs = []
+    for number, base in enumerate(baseline):
+        alone = math.fsum(math.log(single[number]) - math.log(base) for single in singles)
+        logs.append(math.log(together[number]) - math.log(base) - alone)
+    return _interval([_exp(x) for x in logs], logs, confidence)
+
+
+def verdict(
+    ratio: Interval,
+    claim: float | None = None,
+    noise_floor: float = 0.01,
+    *,
+    nothing: float | None = None,
+    p_value: float | None = None,
+) -> Verdict:
     """One word for a measured ratio (above 1 is better) and the ratio that was promised, if any.
 
-    `noise_floor` f is the change that nobody should act on. The first rule that applies decides:
+    `noise_floor` f is the change that nobody should act on, `nothing` g the change that counts as
+    none (f if left out). Where several ratios are judged at once `p_value` is this one's after the
+    correction for their number (`significance.holm`); it only ever withholds a word. The first
+    rule that applies decides:
 
     - "harmed": high < 1 - f. Worse beyond doubt, whatever was claimed.
     - "held": low > 1 + f, and there is no claim or claim <= high. A result better than the claim
       is held too.
     - "fell short": low > 1 + f, but claim > high. Better, by less than was promised.
-    - "no effect": 1 - f <= low and high <= 1 + f. Known well enough to say that nothing happened.
-    - "inconclusive": the rest. The interval crosses the edge of the noise floor: measure more
-      rounds. A single round always ends here.
+    - "no effect": 1 - g <= low and high <= 1 + g. Known well enough to say that nothing happened;
+      these are the two one-sided tests of Schuirmann (1987), each at half the interval's doubt.
+    - "inconclusive": the rest, and all of the first three with a p-value above `DOUBT`. The
+      interval crosses the edge of the noise floor: measure more rounds. A single round always
+      ends here.
 
-    Raises InputError for a claim that isn't positive and finite or a noise floor outside [0, 1).
+    g is apart from f because a noisy machine has a wide f: there less can be acted on, but not
+    more can be called nothing. Raises InputError for a claim that isn't positive and finite, or a
+    floor outside [0, 1).
     """
     if claim is not None and not (math.isfinite(claim) and claim > 0):
         raise InputError(f"A claimed ratio must be positive and finite, not {claim}.")
-    if not 0 <= noise_floor < 1:
-        raise InputError(f"A noise floor is a share from 0 up to 1, not {noise_floor}.")
-    if ratio.high < 1 - noise_floor:
-        return "harmed"
-    if ratio.low > 1 + noise_floor:
-        return "held" if claim is None or claim <= ratio.high else "fell short"
-    if ratio.low >= 1 - noise_floor and ratio.high <= 1 + noise_floor:
+    nothing = noise_floor if nothing is None else nothing
+    for share in (noise_floor, nothing):
+        if not 0 <= share < 1:
+            raise InputError(f"A noise floor is a share from 0 up to 1, not {share}.")
+    if p_value is None or p_value <= DOUBT:
+        if ratio.high < 1 - noise_floor:
+            return "harmed"
+        if ratio.low > 1 + noise_floor:
+            return "held" if claim is None or claim <= ratio.high else "fell short"
+    if ratio.low >= 1 - nothing and ratio.high <= 1 + nothing:
         return "no effect"
     return "inconclusive"
 
 
-@lru_cache(maxsize=256)
-def student_quantile(p: float, dof: float) -> float:
-    """The point below which Student's t with `dof` degrees of freedom lies with probability `p`.
-
-    Bisects the tail area, which is half the regularised incomplete beta function
-    I_x(dof/2, 1/2) at x = dof / (dof + t^2) (Abramowitz and Stegun 26.7.1). Agrees with other
-    implementations to a relative 1e-8 for `dof` from 1 to 100,000. Raises InputError for `p`
-    outside (0, 1) or `dof` below 1 or infinite.
-    """
-    if not 0 < p < 1:
-        raise InputError(f"A probability must lie between 0 and 1, not be {p}.")
-    if not 1 <= dof < math.inf:
-        raise InputError(f"Degrees of freedom must be finite and at least 1, not {dof}.")
-    if p >= 0.5:
-        return 0.0 if p == 0.5 else -student_quantile(1 - p, dof)
-    low, high = 0.0, 1.0
-    while _student_tail(high, dof) > p:
-        low, high = high, 2 * high
-    middle = (low + high) / 2
-    while low < middle < high:  # until no number lies between the ends
-        low, high = (middle, high) if _student_tail(middle, dof) > p else (low, middle)
-        middle = (low + high) / 2
-    return -middle
+def mean_and_error(logs: Sequence[float]) -> tuple[float, float]:
+    """The mean and its standard error, which is infinite for a single value."""
+    rounds, mean = len(logs), math.fsum(logs) / len(logs)
+    if rounds == 1:
+        return mean, math.inf
+    return mean, math.sqrt(math.fsum((x - mean) ** 2 for x in logs) / (rounds - 1) / rounds)
 
 
 def _interval(values: Sequence[float], logs: Sequence[float], confidence: float) -> Interval:
     if not 0 < confidence < 1:
         raise InputError(f"A confidence must lie between 0 and 1, not be {confidence}.")
-    rounds, mean = len(logs), math.fsum(logs) / len(logs)
+    rounds = len(logs)
     if rounds == 1:
         return Interval(values[0], values[0], 0.0, math.inf, 1)
-    error = math.sqrt(math.fsum((x - mean) ** 2 for x in logs) / (rounds - 1) / rounds)
+    mean, error = mean_and_error(logs)
     half = student_quantile((1 + confidence) / 2, rounds - 1) * error
     low, estimate, high = (_exp(x) for x in (mean - half, mean, mean + half))
     return Interval(estimate, statistics.median(values), low, high, rounds)
 
 
-def _require_positive(values: Sequence[float], arm: str) -> None:
+def require_positive(values: Sequence[float], arm: str) -> None:
     if not values:
         raise InputError(f"The {arm} has no rounds: measure at least one, better five.")
     for turn, value in enumerate(values, start=1):
@@ -160,39 +216,3 @@ def _require_positive(values: Sequence[float], arm: str) -> None:
 
 def _exp(x: float) -> float:
     return math.exp(x) if x < 709 else math.inf  # math.exp raises just above
-
-
-def _student_tail(t: float, dof: float) -> float:
-    """The probability that Student's t exceeds `t` >= 0."""
-    q = t * t / dof
-    if math.isinf(q):
-        return 0.0
-    x, rest = 1 / (1 + q), q / (1 + q)  # rest is 1 - x without its rounding
-    a, b = dof / 2, 0.5
-    if x < (a + 1) / (a + b + 2):  # where the fraction converges fast; else by symmetry
-        return 0.5 * _beta_share(a, b, x, rest)
-    return 0.5 * (1 - _beta_share(b, a, rest, x))
-
-
-def _beta_share(a: float, b: float, x: float, rest: float) -> float:
-    """The regularised incomplete beta function I_x(a, b), with rest = 1 - x.
-
-    Evaluates the continued fraction 1 + d1 / (1 + d2 / (1 + ...)) of Abramowitz and Stegun 26.5.8
-    from its head by Lentz's method (1976): c and d are ratios of successive numerators and
-    denominators, and their product is each convergent's correction.
-    """
-    if x == 0:
-        return 0.0
-    log_beta = math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
-    front = math.exp(a * math.log(x) + b * math.log(rest) - log_beta) / a
-    fraction, c, d = 1.0, 1.0, 0.0
-    for j in count(1):
-        m = j // 2
-        term = -(a + m) * (a + b + m) if j % 2 else m * (b - m)
-        term *= x / ((a + j - 1) * (a + j))
-        d = 1 / (1 + term * d)
-        c = 1 + term / c
-        fraction *= c * d
-        if abs(c * d - 1) < 1e-15:
-            break
-    return front / fraction

@@ -12,7 +12,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,6 +20,9 @@ from typing import Any
 from hasten.core import facts
 from hasten.core.plan import Plan
 from hasten.errors import InputError
+
+ENTRY = ("-m", "hasten.trial")  # what the interpreter runs
+PATIENCE_SECONDS = 1800.0  # for a start, of which nothing is known
 
 
 class TrialFailedError(RuntimeError):
@@ -34,7 +37,8 @@ class Trial:
         plan: the arm's techniques.
         environ: variables that the techniques want before the process starts.
         log: where the process's own words go.
-        patience_seconds: longest wait for one answer.
+        entry: the interpreter's arguments that name the program; for programs that speak as
+            ``hasten.trial`` does.
     """
 
     def __init__(
@@ -43,16 +47,15 @@ class Trial:
         plan: Plan,
         environ: Mapping[str, str],
         log: Path,
-        patience_seconds: float = 1800.0,
+        entry: Sequence[str] = ENTRY,
     ) -> None:
         self.log = log
-        self._patience = patience_seconds
         orders_read, orders_write = os.pipe()
         answers_read, answers_write = os.pipe()
         arguments = [str(recipe), json.dumps(plan.to_list()), str(orders_read), str(answers_write)]
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "hasten.trial", *arguments],
+                [sys.executable, *entry, *arguments],
                 pass_fds=(orders_read, answers_write),
                 env=facts.child_environment(environ),
                 stdin=subprocess.DEVNULL,
@@ -76,8 +79,8 @@ class Trial:
     ) -> None:
         self.end()
 
-    def ask(self, what: str, **details: Any) -> dict[str, Any]:
-        """Give an order and wait for its answer.
+    def ask(self, what: str, patience: float = PATIENCE_SECONDS, **details: Any) -> dict[str, Any]:
+        """Give an order and wait for its answer, so many seconds at most.
 
         Raises:
             TrialFailedError: there is no answer to be had.
@@ -86,34 +89,39 @@ class Trial:
             os.write(self._orders, (json.dumps({"do": what, **details}) + "\n").encode())
         except OSError as error:
             raise TrialFailedError(self._last_words()) from error
-        return self.answer()
+        return self.answer(patience)
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self, patience: float = PATIENCE_SECONDS) -> dict[str, Any]:
         """The next answer (the first, after the start, says that the arm is ready)."""
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + patience
         while b"\n" not in self._unread:
             ready, _, _ = select.select(
                 [self._answers], [], [], max(deadline - time.monotonic(), 0)
             )
             if not ready:
-                raise TrialFailedError(f"no answer within {self._patience:.0f} s: it hangs")
+                raise TrialFailedError(f"no answer within {patience:.0f} s: it hangs")
             piece = os.read(self._answers, 1 << 16)
             if not piece:
                 raise TrialFailedError(self._last_words())
             self._unread += piece
         line, _, self._unread = self._unread.partition(b"\n")
-        found: dict[str, Any] = json.loads(line)
+        try:
+            found: dict[str, Any] = json.loads(line)
+        except ValueError as error:
+            raise TrialFailedError(f"its answer can't be read: {line[:80]!r}") from error
         if "failed" in found:
             # An InputError is a sentence for the user; of other errors the kind says more.
             raise TrialFailedError(found["failed"].removeprefix(f"{InputError.__name__}: "))
         return found
 
-    def end(self) -> None:
-        """End the process; harmless when it has ended."""
+    def end(self, at_once: bool = False) -> None:
+        """End the process, ``at_once`` if it hangs; harmless when it has ended."""
         for descriptor in (self._orders, self._answers):
             if descriptor >= 0:
                 os.close(descriptor)
         self._orders = self._answers = -1
+        if at_once:
+            self._process.kill()
         try:
             self._process.wait(timeout=5)  # an end of orders lets it leave by itself
         except subprocess.TimeoutExpired:

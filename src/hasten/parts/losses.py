@@ -65,6 +65,7 @@ class LabelOnlyLoss(nn.Module):
         self.terms = replace(terms, softcap=soft_cap(inner.config))
         self.chunk = chunk_rows(chunk, inner.config.vocab_size)
         self.largest_logits = 0  # rows of logits that existed at once, for whoever asks
+        self.largest_slots = 0  # of a micro-batch: rows that the common way would have had
         if type(inner.lm_head) is nn.Linear:
             inner.lm_head = LabelOnlyHead(inner.lm_head)
 
@@ -79,6 +80,7 @@ class LabelOnlyLoss(nn.Module):
             positions = kept.nonzero().squeeze(1)
             rows, wanted = rows.index_select(0, positions), wanted.index_select(0, positions)
         self.largest_logits = max(self.largest_logits, min(len(wanted), self.chunk))
+        self.largest_slots = max(self.largest_slots, labels.numel())
         if isinstance(head, LabelOnlyHead):
             loss: Tensor = head(rows, wanted, self.chunk, terms)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from hasten.core.plan import Plan
 from hasten.core.schedule import Schedule
 from hasten.core.setup import obstacles, prepare
 from hasten.core.slot import Slot
+from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.models.load import count_parameters, load_model, read_config
 from hasten.parts.collate import padded
@@ -64,9 +65,9 @@ def model_facts(recipe: Recipe, material: Material | None) -> ModelFacts:
     )
 
 
-def requested_plan(recipe: Recipe) -> Plan:
+def requested_plan(recipe: Recipe, more: Iterable[type[Technique]] = ()) -> Plan:
     """The recipe's techniques as they are written, whether they can work here or not."""
-    plan = Plan.from_list(recipe.plan, CATALOGUE)
+    plan = Plan.from_list(recipe.plan, (*CATALOGUE, *more))
     if recipe.finetuning_type == "lora" and Slot.ADAPTER in plan:
         raise InputError(
             "finetuning_type: lora and a technique of the plan both decide which parameters learn; "
@@ -75,13 +76,20 @@ def requested_plan(recipe: Recipe) -> Plan:
     return plan
 
 
-def plan_of(recipe: Recipe, known: Facts, tell: Callable[[str], None] = lambda text: None) -> Plan:
+def plan_of(
+    recipe: Recipe,
+    known: Facts,
+    tell: Callable[[str], None] = lambda text: None,
+    more: Iterable[type[Technique]] = (),
+) -> Plan:
     """The recipe's techniques, without those that can't work here if the recipe says skip.
+
+    ``more`` are techniques beside the catalogue's.
 
     Raises:
         InputError: an unknown technique or setting, two for one slot, an obstacle.
     """
-    plan = requested_plan(recipe)
+    plan = requested_plan(recipe, more)
     if known.world.size > 1 and Slot.LAYOUT not in plan:
         plan = plan.with_(DDP())
     for technique in plan:

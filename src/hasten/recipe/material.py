@@ -22,6 +22,7 @@ from hasten.core.facts import RecordFacts
 from hasten.data.chatformats import choose_chat_template
 from hasten.data.datasetinfo import entry_of
 from hasten.data.onewriter import one_writer
+from hasten.data.preparing import sweep
 from hasten.data.shapes import Conversation
 from hasten.data.spool import spools
 from hasten.data.store import Records, Subset, TokenStore, split, tokenize
@@ -31,6 +32,7 @@ from hasten.models.load import load_tokenizer
 from hasten.models.presets import PRESETS
 from hasten.recipe.reading import Conversations, Tell, read_source
 from hasten.recipe.schema import Recipe
+from hasten.recipe.stamps import stamps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -157,6 +159,7 @@ def _prepared(
         long=train.long,
     )
     _write(folder / "index.json", json.dumps(asdict(note), indent=1))
+    sweep(folder)
     return _material(recipe, note, tokenizer, train, held_out)
 
 
@@ -226,7 +229,7 @@ def _key(recipe: Recipe) -> str:
             *("cutoff_len", "vocabulary", "seed", "columns", "too_long", "chat_template"),
         }
     )
-    parts = [fields, [_stamp(Path(path)) for path in paths], facts.versions()]
+    parts = [fields, stamps(paths, Path(recipe.output)), facts.versions()]
     return str(xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode()))
 
 
@@ -240,15 +243,6 @@ def _behind(name: str) -> list[str]:
     """The list and the file behind the name of a listed data set."""
     entry = entry_of(name)
     return [name.rpartition(":")[0], str(entry[0])] if entry else []
-
-
-def _stamp(path: Path) -> list[Any]:
-    if path.is_dir():
-        return [_stamp(p) for p in sorted(path.iterdir()) if p.is_file()]
-    if not path.exists():
-        return [str(path)]
-    stat = path.stat()
-    return [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
 
 
 def _write(path: Path, text: str) -> None:

@@ -15,17 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from hasten.core.plan import did_you_mean
 from hasten.errors import InputError
+from hasten.recipe.plain_yaml import first_complaint, read_yaml, read_yaml_file
+from hasten.recipe.presets import entries_of
+from hasten.recipe.price import Price, price_of
 
-LARGEST_FILE = 1 << 20  # bytes; a recipe is a page of text
-
-
-class Price(BaseModel):
-    """What a device costs, in the user's own currency."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    currency: str = Field(min_length=1, description="for example CNY, EUR, USD")
-    per_device_hour: float = Field(ge=0, description="price of one device for one hour")
+__all__ = ["DataSource", "Price", "Recipe", "load_recipe", "read_yaml", "recipe_from"]
 
 
 class DataSource(BaseModel):
@@ -118,7 +112,9 @@ class Recipe(BaseModel):
     # Looking
     eval_every: int = Field(0, ge=0, description="steps between evaluations; 0: at the end only")
     patience: int = Field(0, ge=0, description="evaluations without gain before stopping; 0: off")
-    price: Price | None = Field(None, description="currency and per_device_hour, for the cost")
+    price: Price | None = Field(
+        None, description="what a device costs, or a YAML file that says so; for the cost"
+    )
 
     ceiling: str = Field(
         "auto", description="what MFU refers to: auto, measure, or a file of hasten bench"
@@ -133,9 +129,15 @@ class Recipe(BaseModel):
     )
 
     # Techniques
-    plan: list[Any] = Field(default_factory=list, description="techniques: name, or name: settings")
+    plan: list[Any] = Field(
+        default_factory=list,
+        description="techniques: name, or name: settings; or a preset's name: article",
+    )
     on_obstacle: Literal["stop", "skip"] = Field(
         "stop", description="when a technique can't work here: stop, or go on without it"
+    )
+    require_effect: bool = Field(
+        False, description="end with exit code 4 where a technique of the plan had no effect"
     )
 
     @field_validator("dataset", mode="before")
@@ -149,9 +151,21 @@ class Recipe(BaseModel):
         try:
             return [DataSource(**item) if isinstance(item, dict) else item for item in value]
         except ValidationError as error:
-            raise ValueError(f"a source's {_first(error)}") from error
+            raise ValueError(f"a source's {first_complaint(error)}") from error
         except TypeError as error:
             raise ValueError("a source's keys must be texts") from error
+
+    @field_validator("price", mode="before")
+    @classmethod
+    def _priced(cls, value: Any) -> Any:
+        """Of a file, what it holds: the resolved recipe needs the file no more."""
+        return price_of(value)
+
+    @field_validator("plan", mode="before")
+    @classmethod
+    def _preset(cls, value: Any) -> Any:
+        """Of a preset, its techniques: the resolved recipe lists them."""
+        return entries_of(value)
 
     @field_validator("data_workers", mode="before")
     @classmethod
@@ -196,16 +210,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         InputError: no such file, not YAML, an unknown key, a value that doesn't fit.
     """
-    if path.is_dir():
-        raise InputError(f"{path} is a folder; give the recipe, a .yaml file")
-    try:
-        with path.open("rb") as file:
-            raw = file.read(LARGEST_FILE + 1)
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}; give the path of a recipe") from error
-    if len(raw) > LARGEST_FILE:
-        raise InputError(f"{path} is larger than {LARGEST_FILE} bytes; that is not a recipe")
-    found = read_yaml(raw.decode("utf-8", errors="replace"), str(path))
+    found = read_yaml_file(path, "recipe")
     if not isinstance(found, dict):
         raise InputError(f"{path} is not a recipe: it must be lines of `key: value`")
     return recipe_from({**found, **read_overrides(overrides)}, str(path))
@@ -220,7 +225,7 @@ def recipe_from(values: dict[Any, Any], place: str) -> Recipe:
     try:
         return Recipe(**values)
     except ValidationError as error:
-        raise InputError(f"{place}: {_first(error)}") from error
+        raise InputError(f"{place}: {first_complaint(error)}") from error
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
@@ -232,56 +237,3 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             raise InputError(f"can't read {word!r}: overrides are written key=value")
         found[key.strip()] = read_yaml(value, f"override {word!r}")
     return found
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML without anchors (which can grow without bound), and 1e-4 as the number it is."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.events.AliasEvent):
-            raise yaml.YAMLError("aliases are not allowed")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
-        for position, key in enumerate(keys):
-            if key in keys[:position]:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key {key!r} stands twice", problem_mark=node.start_mark
-                )
-        return super().construct_mapping(node, deep=deep)
-
-
-_NUMBER = r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"
-
-
-def _number_resolver() -> None:
-    import re
-
-    _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_NUMBER), "-+0123456789.")
-
-
-_number_resolver()
-
-
-def read_yaml(text: str, place: str) -> Any:
-    """YAML as plain values, or one sentence on where it breaks."""
-    try:
-        return yaml.load(text, _Loader)  # a SafeLoader
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        line = f" line {mark.line + 1}" if mark else ""
-        raise InputError(f"{place}:{line} {error.problem or 'not YAML'}") from error
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise InputError(f"{place}: not YAML: {str(error).splitlines()[0]}") from error
-
-
-def _first(error: ValidationError) -> str:
-    """The first complaint as `key: what is wrong`."""
-    found = error.errors()[0]
-    key = ".".join(str(part) for part in found["loc"] if isinstance(part, str))
-    text = found["msg"].removeprefix("Value error, ")
-    if found["type"] == "missing":
-        return f"the key {key!r} is missing"
-    given = "" if not found["loc"] else f" (it is {found.get('input')!r})"
-    return f"{key}: {text}{given}" if key else text

@@ -91,9 +91,13 @@ class LoRA(Technique):
     def probe(self, session: Session) -> Proof:
         learn = sum(p.numel() for p in session.model.parameters() if p.requires_grad)
         total = sum(p.numel() for p in session.model.parameters())
-        said = f"{learn:,} of {total:,} parameters learn"
+        # The second matrix begins as zeros: what isn't zero now has been moved by training.
+        second = [p for n, p in session.model.named_parameters() if "lora_B" in n]
+        moved = sum(bool(p.detach().count_nonzero()) for p in second)
+        said = f"{learn:,} of {total:,} parameters learn; {moved} of {len(second)} adapters moved"
+        acted = 0 < learn < total and moved > 0
         if not self.base:
-            return Proof(0 < learn < total, said)
+            return Proof(acted, said)
         resting = adapters.quantised_layers(session.model)
-        acted = 0 < learn < total and resting > 0
+        acted = acted and resting > 0
         return Proof(acted, f"{said}; {resting} frozen layers in {self.base} beside them")

@@ -13,6 +13,11 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique
 from hasten.parts import document_attention, regional_compile
 from hasten.parts.hugging_face import causal_lm
+from hasten.techniques import looking
+
+CALLS = ("aten::_scaled_dot_product", "aten::_safe_softmax")  # the second: heads of two widths
+KERNEL = "hasten::document_attention"
+VARLEN = ("torch_attn::_varlen_attn", "aten::_flash_attention_forward")
 
 
 @dataclass(frozen=True)
@@ -47,4 +52,15 @@ class DocumentAttention(Technique):
     def probe(self, session: Session) -> Proof:
         chosen = causal_lm(session.model).config._attn_implementation
         ours = (document_attention.NAME, regional_compile.APART)  # the second: outside graphs
-        return Proof(chosen in ours, f"the model's attention is {chosen}")
+        seen = looking.operators(session) if chosen in ours else None
+        if seen is None:
+            return Proof(chosen in ours, f"the model's attention is {chosen}")
+        calls, kernel = looking.count(seen, *CALLS), looking.count(seen, KERNEL, *VARLEN)
+        layers = max(session.setup.facts.model.layers, 1)
+        said = f"{calls + kernel} calls of attention in {layers} layers over some records"
+        if kernel:
+            return Proof(True, f"{said}, {kernel} of them by a kernel for whole rows of documents")
+        return Proof(
+            calls > layers,
+            said + (", one for each document" if calls > layers else ": each row is one document"),
+        )

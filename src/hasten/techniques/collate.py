@@ -11,6 +11,7 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique
 from hasten.parts import collate, document_attention
+from hasten.techniques import looking
 from hasten.techniques.compile import Bucketed
 
 
@@ -47,10 +48,13 @@ class Packed(Technique):
         collator, passes = session.setup.collate, session.progress.micro_batches
         most = collator.bucket - 1 if isinstance(collator, Bucketed) else 0
         filler = most * passes * session.setup.facts.world.size
-        return Proof(
-            acted=slots > 0 and slots - tokens <= filler,
-            evidence=f"{slots - tokens} of {slots} slots were padding",
-        )
+        acted = slots > 0 and slots - tokens <= filler
+        evidence = f"{slots - tokens} of {slots} slots were padding"
+        padded = looking.laid_out(session, session.setup.sampler, session.setup.job.collate)
+        if padded is None:
+            return Proof(acted, evidence)
+        there = padded.slots > padded.tokens  # or there was nothing to take out
+        return Proof(acted and there, f"{evidence}; padded rows have {padded.padding_share:.1%}")
 
 
 def _architecture_obstacle(what: str, facts: Facts) -> tuple[str, ...]:

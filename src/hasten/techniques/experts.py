@@ -14,9 +14,17 @@ from hasten.core.technique import Fidelity, Proof, Technique, knob
 from hasten.errors import InputError
 from hasten.parts import fused_experts
 from hasten.parts.hugging_face import causal_lm
+from hasten.techniques import looking
 
 KINDS = ("fused", "eager", "batched_mm", "grouped_mm")
 FUSED = ("deepseek_v2", "deepseek_v3")  # architectures whose experts hasten's kernels run
+# The operator that a kind is known by where it runs, the surest first: MLA multiplies batches too.
+SIGNS = {
+    "fused": "hasten::expert",
+    "grouped_mm": "aten::_grouped_mm",
+    "eager": "aten::index_add_",
+    "batched_mm": "aten::bmm",
+}
 ARCHITECTURES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "qwen3_moe")
 
 
@@ -72,4 +80,13 @@ class ExpertsImplementation(Technique):
         model = causal_lm(session.model)
         layers = fused_experts.fused(model)
         chosen = "fused" if layers else str(model.config._experts_implementation)
-        return Proof(chosen == self.kind, f"the model's experts are computed by {chosen} code")
+        seen = looking.operators(session) if session.setup.job.device == "cpu" else None
+        if seen is None:
+            return Proof(chosen == self.kind, f"the model's experts are computed by {chosen} code")
+        ran = next((kind for kind, sign in SIGNS.items() if looking.count(seen, sign)), "other")
+        sign = SIGNS.get(ran, "operators that aren't known here")
+        return Proof(
+            chosen == ran == self.kind,
+            f"the model's experts ran as {ran} in one pass over some records, by "
+            f"{looking.count(seen, sign)} calls of {sign}",
+        )

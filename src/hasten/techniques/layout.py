@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hasten.core.agreement import Agreement
 from hasten.core.facts import Facts
 from hasten.core.session import Session
 from hasten.core.setup import Setup, Wire
@@ -46,8 +47,14 @@ class DDP(Technique):
 
     def probe(self, session: Session) -> Proof:
         replicated = isinstance(session.module, DistributedDataParallel)
-        size = session.setup.layout.size
-        return Proof(replicated, f"{size} rank(s), {'' if replicated else 'not '}replicated")
+        size, steps = session.setup.layout.size, session.progress.step
+        if session.setup.agreement.apart:
+            return Proof(size > 1 and steps > 0, f"{size} rank(s) that train apart, {steps} steps")
+        # What torch counts of the reducer misses gradients that travel late (adaptive_batch).
+        return Proof(
+            replicated and steps > 0,
+            f"{size} rank(s), {'' if replicated else 'not '}replicated, {steps} steps",
+        )
 
 
 class Replicas:
@@ -65,6 +72,9 @@ class Replicas:
         return module
 
     def across(self, module: nn.Module, wire: Wire) -> nn.Module:
+        if isinstance(wire, Agreement) and wire.apart:  # gradients stay where they are
+            wire.attach(module)
+            return module
         gpu = None if self._device == "cpu" else [torch.device(self._device)]
         wrapped = DistributedDataParallel(
             module, device_ids=gpu, bucket_cap_mb=self._bucket_cap_mb, gradient_as_bucket_view=False

@@ -79,11 +79,12 @@ class LabelledTokenLoss(Technique):
     def probe(self, session: Session) -> Proof:
         loss = session.loss_module
         rows = loss.largest_logits if isinstance(loss, LabelOnlyLoss) else 0
-        evidence = f"at most {rows} rows of logits at once"
+        slots = loss.largest_slots if isinstance(loss, LabelOnlyLoss) else 0
+        evidence = f"at most {rows} rows of logits at once, of {slots} slots"
         if session.setup.job.device == "cpu":  # elsewhere nobody counts, and they are computed too
             without = session.progress.slots - session.progress.trained_tokens
             evidence += f"; none for {without} slots without label"
-        return Proof(acted=rows > 0, evidence=evidence)
+        return Proof(acted=0 < rows < slots, evidence=evidence)
 
 
 def _head_share(facts: Facts) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hasten.core.facts import Facts
+from hasten.core.order import ShuffledOrder
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
@@ -12,6 +13,7 @@ from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob
 from hasten.errors import InputError
 from hasten.parts.dealing import quadratic_share
 from hasten.parts.row_order import GroupedOrder, PackedOrder
+from hasten.techniques import looking
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,14 @@ class PackedEpoch(Technique):
         order = session.setup.sampler
         if not isinstance(order, PackedOrder):
             return Proof(False, "the records were not packed over the epoch")
-        found = order.efficiency
+        # Seen, not planned: a micro-batch that held one record had nothing packed into it.
+        done, world = session.progress, session.setup.facts.world.size
+        passes = max(done.micro_batches * world, 1)
+        records, tokens = done.records / passes, done.tokens / passes
         return Proof(
-            session.progress.step > 0,
-            f"{found.rows} rows of {found.row_tokens} tokens, {found.fullness:.1%} full, "
-            f"{order.rows_per_step} to a step",
+            records > 1,
+            f"{records:.1f} records and {tokens:,.0f} tokens to a micro-batch in {done.step} "
+            f"steps; rows of at most {order.efficiency.row_tokens} tokens",
         )
 
 
@@ -121,9 +126,17 @@ class LengthGrouped(Technique):
         order = session.setup.sampler
         if not isinstance(order, GroupedOrder):
             return Proof(False, "the records were not grouped by length")
+        setup = session.setup
+        collate = setup.collate or setup.job.collate
+        usual = ShuffledOrder(setup.job.lengths, setup.job.batch, setup.job.seed)
+        grouped = looking.laid_out(session, order, collate)
+        shuffled = looking.laid_out(session, usual, collate)
+        if grouped is None or shuffled is None:
+            return Proof(False, "no step was made yet")
         return Proof(
-            session.progress.step > 0,
-            f"steps padded to their longest record have {order.padding_share():.1%} padding",
+            grouped.padding_share < shuffled.padding_share,
+            f"{grouped.padding_share:.1%} padding where the shuffled order has "
+            f"{shuffled.padding_share:.1%}, in as many steps as were made, {looking.STEPS} at most",
         )
 
 

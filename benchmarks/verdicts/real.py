@@ -1,0 +1,32 @@
+"""The planted truths as a real experiment: nine processes that take turns, and their verdicts."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from evidence.planted import BASELINE, TRUTHS, Proofs, words_of
+from hasten.core.plan import Plan
+from hasten.evidence.ablation import Design, Kind
+from hasten.evidence.controller import measure_arms, table
+from verdicts.job import WARM_UP, resolved_recipe
+from verdicts.record import ENVIRON
+
+ENTRY = (str(Path(__file__).with_name("planted_trial.py")),)
+
+
+def real(rounds: int, steps: int, seed: int, proofs: Proofs) -> dict[str, Any]:
+    """One experiment; each arm's word, and its ratio to the baseline for the reader."""
+    plans = {"baseline": Plan(BASELINE), "again": Plan(BASELINE)}
+    plans |= {truth.name: truth.plan for truth in TRUTHS}
+    kinds: dict[str, Kind] = {"baseline": "baseline", "again": "again"}
+    design = Design(rounds=rounds, steps=steps, warmup=WARM_UP, evaluations=1, seed=seed)
+    with tempfile.TemporaryDirectory() as place:
+        recipe = resolved_recipe(Path(place), design.steps_in_all)
+        at = table(recipe, lambda plan: ENVIRON, Path(place), entry=ENTRY)
+        arms = measure_arms(at, plans, design, kinds=kinds).arms
+    for arm in arms:
+        if arm.failed is not None:
+            raise RuntimeError(f"{arm.name}: {arm.failed}")
+    return words_of(arms, proofs[0])

@@ -1,0 +1,78 @@
+"""Records how step times of the real job vary on a machine that is busy on purpose.
+
+Copies of the baseline, each a process of its own, take turns in an order drawn anew for each round,
+as the arms of an experiment do; beside them a process burns a core for some seconds, then rests for
+some. What is kept is tokens per second of every step: [round][copy][step].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import multiprocessing
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hasten.core import facts
+from hasten.core.plan import Plan
+from hasten.evidence.trial import Trial
+from verdicts.job import STEPS_OF_A_TURN, WARM_UP, resolved_recipe
+
+BURST_SECONDS, REST_SECONDS = (0.3, 5.0), (1.0, 12.0)
+ENVIRON = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def record(path: Path, copies: int, rounds: int, command: str) -> None:
+    """Measure and write the recording; every fifty rounds what there is so far."""
+    hardware = facts.hardware()
+    about = {
+        "what": "tokens per second of single steps, [round][copy][step], in the rounds' order",
+        "command": command,
+        "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
+        "machine": f"{hardware.usable_cores} cores {hardware.cpu}",
+        "load": "a process that burns a core for "
+        f"{BURST_SECONDS[0]} to {BURST_SECONDS[1]} s and rests for {REST_SECONDS[0]} to "
+        f"{REST_SECONDS[1]} s, beside whatever else the machine did",
+    }
+    burner = multiprocessing.Process(target=_burn, args=(1,), daemon=True)
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
+        recipe = resolved_recipe(Path(place), WARM_UP + rounds * STEPS_OF_A_TURN)
+        trials = []
+        for number in range(copies):
+            log = Path(place) / f"copy-{number}.log"
+            trials.append(stack.enter_context(Trial(recipe, Plan(), ENVIRON, log)))
+            trials[-1].answer()
+            trials[-1].ask("steps", count=WARM_UP)
+        burner.start()
+        stack.callback(burner.terminate)
+        series: list[Any] = []
+        for row in _rounds(trials, rounds):
+            series.append(row)
+            if len(series) % 50 == 0 or len(series) == rounds:
+                print(f"round {len(series)}/{rounds}", flush=True)
+                text = json.dumps({**about, "rounds": series}, separators=(",", ":"))
+                path.write_text(text.replace("[[", "\n[[") + "\n")
+
+
+def _rounds(trials: list[Trial], rounds: int) -> Iterator[list[Any]]:
+    order = random.Random(0)
+    for _ in range(rounds):
+        row: list[Any] = [None] * len(trials)
+        for copy in order.sample(range(len(trials)), len(trials)):
+            steps = trials[copy].ask("steps", count=STEPS_OF_A_TURN)["steps"]
+            row[copy] = [round(step["tokens_per_second"], 1) for step in steps]
+        yield row
+
+
+def _burn(seed: int) -> None:
+    draw = random.Random(seed)
+    while True:
+        until = time.monotonic() + draw.uniform(*BURST_SECONDS)
+        while time.monotonic() < until:
+            sum(range(10_000))
+        time.sleep(draw.uniform(*REST_SECONDS))

@@ -1,0 +1,35 @@
+"""Two ways to run the same step, compared: python examples/compare_loops.py"""
+
+import torch
+
+from hasten.evidence import compare
+
+
+def training(foreach):
+    """A factory's work: build everything, return the function that does one step."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(24)]
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=foreach)
+    records = torch.randn(128, 64)
+
+    def step():
+        loss = (model(records) - records).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return len(records), loss.item()  # how many tokens or items, and the loss
+
+    return step
+
+
+def one_by_one():
+    return training(foreach=False)
+
+
+def all_at_once():
+    return training(foreach=True)
+
+
+if __name__ == "__main__":
+    print(compare(one_by_one, all_at_once, rounds=5, steps=8, unit="tokens"))

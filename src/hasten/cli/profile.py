@@ -1,0 +1,111 @@
+"""``hasten profile``: where a recipe's step spends its time and memory; nothing is trained."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hasten.cli.display import Display
+from hasten.cli.train import as_ranks
+from hasten.cluster.ranks import again, process_group
+from hasten.core import facts
+from hasten.core.facts import Facts
+from hasten.core.plan import Plan
+from hasten.core.session import assemble
+from hasten.core.setup import prepare
+from hasten.evidence.profile import measure, steps_needed
+from hasten.evidence.profile_page import write_profile
+from hasten.evidence.profile_text import render_text
+from hasten.recipe.build import facts_of, job_of, plan_of
+from hasten.recipe.ceiling import meter_of, mfu_words
+from hasten.recipe.material import Material
+from hasten.recipe.schema import Recipe, load_recipe
+from hasten.run import ready
+
+WARMUP = 3  # steps; a compiled graph and a prefetcher are settled by then
+SCRATCH = ".profile"  # for techniques that write while they train; goes with the command
+
+
+def profile(
+    path: Path, overrides: Sequence[str], steps: int, output: Path | None, as_json: bool
+) -> int:
+    """Profile the recipe's job, print the tables, write the page and the trace; the exit code."""
+    changes = [*overrides, *([f"output={output}"] if output is not None else [])]
+    options = ["--steps", str(steps), *(["--json"] if as_json else [])]
+    recipe = _long_enough(load_recipe(path, changes), steps)
+    if recipe.nproc > 1 and facts.world().size == 1:
+        return as_ranks(recipe, "profile", options)
+    if recipe.plan:
+        known = facts_of(recipe)
+        missing = facts.not_yet_so(plan_of(recipe, known).environ(known))
+        if missing:  # some settings count only for a process that starts with them
+            again(["profile", str(path), *changes, *options], missing)
+    with Display() as display:
+        tell = display.tell if facts.world().is_main else _nothing
+        known, plan, material = ready(recipe, tell)
+        display.begin()
+        show = display.show if known.world.is_main else _nowhere
+        with process_group(known.world, known.device):
+            found = _measured(recipe, known, plan, material, steps, show)
+    if known.world.is_main:
+        found = {**_origin(recipe, known, plan, path), **found}
+        page = write_profile(found, Path(recipe.output))
+        print(
+            json.dumps(found, indent=1) if as_json else f"{render_text(found)}\n\nprofile: {page}"
+        )
+    return 0
+
+
+def _measured(
+    recipe: Recipe, known: Facts, plan: Plan, material: Material, steps: int, show: Any
+) -> dict[str, Any]:
+    """Build the job inside the process group, profile it, and leave nothing but the trace."""
+    output = Path(recipe.output)
+    scratch = output / SCRATCH
+    facts.reset_memory_peak(known.device)
+    try:
+        job = job_of(recipe, material, known, plan)
+        session = assemble(prepare(job, plan, known, scratch))
+        session.meter = meter_of(recipe, known, session.model)
+        return measure(session, WARMUP, steps, output, show)
+    finally:
+        if known.world.is_main:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _long_enough(recipe: Recipe, steps: int) -> Recipe:
+    """The recipe with as many steps as a profile takes; its length is none of the question."""
+    needed = steps_needed(WARMUP, steps)
+    return recipe.model_copy(update={"max_steps": needed, "epochs": None, "max_tokens": None})
+
+
+def _origin(recipe: Recipe, known: Facts, plan: Plan, path: Path) -> dict[str, Any]:
+    """What was profiled, where and when."""
+    return {
+        "schema": 1,
+        "title": f"Where a step goes: {path.stem}",
+        "created": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": "hasten " + " ".join(shlex.quote(word) for word in sys.argv[1:]),
+        "plan": plan.to_list(),
+        "recipe": recipe.model_dump(mode="json"),
+        "hardware": {**asdict(known.hardware), "device": known.device},
+        "usable_cores": known.hardware.usable_cores if not known.on_gpu else None,
+        "versions": dict(known.versions),
+        "world_size": known.world.size,
+        "mfu_of": mfu_words(recipe, known),
+    }
+
+
+def _nothing(text: str) -> None:
+    return None
+
+
+def _nowhere(text: str, share: float) -> None:
+    return None

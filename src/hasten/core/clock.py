@@ -1,0 +1,233 @@
+"""The clock at the seams of a step: what ran since the last mark was this part of it.
+
+A step is one thread's walk from the wait for data to the moved weights, so one mark at the end of
+each part is enough: parts add up to the step by construction, and nothing is entered or left.
+
+    begin | reading -> data | copy | agreeing -> communication | per micro-batch: forward, backward
+    | norm -> optimizer | over all ranks: communication | update -> optimizer | note -> idle | end
+    | between | checkpoint: both between two steps and so beside the step's own time
+
+``Unclocked`` is the default and does nothing. On a processor a mark reads a counter; on an
+accelerator it records an event on the stream, which no one waits for: events are read at the step's
+end, where the step has already waited for its loss.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+DATA, COPY, FORWARD, BACKWARD = "data", "copy", "forward", "backward"
+COMMUNICATION, OPTIMIZER = "communication", "optimizer"
+CHECKPOINT, IDLE = "checkpoint", "idle"  # idle: what is left, Python between two parts among it
+PARTS = (DATA, COPY, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, CHECKPOINT, IDLE)
+BETWEEN = "between"  # noting what a step did, which is no part of it
+KEPT_STEPS = 4096  # the newest; a run may have millions
+STALLED = 3.0  # times the median step
+
+Item = TypeVar("Item")
+Laps = list[tuple[str, float]]  # part and seconds, in their order
+
+
+class Clock(Protocol):
+    """Told where a step is; ``steps`` holds the seconds of each part, step by step."""
+
+    steps: deque[dict[str, float]]
+
+    def begin(self) -> None:
+        """A step begins to wait for its data."""
+
+    def reading(self, source: Iterator[Item]) -> Iterator[Item]:
+        """What FEED takes its steps from, so that reading can be told from copying."""
+
+    def fed(self) -> None:
+        """The step's micro-batches are on the device."""
+
+    def mark(self, part: str) -> None:
+        """What ran since the mark before was ``part``."""
+
+    def end(self) -> Mapping[str, float]:
+        """The step is over: seconds of its parts, empty where nobody counted."""
+
+
+class Unclocked:
+    """Counts nothing."""
+
+    def __init__(self) -> None:
+        self.steps: deque[dict[str, float]] = deque(maxlen=0)
+
+    def begin(self) -> None:
+        return None
+
+    def reading(self, source: Iterator[Item]) -> Iterator[Item]:
+        return source
+
+    def fed(self) -> None:
+        return None
+
+    def mark(self, part: str) -> None:
+        return None
+
+    def end(self) -> Mapping[str, float]:
+        return {}
+
+
+class HostClock:
+    """For a step that runs on the processor; nothing is copied to a device there.
+
+    ``busy`` are the processor seconds of all threads of this process, step by step; ``laps`` the
+    parts of the last step in their order.
+    """
+
+    def __init__(self) -> None:
+        self.steps: deque[dict[str, float]] = deque(maxlen=KEPT_STEPS)
+        self.busy: deque[float] = deque(maxlen=KEPT_STEPS)
+        self.laps: Laps = []
+        self._parts: dict[str, float] = {}
+        self._busy = time.process_time()
+        self._last = time.perf_counter()
+
+    def begin(self) -> None:
+        self._parts, self.laps = {}, []
+        self._busy = time.process_time()
+        self._last = time.perf_counter()
+
+    def reading(self, source: Iterator[Item]) -> Iterator[Item]:
+        return source
+
+    def fed(self) -> None:
+        self.mark(DATA)
+
+    def mark(self, part: str) -> None:
+        now = time.perf_counter()
+        spent, self._last = now - self._last, now
+        self._parts[part] = self._parts.get(part, 0.0) + spent
+        self.laps.append((part, spent))
+
+    def end(self) -> Mapping[str, float]:
+        self.busy.append(time.process_time() - self._busy)
+        self.steps.append(self._parts)  # a mark before the next begin is added to the same step
+        return self._parts
+
+
+class DeviceClock:
+    """For a step whose work is queued on an accelerator: time as its stream passes the marks."""
+
+    def __init__(self, device: str) -> None:
+        self.steps: deque[dict[str, float]] = deque(maxlen=KEPT_STEPS)
+        self.laps: Laps = []
+        self._device = torch.device(device)
+        self._thread = threading.get_ident()
+        self._marks: list[tuple[str, Any]] = []
+        self._parts: dict[str, float] = {}
+        self._read = self._over = False
+        self._between = time.perf_counter()
+
+    def begin(self) -> None:
+        self._parts, self._read, self._over = {}, False, False
+        self._marks = [("", self._event())]
+
+    def reading(self, source: Iterator[Item]) -> Iterator[Item]:
+        for item in source:
+            if threading.get_ident() == self._thread:  # elsewhere it is hidden behind the step
+                self._read = True
+                self.mark(DATA)
+            yield item
+
+    def fed(self) -> None:
+        self.mark(COPY if self._read else DATA)
+
+    def mark(self, part: str) -> None:
+        if self._over:  # between two steps the stream is empty, and the host's time is the time
+            now = time.perf_counter()
+            self._parts[part] = self._parts.get(part, 0.0) + now - self._between
+            self._between = now
+        else:
+            self._marks.append((part, self._event()))
+
+    def end(self) -> Mapping[str, float]:
+        if not self._marks:  # a step that nobody began
+            return {}
+        self._marks[-1][1].synchronize()  # the step has waited for its loss: the stream is empty
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        self.laps = [(part, a.elapsed_time(b) / 1e3) for (_, a), (part, b) in pairs]
+        for part, seconds in self.laps:
+            self._parts[part] = self._parts.get(part, 0.0) + seconds
+        self._over, self._between = True, time.perf_counter()
+        self.steps.append(self._parts)
+        return self._parts
+
+    def _event(self) -> Any:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+
+def clock_on(device: str) -> Clock:
+    """A clock that counts, for a step on this device."""
+    return HostClock() if device.startswith("cpu") else DeviceClock(device)
+
+
+def step_total(parts: Mapping[str, float]) -> float:
+    """Seconds of a step; noting it, and what CHECKPOINT takes, come between two."""
+    return sum(seconds for part, seconds in parts.items() if part not in (BETWEEN, CHECKPOINT))
+
+
+def split(
+    steps: Sequence[Mapping[str, float]], checkpoints: bool = False
+) -> dict[str, float | None]:
+    """Seconds per step of each part; None where it can't be told apart or doesn't exist.
+
+    The mean over the middle half of the steps by their time: as steady as a median, and the parts
+    add up to the step, which medians of parts need not. Where the run writes ``checkpoints`` it
+    does so now and then, so their mean is over all steps. Waiting for gradients happens inside
+    backward and isn't told apart here, so communication stays None: its other seams alone would be
+    too small a number.
+    """
+    if not steps:
+        return dict.fromkeys(PARTS)
+    ordered = sorted(steps, key=step_total)
+    cut = len(ordered) // 4
+    middle = ordered[cut : len(ordered) - cut]
+    found: dict[str, float | None] = dict.fromkeys(PARTS)
+    for part in {name for step in middle for name in step} - {BETWEEN, CHECKPOINT}:
+        found[part] = sum(step.get(part, 0.0) for step in middle) / len(middle)
+    if checkpoints:
+        found[CHECKPOINT] = sum(step.get(CHECKPOINT, 0.0) for step in steps) / len(steps)
+    _into_idle(found, COMMUNICATION)
+    if found[FORWARD] is None:  # an engine that doesn't say where forward ends
+        _into_idle(found, BACKWARD)
+    return found
+
+
+def _into_idle(found: dict[str, float | None], part: str) -> None:
+    if found[part] is not None:
+        found[IDLE] = (found[IDLE] or 0.0) + (found[part] or 0.0)
+        found[part] = None
+
+
+def data_stall(steps: Sequence[Mapping[str, float]]) -> float | None:
+    """Share of all steps' time in which they waited for data, rare long waits included."""
+    whole = sum(map(step_total, steps))
+    return sum(step.get(DATA, 0.0) for step in steps) / whole if whole else None
+
+
+def stability(seconds: Sequence[float]) -> dict[str, float | int | None]:
+    """How even steps are: median absolute deviation / median, quantiles, and how many stalled."""
+    if not seconds:
+        return {"relative_spread": None, "p50": None, "p99": None, "stalls": None}
+    middle = statistics.median(seconds)
+    spread = statistics.median(abs(s - middle) for s in seconds)
+    ordered = sorted(seconds)
+    return {
+        "relative_spread": spread / middle if middle else None,
+        "p50": middle,
+        "p99": ordered[-(-99 * len(ordered) // 100) - 1],  # nearest rank
+        "stalls": sum(s > STALLED * middle for s in seconds),
+    }

@@ -1,0 +1,43 @@
+"""What is added to a report once it stands: its cost, a published plan's claims, and the bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hasten.evidence.ablation import Arm, Design
+from hasten.evidence.bundle import bundle_of, stamp, write_bundle
+from hasten.evidence.cost import cost_of_experiment
+from hasten.evidence.preset_claims import preset_claims
+
+
+def completed(
+    report: dict[str, Any],
+    arms: Sequence[Arm],
+    design: Design,
+    folder: Path,
+    *,
+    price: Mapping[str, Any] | None = None,
+    preset: Mapping[str, Any] | None = None,
+    data: Sequence[Path] = (),
+) -> dict[str, Any]:
+    """The report with all that follows from it; ``bundle.json`` is written into the folder.
+
+    Args:
+        report: as `hasten.evidence.findings.report_of` gives it.
+        arms: from which it was made.
+        design: as it was asked for.
+        folder: of the experiment.
+        price: as `hasten.evidence.cost.cost_of_experiment` takes it.
+        preset: the published plan that was measured, if it was one.
+        data: the files of the records.
+    """
+    cost = cost_of_experiment(report, price)
+    if cost is not None:
+        report["cost"] = {**cost, **(report["cost"] or {})}
+    if preset is not None:
+        report["claims"] = [*report["claims"], *preset_claims(preset, report)]
+    bundle = bundle_of(arms, design, report, [stamp(path) for path in data])
+    write_bundle(bundle, report, folder)
+    return report

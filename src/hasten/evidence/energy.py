@@ -1,0 +1,174 @@
+"""Energy that a counter of the machine showed: a GPU's by NVML, a processor's by RAPL; or why not.
+
+  1. `open_meter` finds the counters of the training device and reads them once
+  2. `read` gives the joules since then; `source` says which counters, and what they include
+
+Nothing is estimated. NVML counts millijoules of one whole GPU since its driver was loaded (from
+Volta on: nvmlDeviceGetTotalEnergyConsumption). RAPL counts microjoules of a processor package, and
+of its memory where that is apart, and starts again at ``max_energy_range_uj`` (Linux, Documentation
+/power/powercap/powercap.rst); since 2020 root alone may read it (CVE-2020-8694), and virtual
+machines mostly have none. Both count everything that ran there, not one process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hasten.core import facts
+from hasten.core.facts import Facts
+
+POWERCAP = Path("/sys/class/powercap")
+MOST_WATTS = 1000.0  # of one package: a counter not read for longer may have turned over twice
+JOULES_PER_KWH = 3.6e6
+Joules = Callable[[], float | None]
+
+
+class CounterError(OSError):
+    """A counter that can't be read; the message says why."""
+
+
+@dataclass
+class Meter:
+    """Joules since the meter was opened, over all of its counters; None once one of them failed."""
+
+    source: str
+    counters: Sequence[Joules] = ()
+    _lost: bool = field(default=False, init=False)
+
+    def read(self) -> float | None:
+        """Joules so far. With RAPL read it every minute or so: its counters are short."""
+        if not self.counters or self._lost:
+            return None
+        try:
+            values = [counter() for counter in self.counters]
+        except OSError as error:
+            self._lost, self.source = True, f"not measured: the counter failed ({error})"
+            return None
+        if any(value is None for value in values):
+            self._lost, self.source = True, "not measured: the counter was read too seldom"
+            return None
+        return sum(value for value in values if value is not None)
+
+    def note(self, moment: object) -> None:
+        """Read, so that no counter turns over unseen; for callbacks."""
+        self.read()
+
+    def found(self) -> dict[str, Any]:
+        """``kwh`` so far, None where they aren't known, and their ``source``."""
+        joules = self.read()
+        kwh = None if joules is None else joules / JOULES_PER_KWH
+        return {"kwh": kwh, "source": self.source}
+
+
+def meter_of_run(known: Facts) -> Meter:
+    """The meter of all devices that train, where all of them are on this machine."""
+    if facts.ranks_here(known.world) < known.world.size:
+        return Meter("not measured: the ranks are on several machines")
+    return open_meter(known.device, facts.accelerator_uuids(known.device, known.world.size))
+
+
+def open_meter(device: str, uuids: Sequence[str] = (), powercap: Path = POWERCAP) -> Meter:
+    """The meter of a training device; one without counters says in ``source`` why.
+
+    Args:
+        device: ``cpu``, or the GPU's name in torch.
+        uuids: of the GPUs that train, with or without ``GPU-`` in front.
+        powercap: where Linux shows RAPL's counters.
+    """
+    try:
+        if device.startswith("cpu"):
+            return _rapl(powercap)
+        return _nvml(uuids)
+    except OSError as error:
+        return Meter(f"not measured: {error}")
+
+
+class RaplCounter:
+    """One zone's joules, across the turnovers of its counter.
+
+    Args:
+        zone: a folder with ``energy_uj`` and ``max_energy_range_uj``.
+        clock: seconds, for knowing whether two turnovers are possible since the last reading.
+    """
+
+    def __init__(self, zone: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._file, self._clock = zone / "energy_uj", clock
+        self._range = _number(zone / "max_energy_range_uj")
+        self._last, self._at, self._sum = _number(self._file), clock(), 0.0
+
+    def __call__(self) -> float | None:
+        now, at = _number(self._file), self._clock()
+        if (at - self._at) * MOST_WATTS * 1e6 > self._range:
+            return None
+        step = now - self._last
+        self._sum += step if step >= 0 else step + self._range
+        self._last, self._at = now, at
+        return self._sum / 1e6
+
+
+def _rapl(powercap: Path) -> Meter:
+    """Packages, and memory where it's a zone of its own; ``psys`` would count packages twice."""
+    zones = [z for z in sorted(powercap.glob("intel-rapl:*")) if _is_counted(z)]
+    if not zones:
+        raise CounterError(f"no RAPL counter under {powercap}")
+    counters = [RaplCounter(zone) for zone in zones]
+    names = ", ".join(_text(zone / "name") for zone in zones)
+    return Meter(f"RAPL ({names}): all that ran on the processor", counters)
+
+
+def _is_counted(zone: Path) -> bool:
+    name = _text(zone / "name")
+    return name.startswith("package") or name == "dram"
+
+
+def _number(path: Path) -> int:
+    text = _text(path)
+    try:
+        return int(text)
+    except ValueError as error:
+        raise CounterError(f"{path} holds {text[:40]!r}, not a count") from error
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        hint = "; its owner is root" if isinstance(error, PermissionError) else ""
+        raise CounterError(f"{path}: {error.strerror or error}{hint}") from error
+
+
+def _nvml(uuids: Sequence[str]) -> Meter:
+    if not uuids:
+        raise CounterError("which GPUs train is not known")
+    library = ctypes.CDLL("libnvidia-ml.so.1")  # OSError where there is none
+    _ask(library, "nvmlInit_v2")
+    counters = [_nvml_counter(library, uuid) for uuid in uuids]
+    count = f"{len(counters)} GPU" + ("s" if len(counters) > 1 else "")
+    return Meter(f"NVML ({count}): the accelerators alone, all that ran on them", counters)
+
+
+def _nvml_counter(library: ctypes.CDLL, uuid: str) -> Joules:
+    name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+    handle = ctypes.c_void_p()
+    _ask(library, "nvmlDeviceGetHandleByUUID", name.encode(), ctypes.byref(handle))
+
+    def joules() -> float:
+        value = ctypes.c_ulonglong()
+        _ask(library, "nvmlDeviceGetTotalEnergyConsumption", handle, ctypes.byref(value))
+        return value.value / 1e3
+
+    first = joules()
+    return lambda: joules() - first
+
+
+def _ask(library: ctypes.CDLL, function: str, *arguments: object) -> None:
+    code = getattr(library, function)(*arguments)
+    if code:
+        text = library.nvmlErrorString
+        text.restype = ctypes.c_char_p
+        raise CounterError(f"{function}: {(text(code) or b'').decode(errors='replace')}")

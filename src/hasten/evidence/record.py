@@ -1,0 +1,142 @@
+"""The record of an experiment: a file to which every finished piece of work is appended as a line.
+
+Whatever is known of an experiment is computed from its lines (see ``rounds``), so a process that is
+killed loses no more than the turn it was in: the next one reads the lines and does what is missing.
+A last line without its end was being written when the process died; it is cut off. The first line
+carries the key of all that decides the numbers; a record with another key isn't touched.
+
+An event is an object with ``event``, its kind, and ``at``, the seconds since its process opened the
+record:
+
+    run                       a process opened the record to measure
+    sitting  members          fresh processes for these arms, all rounds of it at the same steps
+    start    arm seconds      an arm is ready
+    warmup   arm steps        its steps before the first round
+    evaluate arm tokens loss  its held-out loss
+    turn     arm round steps  one turn
+    finish   arm acted        what its techniques did, and its samples
+    failed, unfinished        an arm, and why
+    sat                       the sitting's rounds are complete
+    rounds, dropped           what the budget allows, and what it doesn't
+    done                      nothing is missing
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hasten.errors import InputError
+
+Event = dict[str, Any]
+
+
+def key_of(parts: Mapping[str, Any]) -> str:
+    """Sixteen hexadecimal digits that stand for everything that decides an experiment's numbers."""
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def source_digest(package: Path) -> str:
+    """One value for the sources of a package: a changed line is another program."""
+    found = hashlib.sha256()
+    for path in sorted(package.rglob("*")):
+        if path.suffix in (".py", ".cpp", ".h", ".cu") and path.is_file():
+            found.update(path.relative_to(package).as_posix().encode() + b"\0")
+            found.update(hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()[:16]
+
+
+class Record:
+    """A record in a file, or in memory alone where there is no path.
+
+    Args:
+        path: the file; made if it isn't there.
+        key: of the experiment, see `key_of`.
+
+    Raises:
+        InputError: the file can't be written, isn't a record, or is one of another experiment.
+    """
+
+    def __init__(self, path: Path | None = None, key: str = "") -> None:
+        self.path = path
+        self.events: list[Event] = []
+        self._began = time.monotonic()
+        self._file = None
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.events = _read(path, key)
+            self._file = path.open("ab")
+        except OSError as error:
+            raise InputError(
+                f"the record {path} can't be written: {error.strerror or error}"
+            ) from error
+        if not self._file.tell():
+            self._write({"record": 1, "key": key})
+
+    def __enter__(self) -> Record:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def done(self) -> bool:
+        return any(e["event"] == "done" for e in self.events)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since this process opened the record."""
+        return time.monotonic() - self._began
+
+    def append(self, event: str, **details: Any) -> None:
+        """Note what happened; it is in the file when this returns."""
+        entry = {"event": event, "at": round(self.elapsed, 3), **details}
+        self.events.append(entry)
+        self._write(entry)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, entry: Event) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(entry).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())  # a line for a turn of seconds: it costs nothing
+
+
+def _read(path: Path, key: str) -> list[Event]:
+    """The record's complete lines; what is behind them is cut off the file."""
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    try:
+        head, *lines = [json.loads(line) for line in whole.splitlines()] or [{"key": key}]
+        known = head["key"]
+        if not all(isinstance(line["event"], str) for line in lines):
+            raise ValueError("an event without a name")
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{path} is not the record of an experiment: delete it, or say --fresh"
+        ) from error
+    if known != key:
+        raise InputError(f"{path} is the record of another experiment: delete it, or say --fresh")
+    if len(whole) < len(content):
+        os.truncate(path, len(whole))
+    return lines

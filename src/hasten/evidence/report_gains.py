@@ -1,0 +1,207 @@
+"""What the report derives from several arms together: rungs, each switch in company, what gained.
+
+An arm's own verdict is against the baseline. Two questions need two other arms: what a rung of a
+ladder adds to the rung below, and what a technique still gains beside all the others. Both are
+ratios paired by round, as everywhere; everything here reads a report that report_schema.py checked.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from hasten.evidence.charts_svg import NOT_MEASURED
+from hasten.evidence.report_words import span, words
+from hasten.evidence.statistics import Interval, paired_ratio, verdict
+
+Arm = Mapping[str, Any]
+GOOD = ("held", "fell short")
+GUILTY = ("worse", "differs")  # the guard's words for a technique that does harm
+_SAME = 1e-3  # by which a ratio may differ from its rounds' for being rounded
+_SENSIBLE = (1e-50, 1e50)  # tokens per second; beyond, logarithms and their squares lose meaning
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One technique with its gain alone, and beside all the others (all over all without it)."""
+
+    technique: str
+    alone: Arm | None
+    beside: Interval | None
+
+
+def head(text: str) -> str:
+    """The verdict's word; a reason may follow it after a colon."""
+    return text.partition(":")[0]
+
+
+def result_of(arms: Sequence[Arm]) -> Arm:
+    """The arm that the head of the page compares with the baseline: all of it, or the last."""
+    whole = [arm for arm in arms if arm["kind"] == "all"]
+    plain = [arm for arm in arms if arm["kind"] not in ("again", "left out")]
+    return (whole or plain or arms)[-1]
+
+
+def against(one: Arm, other: Arm, base: Arm) -> Interval | None:
+    """The speed of the other arm over the one's, paired by round; None if they can't be paired.
+
+    Where rounds of the baseline ran beside each of them (`beside`), each is divided by its own
+    first, for then the two arms needn't have run in the same turns. Without these an arm whose
+    own ratio isn't that of its rounds over the baseline's has run in other turns.
+    """
+    if "failed" in (head(one["verdict"]), head(other["verdict"])):
+        return None
+    sides = [_relative(one), _relative(other)]
+    if any(side is None for side in sides):
+        if not (_in_turn(one, base) and _in_turn(other, base)):
+            return None
+        sides = [one["rounds"], other["rounds"]]
+    pairs = list(zip(*(side or [] for side in sides), strict=False))
+    known = [(a, b) for a, b in pairs if _sensible(a) and _sensible(b)]
+    return paired_ratio([a for a, _ in known], [b for _, b in known]) if known else None
+
+
+def ladder_of(arms: Sequence[Arm]) -> list[Arm]:
+    """The baseline and the arms that each add one technique to the one above; empty if none do."""
+    rungs = [a for a in arms[1:] if a["kind"] in (None, "ladder", "all")]
+    if not any(a["kind"] in (None, "ladder") for a in rungs):
+        return []
+    steps = list(pairwise([arms[0], *rungs]))
+    if len(steps) < 2 or any(b["techniques"][:-1] != a["techniques"] for a, b in steps):
+        return []
+    return [] if any(not b["techniques"] for _, b in steps) else [arms[0], *rungs]
+
+
+def rungs(arms: Sequence[Arm]) -> dict[str, str]:
+    """On a ladder, each arm's speed against the arm above it, by name; empty without a ladder.
+
+    A technique that takes back what the others gained shows only here.
+    """
+    ladder = ladder_of(arms)
+    found = {b["name"]: said(against(a, b, arms[0])) for a, b in pairwise(ladder)}
+    return {ladder[0]["name"]: "–", **found} if ladder else {}
+
+
+def switches(arms: Sequence[Arm]) -> list[Switch]:
+    """Every technique of the whole plan, where it was measured apart; not what a ladder shows."""
+    final = result_of(arms)
+    wanted = set(final["techniques"])
+    apart = [a for a in arms[1:] if a is not final and a["kind"] not in ("again", "ladder")]
+    if any(a["kind"] is None for a in apart) and ladder_of(arms):
+        return []
+    found = []
+    for technique in dict.fromkeys(final["techniques"]):
+        alone = [a for a in apart if a["techniques"] == [technique]]
+        others = wanted - {technique}
+        without = [a for a in apart if others and set(a["techniques"]) == others]
+        beside = against(without[0], final, arms[0]) if without else None
+        if alone or beside is not None:
+            found.append(Switch(technique, alone[0] if alone else None, beside))
+    return found
+
+
+def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
+    """What did not pay, each with its reason: `name` and `why`, one entry per arm or switch."""
+    arms, found = report["arms"], []
+    judged = [a for a in arms[1:] if a["kind"] not in ("again", "left out")]
+    for arm in judged:
+        if head(arm["verdict"]) in ("harmed", "no effect", "inconclusive"):
+            found.append({"name": arm["name"], "why": f"{_ratio(arm)}; {arm['verdict']}"})
+    listed = {row["name"] for row in found}
+    for below, rung in pairwise(ladder_of(arms)):
+        gain = against(below, rung, arms[0])
+        if gain is not None and rung["name"] not in listed and _word(gain, report) not in GOOD:
+            why = f"against the arm above it {said(gain)}: no gain beyond the noise"
+            found.append({"name": rung["name"], "why": why})
+    for switch in switches(arms):
+        gain = switch.beside
+        listed_alone = switch.alone is not None and switch.alone["name"] in listed
+        if gain is not None and not listed_alone and _word(gain, report) not in GOOD:
+            alone = f"alone {_ratio(switch.alone)}, but " if switch.alone else ""
+            why = f"{alone}beside all the others {said(gain)}: no gain beyond the noise"
+            found.append({"name": switch.technique, "why": why})
+    guilty = (row for row in report["guard"] if head(row["verdict"]) in GUILTY)
+    return found + [{"name": row["technique"], "why": _guilt(row)} for row in guilty]
+
+
+def unmeasured(report: Mapping[str, Any]) -> list[str]:
+    """What was dropped, what failed, and which sections of the page have nothing to show."""
+    arms = report["arms"]
+    found = list(report["design"]["dropped"])
+    found += [f"{a['name']}: {a['verdict']}" for a in arms if head(a["verdict"]) == "failed"]
+    untested = (row for row in report["guard"] if head(row["verdict"]) == "not tested")
+    found += [f"Equal quality of {row['technique']}: {_guilt(row)}" for row in untested]
+    lines = (row for row in report["invariance"] if head(row["verdict"]) == "not tested")
+    found += [f"Invariance, {row['what']}: {_guilt(row)}" for row in lines]
+    ledgers = [arm["ledger"] for arm in (arms[0], result_of(arms))]
+    absent = {
+        "noise: no second copy of the baseline ran": report["noise"]["ratio"] is None,
+        "the proof of equal quality that each switch owes": not report["guard"],
+        "independence of the loss from packing, splits and neighbours": not report["invariance"],
+        "where a step's time goes": not any(any_known(x["step"]) for x in ledgers),
+        "what memory holds": not any(any_known(x["memory"]) for x in ledgers),
+        "MFU": not any(arm["mfu"] is not None for arm in arms),
+        "what else the machine did": not any(arm["foreign_load"] for arm in arms),
+        "energy": not report["cost"]["energy"]["kwh_per_million_tokens"],
+        "cost: no price was given": report["cost"]["per_million_tokens"] is None,
+    }
+    return found + [f"Not measured: {what}" for what, missing in absent.items() if missing]
+
+
+def any_known(terms: Mapping[str, float | None]) -> bool:
+    return any(value is not None for value in terms.values())
+
+
+def said(ratio: Interval | None) -> str:
+    """A ratio with its interval, in words."""
+    return NOT_MEASURED if ratio is None else span(ratio.summary(), "times")
+
+
+def _word(ratio: Interval, report: Mapping[str, Any]) -> str:
+    """The ratio's verdict beyond the noise floor of this report, without a claim."""
+    floor = report["noise"]["floor"]
+    known = floor is not None and 0 <= floor < 1
+    return verdict(ratio, None, max(floor, 0.01)) if known else verdict(ratio)
+
+
+def _ratio(arm: Arm) -> str:
+    return span(arm["ratio"], "times")
+
+
+def _guilt(row: Mapping[str, Any]) -> str:
+    """A line of the guard in words: its verdict and the reason for it."""
+    reason = row["text"] or (
+        f"found {amount(row['found'])}" if row["found"] is not None else "no reason given"
+    )
+    return f"{row['verdict']}: {reason}"
+
+
+def amount(value: object) -> str:
+    """A number or text that a guard found, as it is printed."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return words(float(value), "found") if number else str(value)  # type: ignore[arg-type]
+
+
+def _relative(arm: Arm) -> list[float | None] | None:
+    """The arm's rounds over the baseline's beside them; None where those aren't known."""
+    if not arm["beside"] or len(arm["beside"]) != len(arm["rounds"]):
+        return None
+    pairs = zip(arm["rounds"], arm["beside"], strict=True)
+    return [a / b if _sensible(a) and _sensible(b) else None for a, b in pairs]
+
+
+def _in_turn(arm: Arm, base: Arm) -> bool:
+    """Whether the arm's ratio is that of its rounds over the baseline's, as far as it is known."""
+    pairs = zip(arm["rounds"], base["rounds"], strict=False)
+    ratios = [a / b for a, b in pairs if _sensible(a) and _sensible(b)]
+    told = arm["ratio"]["median"]
+    if arm is base or told is None or not ratios:
+        return True
+    return math.isclose(statistics.median(ratios), told, rel_tol=_SAME)
+
+
+def _sensible(value: float | None) -> bool:
+    low, high = _SENSIBLE
+    return value is not None and math.isfinite(value) and low < value < high

@@ -1,0 +1,113 @@
+"""The timekeeper of an experiment with a budget: asks what is left before every further expense.
+
+  1. the baseline has started and warmed up: is there time for it and the whole plan at all?
+  2. the whole plan has started, too: which arms and builds fit? the rest is dropped, with a word
+  3. all have started: how many rounds fit?
+  4. before every round: does one more fit, with what must follow?
+
+Without a budget it keeps quiet.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from hasten.evidence.ablation import Design, Kind
+from hasten.evidence.budget import FEWEST_ROUNDS, Costs, choose, require
+from hasten.evidence.record import Record
+from hasten.evidence.seat import Seat
+
+FINISH_SECONDS = 2.0  # beside a look and a turn: samples are written, memory is counted
+
+
+class Timekeeper:
+    """What an experiment can still afford.
+
+    Args:
+        design: with the budget, or without one.
+        kinds: what each arm is.
+        expected: gains that are forecast.
+        record: tells the time, and is told what was dropped.
+    """
+
+    def __init__(
+        self,
+        design: Design,
+        kinds: Mapping[str, Kind],
+        expected: Mapping[str, float],
+        record: Record,
+    ) -> None:
+        self._design, self._kinds = design, kinds
+        self._expected, self._record = expected, record
+        earlier = [e for e in record.events if e["event"] == "dropped"]
+        self.dropped: set[str] = {name for e in earlier for name in e["arms"]}
+        self.builds: int = min([design.builds, *(e["builds"] for e in earlier if "builds" in e)])
+        self.over = False  # nothing more fits
+        self.fresh = design.grouping == "fresh"  # every turn pays for a start
+
+    def look(self, waiting: Sequence[str], seats: Sequence[Seat]) -> None:
+        """After an arm of those that wait has started.
+
+        Raises:
+            InputError: there isn't time for two rounds of the first two of them.
+        """
+        budget = self._design.budget_seconds
+        if budget is None or not 1 <= len(seats) <= 2 or len(waiting) < 2:
+            return
+        costs = self._costs(seats)
+        least = costs.of(arms=2, rounds=FEWEST_ROUNDS, looks=1, to_start=2 - len(seats))
+        require(budget, self._record.elapsed, least)
+        if len(seats) == 2:
+            self._choose(waiting, len(seats), costs)
+
+    def settle(self, waiting: Sequence[str], seats: Sequence[Seat]) -> None:
+        """After all have started that are to be alive together: how many rounds there will be."""
+        names = [name for name in waiting if name not in self.dropped]
+        if self._design.budget_seconds is None or not seats or len(names) < 2:
+            return
+        rounds = self._choose(names, len(seats), self._costs(seats))
+        told = [e["rounds"] for e in self._record.events if e["event"] == "rounds"]
+        if not told and rounds < self._design.rounds:
+            self._record.append("rounds", rounds=rounds)
+
+    def out(self, seats: Sequence[Seat], done: int) -> bool:
+        """Whether there is no time for one more round after those that are done.
+
+        Two rounds are done whatever they take: one says nothing of its own error.
+        """
+        budget = self._design.budget_seconds
+        if budget is None or not seats or done < FEWEST_ROUNDS:
+            return False
+        rest = self._costs(seats).of(len(seats), rounds=1, looks=1, to_start=0)
+        self.over = self.over or self._record.elapsed + rest > budget
+        return self.over
+
+    def _choose(self, names: Sequence[str], started: int, costs: Costs) -> int:
+        """Drop what doesn't fit; the number of rounds that do."""
+        ordered = [names[0], *names[2:], names[1]]  # the result started second
+        left = (self._design.budget_seconds or 0.0) - self._record.elapsed
+
+        def rest_of(kept: Sequence[str], builds: int, rounds: int) -> float:
+            to_start = max(len(kept) - started, 0)
+            return costs.of(len(kept), rounds, self._design.evaluations, to_start, builds)
+
+        choice = choose(
+            ordered, self._kinds, self._expected, self.builds, self._design.rounds, rest_of, left
+        )
+        for text, arms in choice.dropped:
+            more = {} if arms else {"builds": 1}
+            self._record.append("dropped", text=text, arms=list(arms), **more)
+        self.builds = choice.builds
+        self.dropped |= {name for _, arms in choice.dropped for name in arms}
+        return choice.rounds
+
+    def _costs(self, seats: Sequence[Seat]) -> Costs:
+        """Of one arm on the average, as these have shown."""
+        turn = self._design.steps * statistics.fmean(seat.step_seconds for seat in seats)
+        look = max(seat.look_seconds for seat in seats)
+        start = statistics.fmean(seat.start_seconds for seat in seats)
+        finish = look + turn + FINISH_SECONDS
+        if self.fresh:
+            return Costs(0.0, start + turn, look, finish)
+        return Costs(start, turn, look, finish)

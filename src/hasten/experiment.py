@@ -1,0 +1,297 @@
+"""An experiment on a recipe: its arms, where its record lies, and the report of it.
+
+    output/experiments/KEY/
+      record.jsonl   every finished turn; a second start goes on from it, or answers at once
+      recipe.yaml    the recipe as the arms' processes read it        arm-N.log   their own words
+
+KEY stands for everything that decides the numbers: recipe, data, plans, design, hardware, versions,
+hasten's own sources. Whatever of these changes makes another experiment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from hasten.core import facts
+from hasten.core.facts import Facts
+from hasten.core.plan import Plan
+from hasten.core.technique import Technique
+from hasten.data.onewriter import one_writer
+from hasten.errors import InputError
+from hasten.evidence.ablation import Design, Kind, Which, plans_of, with_second_baseline
+from hasten.evidence.climb import Climb, by_gain, climb
+from hasten.evidence.completion import completed
+from hasten.evidence.controller import Measured, measure_arms, table
+from hasten.evidence.findings import report_of
+from hasten.evidence.record import Record, key_of, source_digest
+from hasten.recipe.ceiling import mfu_words
+from hasten.recipe.presets import preset_of
+from hasten.recipe.schema import Recipe, load_recipe
+from hasten.recipe.sources import data_files
+from hasten.run import ready
+
+Order = Literal["slots", "gain"]
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # decide the speed, and stand in no recipe
+
+
+class Audience(Protocol):
+    """Whoever is told how an experiment goes on; `hasten.cli.display.Display` is one."""
+
+    def tell(self, text: str) -> None:
+        """One line that stays."""
+
+    def begin(self) -> None:
+        """A new piece of work."""
+
+    def show(self, text: str, share: float) -> None:
+        """The state of a work of which ``share`` (0 to 1) is done."""
+
+
+class Silence:
+    """Nobody is told."""
+
+    def tell(self, text: str) -> None:
+        pass
+
+    def begin(self) -> None:
+        pass
+
+    def show(self, text: str, share: float) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A recipe whose data is ready, and what is known of it."""
+
+    recipe: Recipe
+    known: Facts
+    plan: Plan
+    data_key: str
+
+
+def ablate(
+    recipe: Recipe | str | Path,
+    arms: Which = "plan",
+    *,
+    only: Sequence[str] = (),
+    design: Design | None = None,
+    title: str = "What the plan gains",
+    command: str = "hasten.evidence.ablate",
+    fresh: bool = False,
+    audience: Audience | None = None,
+    also: Callable[[Subject], Mapping[str, Any]] = lambda subject: {},
+) -> dict[str, Any]:
+    """Measure a recipe's techniques on its own job; the report (docs/report-schema.md).
+
+    Args:
+        recipe: a recipe, or the path of one.
+        arms: which plans are compared, see docs/speedup.md.
+        only: techniques by name: arms that single out others are left out.
+        design: how; eight rounds of four steps, and a second baseline, if left out.
+        title: of the report.
+        command: that repeats it.
+        fresh: measure anew, whatever an earlier start has left.
+        audience: is told how it goes on.
+        also: finds further arguments of `report_of` (guard, invariance, cost) beforehand.
+
+    Raises:
+        InputError: an unusable recipe, several ranks, an empty plan, too small a budget.
+    """
+    audience = audience or Silence()
+    subject = prepared(recipe, audience)
+    design = design or Design(noise=True, seed=subject.recipe.seed)
+    plans, kinds = plans_of(subject.plan, arms, only)
+    if design.noise:
+        plans, kinds = with_second_baseline(plans, kinds)
+    further = also(subject)
+    found = measured(subject, plans, kinds, design, fresh, audience)
+    return _report(subject, found, design, title, command, further)
+
+
+def gradual_optimize(
+    recipe: Recipe | str | Path,
+    *,
+    order: Order = "slots",
+    design: Design | None = None,
+    title: str = "What gradual optimisation keeps",
+    command: str = "hasten.gradual_optimize",
+    fresh: bool = False,
+    audience: Audience | None = None,
+    also: Callable[[Subject], Mapping[str, Any]] = lambda subject: {},
+) -> Climb:
+    """Switch the recipe's techniques on one at a time, measure each, keep what pays.
+
+    Each decision is an experiment of its own with a record of its own, so that a climb that was
+    interrupted goes on. At the end the plan that is left is measured against the baseline.
+
+    Args:
+        recipe: a recipe, or the path of one; its plan lists the techniques in question.
+        order: in that of the slots, or by the gain each has alone, which is measured first.
+        design: of every experiment; a budget holds for each.
+        title, command, fresh, audience, also: as for `ablate`.
+
+    Raises:
+        InputError: as for `ablate`.
+    """
+    audience = audience or Silence()
+    subject = prepared(recipe, audience)
+    design = replace(design or Design(seed=subject.recipe.seed), noise=False)
+    plans, kinds = plans_of(subject.plan, "alone")
+    techniques: list[Technique] = list(subject.plan)
+    if order == "gain" and len(techniques) > 1:
+        found = measured(subject, plans, kinds, design, fresh, audience)
+        techniques = by_gain(techniques, found.arms)
+
+    def measure(before: Plan, after: Plan) -> tuple[Any, Any]:
+        (new,) = set(after.techniques) - set(before.techniques)
+        audience.tell(f"does {new} pay on top of: {before}?")
+        names = {"so far": before, f"+ {new.name()}": after}
+        labels: dict[str, Kind] = dict(zip(names, ("baseline", "ladder"), strict=True))
+        pair = measured(subject, names, labels, design, fresh, audience).arms
+        return pair[0], pair[-1]
+
+    climbed = climb(techniques, measure)
+    if not len(climbed.plan):
+        return climbed
+    plans, kinds = with_second_baseline(*plans_of(climbed.plan, "plan"))
+    further = also(subject)
+    found = measured(subject, plans, kinds, design, fresh, audience)
+    report = _report(subject, found, design, title, command, further)
+    report["design"]["climb"] = climbed.rows()
+    return replace(climbed, report=report)
+
+
+def environment(plan: Plan, known: Facts) -> Mapping[str, str]:
+    """What an arm's process starts with: waiting threads sleep, then the techniques' own wishes."""
+    found = {"OMP_WAIT_POLICY": "PASSIVE"}  # arms share the cores; spinning would slow the others
+    for technique in plan:
+        found |= technique.environ(known)
+    return found
+
+
+def expected_gain(plan: Plan, known: Facts) -> float:
+    """How much less a plan is forecast to compute and move, as a logarithm; larger is better.
+
+    Only for the order in which a budget drops arms: a forecast says nothing of speed.
+    """
+    total = 0.0
+    for technique in plan:
+        cast = technique.forecast(known)
+        total -= math.log(max(cast.slots * cast.flops * cast.bytes * cast.wire_bytes, 1e-9))
+    return total
+
+
+def prepared(recipe: Recipe | str | Path, audience: Audience) -> Subject:
+    if not isinstance(recipe, Recipe):
+        recipe = load_recipe(Path(recipe))
+    if recipe.nproc > 1:
+        raise InputError("nproc: arms of one process each are compared; set nproc: 1")
+
+    def tokenising(done: int, total: int) -> None:
+        audience.show(f"tokenising {done:,}/{total:,} records", done / max(total, 1))
+
+    known, plan, material = ready(recipe, audience.tell, tokenising)
+    return Subject(recipe, known, plan, material.note.key)
+
+
+def measured(
+    subject: Subject,
+    plans: Mapping[str, Plan],
+    kinds: Mapping[str, Kind],
+    design: Design,
+    fresh: bool,
+    audience: Audience,
+) -> Measured:
+    """The experiment, from its record as far as that goes."""
+    recipe, known = subject.recipe, subject.known
+    steps = {"max_steps": design.steps_in_all, "epochs": None, "max_tokens": None}
+    resolved = recipe.model_copy(update=steps)
+    key = _key(subject, resolved, plans, design)
+    folder = Path(recipe.output) / "experiments" / key
+    with _alone(folder, audience):
+        if fresh:
+            (folder / "record.jsonl").unlink(missing_ok=True)
+        (folder / "recipe.yaml").write_text(resolved.to_yaml())
+        with Record(folder / "record.jsonl", key) as record:
+            if record.done:
+                audience.tell(f"measured before: {folder} (--fresh measures anew)")
+            elif record.events:
+                audience.tell(f"going on with {folder}; arms train again from their seed")
+            audience.begin()
+            return measure_arms(
+                table(
+                    folder / "recipe.yaml", lambda p: environment(p, known), folder, known.device
+                ),
+                plans,
+                design,
+                audience.show,
+                kinds=kinds,
+                expected={name: expected_gain(plan, known) for name, plan in plans.items()},
+                record=record,
+            )
+
+
+def _key(subject: Subject, resolved: Recipe, plans: Mapping[str, Plan], design: Design) -> str:
+    known = subject.known
+    return key_of(
+        {
+            "recipe": resolved.model_dump(mode="json", exclude={"price", "plan", "output"}),
+            "data": subject.data_key,
+            "plans": {name: plan.key for name, plan in plans.items()},
+            "design": asdict(design),
+            "hardware": {**asdict(known.hardware), "device": known.device},
+            "threads": {name: facts.variable(name) for name in THREADS},
+            "versions": dict(known.versions),
+            "source": source_digest(Path(__file__).parent),
+        }
+    )
+
+
+@contextmanager
+def _alone(folder: Path, audience: Audience) -> Iterator[None]:
+    """Hold the experiment's folder: two at once would disturb each other and mix their lines."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with one_writer(folder / "lock", audience.tell):
+            yield
+    except OSError as error:
+        raise InputError(
+            f"output: can't write into {folder}: {error.strerror or error}; choose another folder"
+        ) from error
+
+
+def _report(
+    subject: Subject,
+    found: Measured,
+    design: Design,
+    title: str,
+    command: str,
+    further: Mapping[str, Any],
+) -> dict[str, Any]:
+    recipe, known = subject.recipe, subject.known
+    report = report_of(
+        found.arms,
+        title=title,
+        command=command,
+        hardware={**asdict(known.hardware), "device": known.device},
+        versions=known.versions,
+        recipe=recipe.model_dump(mode="json"),
+        mfu=mfu_words(recipe, known),
+        design=found.design,
+        **further,
+    )
+    return completed(
+        report,
+        found.arms,
+        design,
+        Path(recipe.output),
+        price=recipe.price.to_cost(known.world.size) if recipe.price else None,
+        preset=preset_of(recipe.plan),
+        data=data_files(recipe),
+    )

@@ -1,0 +1,61 @@
+"""Whole steps of the job itself: losses and weights to the bit, and a training on held-out data."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from dataclasses import asdict, replace
+from typing import Any
+
+from hasten.core.evaluate import Evaluation, evaluate
+from hasten.core.job import Stop
+from hasten.core.plan import Plan
+from hasten.core.session import Session, assemble
+from hasten.core.setup import prepare
+from hasten.core.step import training
+from hasten.guarding.material import Bench, trainable
+
+
+def losses(bench: Bench, plan: Plan, steps: int) -> dict[str, Any]:
+    """The losses of the job's first steps, no bit lost, and a digest of the weights after them."""
+    job = replace(bench.job_of(plan, None, None), stop=Stop(steps=steps))
+    session = assemble(prepare(job, plan, bench.known, bench.folder / f"arm-{plan.key}"))
+    found = [m.loss.hex() for m in itertools.islice(training(session), steps)]
+    acted = [{"technique": t.name(), **asdict(t.probe(session))} for t in plan]
+    return {"losses": found, "weights": _digest(session), "acted": acted}
+
+
+def train(bench: Bench, plan: Plan, seed: int, tokens: int) -> dict[str, Any]:
+    """Train until so many tokens; the held-out loss then."""
+    job = bench.job_of(plan, seed, tokens)
+    session = assemble(prepare(job, plan, bench.known, bench.folder / f"arm-{plan.key}-{seed}"))
+    before, largest = None, 0
+    for metrics in training(session):
+        done, largest = session.progress.tokens, max(largest, metrics.tokens)
+        if done < tokens <= done + 1.5 * largest:  # perhaps the last step that ends before
+            before = evaluate(session)
+    last = evaluate(session)
+    loss, ends = _at(tokens, before, last), min(tokens, last.tokens)
+    return {"held_out_loss": loss, "tokens": ends, "steps": last.step}
+
+
+def _at(tokens: int, before: Evaluation | None, last: Evaluation) -> float | None:
+    """The held-out loss after exactly so many tokens, on the line between two evaluations.
+
+    Plans have steps of different sizes; a step more or less would be taken for better or worse.
+    """
+    if before is None or before.held_out_loss is None or last.held_out_loss is None:
+        return last.held_out_loss
+    if not before.tokens < tokens <= last.tokens:
+        return last.held_out_loss
+    share = (tokens - before.tokens) / (last.tokens - before.tokens)
+    return before.held_out_loss + share * (last.held_out_loss - before.held_out_loss)
+
+
+def _digest(session: Session) -> str:
+    """Of every weight's bytes: a loss hides what the steps after it will show."""
+    found = hashlib.sha256()
+    for name, parameter in sorted(trainable(session.module), key=lambda pair: pair[0]):
+        found.update(name.encode())
+        found.update(parameter.detach().float().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()

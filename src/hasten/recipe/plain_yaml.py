@@ -1,0 +1,78 @@
+"""YAML as plain values: no objects, no anchors, no key twice, and one sentence where it breaks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from hasten.errors import InputError
+
+LARGEST_FILE = 1 << 20  # bytes; what people write by hand is a page of text
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without anchors (which can grow without bound), and 1e-4 as the number it is."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.events.AliasEvent):
+            raise yaml.YAMLError("aliases are not allowed")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
+        for position, key in enumerate(keys):
+            if key in keys[:position]:
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {key!r} stands twice", problem_mark=node.start_mark
+                )
+        return super().construct_mapping(node, deep=deep)
+
+
+_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, "-+0123456789.")
+
+
+def read_yaml(text: str, place: str) -> Any:
+    """YAML as plain values, or one sentence on where it breaks."""
+    try:
+        return yaml.load(text, _Loader)  # a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line = f" line {mark.line + 1}" if mark else ""
+        raise InputError(f"{place}:{line} {error.problem or 'not YAML'}") from error
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise InputError(f"{place}: not YAML: {str(error).splitlines()[0]}") from error
+
+
+def read_yaml_file(path: Path, what: str) -> Any:
+    """What a file of YAML holds; ``what`` says in messages which file was wanted.
+
+    Raises:
+        InputError: no such file, one that is too large, or not YAML.
+    """
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; give the {what}, a .yaml file")
+    try:
+        with path.open("rb") as file:
+            raw = file.read(LARGEST_FILE + 1)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"{path}: {why}; give the path of a {what}") from error
+    if len(raw) > LARGEST_FILE:
+        raise InputError(f"{path} is larger than {LARGEST_FILE} bytes; that is not a {what}")
+    return read_yaml(raw.decode("utf-8", errors="replace"), str(path))
+
+
+def first_complaint(error: ValidationError) -> str:
+    """The first of pydantic's complaints as `key: what is wrong`."""
+    found = error.errors()[0]
+    key = ".".join(str(part) for part in found["loc"] if isinstance(part, str))
+    text = found["msg"].removeprefix("Value error, ")
+    if found["type"] == "missing":
+        return f"the key {key!r} is missing"
+    given = "" if not found["loc"] else f" (it is {found.get('input')!r})"
+    return f"{key}: {text}{given}" if key else text

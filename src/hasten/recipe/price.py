@@ -1,0 +1,115 @@
+"""What an hour of the machine costs: a recipe's ``price``, written there or in its own file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hasten.core.plan import did_you_mean
+from hasten.errors import InputError
+from hasten.recipe.plain_yaml import first_complaint, read_yaml_file
+
+
+class Price(BaseModel):
+    """What a device costs, in the user's own currency."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    currency: str = Field(min_length=1, description="for example CNY, EUR, USD")
+    per_device_hour: float = Field(ge=0, description="price of one device for one hour")
+    devices: int | None = Field(
+        None, ge=1, description="devices paid for; if left out, those that train"
+    )
+    spot_per_device_hour: float | None = Field(
+        None, ge=0, description="price of such an hour on the spot market"
+    )
+    spot_share: float = Field(0.0, ge=0, le=1, description="share of the hours bought there")
+    per_kwh: float | None = Field(
+        None, ge=0, description="price of a kilowatt-hour, where energy is paid apart"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Price:
+        if self.spot_share and self.spot_per_device_hour is None:
+            raise ValueError("spot_share needs spot_per_device_hour, the price of those hours")
+        if self.spot_per_device_hour is not None and not self.spot_share:
+            raise ValueError("spot_per_device_hour has no effect without spot_share")
+        return self
+
+    @property
+    def hour(self) -> float:
+        """The mean price of one device for one hour, spot hours weighed in."""
+        spot = (self.spot_per_device_hour or 0.0) * self.spot_share
+        return self.per_device_hour * (1 - self.spot_share) + spot
+
+    def paid(self, training: int) -> int:
+        """Devices that are paid for when so many train."""
+        return self.devices or training
+
+    def money(self, seconds: float, devices: int, kwh: float | None = None) -> float:
+        """The price of so many seconds; energy is added where it has a price and was measured."""
+        energy = (self.per_kwh or 0.0) * (kwh or 0.0)
+        return self.hour * self.paid(devices) * seconds / 3600 + energy
+
+    def to_cost(self, training: int) -> dict[str, Any]:
+        """Plain values, as `hasten.evidence.cost` takes them."""
+        return {
+            "currency": self.currency,
+            "per_device_hour": self.hour,
+            "devices": self.paid(training),
+            "per_kwh": self.per_kwh,
+        }
+
+
+def price_of(value: Any) -> Any:
+    """A recipe's ``price`` with a file's name replaced by what it holds; unknown keys refused.
+
+    Raises:
+        ValueError: no such file, not a price, or a key that isn't known.
+    """
+    if not isinstance(value, str | dict):
+        return value
+    if isinstance(value, dict):
+        return _known(value, "")
+    try:
+        found = read_yaml_file(Path(value), "price file")
+        if not isinstance(found, dict):
+            raise InputError(f"{value} is not a price file: it must be lines of `key: value`")
+        return Price(**_known(found, f"{value}: "))
+    except ValidationError as error:
+        raise ValueError(f"{value}: {first_complaint(error)}") from error
+    except InputError as error:
+        raise ValueError(str(error)) from error
+
+
+def _known(values: dict[Any, Any], place: str) -> dict[Any, Any]:
+    for key in values:
+        if key not in Price.model_fields:
+            hint = did_you_mean(str(key), Price.model_fields)
+            raise ValueError(f"{place}unknown key {key!r}{hint}")
+    return values
+
+
+class Priced(Protocol):
+    """A recipe, as far as its price goes."""
+
+    @property
+    def price(self) -> Price | None: ...
+
+
+def cost_of(
+    recipe: Priced, seconds: float, tokens: int, devices: int, kwh: float | None = None
+) -> dict[str, Any] | None:
+    """A run's cost for its summary; None without a price."""
+    price = recipe.price
+    if price is None:
+        return None
+    total = price.money(seconds, devices, kwh)
+    return {
+        "currency": price.currency,
+        "device_hours": price.paid(devices) * seconds / 3600,
+        "total": total,
+        "per_million_tokens": total / tokens * 1e6 if tokens else None,
+    }

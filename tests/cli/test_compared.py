@@ -1,0 +1,171 @@
+"""``hasten report`` of several runs and ``hasten regress``, as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hasten.evidence.ablation import Arm, Design
+from hasten.evidence.bundle import read_bundle
+from hasten.evidence.controller import Measured, design_words
+from material import small
+
+Hasten = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def hasten(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Hasten:
+    """Run a command in this process; (exit code, standard output, standard error)."""
+    from hasten.cli.main import run
+
+    def command(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["hasten", *map(str, words)])
+        code = 0
+        try:
+            run()
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else 0
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return command
+
+
+def recipe(folder: Path, **changes: Any) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(small(folder, **changes)))
+    return path
+
+
+def test_runs_are_compared_priced_and_their_differences_named(
+    tmp_path: Path, hasten: Hasten
+) -> None:
+    (tmp_path / "price.yaml").write_text("currency: CNY\nper_device_hour: 0.6\n")
+    path = recipe(tmp_path, price=str(tmp_path / "price.yaml"))
+    for name, plan in (("a", "[]"), ("b", "[packed]")):
+        code, out, err = hasten("train", path, f"output={tmp_path / name}", f"plan={plan}")
+        assert code == 0, err
+        assert "CNY" in out
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert summary["cost"]["total"] == pytest.approx(0.6 * summary["seconds"] / 3600)
+    assert summary["energy"]["kwh"] is None or summary["energy"]["kwh"] > 0
+    assert summary["energy"]["source"]
+    code, out, err = hasten("report", tmp_path / "a", tmp_path / "b")
+    assert code == 0, err
+    assert "differs in the recipe" in out
+    assert "packed" in out
+    assert "not fair" not in out
+    code, out, _ = hasten("report", "--json", tmp_path / "a", tmp_path / "b")
+    found = json.loads(out)
+    assert [row["steps"] for row in found["runs"]] == [3, 3]
+    assert list(found["differs"]) == ["plan"]
+    assert found["runs"][0]["tokens"] == found["runs"][1]["tokens"] == found["equal"]["value"]
+    code, out, _ = hasten("report", "--json", tmp_path / "a")
+    assert json.loads(out)["steps"] == 3
+    code, _, err = hasten("report", tmp_path / "a", tmp_path / "nothing")
+    assert code == 2
+    assert "holds no run" in err
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, gain: list[float]) -> None:
+    """Experiments are measured at once: eight rounds in which every plan has the gain."""
+
+    def measured(at: Any, plans: Any, design: Design, *others: Any, **named: Any) -> Measured:
+        base = [1000.0 + 10 * i for i in range(design.rounds)]
+        arms = []
+        for name, plan in plans.items():
+            own = [v * (gain[0] + i / 1000) if len(plan) else v for i, v in enumerate(base)]
+            acted = [{"technique": t.name(), "acted": True, "evidence": ""} for t in plan]
+            kind = named["kinds"][name]
+            arms.append(Arm(name, plan, rounds=own, beside=base, acted=acted, kind=kind))
+        return Measured(arms, design_words([], next(iter(plans)), design))
+
+    monkeypatch.setattr("hasten.experiment.measure_arms", measured)
+
+
+def test_an_experiment_is_stored_done_again_and_a_planted_loss_is_exit_code_4(
+    tmp_path: Path, hasten: Hasten, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gain = [1.5]
+    pretend(monkeypatch, gain)
+    price = {"currency": "CNY", "per_device_hour": 0.6}
+    path = recipe(tmp_path, plan=["packed", "autocast"], price=price)
+    archive = tmp_path / "before.zip"
+    code, _, err = hasten("speedup", path, "--arms", "all", "--bundle", archive)
+    assert code == 0, err
+    stored = read_bundle(archive)
+    assert stored == read_bundle(tmp_path / "run")
+    assert next(iter(stored.plans)) == "baseline"
+    assert list(stored.plans)[-1] == "all"
+    assert [Path(str(s["path"])).name for s in stored.data] == ["gsm8k_train.jsonl"]
+    cost = json.loads((tmp_path / "run" / "report.json").read_text())["cost"]
+    assert cost["payback"]["text"]
+    assert cost["experiment"]["money"] == pytest.approx(0.6 * cost["experiment"]["seconds"] / 3600)
+    again = ("--output", tmp_path / "again")
+    code, out, err = hasten("regress", archive, *again)
+    assert code == 0, out + err
+    assert "since then: the same versions" in out
+    assert "nothing lost by more than 2%" in out
+    assert "baseline again" not in out
+    gain[0] = 1.3
+    code, out, err = hasten("regress", tmp_path / "run", "--rounds", "5", *again)
+    assert code == 4, out + err
+    assert "lost: only packed, without packed, all" in out
+    code, out, err = hasten("regress", archive, "--margin", "0.2", *again)
+    assert code == 0, out + err
+
+
+def test_the_articles_plan_puts_their_promises_beside_what_was_measured(
+    tmp_path: Path, hasten: Hasten, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, [1.2])
+    code, out, err = hasten("speedup", recipe(tmp_path), "--plan", "article")
+    assert code == 0, out + err
+    claims = json.loads((tmp_path / "run" / "report.json").read_text())["claims"]
+    said = {c["claimed"]: c for c in claims}
+    assert said["+12 % speed"]["verdict"].startswith("not available yet")
+    assert said["12.5 -> 18.4 it/s, +47 %"]["verdict"] == "fell short"
+    assert any(c["verdict"].startswith("not comparable") for c in claims)
+    assert {c["technique"].partition("(")[0] for c in claims} >= {"autocast", "fused_layers"}
+    code, _, err = hasten("speedup", recipe(tmp_path), "--plan", "articel")
+    assert code == 2
+    assert "did you mean 'article'" in err
+
+
+def test_other_data_and_other_settings_are_refused(tmp_path: Path, hasten: Hasten) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"question": "a", "answer": "b"}\n')
+    values = small(tmp_path, dataset=str(data), plan=["packed"])
+    bundle = {
+        "bundle": 1,
+        "recipe": values,
+        "plans": {"baseline": [], "plan": ["packed"]},
+        "kinds": {},
+        "design": {},
+        "measured": {n: {"rounds": [1], "beside": [1], "idle": []} for n in ("baseline", "plan")},
+        "versions": {},
+        "hardware": {},
+        "data": [{"path": str(data), "bytes": 1, "sha256": "0"}],
+    }
+    archive = tmp_path / "x.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("bundle.json", json.dumps(bundle))
+    for words, said in (
+        ((), "is not the file of the experiment"),
+        (("dataset=/nothing.jsonl",), "is not here"),
+        (("seed=3",), "of a stored experiment only"),
+        (("--margin", "2"), "--margin"),
+    ):
+        code, _, err = hasten("regress", archive, *words)
+        assert code == 2
+        assert said in err
+    code, _, err = hasten("regress", tmp_path / "data.jsonl")
+    assert code == 2
+    assert "can't be read" in err or "not a bundle" in err

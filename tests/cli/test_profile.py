@@ -1,0 +1,98 @@
+"""``hasten profile`` as a user meets it: tables, files, and an earlier run left alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hasten.cli.main import run
+from material import small
+
+
+def hasten(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *words: object
+) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["hasten", *map(str, words)])
+    code = 0
+    try:
+        run()
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else 0
+    out, err = capfd.readouterr()
+    return code, out, err
+
+
+def recipe(folder: Path, **changes: Any) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**small(folder), **changes}))
+    return path
+
+
+def test_a_profile_leaves_three_files_and_an_earlier_run_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "run"
+    plan = ["packed", "labelled_token_loss", {"checkpoints": {"every_steps": 1}}]
+    path = recipe(tmp_path, plan=plan)
+    code, out, err = hasten(monkeypatch, capfd, "train", path)
+    assert code == 0, err
+    assert "data stall" in out
+    assert "spread" in out
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["step_parts"]["forward"] > 0
+    assert 0 <= summary["data_stall_share"] < 1
+    line = json.loads((output / "metrics.jsonl").read_text().splitlines()[0])
+    parts = ("data_seconds", "passes_seconds", "optimizer_seconds")
+    assert 0.5 < sum(line[part] for part in parts) / line["step_seconds"] <= 1
+    before = {p: p.stat().st_mtime_ns for p in output.rglob("*") if "data" not in p.parts}
+    code, out, err = hasten(monkeypatch, capfd, "profile", path, "--steps", 2)
+    assert code == 0, err
+    assert "Where a step's time goes" in out
+    assert "between steps" in out
+    after = {p: p.stat().st_mtime_ns for p in output.rglob("*") if "data" not in p.parts}
+    made = {p.name for p in after.keys() - before.keys()}
+    assert made == {"profile.json", "profile.html", "trace.json.gz"}
+    assert {p: at for p, at in after.items() if p in before and p.is_file()} == {
+        p: at for p, at in before.items() if p.is_file()
+    }
+
+
+def test_the_json_is_that_of_the_file_and_the_plan_is_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, place = recipe(tmp_path), tmp_path / "elsewhere"
+    words = ["profile", path, "plan=[packed]", "--steps", 1, "--output", place, "--json"]
+    code, out, err = hasten(monkeypatch, capfd, *words)
+    assert code == 0, err
+    found = json.loads(out)
+    assert found == json.loads((place / "profile.json").read_text())
+    assert [technique["technique"] for technique in found["plan"]] == ["packed"]
+    assert found["padding_share"] == 0
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["plan=[pcked]"], "did you mean 'packed'"),
+        (["stps=3"], "unknown"),
+        (["device=cuda"], "device"),
+        (["--output", "/dev/null/x"], "output"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_code_two(
+    words: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    code, _, err = hasten(monkeypatch, capfd, "profile", recipe(tmp_path), *words)
+    assert code == 2
+    assert sentence in err.strip().splitlines()[-1]
+    assert "Traceback" not in err

@@ -1,0 +1,96 @@
+"""Hand-made arms, whose ratios, losses and prices are known without measuring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hasten.core.plan import Plan
+from hasten.core.slot import Slot
+from hasten.core.technique import Claim, Fidelity, Proof, Technique
+from hasten.evidence.ablation import Arm
+from hasten.evidence.findings import report_of
+from hasten.evidence.report_schema import read_report
+
+WEATHER = (1.0, 0.5, 1.6, 0.8, 1.2)  # a machine that is busy in some rounds
+SPEED, MEMORY = "tokens_per_second", "peak_memory_bytes"
+
+
+@dataclass(frozen=True)
+class Fake(Technique):
+    """A technique that only promises."""
+
+    slot = Slot.COLLATE
+    promises: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.ROUNDING
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        return tuple(Claim(metric, ratio, "an article") for metric, ratio in self.promises)
+
+    def apply(self, setup: Any) -> None:
+        raise NotImplementedError
+
+    def probe(self, session: Any) -> Proof:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Other(Fake):
+    """Another one, in a slot of its own."""
+
+    slot = Slot.LOSS
+
+
+def arm(
+    *techniques: Technique,
+    speed: float = 1.0,
+    noise: Sequence[float] = (1.01, 0.99, 1.0, 1.005, 0.995),
+    loss: float = 2.0,
+    memory: float = 4e9,
+    **changes: Any,
+) -> Arm:
+    """An arm that has the weather of the others and a noise of its own."""
+    settings: dict[str, Any] = {
+        "name": "+".join(t.name() for t in techniques) or "baseline",
+        "plan": Plan(techniques),
+        "rounds": [1000 * speed * w * n for w, n in zip(WEATHER, noise, strict=True)],
+        "steps": [
+            {"step_seconds": s, "slots": 100, "tokens": 80} for s in (0.1, 0.2, 0.3, 0.4, 0.9)
+        ],
+        "losses": [(80, 3.0), (160, loss)],
+        "held_out": [(0, 4.0), (160, loss)],
+        "peak_memory_bytes": int(memory),
+        "acted": [{"technique": t.name(), "acted": True, "evidence": "seen"} for t in techniques],
+    }
+    return Arm(**settings | changes)
+
+
+def findings(*arms: Arm, **more: Any) -> dict[str, Any]:
+    return report_of(
+        arms,
+        title="t",
+        command="c",
+        hardware={},
+        versions={},
+        recipe={"seed": 7},
+        **more,
+    )
+
+
+def report(*arms: Arm, **more: Any) -> dict[str, Any]:
+    """The findings as the page reads them, so that every test also checks the schema."""
+    return read_report(findings(*arms, **more))
+
+
+def baseline(**changes: Any) -> Arm:
+    return arm(noise=(1, 1, 1, 1, 1), **changes)
+
+
+def verdict_of(*arms: Arm) -> str:
+    word: str = report(*arms)["arms"][-1]["verdict"]
+    return word

@@ -1,0 +1,243 @@
+"""Techniques of which the truth is known: they do nothing, slow, leak, lie, or ruin the model.
+
+Each does in earnest what it is named for, so an experiment with them has one right answer for every
+arm. `small_proofs` trains models of a second with them and writes down what a guard would find, in
+the form of ``report.guard``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from hasten.core.batch import MicroBatch, StepBatch, language_counts
+from hasten.core.engine import Engine
+from hasten.core.evaluate import evaluate
+from hasten.core.session import Session
+from hasten.core.setup import Setup
+from hasten.core.slot import Slot
+from hasten.core.technique import Claim, Fidelity, Proof, Technique, setting
+from hasten.parts.collate import packed
+from hasten.parts.records import token_record
+from tiny import language_job, records, run, session_of, tiny_model
+
+SCALE = 4.0  # as if a step of four micro-batches forgot to divide by their number
+ALLOWED = 1e-4  # error of a logit or, relative, of a gradient that rounding in float32 explains
+
+
+@dataclass(frozen=True)
+class Waits(Technique):
+    """Sleeps for a share of what a step takes."""
+
+    slot = Slot.BATCH
+    share: float = setting(0.0, "of a step's time")
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.EXACT
+
+    def apply(self, setup: Setup) -> None:
+        inner, last = setup.attempt, time.process_time()
+
+        def attempt(engine: Engine, batch: StepBatch) -> Any:
+            nonlocal last
+            began, used = time.perf_counter(), time.process_time()
+            found = inner(engine, batch)
+            wall, passes = time.perf_counter() - began, time.process_time() - used
+            # Processor time doesn't run while the arm waits for its turn, so between two calls it
+            # is a whole step's; how crowded the cores are shows in the passes.
+            whole = max(time.process_time() - last, passes)
+            last = time.process_time()
+            time.sleep(self.share * wall * min(whole / max(passes, 1e-9), 3.0))
+            return found
+
+        setup.attempt = attempt
+
+    def probe(self, session: Session) -> Proof:
+        return Proof(True, f"slept in {session.progress.step} steps")
+
+
+@dataclass(frozen=True)
+class DoesNothing(Technique):
+    """Takes part in the run and changes nothing."""
+
+    slot = Slot.THREADS
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.EXACT
+
+    def apply(self, setup: Setup) -> None:
+        return None
+
+    def probe(self, session: Session) -> Proof:
+        return Proof(True, f"was there for {session.progress.step} steps")
+
+
+@dataclass(frozen=True)
+class ClaimsOnly(Technique):
+    """Promises much, and its code is never reached."""
+
+    slot = Slot.LAYERS
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.EXACT
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        return (Claim("tokens_per_second", 1.5, "a brochure"),)
+
+    def apply(self, setup: Setup) -> None:
+        return None
+
+    def probe(self, session: Session) -> Proof:
+        return Proof(False, "0 modules replaced")
+
+
+@dataclass(frozen=True)
+class LeaksDocuments(Technique):
+    """Records end to end in one row with positions that run on: each reads those before it."""
+
+    slot = Slot.COLLATE
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.ROUNDING
+
+    def apply(self, setup: Setup) -> None:
+        setup.collate = run_together
+
+    def probe(self, session: Session) -> Proof:
+        return Proof(True, f"{session.progress.slots - session.progress.tokens} slots of padding")
+
+
+def run_together(together: Sequence[Any]) -> MicroBatch:
+    """All records in one row as if they were one document."""
+    inputs = packed(together)
+    inputs = {name: inputs[name] for name in ("input_ids", "labels")}
+    return MicroBatch(inputs, language_counts(together, inputs))
+
+
+@dataclass(frozen=True)
+class ScalesLoss(Technique):
+    """Leaves a step's gradients too large by a factor, as a wrong division does."""
+
+    slot = Slot.RECOMPUTE  # any slot that the other planted ones leave free
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.EXACT
+
+    def apply(self, setup: Setup) -> None:
+        inner = setup.attempt
+
+        def attempt(engine: Engine, batch: StepBatch) -> Any:
+            counts = replace(batch.counts, trained_tokens=batch.counts.trained_tokens / SCALE)
+            loss, _ = inner(engine, replace(batch, counts=counts))
+            return loss, batch
+
+        setup.attempt = attempt
+
+    def probe(self, session: Session) -> Proof:
+        return Proof(True, f"{session.progress.step} steps")
+
+
+@dataclass(frozen=True)
+class RuinsHeldOut(Technique):
+    """An update that costs little, because it hardly moves the weights."""
+
+    slot = Slot.OPTIMIZER
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.LOSSY
+
+    def apply(self, setup: Setup) -> None:
+        build = setup.optimizer
+        assert build is not None
+
+        def idle(named: Any) -> torch.optim.Optimizer:
+            optimizer = build(named)
+            for group in optimizer.param_groups:
+                group["lr"] *= 1e-3
+            return optimizer
+
+        setup.optimizer = idle
+
+    def probe(self, session: Session) -> Proof:
+        return Proof(True, f"{session.progress.step} updates")
+
+
+PLANTED = (Waits, DoesNothing, ClaimsOnly, LeaksDocuments, ScalesLoss, RuinsHeldOut)
+
+
+def small_proofs() -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Entries of ``report.guard``, and held-out losses with and without `RuinsHeldOut`."""
+    losses = {
+        name: _held_out(*techniques)
+        for name, techniques in (("baseline", ()), ("ruined", (RuinsHeldOut(),)))
+    }
+    entries = [
+        _entry(LeaksDocuments(), "leak", _leak()),
+        _entry(ScalesLoss(), "gradient", _gradient_error(ScalesLoss())),
+        _entry(DoesNothing(), "gradient", _gradient_error(DoesNothing())),
+    ]
+    return entries, losses
+
+
+def _leak() -> float:
+    """How far a document's logits move when the one before it in its row is another."""
+    first, second = sorted(records(2, seed=4), key=lambda r: -r.length)  # as rows are laid out
+    other = token_record((first.input_ids + 7) % 90 + 3, first.trained)
+    model = tiny_model().eval()
+    ends = []
+    for before in (first, other):
+        with torch.no_grad():
+            row = run_together([before, second]).inputs["input_ids"]
+            ends.append(model(input_ids=row).logits[0, before.length :])
+    return float((ends[0] - ends[1]).abs().max())
+
+
+def _gradient_error(technique: Technique) -> float:
+    """The relative L2 error that a technique brings into one step's gradient."""
+    gradients = []
+    for techniques in ((), (technique,)):
+        job = language_job(steps=1, optimizer=torch.optim.SGD, lr=1.0, max_grad_norm=None)
+        session = session_of(job, *techniques)
+        before = [p.detach().clone() for p in session.model.parameters()]
+        run(session)
+        moved = zip(before, session.model.parameters(), strict=True)
+        gradients.append(torch.cat([(b - p.detach()).flatten() for b, p in moved]))
+    return float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
+
+
+def _held_out(*techniques: Technique) -> float:
+    """The held-out loss after some steps on counting, which can be learnt as noise can't."""
+    counting = [
+        token_record(3 + (start + np.arange(24)) % 20, np.ones(24, bool)) for start in range(20)
+    ]
+    job = language_job(data=counting[:16], held_out=counting[16:], steps=12)
+    session = session_of(job, *techniques)
+    run(session)
+    found = evaluate(session).held_out_loss
+    assert found is not None
+    return found
+
+
+def _entry(technique: Technique, test: str, found: float) -> dict[str, Any]:
+    return {
+        "technique": technique.name(),
+        "fidelity": technique.fidelity.name,
+        "test": test,
+        "verdict": "differs" if found > ALLOWED else "equal",
+        "found": found,
+        "allowed": ALLOWED,
+        "seeds": None,
+        "text": f"{test} off by {found:.2g}, allowed {ALLOWED:g}",
+    }

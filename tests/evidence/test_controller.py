@@ -1,0 +1,213 @@
+"""Arms that take turns: real processes and pipes, and arms that only pretend to train."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from hasten.errors import InputError
+from hasten.evidence import seat
+from hasten.evidence.ablation import Design, with_second_baseline
+from hasten.evidence.findings import report_of
+from hasten.evidence.report_schema import read_report
+from pretence import KINDS, NAMES, PLANS, log, pretend
+
+TWO = {name: PLANS[name] for name in ("baseline", "all")}
+
+
+def turns(folder: Path, warmup: int) -> list[str]:
+    """Who had a turn, in order."""
+    steps = [line.split() for line in log(folder) if line.startswith("steps")]
+    return [name for _, name, step in steps if int(step) > warmup]
+
+
+def test_every_arm_has_every_round_in_an_order_drawn_anew(tmp_path: Path) -> None:
+    arms = pretend(tmp_path, Design(rounds=12, steps=2, warmup=2)).arms
+    order = turns(tmp_path, 2)
+    rounds = [tuple(order[i : i + 4]) for i in range(0, len(order), 4)]
+    assert all(set(names) == set(NAMES.values()) for names in rounds)
+    assert len(rounds) == 12
+    assert len(set(rounds)) > 3
+    assert max(Counter(names[0] for names in rounds).values()) < 12  # no arm always goes first
+    assert all(len(arm.rounds) == 12 and len(arm.steps) == 24 for arm in arms)
+    assert [arm.name for arm in arms] == list(PLANS)
+    assert [arm.kind for arm in arms] == list(KINDS.values())
+
+
+def test_the_order_of_turns_belongs_to_the_seed(tmp_path: Path) -> None:
+    orders = []
+    for number, seed in enumerate((0, 0, 1)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        pretend(folder, Design(rounds=8, steps=1, warmup=1, seed=seed), plans=TWO)
+        orders.append(turns(folder, 1))
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_all_arms_warm_up_as_long_as_the_slowest_to_settle(tmp_path: Path) -> None:
+    design = Design(rounds=2, steps=1, warmup=2, longest_warmup=8)
+    found = pretend(tmp_path, design, {"all": {"compiles_until": 5}}, plans=TWO)
+    base, last = found.arms
+    assert base.warmup["steps"] == last.warmup["steps"] == 6  # the sixth compiled nothing more
+    assert base.losses[-1][0] == last.losses[-1][0] == 80
+    assert last.warmup["compile_seconds"] == pytest.approx(2.5)
+    assert last.warmup["seconds"] is not None
+
+
+def test_a_warm_up_ends_at_its_bound(tmp_path: Path) -> None:
+    design = Design(rounds=2, steps=1, warmup=1, longest_warmup=4)
+    found = pretend(tmp_path, design, {"baseline": {"compiles_until": 99}}, plans=TWO)
+    assert [arm.warmup["steps"] for arm in found.arms] == [4, 4]
+    assert design.steps_in_all == 6
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("diverge", "NotFiniteError: the gradients were not finite"),
+        ("killed", "code -9: killed, most likely for want of memory"),
+        ("hang", "no answer within 1 s: it hangs"),
+        ("end", "the process ended with code 7: an error of its own"),
+    ],
+)
+def test_an_arm_that_fails_in_a_round_is_reported_and_the_rest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, words: str
+) -> None:
+    monkeypatch.setattr(seat, "PATIENCE_AT_LEAST", 1.0)
+    told = {"packed": {"rate": 1e6, "fails": {"steps": how}, "after": 2}}  # in its second round
+    found = pretend(tmp_path, Design(rounds=4, steps=1, warmup=1), told).arms
+    base, packed, other, last = found
+    assert packed.failed is not None
+    assert words in packed.failed
+    assert len(packed.rounds) == 1
+    assert [len(arm.rounds) for arm in (base, other, last)] == [4, 4, 4]
+    report = report_of(found, title="", command="", hardware={}, versions={}, recipe={"seed": 0})
+    verdicts = [arm["verdict"] for arm in read_report(report)["arms"]]
+    assert verdicts[1].startswith("failed: ")
+    assert not any(verdict.startswith("failed") for verdict in (verdicts[0], *verdicts[2:]))
+
+
+@pytest.mark.parametrize("what", ["start", "evaluate", "steps"])
+def test_an_arm_that_fails_before_the_first_round_costs_the_others_nothing(
+    tmp_path: Path, what: str
+) -> None:
+    found = pretend(tmp_path, Design(rounds=3, steps=1), {"packed": {"fails": {what: "end"}}}).arms
+    assert found[1].failed == "the process ended with code 7: an error of its own"
+    assert not found[1].rounds
+    assert [len(arm.rounds) for arm in found] == [3, 0, 3, 3]
+
+
+def test_an_arm_that_fails_at_the_end_keeps_what_was_measured(tmp_path: Path) -> None:
+    told = {"all": {"fails": {"finish": "diverge"}}}
+    last = pretend(tmp_path, Design(rounds=3, steps=1), told).arms[-1]
+    assert last.failed is None
+    assert last.unfinished == "NotFiniteError: the gradients were not finite"
+    assert len(last.rounds) == 3
+    assert last.held_out[-1][1] == 2.0
+
+
+def test_without_a_baseline_the_others_are_measured_all_the_same(tmp_path: Path) -> None:
+    told = {"baseline": {"fails": {"steps": "end"}, "after": 2}}
+    base, *others = pretend(tmp_path, Design(rounds=3, steps=1, warmup=1), told).arms
+    assert base.failed
+    assert [len(arm.rounds) for arm in others] == [3, 3, 3]
+    assert all(arm.beside == [] for arm in others)
+
+
+def test_a_second_baseline_takes_turns_like_any_arm(tmp_path: Path) -> None:
+    plans, kinds = with_second_baseline(TWO, KINDS)
+    found = pretend(tmp_path, Design(rounds=3, steps=1), plans=plans, kinds=kinds).arms
+    assert [(arm.name, arm.kind) for arm in found] == [
+        *(("baseline", "baseline"), ("baseline again", "again"), ("all", "all"))
+    ]
+    assert len(found[1].rounds) == 3
+    assert log(tmp_path).count("start baseline") == 2
+
+
+def test_each_build_has_its_share_of_the_rounds(tmp_path: Path) -> None:
+    found = pretend(tmp_path, Design(rounds=5, steps=1, builds=2), plans=TWO)
+    for arm in found.arms:
+        assert arm.builds == [0, 0, 0, 1, 1]
+        assert len(arm.rounds) == 5
+    assert log(tmp_path).count("start baseline") == 2
+    assert found.design["builds"] == 2
+
+
+def test_arms_that_fit_are_alive_together(tmp_path: Path) -> None:
+    found = pretend(tmp_path, Design(rounds=2, steps=1), memory=440)  # four of 100, and some room
+    assert found.design["grouping"] == "all 4 arms alive together"
+    assert len([line for line in log(tmp_path) if line.startswith("start")]) == 4
+
+
+def test_arms_that_do_not_fit_sit_in_groups_that_share_the_baseline(tmp_path: Path) -> None:
+    rates = {"baseline": {"rate": 50.0}, "attention": {"rate": 75.0}}
+    found = pretend(tmp_path, Design(rounds=3, steps=1), rates, memory=340)
+    assert found.design["grouping"] == (
+        "groups that share the baseline: baseline, all, packed; baseline, attention"
+    )
+    assert log(tmp_path).count("start baseline") == 2
+    assert [len(arm.rounds) for arm in found.arms] == [3, 3, 3, 3]
+    assert all(len(arm.beside) == 3 for arm in found.arms)
+    assert found.arms[2].rounds == [75.0] * 3
+    assert found.arms[2].held_out[-1][0] == found.arms[0].held_out[-1][0]
+
+
+def test_where_no_two_arms_fit_every_turn_has_a_process_of_its_own(tmp_path: Path) -> None:
+    found = pretend(tmp_path, Design(rounds=2, steps=1), memory=150, plans=TWO)
+    assert found.design["grouping"].startswith("a fresh process for every turn")
+    assert [len(arm.rounds) for arm in found.arms] == [2, 2]
+    assert log(tmp_path).count("start baseline") == 3  # once to see that two are too many
+    assert [arm.held_out[-1][0] for arm in found.arms] == [30, 30]
+
+
+@pytest.mark.parametrize(("grouping", "starts"), [("together", 4), ("groups", 4), ("fresh", 8)])
+def test_a_grouping_can_be_asked_for(tmp_path: Path, grouping: str, starts: int) -> None:
+    design = Design(rounds=2, steps=1, grouping=grouping)  # type: ignore[arg-type]
+    found = pretend(tmp_path, design, memory=50 if grouping == "together" else 10_000)
+    assert [len(arm.rounds) for arm in found.arms] == [2, 2, 2, 2]
+    assert len([line for line in log(tmp_path) if line.startswith("start")]) == starts
+
+
+def test_a_disturbed_round_is_done_again_and_both_stay_in_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = iter([0.0, 0.9, *[0.0] * 99])  # the second turn of the first round
+    monkeypatch.setattr(seat, "foreign_share", lambda *seen: next(loads))
+    found = pretend(tmp_path, Design(rounds=3, steps=1, foreign_load=0.5), plans=TWO)
+    assert found.design["redone_rounds"] == 1
+    assert [len(arm.rounds) for arm in found.arms] == [3, 3]
+    assert [arm.foreign_load for arm in found.arms] == [[0.0] * 3] * 2
+    assert len(turns(tmp_path, 2)) == 8
+
+
+def test_on_a_busy_machine_the_rounds_are_doubled_and_the_least_disturbed_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = iter([share / 100 for share in range(99, 0, -1)])
+    monkeypatch.setattr(seat, "foreign_share", lambda *seen: next(loads))
+    found = pretend(tmp_path, Design(rounds=3, steps=1, foreign_load=0.01), plans=TWO)
+    assert found.design["redone_rounds"] == 3
+    assert len(turns(tmp_path, 2)) == 12
+    loads_of = [arm.foreign_load for arm in found.arms]
+    assert max(max(shares) for shares in loads_of) <= 0.93  # the last three of six rounds
+
+
+def test_a_budget_that_holds_no_two_rounds_is_refused_with_the_time_needed(
+    tmp_path: Path,
+) -> None:
+    slow = {name: {"sleep": 0.05, "rate": 0.5} for name in PLANS}  # says: 20 s a step
+    with pytest.raises(InputError, match=r"budget: 60 s is too short: two rounds .* take about"):
+        pretend(tmp_path, Design(rounds=8, steps=2, budget_seconds=60), slow)
+    assert "start all" not in " ".join(log(tmp_path))  # known after the baseline alone
+
+
+def test_a_budget_decides_over_rounds_and_arms_and_says_what_it_dropped(tmp_path: Path) -> None:
+    told = {name: {"rate": 10.0} for name in PLANS}  # a second a step, as they say
+    found = pretend(tmp_path, Design(rounds=30, steps=1, budget_seconds=30), told)
+    assert found.design["dropped"] == ["attention: no time for it"]
+    assert [arm.name for arm in found.arms] == ["baseline", "packed", "all"]
+    assert 5 <= found.design["rounds"] < 30
+    assert all(len(arm.rounds) == found.design["rounds"] for arm in found.arms)
+    assert all(arm.held_out[-1][0] == arm.losses[-1][0] for arm in found.arms)

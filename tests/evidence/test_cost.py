@@ -1,0 +1,182 @@
+"""Money, kilowatt-hours, payback, and the two figures that are easily mixed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hasten.errors import InputError
+from hasten.evidence.cost import (
+    cost_of_experiment,
+    money,
+    payback,
+    per_million_tokens,
+    ratio_of,
+    speed_words,
+    time_saved,
+)
+from hasten.evidence.preset_claims import preset_claims
+from hasten.evidence.report_schema import read_report
+from hasten.recipe.presets import preset
+
+PRICE = {"currency": "CNY", "per_device_hour": 0.6, "devices": 4, "per_kwh": None}
+
+
+def test_half_as_much_again_saves_a_third_of_the_time() -> None:
+    assert time_saved(1.5) == pytest.approx(1 / 3)
+    assert ratio_of(0.5) == 2
+    assert speed_words(1.5) == "1.50× the speed, 33 % less time"
+    assert speed_words(0.8) == "0.80× the speed, 25 % more time"
+    assert speed_words(1.0) == "1.00× the speed, the same time"
+
+
+@given(st.floats(1e-6, 1e6))
+def test_speed_and_time_saved_are_each_other_s_inverse(ratio: float) -> None:
+    assert ratio_of(time_saved(ratio)) == pytest.approx(ratio, rel=1e-6)
+    assert time_saved(ratio) < 1
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_no_speed_is_no_ratio(value: float) -> None:
+    with pytest.raises(InputError):
+        time_saved(value)
+    with pytest.raises(InputError):
+        per_million_tokens(1.0, 1, value)
+
+
+def test_the_articles_example_is_their_figure() -> None:
+    assert money(0.6, 4, 1.8 * 3600) == pytest.approx(4.32)
+
+
+def test_an_experiment_pays_back_after_its_cost_over_what_an_hour_saves() -> None:
+    found = payback({"median": 1.5, "low": 1.25, "high": 1.7}, seconds=3600)
+    assert found["hours"] == pytest.approx(2)
+    assert "after 2.0 h" in found["text"]
+    assert "33 % less time" in found["text"]
+    assert "4.0 h at the interval's lower end" in found["text"]
+
+
+@given(st.floats(1.001, 100), st.floats(1, 1e6))
+def test_at_the_payback_the_saved_hours_are_those_of_the_experiment(
+    ratio: float, seconds: float
+) -> None:
+    hours = payback({"median": ratio, "low": ratio, "high": ratio}, seconds)["hours"]
+    slow = hours * ratio  # hours the baseline would have needed for the same work
+    assert (slow - hours) * 3600 == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("median", "good"), [(0.9, True), (1.0, True), (2.0, False)])
+def test_nothing_saved_never_pays_back(median: float, good: bool) -> None:
+    found = payback({"median": median, "low": 0.8, "high": 2.1}, 60, good)
+    assert found == {"hours": None, "text": "never: nothing was saved"}
+
+
+def test_an_uncertain_gain_says_that_it_may_never_pay() -> None:
+    assert "never does" in payback({"median": 1.1, "low": 0.9, "high": 1.3}, 60)["text"]
+    assert "never does" in payback({"median": 1.1, "low": None, "high": None}, 60)["text"]
+    assert payback({"median": None, "low": None, "high": None}, 60)["text"] == "not measured"
+
+
+def test_the_report_s_cost_is_priced_per_token_and_readable(report: dict[str, Any]) -> None:
+    report["design"] = {"seconds": 1800.0}
+    found = cost_of_experiment(report, PRICE)
+    assert found is not None
+    base = report["arms"][0]
+    by_hand = 4 * 0.6 / 3600 / base["tokens_per_second"]["median"] * 1e6
+    assert found["per_million_tokens"]["baseline"] == pytest.approx(by_hand)
+    assert found["experiment"] == {"seconds": 1800.0, "money": pytest.approx(1.2), "kwh": None}
+    assert found["energy"] == {"kwh_per_million_tokens": {}, "source": "not measured"}
+    assert found["payback"]["hours"] == pytest.approx(
+        0.5 / (report["arms"][-1]["ratio"]["median"] - 1)
+    )
+    assert read_report({**report, "cost": found})["cost"]["currency"] == "CNY"
+
+
+def test_energy_counts_where_it_was_counted_and_has_a_price(report: dict[str, Any]) -> None:
+    report["design"] = {"seconds": 3600.0}
+    joules = {"baseline": 0.0036, "packing": None}
+    found = cost_of_experiment(report, {**PRICE, "per_kwh": 2.0}, joules, 7.2e6, "RAPL (package)")
+    plain = cost_of_experiment(report, PRICE)
+    assert found is not None
+    assert plain is not None
+    assert found["energy"]["kwh_per_million_tokens"] == {"baseline": pytest.approx(0.001)}
+    more = found["per_million_tokens"]["baseline"] - plain["per_million_tokens"]["baseline"]
+    assert more == pytest.approx(0.002)
+    assert found["experiment"]["kwh"] == pytest.approx(2)
+    assert found["experiment"]["money"] == pytest.approx(2.4 + 4)
+
+
+def test_without_a_price_nothing_is_said_and_worse_quality_saves_nothing(
+    report: dict[str, Any],
+) -> None:
+    assert cost_of_experiment(report, None) is None
+    report["design"] = {"seconds": 60.0}
+    report["quality"]["verdict"] = "worse"
+    found = cost_of_experiment(report, PRICE)
+    assert found is not None
+    assert found["payback"]["hours"] is None
+
+
+def test_a_failed_arm_has_no_price(report: dict[str, Any]) -> None:
+    report["arms"][1]["verdict"] = "failed: killed"
+    found = cost_of_experiment(report, PRICE)
+    assert found is not None
+    assert "packing" not in found["per_million_tokens"]
+    assert "experiment" not in found  # its seconds aren't known
+
+
+def test_the_articles_table_says_what_is_missing_measured_and_not_comparable(
+    report: dict[str, Any],
+) -> None:
+    rows = {r["claimed"]: r for r in preset_claims(preset("article"), report)}
+    compression = rows["+12 % speed"]
+    assert compression["measured"] == "not measured"
+    assert compression["verdict"].startswith("not available yet")
+    total = rows["12.5 -> 18.4 it/s, +47 %"]
+    assert total["technique"] == "the whole plan without gradient compression"
+    assert total["verdict"] == "held"  # 1.62 is above 1.47
+    assert rows["9.8 -> 6.5 GB"]["measured"] == "0.63×"
+    assert any(r["verdict"].startswith("not comparable") for r in rows.values())
+    assert len(read_report({**report, "claims": list(rows.values())})["claims"]) == len(rows)
+
+
+def test_a_promise_that_only_the_plan_makes_is_checked_on_the_technique_alone(
+    report: dict[str, Any],
+) -> None:
+    def row() -> dict[str, str]:
+        rows = preset_claims(preset("article"), report)
+        return next(r for r in rows if r["technique"] == "dynamic batch")
+
+    assert row()["measured"] == "not measured apart"
+    arm = report["arms"][1]
+    arm["techniques"] = ["adaptive_batch(start=1024)"]
+    arm["acted"] = [{"technique": "adaptive_batch", "acted": True, "evidence": ""}]
+    assert row()["measured"].startswith("1.4")
+    assert row()["verdict"] == "held"
+    arm["acted"][0]["acted"] = False
+    assert row()["verdict"] == "no effect: it did not act"
+    report["claims"].append({"technique": "adaptive_batch", "metric": "tokens_per_second"})
+    with pytest.raises(StopIteration):
+        row()  # it carries the claim itself, and the report has the row
+
+
+def test_an_inconclusive_gain_may_pay_and_no_effect_never_does(report: dict[str, Any]) -> None:
+    report["design"] = {"seconds": 60.0}
+    final = report["arms"][-1]
+    final["verdict"], final["ratio"] = "inconclusive", {"median": 1.9, "low": 0.8, "high": 4.5}
+    found = cost_of_experiment(report, PRICE)
+    assert found is not None
+    assert "the interval allows that it never does" in found["payback"]["text"]
+    final["verdict"] = "no effect: it did not act"
+    found = cost_of_experiment(report, PRICE)
+    assert found is not None
+    assert found["payback"]["hours"] is None
+
+
+def test_the_articles_total_is_what_their_own_figures_give() -> None:
+    speed, memory = preset("article")["totals"]
+    assert speed["ratio"] == pytest.approx(18.4 / 12.5)
+    assert memory["ratio"] == pytest.approx(6.5 / 9.8, rel=1e-3)

@@ -1,0 +1,91 @@
+"""Anybody's loops against each other: processes of their own, turns, pairs, named failures."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hasten.errors import InputError
+from hasten.evidence import compare
+from hasten.evidence.loop_process import timed
+from hasten.evidence.loops import LoopFailedError, reference
+
+JOBS = str(Path(__file__).with_name("loop_jobs.py"))
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_faster_of_two_loops_is_found_with_its_interval() -> None:
+    found = compare(f"{JOBS}:slow", f"{JOBS}:fast", rounds=4, steps=3, warmup=1)
+    assert found.verdict == "held"
+    assert 1.5 < found.ratio.low <= found.ratio.estimate <= found.ratio.high < 6
+    assert len(found.first.rounds) == len(found.second.rounds) == 4
+    assert found.first.losses == pytest.approx([10 - 0.01 * i for i in range(1, 13)])
+    assert found.second.losses == ()
+    assert found.first.peak_memory_bytes
+    text = str(found)
+    assert "slow" in text
+    assert "verdict: held (4 rounds)" in text
+    assert found.to_dict()["ratio"]["median"] == found.ratio.median
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        ("raising", "raising: ValueError: no such file: weights.bin"),
+        ("dying", "the process ended with code 7: last words"),
+        ("idle", "0.0 items; a speed needs a positive number"),
+        ("wordy", "it must return how many tokens or items it did"),
+        ("nothing", r"nothing\(\) returned a NoneType; it must return a function"),
+        ("absent", "has no function absent"),
+    ],
+)
+def test_a_loop_that_fails_says_why(job: str, said: str) -> None:
+    with pytest.raises(LoopFailedError, match=said):
+        compare(f"{JOBS}:{job}", f"{JOBS}:fast", rounds=2)
+
+
+def test_a_loop_that_hangs_is_ended() -> None:
+    with pytest.raises(LoopFailedError, match="no answer within 3 s"):
+        compare(f"{JOBS}:hanging", f"{JOBS}:fast", patience_seconds=3)
+
+
+@pytest.mark.parametrize("job", ["loops", ":f", "m:", "m:f()", "nowhere.py:f"])
+def test_an_unreadable_name_is_refused(job: str) -> None:
+    with pytest.raises(InputError):
+        reference(job)
+
+
+def test_a_function_another_process_can_t_find_is_refused() -> None:
+    for job in (lambda: lambda: 1, print, object()):
+        with pytest.raises(InputError, match="another process"):
+            reference(job)  # type: ignore[arg-type]
+
+
+def test_numbers_that_can_t_be_are_refused() -> None:
+    with pytest.raises(InputError, match="rounds is 0"):
+        compare(f"{JOBS}:slow", f"{JOBS}:fast", rounds=0)
+
+
+def test_a_loss_that_is_not_finite_is_none() -> None:
+    assert timed(lambda: (3, float("nan")))[2] is None
+    assert timed(lambda: (3, 1.5))[::2] == (3.0, 1.5)
+
+
+def test_the_example_compares_its_own_functions() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "compare_loops.py"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "verdict:" in done.stdout
+    assert "tokens/s" in done.stdout
+
+
+def test_the_page_shows_the_example_as_it_is() -> None:
+    page = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
+    assert (ROOT / "examples" / "compare_loops.py").read_text(encoding="utf-8") in page

@@ -1,0 +1,194 @@
+"""A profile: families add up, traces stay small, efficiency is arithmetic, files appear whole."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hasten.core.job import Stop
+from hasten.errors import InputError
+from hasten.evidence import profile_page
+from hasten.evidence.profile import efficiency, measure, steps_needed
+from hasten.evidence.profile_operators import OTHER, Operator, family_of, table
+from hasten.evidence.profile_page import render_page, timeline, write_profile
+from hasten.evidence.profile_text import render_text
+from hasten.evidence.profile_trace import keep_trace, longest
+from hasten.techniques.collate import Packed
+from hasten.techniques.compile import Compiled
+from tiny import language_job, session_of
+
+NAMES = {
+    "aten::mm": "products",
+    "aten::addmm_": "products",
+    "aten::bmm": "products",
+    "aten::_grouped_mm": "products",
+    "hasten::linear_backward": "products",
+    "sm90_xmma_gemm_bf16bf16_bf16f32": "products",
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "attention",
+    "aten::_softmax": "attention",
+    "aten::_log_softmax": "loss and head",
+    "aten::nll_loss_forward": "loss and head",
+    "_ChunkedCrossEntropy": "loss and head",
+    "aten::_fused_adamw_": "optimizer",
+    "Optimizer.step#AdamW.step": "optimizer",
+    "aten::_foreach_mul_": "optimizer",
+    "aten::copy_": "copies",
+    "aten::embedding": "copies",
+    "Memcpy HtoD (Pageable -> Device)": "copies",
+    "gloo:all_reduce": "communication",
+    "ncclDevKernel_AllReduce_Sum_f32_RING_LL": "communication",
+    "aten::mul": "norm and elementwise",
+    "aten::mul_": "norm and elementwise",
+    "hasten::rms_norm": "norm and elementwise",
+    "hasten::swiglu_backward": "norm and elementwise",
+    "aten::detach": OTHER,
+    "aten::transpose": OTHER,
+    "command": OTHER,
+}
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("profile")
+    found = measure(session_of(language_job(steps=30), Packed()), 2, 4, folder)
+    return {**found, "folder": str(folder)}
+
+
+@pytest.mark.parametrize(("name", "family"), NAMES.items())
+def test_an_operator_belongs_to_the_family_that_a_person_would_say(name: str, family: str) -> None:
+    assert family_of(name) == family
+
+
+@given(st.lists(st.tuples(st.sampled_from(list(NAMES)), st.floats(1e-6, 9.0)), min_size=1))
+def test_families_share_all_of_the_time(spent: list[tuple[str, float]]) -> None:
+    found = table([Operator(name, seconds, 1) for name, seconds in spent], 1.0)
+    assert sum(row["share"] for row in found["families"]) == pytest.approx(1)
+    assert sum(row["seconds"] for row in found["families"]) == pytest.approx(found["seconds"])
+    assert sum(row["calls"] for row in found["families"]) == len(spent)
+    assert (found["outside_seconds"] is None) == (found["seconds"] > 1.0)
+
+
+def test_a_profile_has_its_step_its_memory_and_its_operators(profile: dict[str, Any]) -> None:
+    assert profile["measured_steps"] == 4
+    parts = [s for part, s in profile["ledger"]["step"].items() if s and part != "checkpoint"]
+    slowest = profile["ledger"]["stability"]["p99"] * (1 + 1e-9)
+    assert 0 < sum(parts) <= slowest
+    assert profile["ledger"]["memory"]["activations"] > 0
+    families = {row["family"] for row in profile["operators"]["families"]}
+    assert {"products", "attention", "optimizer", "copies"} <= families
+    assert profile["parallel"] is None
+    assert [rank["rank"] for rank in profile["ranks"]] == [0]
+    assert 0 < sum(seconds for _, seconds in profile["laps"]) <= slowest
+
+
+def test_the_trace_is_one_a_viewer_reads_and_nothing_else_is_left(profile: dict[str, Any]) -> None:
+    folder = Path(profile["folder"])
+    assert [path.name for path in folder.iterdir()] == ["trace.json.gz"]
+    with gzip.open(folder / "trace.json.gz", "rt") as file:
+        trace = json.load(file)
+    assert len(trace["traceEvents"]) == profile["operators"]["trace"]["events"]
+    assert any(event.get("name") == "aten::mm" for event in trace["traceEvents"])
+
+
+events = st.lists(
+    st.one_of(
+        st.builds(lambda d: {"ph": "X", "dur": d}, st.integers(0, 9)),
+        st.just({"ph": "M", "name": "thread_name"}),
+        st.just({"ph": "f", "id": 1}),
+    ),
+    max_size=60,
+)
+
+
+@given(events, st.integers(1, 30))
+def test_a_trace_cut_to_size_keeps_the_longest_events_in_order(
+    given_events: list[dict[str, Any]], most: int
+) -> None:
+    kept = longest(given_events, most)
+    timed = [e["dur"] for e in given_events if e["ph"] == "X"]
+    left = [e["dur"] for e in kept if e["ph"] == "X"]
+    assert sorted(left) == sorted(timed)[-most:]
+    names = [e for e in given_events if e["ph"] == "M"]
+    assert [e for e in kept if e["ph"] == "M"] == names
+    assert len(kept) <= most + len(names)
+    if len(given_events) <= most:
+        assert kept == given_events
+
+
+def test_a_trace_that_cannot_be_read_leaves_the_earlier_one(tmp_path: Path) -> None:
+    (tmp_path / "trace.json.gz").write_bytes(b"earlier")
+    with pytest.raises(ValueError, match="Expecting"):
+        keep_trace(lambda path: Path(path).write_text("{"), tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["trace.json.gz"]
+    assert (tmp_path / "trace.json.gz").read_bytes() == b"earlier"
+
+
+def test_efficiency_is_measured_against_both_denominators() -> None:
+    # Two ranks do 1000 tokens in 10 s, in 8 s without talking, and one alone does 500 in 5 s.
+    found = efficiency(1000, 10.0, [(500, 8.0), (500, 6.0)], (500, 5.0), steps=4)
+    assert found["efficiency_against_one_rank"] == pytest.approx(100 / (2 * 100))
+    assert found["efficiency_against_no_communication"] == pytest.approx(0.8)
+    assert found["communication_seconds"] == pytest.approx(0.5)
+
+
+def test_a_job_that_ends_too_early_is_refused_with_advice(tmp_path: Path) -> None:
+    session = session_of(language_job(stop=Stop(steps=3)))
+    with pytest.raises(InputError, match="ends 1 steps too early"):
+        measure(session, 1, 3, tmp_path)
+    assert steps_needed(1, 3) == 5
+
+
+def test_compiled_code_is_not_watched_by_a_mode_that_would_change_it(tmp_path: Path) -> None:
+    session = session_of(language_job(steps=9))
+    session.setup.compile = Compiled  # type: ignore[assignment]  # anything but the default
+    found = measure(session, 1, 1, tmp_path)["ledger"]["memory"]
+    assert found["logits"] is None
+    assert found["activations"] > 0
+
+
+def test_the_page_says_what_was_not_measured_and_loads_nothing(profile: dict[str, Any]) -> None:
+    page = render_page({**profile, "title": "<script>", "command": "a & b", "created": "now"})
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert "http" not in page
+    assert "not measured" in page
+    assert page.count("<rect") == len(profile["laps"])
+    assert timeline([]) == "<p>not measured</p>"
+
+
+def test_text_and_page_show_the_same_tables(profile: dict[str, Any]) -> None:
+    text, page = render_text(profile), render_page(profile)
+    for row in profile["operators"]["families"]:
+        assert row["family"] in text
+        assert row["family"] in page
+    assert "between steps" not in text  # no checkpoint was written, and none is shown as zero
+
+
+def test_a_file_that_cannot_be_finished_leaves_the_earlier_one(
+    profile: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_profile(profile, tmp_path)
+    before = (tmp_path / "profile.html").read_text()
+
+    def full(value: Any) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(profile_page, "render_page", full)
+    with pytest.raises(OSError, match="No space"):
+        write_profile({**profile, "step_seconds": 1.0}, tmp_path)
+    assert (tmp_path / "profile.html").read_text() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["profile.html", "profile.json"]
+
+
+def test_a_number_that_is_not_finite_is_refused_before_anything_is_written(
+    profile: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        write_profile({**profile, "mfu": float("nan")}, tmp_path)
+    assert list(tmp_path.iterdir()) == []

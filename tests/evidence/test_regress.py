@@ -1,0 +1,221 @@
+"""Bundles, read from strangers too, and the comparison of a switch's gain with what it was."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import zipfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from hasten.core.plan import Plan
+from hasten.errors import InputError
+from hasten.evidence import bundle as bundle_module
+from hasten.evidence.ablation import Arm, Design
+from hasten.evidence.bundle import (
+    Bundle,
+    Measurement,
+    bundle_of,
+    measurements,
+    pack,
+    read_bundle,
+    stamp,
+    write_bundle,
+)
+from hasten.evidence.regress import changes, lost
+from hasten.techniques import CATALOGUE
+
+
+def arms(gain: float = 1.5, seed: int = 0, rounds: int = 8, noise: float = 0.01) -> list[Arm]:
+    draw = np.random.default_rng(seed)
+    weather = draw.lognormal(0, 0.05, rounds)
+    base, other = (list(1000 * g * weather * draw.lognormal(0, noise, rounds)) for g in (1, gain))
+    plan = Plan.from_list(["packed"], CATALOGUE)
+    acted = [{"technique": "packed", "acted": True, "evidence": ""}]
+    return [
+        Arm("baseline", Plan(), rounds=base, kind="baseline"),
+        Arm("all", plan, rounds=other, beside=base, acted=acted, kind="all"),
+    ]
+
+
+def bundle(**changed: Any) -> Bundle:
+    report = {"recipe": {"seed": 0}, "versions": {"torch": "2.13.0"}, "hardware": {"cpu": "x"}}
+    return replace(bundle_of(arms(), Design(), report, []), **changed)
+
+
+def compared(now: list[Arm], margin: float = 0.02) -> Any:
+    (found,) = changes(measurements(arms()), measurements(now), margin)
+    return found
+
+
+def test_an_archive_and_a_folder_hold_the_same_bundle(tmp_path: Path) -> None:
+    write_bundle(bundle(), {}, tmp_path)
+    (tmp_path / "report.json").write_text('{"schema": 1}')
+    archive = pack(tmp_path, tmp_path / "x.zip")
+    assert read_bundle(archive) == read_bundle(tmp_path) == read_bundle(tmp_path / "bundle.json")
+    assert zipfile.ZipFile(archive).namelist() == ["bundle.json", "report.json"]
+    assert read_bundle(archive).to_design() == Design()
+    assert read_bundle(archive).to_design(rounds=3) == Design(rounds=3)
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_an_unchanged_gain_is_not_lost_and_a_planted_loss_is() -> None:
+    quiet = arms(1.5, seed=1, rounds=20)
+    assert compared(quiet, margin=0.05).verdict == "same"
+    worse = compared(arms(1.35, seed=1, rounds=20))
+    assert worse.verdict == "lost"
+    assert worse.ratio.estimate == pytest.approx(0.9, abs=0.02)
+    assert worse.ratio.high < 0.98
+    assert lost([worse]) == ["all"]
+    assert compared(arms(1.7, seed=1)).verdict == "gained"
+
+
+def test_the_interval_is_welch_s_on_logarithms() -> None:
+    now = arms(1.45, seed=3, rounds=5, noise=0.03)
+    logs = [np.log(np.array(m["all"].ratios)) for m in (measurements(arms()), measurements(now))]
+    theirs = stats.ttest_ind(logs[1], logs[0], equal_var=False).confidence_interval(0.95)
+    found = compared(now).ratio
+    assert found.low == pytest.approx(math.exp(theirs.low), rel=1e-6)
+    assert found.high == pytest.approx(math.exp(theirs.high), rel=1e-6)
+
+
+def test_a_slower_machine_alone_loses_nothing() -> None:
+    now = arms(1.5, seed=1)
+    for arm in now:
+        arm.rounds = [value / 3 for value in arm.rounds]
+    now[1].beside = now[0].rounds
+    assert compared(now, margin=0.05).verdict == "same"
+
+
+def test_false_alarms_are_rarer_than_one_in_forty() -> None:
+    before = [measurements(arms(1.2, seed=2 * i, noise=0.02)) for i in range(300)]
+    now = [measurements(arms(1.2, seed=2 * i + 1, noise=0.02)) for i in range(300)]
+    words = [changes(a, b, margin=0)[0].verdict for a, b in zip(before, now, strict=True)]
+    assert words.count("lost") <= 300 * 0.025 + 3 * math.sqrt(300 * 0.025)
+
+
+def test_an_arm_that_fails_or_no_longer_acts_is_lost() -> None:
+    broken = arms()
+    broken[1].failed = "killed"
+    assert compared(broken).verdict == "lost"
+    assert "killed" in compared(broken).reason
+    idle = arms(seed=1)
+    idle[1].acted[0]["acted"] = False
+    assert compared(idle).reason == "packed no longer acts"
+    (found,) = changes(measurements(broken), measurements(arms()))
+    assert found.verdict == "not measured"
+    (found,) = changes(measurements(arms()), {})
+    assert found.verdict == "lost"
+
+
+def test_a_single_round_tells_nothing() -> None:
+    assert compared(arms(0.5, rounds=1)).verdict == "inconclusive"
+
+
+@pytest.mark.parametrize("margin", [-0.1, 1.0, float("nan")])
+def test_a_margin_is_a_share(margin: float) -> None:
+    with pytest.raises(InputError, match="--margin"):
+        changes({}, {}, margin)
+
+
+def spoilt(**changed: Any) -> str:
+    return json.dumps({"bundle": 1, **asdict(bundle()), **changed})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        spoilt(bundle=2),
+        spoilt(recipe=[]),
+        spoilt(plans={}),
+        spoilt(plans={"a": 1}),
+        spoilt(measured={}),
+        spoilt(measured={"baseline": 1, "all": 2}),
+        spoilt(measured={"baseline": {"rounds": [-1], "beside": [], "idle": []}, "all": {}}),
+        spoilt(data=[1]),
+    ],
+)
+def test_a_damaged_bundle_is_one_sentence(tmp_path: Path, text: str) -> None:
+    (tmp_path / "bundle.json").write_text(text)
+    with pytest.raises(InputError) as caught:
+        read_bundle(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_design_of_another_version_is_refused() -> None:
+    with pytest.raises(InputError, match="'magic'"):
+        bundle(design={"magic": 1}).to_design()
+    with pytest.raises(InputError):
+        bundle(design={"rounds": "many"}).to_design()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["../bundle.json"], ["/etc/x", "bundle.json"], ["C:\\x", "bundle.json"], ["report.json"]],
+)
+def test_an_archive_with_odd_names_is_refused_and_nothing_is_unpacked(
+    tmp_path: Path, names: list[str]
+) -> None:
+    path = tmp_path / "x.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in names:
+            archive.writestr(name, spoilt())
+    with pytest.raises(InputError, match="not a bundle"):
+        read_bundle(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["x.zip"]
+
+
+def test_an_archive_that_swells_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundle_module, "LARGEST", 10_000)
+    path = tmp_path / "x.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("bundle.json", " " * 10_000_000)
+    with pytest.raises(InputError, match="more than 10000 bytes"):
+        read_bundle(path)
+
+
+def test_a_flipped_byte_in_an_archive_is_noticed(tmp_path: Path) -> None:
+    path = write_bundle(bundle(), {}, tmp_path / "x.zip")
+    whole = path.read_bytes()
+    for place in range(40, len(whole) - 22, max(1, len(whole) // 60)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x5A]) + whole[place + 1 :])
+        with contextlib.suppress(InputError):  # else it was a byte that nothing depends on
+            assert read_bundle(path) == bundle()
+
+
+def test_a_bundle_that_can_t_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="can't be written"):
+        write_bundle(bundle(), {}, tmp_path / "file" / "x.zip")
+    with pytest.raises(InputError, match="hasten speedup --bundle"):
+        read_bundle(tmp_path / "nothing.zip")
+
+
+def test_a_stamp_is_of_content_not_of_name_or_time(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.jsonl").write_text("{}\n")
+    one, other = stamp(tmp_path / "a"), stamp(tmp_path / "b")
+    assert one["sha256"] == other["sha256"]
+    assert one["bytes"] == 3
+    (tmp_path / "b" / "x.jsonl").write_text("{ }\n")
+    assert stamp(tmp_path / "b")["sha256"] != one["sha256"]
+    assert stamp(tmp_path / "none") == {
+        "path": str(tmp_path / "none"),
+        "bytes": None,
+        "sha256": None,
+    }
+
+
+def test_measurements_know_their_ratios() -> None:
+    assert Measurement((2.0, 3.0), (1.0, 2.0)).ratios == [2.0, 1.5]

@@ -1,0 +1,172 @@
+"""What the report derives from pairs of arms: rungs, switches in company, what did not pay."""
+
+from typing import Any
+
+import pytest
+
+from evidence.report_pages import Report, full_report
+from hasten.evidence.report import render_markdown
+from hasten.evidence.report_drawings import drawings
+from hasten.evidence.report_gains import (
+    against,
+    ladder_of,
+    result_of,
+    rungs,
+    switches,
+    unmeasured,
+    unpaid,
+)
+from hasten.evidence.report_schema import read_report
+
+WEATHER = (1.0, 0.6, 1.5, 1.1)  # what slows a round slows all arms of it
+JITTER = (1.001, 0.999, 1.0005, 0.9995)
+
+
+def arm(name: str, rate: float, techniques: list[str], verdict: str, **more: Any) -> Report:
+    spread = {"median": rate, "low": rate - 1, "high": rate + 1}
+    ratio = {"median": rate / 100, "low": rate / 100 - 0.01, "high": rate / 100 + 0.01}
+    rounds = [rate * w * j for w, j in zip(WEATHER, JITTER, strict=True)]
+    named = {"name": name, "techniques": techniques, "verdict": verdict, "rounds": rounds}
+    return {**named, "tokens_per_second": spread, "ratio": ratio, **more}
+
+
+def read(arms: list[Report], **more: Any) -> Report:
+    free = {"hardware": {}, "versions": {}, "recipe": {}, "seed": 0, **more}
+    head = {"schema": 1, "title": "t", "created": "2026-11-20T14:03:27+00:00", "command": "c"}
+    return read_report({**head, "arms": arms, **free})
+
+
+def apart(**more: Any) -> Report:
+    """a gains alone and beside b; b gains alone, but nothing beside a."""
+    return read(
+        [
+            arm("baseline", 100, [], "baseline", kind="baseline"),
+            arm("again", 101, [], "baseline", kind="again"),
+            arm("only a", 150, ["a"], "held", kind="alone"),
+            arm("only b", 120, ["b"], "held", kind="alone"),
+            arm("only c", 101, ["c"], "no effect: c did not act", kind="alone"),
+            arm("without a", 121, ["b", "c"], "held", kind="left out"),
+            arm("without b", 151, ["a", "c"], "held", kind="left out"),
+            arm("without c", 151, ["a", "b"], "held", kind="left out"),
+            arm("all", 151, ["a", "b", "c"], "held", kind="all"),
+        ],
+        **more,
+    )
+
+
+def test_a_switch_is_measured_alone_and_beside_all_the_others() -> None:
+    found = switches(apart()["arms"])
+    assert [(s.technique, s.alone["name"]) for s in found if s.alone] == [
+        ("a", "only a"),
+        ("b", "only b"),
+        ("c", "only c"),
+    ]
+    gains = [round(s.beside.median, 3) for s in found if s.beside]
+    assert gains == [pytest.approx(151 / 121, abs=1e-3), 1.0, 1.0]
+
+
+def test_arms_are_paired_by_round_so_that_the_weather_cancels() -> None:
+    arms = apart()["arms"]
+    ratio = against(arms[0], arms[2], arms[0])
+    assert ratio is not None
+    assert (ratio.low, ratio.high) == pytest.approx((1.5, 1.5), abs=0.01)
+
+
+def test_arms_of_different_turns_are_compared_through_the_baseline_beside_them() -> None:
+    one = arm("one", 120, ["a"], "held", beside=[100 * w for w in WEATHER])
+    other = arm("other", 180, ["a", "b"], "held")
+    turned = list(reversed(WEATHER))  # ran in other turns, with another weather
+    other["rounds"] = [180 * w for w in turned]
+    other["beside"] = [100 * w for w in turned]
+    arms = read([arm("baseline", 100, [], "baseline"), one, other])["arms"]
+    fair = against(arms[1], arms[2], arms[0])
+    assert fair is not None
+    assert (fair.low, fair.high) == pytest.approx((1.5, 1.5), abs=0.01)
+
+
+def test_arms_of_different_turns_are_not_compared_by_their_rounds_alone() -> None:
+    report = apart()
+    arms = report["arms"]
+    arms[6]["rounds"] = [value * 0.7 for value in arms[6]["rounds"]]  # a slower hour: "without b"
+    assert arms[6]["name"] == "without b"
+    assert against(arms[6], arms[-1], arms[0]) is None
+    assert [s.beside is None for s in switches(arms)] == [False, True, False]
+    assert "b" not in [row["name"] for row in unpaid(report)]
+
+
+def test_what_did_not_pay_is_listed_once_with_its_reason() -> None:
+    rows = unpaid(apart())
+    assert [row["name"] for row in rows] == ["only c", "b"]
+    assert rows[0]["why"].endswith("no effect: c did not act")
+    assert rows[1]["why"].startswith("alone 1.20× [1.19, 1.21], but beside all the others 1.00×")
+
+
+def test_a_gain_within_this_machines_noise_floor_did_not_pay() -> None:
+    calm = apart(noise={"floor": 0.01})
+    noisy = apart(noise={"floor": 0.3})  # a's 1.25 beside the others lies within
+    assert "a" not in [row["name"] for row in unpaid(calm)]
+    assert "a" in [row["name"] for row in unpaid(noisy)]
+
+
+def test_a_switch_that_the_guard_objects_to_did_not_pay() -> None:
+    row = {"technique": "a", "verdict": "differs", "text": "gradient off by 3, allowed 1e-4"}
+    rows = unpaid(apart(guard=[row]))
+    assert rows[-1] == {"name": "a", "why": "differs: gradient off by 3, allowed 1e-4"}
+    markdown = render_markdown(full_report() | {"guard": [row]})
+    assert "- did not pay: a: differs: gradient off by 3, allowed 1e-4" in markdown
+
+
+def test_a_rung_that_takes_back_did_not_pay_though_it_beats_the_baseline() -> None:
+    report = read(
+        [
+            arm("baseline", 100, [], "baseline"),
+            arm("+ a", 150, ["a"], "held"),
+            arm("+ b", 140, ["a", "b"], "held"),
+        ]
+    )
+    assert list(rungs(report["arms"])) == ["baseline", "+ a", "+ b"]
+    assert [row["name"] for row in unpaid(report)] == ["+ b"]
+    assert {"waterfall"} == {"waterfall", "pairs", "ratio"} & set(drawings(report))
+    assert switches(report["arms"]) == []  # it would say the same again
+
+
+def test_a_ladder_is_found_among_other_arms_by_its_kind() -> None:
+    report = read(
+        [
+            arm("baseline", 100, [], "baseline", kind="baseline"),
+            arm("again", 100, [], "baseline", kind="again"),
+            arm("+ a", 150, ["a"], "held", kind="ladder"),
+            arm("only b", 110, ["b"], "held", kind="alone"),
+            arm("+ b", 170, ["a", "b"], "held", kind="all"),
+        ]
+    )
+    assert [a["name"] for a in ladder_of(report["arms"])] == ["baseline", "+ a", "+ b"]
+    assert {"waterfall", "pairs"} <= set(drawings(report))
+
+
+def test_the_result_is_the_whole_plan_wherever_it_stands() -> None:
+    arms = apart()["arms"]
+    assert result_of([*arms[:2], arms[-1], *arms[2:-1]])["name"] == "all"
+    assert result_of(read([arm("baseline", 1, [], "baseline")])["arms"])["name"] == "baseline"
+
+
+def test_each_drawing_of_speed_shows_what_the_others_do_not() -> None:
+    found = drawings(apart())
+    assert "beside the others" in found["pairs"][0]
+    assert "only a" not in found["ratio"][0]
+    assert ">again<" not in found["ratio"][0]
+
+
+def test_gaps_name_what_failed_what_was_dropped_and_what_was_not_tested() -> None:
+    report = apart(
+        design={"dropped": ["without d: no time was left"]},
+        guard=[{"technique": "b", "verdict": "not tested", "text": "needs a GPU"}],
+    )
+    report["arms"][3]["verdict"] = "failed: out of memory"
+    found = unmeasured(report)
+    assert found[:3] == [
+        "without d: no time was left",
+        "only b: failed: out of memory",
+        "Equal quality of b: not tested: needs a GPU",
+    ]
+    assert not [line for line in found if "the proof of equal quality" in line]

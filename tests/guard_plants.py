@@ -1,0 +1,172 @@
+"""Planted techniques for the guard's tests: each does one kind of wrong, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hasten.core.batch import with_language_counts
+from hasten.core.job import Job, Stop
+from hasten.core.plan import Plan
+from hasten.core.session import Session
+from hasten.core.setup import Setup
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Proof, Technique
+from hasten.evidence.guard_process import Answer, Order
+from hasten.guarding.material import Bench
+from hasten.guarding.orders import obey
+from hasten.parts import collate
+from hasten.techniques import CATALOGUE
+from tiny import job_facts, language_job, tiny_model
+
+
+class Planted(Technique):
+    """What all plants share: they say that they acted."""
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.ROUNDING
+
+    def probe(self, session: Session) -> Proof:
+        return Proof(True, "planted")
+
+
+@dataclass(frozen=True)
+class Leaky(Planted):
+    """Packs records, and forgets that positions begin anew: attention sees the neighbours."""
+
+    slot = Slot.COLLATE
+
+    def apply(self, setup: Setup) -> None:
+        def lay_out(records: Sequence[Any]) -> dict[str, Any]:
+            found = collate.packed(records)
+            return {k: found[k] for k in ("input_ids", "labels")}
+
+        setup.collate = with_language_counts(lay_out)
+
+
+@dataclass(frozen=True)
+class MeanOfMeans(Planted):
+    """Accumulates, and divides by each micro-batch's own count: short ones weigh like long ones."""
+
+    slot = Slot.BATCH
+
+    def apply(self, setup: Setup) -> None:
+        setup.cut = lambda records: [list(records[:1]), list(records[1:])]
+        usual = setup.attempt
+
+        def attempt(engine: Any, batch: Any) -> Any:
+            whole = batch.counts.trained_tokens / len(batch.micro_batches)
+            plain = engine._pass
+
+            def passed(module: Any, micro_batch: Any, denominator: float, sums: Any) -> Any:
+                weight = micro_batch.counts.trained_tokens / whole
+                return plain(module, micro_batch, denominator * weight, sums)
+
+            engine._pass = passed
+            try:
+                return usual(engine, batch)
+            finally:
+                del engine._pass
+
+        setup.attempt = attempt
+
+
+@dataclass(frozen=True)
+class NotExact(Planted):
+    """Claims to keep every bit and changes the last ones of a weight before the first step."""
+
+    slot = Slot.ALLOCATOR
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.EXACT
+
+    def apply(self, setup: Setup) -> None:
+        def nudge(model: nn.Module) -> None:
+            with torch.no_grad():
+                list(model.parameters())[-1].mul_(1 + 1e-6)
+
+        setup.recompute = nudge
+
+
+@dataclass(frozen=True)
+class Ruinous(Planted):
+    """Fast, and trains nothing: every other step's gradient has its sign turned."""
+
+    slot = Slot.AVERAGE
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.LOSSY
+
+    def apply(self, setup: Setup) -> None:
+        build = setup.optimizer
+        assert build is not None
+
+        def turned(named: Any) -> Any:
+            optimizer = build(named)
+
+            def turn(optimizer: Any, args: Any, kwargs: Any) -> None:
+                for group in optimizer.param_groups:
+                    for p in group["params"]:
+                        p.grad.neg_()
+
+            optimizer.register_step_pre_hook(turn)
+            return optimizer
+
+        setup.optimizer = turned
+
+
+@dataclass(frozen=True)
+class HalfRate(Planted):
+    """An optimizer that claims AdamW's rule and moves the weights half as far."""
+
+    slot = Slot.OPTIMIZER
+
+    def apply(self, setup: Setup) -> None:
+        build = setup.optimizer
+        assert build is not None
+
+        def slower(named: Any) -> Any:
+            optimizer = build(named)
+            for group in optimizer.param_groups:
+                group["lr"] /= 2
+            return optimizer
+
+        setup.optimizer = slower
+
+
+PLANTS: tuple[type[Technique], ...] = (Leaky, MeanOfMeans, NotExact, Ruinous, HalfRate)
+
+
+def bench(folder: Path, architecture: str = "llama", **changes: Any) -> Bench:
+    """Proofs on a tiny job, in this process."""
+    settings: dict[str, Any] = {"lr": 1e-2, "steps": 3, **changes}
+
+    def job_of(plan: Plan, seed: int | None, tokens: int | None) -> Job:
+        job = language_job(lambda: tiny_model(architecture), **settings)
+        job = job if seed is None else replace(job, seed=seed)
+        return job if tokens is None else replace(job, stop=Stop(tokens=tokens))
+
+    known = job_facts(job_of(Plan(), None, None), architecture)
+    return Bench(
+        job_of, lambda stored: Plan.from_list(stored, (*CATALOGUE, *PLANTS)), known, folder
+    )
+
+
+class Here:
+    """Obeys orders in this process and remembers them."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.orders: list[Order] = []
+
+    def __call__(self, orders: Sequence[Order]) -> list[Answer]:
+        self.orders += orders
+        return [obey(self.bench, order.to_dict()) for order in orders]

@@ -1,0 +1,65 @@
+"""Experiments whose arms only pretend: real processes and pipes, made-up numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hasten.core.plan import Plan
+from hasten.evidence.ablation import Design, Kind
+from hasten.evidence.controller import Measured, measure_arms
+from hasten.evidence.record import Record
+from hasten.evidence.sittings import Table
+from hasten.techniques.attention import DocumentAttention
+from hasten.techniques.collate import Packed
+from hasten.techniques.optimizer import FusedAdamW
+
+ENTRY = (str(Path(__file__).with_name("pretend_trial.py")),)
+PLANS = {
+    "baseline": Plan(),
+    "packed": Plan([Packed()]),
+    "attention": Plan([DocumentAttention()]),
+    "all": Plan([Packed(), DocumentAttention(), FusedAdamW()]),
+}
+KINDS: dict[str, Kind] = {
+    "baseline": "baseline",
+    "packed": "alone",
+    "attention": "left out",
+    "all": "all",
+}
+NAMES = {
+    "baseline": "baseline",
+    "packed": "packed",
+    "attention": "document_attention",
+    "all": "packed+document_attention+fused_adamw",
+}
+
+
+def pretend(
+    folder: Path,
+    design: Design,
+    arms: Mapping[str, Any] | None = None,
+    *,
+    plans: Mapping[str, Plan] | None = None,
+    kinds: Mapping[str, Kind] | None = None,
+    memory: int = 10_000,
+    record: Record | None = None,
+    **more: Any,
+) -> Measured:
+    """Measure; ``arms`` says by name of the arm how it behaves."""
+    told = {_name(plans or PLANS, name): how for name, how in (arms or {}).items()}
+    recipe = folder / "recipe.json"
+    recipe.write_text(json.dumps({"arms": told, "log": str(folder / "log")}))
+    at = Table(recipe, lambda plan: {}, folder, memory, 2, ENTRY)
+    return measure_arms(at, plans or PLANS, design, kinds=kinds or KINDS, record=record, **more)
+
+
+def log(folder: Path) -> list[str]:
+    """What the processes did, in its order: ``start NAME`` and ``steps NAME STEP``."""
+    return (folder / "log").read_text().splitlines()
+
+
+def _name(plans: Mapping[str, Plan], arm: str) -> str:
+    return "+".join(t.name() for t in plans[arm]) or "baseline"

@@ -1,0 +1,205 @@
+"""Techniques planted where they can have no effect: each has to say that it did not act."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hasten.core.order import GlobalBatch
+from hasten.core.session import Session
+from hasten.core.technique import Technique
+from hasten.parts import fused_layers
+from hasten.parts.hugging_face import causal_lm
+from hasten.parts.kernels import rows
+from hasten.parts.records import token_record
+from hasten.techniques import looking
+from hasten.techniques.adapter import LoRA
+from hasten.techniques.attention import DocumentAttention
+from hasten.techniques.average import WeightAverage
+from hasten.techniques.batch import Accumulate, AdaptiveBatch
+from hasten.techniques.checkpoint import Checkpoints
+from hasten.techniques.collate import Packed
+from hasten.techniques.compile import Compiled
+from hasten.techniques.experts import ExpertsImplementation
+from hasten.techniques.feed import Prefetched
+from hasten.techniques.layers import FusedLayers
+from hasten.techniques.layout import DDP
+from hasten.techniques.loss import LabelledTokenLoss
+from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
+from hasten.techniques.precision import Autocast, BF16MasterWeights
+from hasten.techniques.recompute import Recompute
+from hasten.techniques.routing import BalancedRouting
+from hasten.techniques.sampler import LengthGrouped, PackedEpoch
+from tiny import language_job, run, session_of, tiny_model
+
+needs_kernels = pytest.mark.skipif(bool(rows.library().reason), reason="no compiler here")
+
+
+def even(count: int = 16, length: int = 12) -> list[Any]:
+    """Records of one length, every token trained: nothing to pad, to pack or to leave out."""
+    draw = torch.Generator().manual_seed(0)
+    return [token_record(torch.randint(3, 90, (length,), generator=draw)) for _ in range(count)]
+
+
+def seen(session: Session, technique: Technique) -> tuple[bool, str]:
+    proof = technique.probe(session)
+    return proof.acted, proof.evidence
+
+
+def test_records_of_one_length_leave_nothing_to_pack_or_to_group() -> None:
+    for technique in (Packed(), LengthGrouped()):
+        session = session_of(language_job(data=even(), batch=4), technique)
+        run(session)
+        acted, evidence = seen(session, technique)
+        assert not acted
+        assert "0.0%" in evidence
+
+
+def test_rows_that_hold_one_record_each_have_packed_nothing() -> None:
+    job = language_job(data=even(), batch=4)
+    technique = PackedEpoch(row_tokens=12)
+    session = session_of(job, technique)
+    run(session)
+    assert seen(session, technique)[0] is False
+
+
+def test_grouping_within_one_step_groups_nothing() -> None:
+    technique = LengthGrouped(window=1)
+    session = session_of(language_job(batch=2, steps=4), technique)
+    run(session)
+    assert seen(session, technique)[0] is False
+
+
+def test_documents_that_are_rows_of_their_own_need_no_document_attention() -> None:
+    for architecture in ("llama", "deepseek_v3"):
+        job = language_job(lambda a=architecture: tiny_model(a))
+        session = session_of(job, DocumentAttention(), architecture=architecture)
+        run(session)
+        acted, evidence = seen(session, DocumentAttention())
+        assert not acted
+        assert "each row is one document" in evidence
+
+
+@needs_kernels
+def test_fused_code_that_takes_no_tensor_has_not_acted() -> None:
+    session = session_of(language_job(), FusedLayers())
+    run(session)
+    assert seen(session, FusedLayers())[0] is True
+    session.loss_module.double()  # a format that the kernels refuse
+    assert fused_layers.fused(causal_lm(session.model))  # bound as before
+    acted, evidence = seen(session, FusedLayers())
+    assert not acted
+    assert "0 of its kernels ran" in evidence
+
+
+@needs_kernels
+def test_experts_that_fall_back_are_found_out() -> None:
+    job = language_job(lambda: tiny_model("deepseek_v3"))
+    session = session_of(job, ExpertsImplementation(), architecture="deepseek_v3")
+    run(session)
+    assert seen(session, ExpertsImplementation())[0] is True
+    for module in session.model.modules():
+        vars(module).pop("forward", None)  # the fused code is gone, the plan remains
+    acted, evidence = seen(session, ExpertsImplementation())
+    assert not acted, evidence
+
+
+@pytest.mark.parametrize("kind", ["eager", "batched_mm", "grouped_mm"])
+def test_each_kind_of_experts_is_told_by_what_runs(kind: str) -> None:
+    job = language_job(lambda: tiny_model("deepseek_v3"))
+    session = session_of(job, ExpertsImplementation(kind=kind), architecture="deepseek_v3")
+    run(session)
+    assert seen(session, ExpertsImplementation(kind=kind))[0] is True
+    for other in {"eager", "batched_mm", "grouped_mm"} - {kind}:
+        assert seen(session, ExpertsImplementation(kind=other))[0] is False
+
+
+def test_a_loss_over_tokens_that_all_carry_loss_saves_no_row() -> None:
+    def aligned(records: Any) -> Any:
+        from hasten.core.batch import with_language_counts
+        from hasten.parts.collate import padded
+
+        batch = with_language_counts(padded)(records)
+        labels = batch.inputs["input_ids"].clone()  # even the last token has a label
+        return replace(batch, inputs={**batch.inputs, "labels": labels})
+
+    session = session_of(language_job(data=even(), collate=aligned), LabelledTokenLoss())
+    run(session)
+    assert seen(session, LabelledTokenLoss())[0] is False
+
+
+def test_adapters_that_never_moved_have_not_acted() -> None:
+    session = session_of(language_job(lr=0.0), LoRA())
+    run(session)
+    acted, evidence = seen(session, LoRA())
+    assert not acted
+    assert "0 of" in evidence
+
+
+def test_a_cut_that_cuts_nothing_has_not_acted() -> None:
+    for technique in (Accumulate(micro_batch_size=64), AdaptiveBatch(initial_size=64)):
+        session = session_of(language_job(), technique)
+        run(session)
+        assert seen(session, technique)[0] is False
+
+
+# Before the first step nothing has acted, whatever was configured.
+WITHOUT_A_STEP: tuple[Technique, ...] = (
+    *(Packed(), PackedEpoch(), LengthGrouped(), Prefetched(), Accumulate(1), AdaptiveBatch(2)),
+    *(LoRA(), LabelledTokenLoss(), Recompute(), Autocast(), DDP(), CompactAdamW(), Muon()),
+    *(WeightAverage(), Checkpoints(every_steps=1), BalancedRouting()),
+    Compiled(bucket=64, share=1.0, backend="aot_eager"),
+    *(() if rows.library().reason else (FusedAdamW(),)),
+)
+
+
+@pytest.mark.parametrize("technique", WITHOUT_A_STEP, ids=str)
+def test_nothing_has_acted_before_the_first_step(technique: Technique, tmp_path: Path) -> None:
+    name = "deepseek_v3" if isinstance(technique, BalancedRouting) else "llama"
+    job = language_job(lambda: tiny_model(name))
+    session = session_of(job, technique, architecture=name, folder=tmp_path)
+    assert seen(session, technique)[0] is False
+
+
+def test_weights_that_are_not_in_the_format_are_told() -> None:
+    session = session_of(language_job(), BF16MasterWeights())
+    run(session)
+    session.loss_module.float()
+    assert seen(session, BF16MasterWeights())[0] is False
+
+
+def test_looking_leaves_random_state_counters_and_gradients_alone() -> None:
+    session = session_of(language_job(), Packed(), DocumentAttention())
+    run(session)
+    before = torch.get_rng_state(), replace(session.progress)
+    found = looking.operators(session)
+    assert found is not None
+    assert looking.count(found, "aten::mm") > 0
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert session.progress == before[1]
+    assert all(p.grad is None for p in session.model.parameters())
+
+
+def test_looking_counts_for_no_other_probe() -> None:
+    compiled = Compiled(bucket=64, share=1.0, backend="aot_eager")
+    plan = (Packed(), Accumulate(micro_batch_size=1), DocumentAttention(), LabelledTokenLoss())
+    session = session_of(language_job(steps=1, batch=4), *plan, compiled)
+    run(session)
+    before = [technique.probe(session) for technique in (LabelledTokenLoss(), compiled)]
+    assert looking.operators(session)
+    assert [t.probe(session) for t in (LabelledTokenLoss(), compiled)] == before
+
+
+def test_what_was_laid_out_is_counted_as_the_session_did() -> None:
+    job = replace(language_job(steps=3), batch=GlobalBatch(records=8))
+    session = session_of(job, Packed())
+    run(session)
+    setup = session.setup
+    assert setup.collate is not None
+    found = looking.laid_out(session, setup.sampler, setup.collate)
+    assert found is not None
+    assert (found.slots, found.tokens) == (session.progress.slots, session.progress.tokens)

@@ -1,0 +1,191 @@
+"""Experiments on a real recipe, whose arms only pretend to train."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hasten
+from hasten import evidence, experiment
+from hasten.core.plan import Plan
+from hasten.errors import InputError
+from hasten.evidence.ablation import Design
+from hasten.evidence.report_schema import read_report
+from hasten.evidence.sittings import Table
+from hasten.experiment import ablate, gradual_optimize
+from hasten.recipe.schema import Recipe
+from hasten.techniques import CATALOGUE
+from hasten.techniques.collate import Packed
+from hasten.techniques.loss import LabelledTokenLoss
+from pretence import ENTRY, log
+
+DESIGN = Design(rounds=4, steps=1, warmup=1)
+SPEEDS = {"packed": 1.5, "document_attention": 1.0, "labelled_token_loss": 1.2}
+
+
+class Heard:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def tell(self, text: str) -> None:
+        self.lines.append(text)
+
+    def begin(self) -> None:
+        pass
+
+    def show(self, text: str, share: float) -> None:
+        assert 0 <= share <= 1
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    """A recipe of a job of some records."""
+    folder = tmp_path_factory.mktemp("job")
+    pairs = [(a, b) for a in range(6) for b in range(6)]
+    records = [{"prompt": f"{a} + {b} =", "completion": f" {a + b}"} for a, b in pairs]
+    data = folder / "sums.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return Recipe(
+        model="deepseek-llm-tiny",
+        dataset=str(data),
+        held_out=4,
+        vocabulary=300,
+        cutoff_len=32,
+        global_batch_size=4,
+        max_steps=9,
+        device="cpu",
+        output=str(folder / "out"),
+        plan=list(SPEEDS),
+    )
+
+
+@pytest.fixture
+def recipe(sums: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    """Its arms are as fast as the product of their techniques' speeds."""
+    plan = Plan.from_list(sums.plan, CATALOGUE)
+    told = {}
+    for count in range(1 << len(plan)):
+        chosen = [t for place, t in enumerate(plan) if count >> place & 1]
+        rate = 100.0
+        for technique in chosen:
+            rate *= SPEEDS[technique.name()]
+        told["+".join(t.name() for t in chosen) or "baseline"] = {"rate": rate}
+    path = tmp_path / "told.json"
+    path.write_text(json.dumps({"arms": told, "log": str(tmp_path / "log")}))
+    (tmp_path / "log").write_text("")
+
+    def table(at: Path, environ: Any, folder: Path, device: str) -> Table:
+        assert at.is_file()
+        return Table(path, environ, folder, 10_000, 2, ENTRY)
+
+    monkeypatch.setattr(experiment, "table", table)
+    return sums.model_copy(update={"output": str(tmp_path / "out")})
+
+
+def test_an_experiment_is_measured_once(recipe: Recipe, tmp_path: Path) -> None:
+    first = ablate(recipe, "all", design=DESIGN)
+    starts = len(log(tmp_path))
+    assert starts
+    heard = Heard()
+    again = ablate(recipe, "all", design=DESIGN, audience=heard)
+    assert len(log(tmp_path)) == starts
+    assert any(line.startswith("measured before: ") for line in heard.lines)
+    assert again["arms"] == first["arms"]
+    assert again["design"] == first["design"]
+    anew = ablate(recipe, "all", design=DESIGN, fresh=True)
+    assert len(log(tmp_path)) == 2 * starts
+    assert [arm["name"] for arm in anew["arms"]] == [arm["name"] for arm in first["arms"]]
+
+
+def test_its_report_has_what_the_page_expects(recipe: Recipe) -> None:
+    design = Design(rounds=4, steps=1, warmup=1, noise=True)
+    found = read_report(ablate(recipe, "ladder", design=design))
+    assert [(arm["name"], arm["kind"]) for arm in found["arms"]] == [
+        ("baseline", "baseline"),
+        ("baseline again", "again"),
+        ("+ packed", "ladder"),
+        ("+ document_attention", "ladder"),
+        ("+ labelled_token_loss", "all"),
+    ]
+    assert [arm["ratio"]["median"] for arm in found["arms"]] == pytest.approx([1, 1, 1.5, 1.5, 1.8])
+    assert set(found["design"]) == {
+        *("rounds", "steps", "warmup", "seed", "builds", "seconds", "budget_seconds"),
+        *("grouping", "dropped", "resumed", "redone_rounds"),
+    }
+    assert all(len(arm["foreign_load"]) == 4 for arm in found["arms"])
+
+
+@pytest.mark.parametrize(
+    "change", [{"learning_rate": 1e-3}, {"plan": ["packed"]}, {"cutoff_len": 24}, {"seed": 3}]
+)
+def test_whatever_decides_the_numbers_makes_another_experiment(
+    recipe: Recipe, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    ablate(recipe, design=DESIGN)
+    before = len(log(tmp_path))
+    ablate(recipe.model_copy(update=change), design=DESIGN)
+    assert len(log(tmp_path)) > before
+
+
+def test_a_price_makes_no_other_experiment(recipe: Recipe, tmp_path: Path) -> None:
+    ablate(recipe, design=DESIGN)
+    before = len(log(tmp_path))
+    priced = recipe.model_dump() | {"price": {"currency": "EUR", "per_device_hour": 2.0}}
+    assert ablate(Recipe(**priced), design=DESIGN)["cost"]["currency"] == "EUR"
+    assert len(log(tmp_path)) == before
+
+
+def test_changed_sources_make_another_experiment(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ablate(recipe, design=DESIGN)
+    before = len(log(tmp_path))
+    monkeypatch.setattr(experiment, "source_digest", lambda package: "of another version")
+    ablate(recipe, design=DESIGN)
+    assert len(log(tmp_path)) == 2 * before
+
+
+@pytest.mark.parametrize("order", ["slots", "gain"])
+def test_gradual_optimisation_keeps_what_pays(recipe: Recipe, order: Any) -> None:
+    climbed = gradual_optimize(recipe, order=order, design=DESIGN)
+    assert climbed.plan == Plan([Packed(), LabelledTokenLoss()])
+    tried = [rung.technique for rung in climbed.rungs]
+    assert tried[0] == "packed"
+    assert sorted(tried) == sorted(SPEEDS)
+    assert tried.index("labelled_token_loss") == (1 if order == "gain" else 2)
+    assert climbed.report is not None
+    assert read_report(climbed.report)["arms"][-1]["ratio"]["median"] == pytest.approx(1.8)
+    assert [row["kept"] for row in climbed.report["design"]["climb"]].count(True) == 2
+
+
+def test_where_nothing_pays_nothing_is_kept(recipe: Recipe) -> None:
+    poor = recipe.model_copy(update={"plan": ["document_attention"]})
+    climbed = gradual_optimize(poor, design=DESIGN)
+    assert not len(climbed.plan)
+    assert climbed.report is None
+
+
+def test_what_cannot_be_compared_is_refused_in_a_sentence(recipe: Recipe, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="nproc"):
+        ablate(recipe.model_copy(update={"nproc": 2}))
+    with pytest.raises(InputError, match="nothing to compare"):
+        ablate(recipe.model_copy(update={"plan": []}))
+    with pytest.raises(InputError, match="nothing to compare"):
+        gradual_optimize(recipe.model_copy(update={"plan": []}))
+    with pytest.raises(InputError, match="is not in the plan"):
+        ablate(recipe, only=["muon"])
+    assert log(tmp_path) == []
+
+
+def test_the_names_are_where_the_articles_and_the_house_have_them() -> None:
+    assert hasten.gradual_optimize is evidence.gradual_optimize is gradual_optimize
+    assert evidence.ablate is ablate
+    assert evidence.Design is Design
+    assert {"ablate", "compare", "gradual_optimize"} <= set(dir(evidence))
+    with pytest.raises(AttributeError):
+        _ = evidence.nothing
