@@ -248,3 +248,10 @@ def test_a_name_cannot_break_the_markdown_table() -> None:
 
 def test_the_documented_example_is_a_report(tmp_path: Path) -> None:
     assert "1.47×" in written(smallest(), tmp_path).words()
+
+
+def test_a_plan_measured_as_a_whole_says_nothing_of_its_switches(tmp_path: Path) -> None:
+    whole, single = smallest(), smallest()
+    whole["arms"][1]["techniques"] = ["packed", "fused_adamw"]
+    assert "which of its techniques pay is not known" in written(whole, tmp_path / "a").words()
+    assert "Everything that was measured paid" in written(single, tmp_path / "b").words()
