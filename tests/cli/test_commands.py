@@ -269,3 +269,17 @@ def test_two_processes_train_like_one(tmp_path: Path) -> None:
         assert summary["world_size"] == nproc
         assert (tmp_path / f"run-{nproc}" / "model" / "model.safetensors").is_file()
     assert losses[2] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("command", "option"), [("speedup", "--json"), ("speedup", "--bundle"), ("guard", "--json")]
+)
+def test_a_file_that_could_not_be_written_is_refused_before_any_work(
+    command: str, option: str, tmp_path: Path, hasten: Hasten
+) -> None:
+    path = recipe(tmp_path, plan=["packed"])
+    code, _, err = hasten(command, path, option, tmp_path / "missing" / "out.json")
+    assert code == 2
+    assert err.startswith(f"hasten: {option}: ")
+    assert "name a file in an existing folder" in err
+    assert not (tmp_path / "run").exists()

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from hasten.cli.arguments import writable
 from hasten.cli.display import Display
 from hasten.core import facts
 from hasten.core.facts import Facts
@@ -29,8 +30,7 @@ def bench(device: str, dtypes: Sequence[str] | None, seconds: float, json_out: P
         formats = checked_dtypes(known.device, dtypes)
     except ValueError as error:
         raise InputError(f"--dtype: {error}") from error
-    if json_out is not None and (json_out.is_dir() or not json_out.absolute().parent.is_dir()):
-        raise InputError(f"--json: {json_out} can't be written; name a file in an existing folder")
+    writable("--json", json_out)
     with Display() as display:
         rates = measure(
             known.device,

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import hasten
+from hasten.cli.arguments import writable
 from hasten.cli.display import Display
 from hasten.cli.main import FAILED
 from hasten.core.facts import Facts
@@ -43,6 +44,7 @@ def guard(
     """Prove, print the tables; exit code 4 if a proof failed."""
     if not 0 < margin < 1:
         raise InputError(f"--margin is {margin}; give a share above 0 and below 1, such as 0.01")
+    writable("--json", json_out)
     design = GuardDesign(seeds=seeds, tokens=tokens, margin=margin)
     recipe = load_recipe(path, overrides)
     with Display() as display:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hasten.cli.arguments import writable
 from hasten.cli.display import Display, duration
 from hasten.cli.guard import beforehand
 from hasten.cli.main import FAILED
@@ -76,6 +77,8 @@ def speedup(
     bundle: Path | None = None,
 ) -> int:
     """Measure, print the table, write the report; the exit code."""
+    writable("--json", json_out)
+    writable("--bundle", bundle)
     recipe = load_recipe(path, overrides)
     design = wishes.design(recipe.seed)
     if wishes.arms == "climb" and wishes.only is not None:
