@@ -1,0 +1,215 @@
+"""The codecs' arithmetic in torch's operators: the bits that every kernel has to reproduce.
+
+This is what runs where no compiler is, and what the C++ and Triton kernels are tested against.
+Numbers are cut into blocks; a block has one scale, its largest magnitude over the largest code,
+rounded up to bf16 so that no code overflows. A code times a scale has at most 15 bits, so that it
+is exact in float32 and every device decodes the same number, whether it fuses a product with a sum
+or not.
+
+Two borders keep it so. A block whose numbers are all below 2^-100 or so is sent as zero, since one
+over its scale would overflow; a scale stops where the largest code times it would. A block with an
+infinity or a NaN gets NaN for its scale and codes of zero, and so decodes to NaN on every rank.
+
+Stochastic rounding adds 16 bits of noise to a code in 65536ths and rounds down, which is right in
+the mean. The noise is a hash of the number's place and the seed, the same on every device; it
+repeats after 2^32 numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+INFINITE = 0x7F800000  # magnitudes from here on are infinite or no number
+TOO_LARGE_FOR_BF16 = 0x7F7F8000  # these are rounded to infinity
+NOT_A_NUMBER = 0x7FC0  # in bf16
+LOWEST_SCALE = -100  # its binary logarithm
+CHUNK = 256  # numbers of which the k largest are kept: a place is one byte
+_Whole = TypeVar("_Whole", int, Tensor)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a block's scale comes from its largest magnitude."""
+
+    share: float  # 1 / the largest code, as a float32
+    low: int  # bits of the magnitude below which a block is sent as zero
+    cap: int  # bits of the largest scale, in bf16
+    most: int  # the largest code
+
+
+@functools.cache
+def rule_of(bits: int) -> Rule:
+    """The rule for codes of so many bits."""
+    most = 2 ** (bits - 1) - 1
+    largest = torch.finfo(torch.float32).max
+    low = _bits(math.ldexp(most, LOWEST_SCALE))
+    return Rule(_float32(1 / most), low, _bits(largest / most) >> 16, most)
+
+
+def _float32(number: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", number))[0])
+
+
+def _bits(number: float) -> int:
+    """Of the float32 at or below a positive number."""
+    bits = int(struct.unpack("i", struct.pack("f", number))[0])
+    return bits - (_float32(number) > number)
+
+
+def key_of(seed: int) -> int:
+    """32 mixed bits of a seed, so that neighbouring seeds have unrelated noise."""
+    upper = _mixed(((seed >> 32) + 0x9E3779B9) & 0xFFFFFFFF)
+    return int(_mixed((seed ^ upper) & 0xFFFFFFFF))
+
+
+def _mixed(x: _Whole) -> _Whole:
+    """The hash "lowbias32" of Wellons, Prospecting for Hash Functions (nullprogram.com, 2018).
+
+    A tensor is of int64, whose products wrap and whose lower 32 bits are then right.
+    """
+    x = x ^ x >> 16
+    x = x * 0x7FEB352D & 0xFFFFFFFF
+    x = x ^ x >> 15
+    x = x * 0x846CA68B & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+def finite(flat: Tensor, residual: Tensor | None, limit: int) -> bool:
+    """Whether all of ``flat + residual`` lie below ``limit`` in magnitude. Waits for a GPU."""
+    largest = _magnitudes(_sums(flat, residual)).amax()
+    return int(largest) < limit  # a reading, hence the waiting
+
+
+def encode(
+    flat: Tensor,
+    residual: Tensor | None,
+    kept: Tensor | None,
+    codes: Tensor,
+    scales: Tensor,
+    block: int,
+    bits: int,
+    seed: int | None,
+) -> None:
+    """``flat + residual`` into ``codes`` (uint8) and ``scales`` (int16, the bits of a bf16).
+
+    ``kept`` gets what the message leaves out, or in a block that isn't finite the residual as it
+    is; it may be the residual itself.
+    """
+    rule = rule_of(bits)
+    sums, blocks = _sums(flat, residual), len(scales)
+    rows = F.pad(sums, (0, blocks * block - len(flat))).view(blocks, block)
+    largest = _magnitudes(rows).amax(1)
+    bad = largest >= INFINITE
+    share = (largest.view(torch.float32) * rule.share).view(torch.int32)
+    scale_bits = ((share + 0xFFFF) >> 16).clamp_max(rule.cap)
+    scale_bits = torch.where((largest < rule.low) | bad, 0, scale_bits)
+    scale = (scale_bits << 16).view(torch.float32)[:, None]
+    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    good = torch.where(bad[:, None], 0.0, rows)
+    places = _rounded(good, inverse, seed).clamp_(-rule.most, rule.most)
+    if bits == 8:
+        codes.copy_(places.to(torch.int8).view(torch.uint8).view(-1))
+    else:
+        low, high = (places & 15).to(torch.uint8).chunk(2, dim=1)
+        codes.copy_((low | high << 4).view(-1))
+    scales.copy_(torch.where(bad, NOT_A_NUMBER, scale_bits))
+    if kept is not None:
+        rest = (good - places.to(torch.float32) * scale).view(-1)[: len(flat)]
+        before = sums if residual is None else residual
+        kept.copy_(torch.where(bad.repeat_interleave(block)[: len(flat)], before, rest))
+
+
+def _rounded(rows: Tensor, inverse: Tensor, seed: int | None) -> Tensor:
+    """Whole numbers as int32: to the nearest, ties to even, or by chance."""
+    if seed is None:
+        return (rows * inverse).round_().to(torch.int32)
+    places = torch.arange(rows.numel(), device=rows.device) + key_of(seed)
+    noise = (_mixed(places & 0xFFFFFFFF) >> 16).to(torch.int32).view(rows.shape)
+    return ((rows * (inverse * 65536)).round_().to(torch.int32) + noise) >> 16
+
+
+def decode(
+    codes: Tensor, scales: Tensor, out: Tensor, block: int, bits: int, factor: float, add: bool
+) -> None:
+    """The messages (ranks, ...) summed in their order, times ``factor``, put into or added to."""
+    total: Tensor | None = None
+    for code, scale in zip(codes, scales, strict=True):
+        if bits == 8:
+            places = code.view(torch.int8).view(-1, block)
+        else:
+            nibbles = code.view(torch.int8).view(-1, block // 2)
+            places = torch.cat([(nibbles << 4) >> 4, nibbles >> 4], dim=1)
+        values = (
+            places.to(torch.float32) * (scale.to(torch.int32) << 16).view(torch.float32)[:, None]
+        )
+        total = values if total is None else total.add_(values)
+    if total is not None:
+        _put(total.view(-1)[: len(out)], out, factor, add)
+
+
+def topk_encode(
+    flat: Tensor, residual: Tensor | None, kept: Tensor | None, places: Tensor, sent: Tensor, k: int
+) -> None:
+    """The k largest of each chunk into ``places`` (uint8, ascending) and ``sent`` (int16).
+
+    Of equal magnitudes the one at the lowest place is taken; NaN counts as larger than infinity.
+    """
+    sums, chunks = _sums(flat, residual), -(-len(flat) // CHUNK)
+    rows = F.pad(sums, (0, chunks * CHUNK - len(flat))).view(chunks, CHUNK)
+    sizes = _magnitudes(rows)
+    falling = torch.arange(CHUNK - 1, -1, -1, device=flat.device)
+    order = sizes.to(torch.int64) * CHUNK + falling  # no two are equal
+    chosen = order.topk(k, dim=1).indices.sort(dim=1).values
+    values = _bf16_bits(rows.gather(1, chosen))
+    places.copy_(chosen.to(torch.uint8).view(-1))
+    sent.copy_(values.view(-1))
+    if kept is not None:
+        back = (values << 16).view(torch.float32)
+        rest = rows.scatter(1, chosen, rows.gather(1, chosen) - back).view(-1)[: len(flat)]
+        bad = (sizes.amax(1) >= TOO_LARGE_FOR_BF16).repeat_interleave(CHUNK)[: len(flat)]
+        kept.copy_(torch.where(bad, sums if residual is None else residual, rest))
+
+
+def topk_decode(
+    places: Tensor, sent: Tensor, out: Tensor, k: int, factor: float, add: bool
+) -> None:
+    """The messages (ranks, ...) summed in their order, times ``factor``, put into or added to."""
+    chunks = -(-len(out) // CHUNK)
+    total = out.new_zeros(chunks, CHUNK)
+    for place, value in zip(places, sent, strict=True):
+        at = place.view(chunks, k).to(torch.int64)
+        values = (value.to(torch.int32) << 16).view(torch.float32).view(chunks, k)
+        total.scatter_(1, at, total.gather(1, at) + values)  # no place is there twice
+    _put(total.view(-1)[: len(out)], out, factor, add)
+
+
+def _put(total: Tensor, out: Tensor, factor: float, add: bool) -> None:
+    if add:
+        out.add_(total)
+    else:
+        torch.mul(total, factor, out=out)
+
+
+def _sums(flat: Tensor, residual: Tensor | None) -> Tensor:
+    wide = flat.to(torch.float32)
+    return wide if residual is None else wide + residual
+
+
+def _magnitudes(values: Tensor) -> Tensor:
+    """Bits without the sign, as int32: ordered as magnitudes are."""
+    return values.view(torch.int32) & 0x7FFFFFFF
+
+
+def _bf16_bits(values: Tensor) -> Tensor:
+    """The nearest bf16, ties to even, as int32; every NaN becomes the same one."""
+    bits = values.view(torch.int32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return torch.where(values.isnan(), NOT_A_NUMBER, rounded)

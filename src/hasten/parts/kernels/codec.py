@@ -1,0 +1,109 @@
+"""Codecs on the processor: ``codec.cpp``, with the signatures of ``codec_torch.py``.
+
+Nothing is checked here; :mod:`hasten.parts.codecs` and :mod:`hasten.parts.chunked_topk` have
+checked shapes and formats before they call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.parts.codec_torch import key_of, rule_of
+from hasten.parts.kernels.build import Built, built
+
+WORTH_THREADS = 32_768  # numbers below which one thread is done before a second is awake
+
+
+class _Rule(ctypes.Structure):
+    _fields_ = (
+        ("share", c_float),
+        *((name, ctypes.c_int32) for name in ("low", "cap", "most", "dice")),
+        ("key", ctypes.c_uint32),
+    )
+
+
+def library() -> Built:
+    """The compiled loops, or why there are none."""
+    return built("codec")
+
+
+def _call(name: str, count: int, *arguments: Any) -> Any:
+    loops = library()
+    if loops.library is None:
+        raise RuntimeError(loops.reason)
+    threads = torch.get_num_threads() if count >= WORTH_THREADS else 1
+    return getattr(loops.library, name)(*arguments, c_int(threads))
+
+
+def _at(tensor: Tensor | None) -> c_void_p:
+    return c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def _rows(tensor: Tensor) -> tuple[c_void_p, c_int64]:
+    """Where the first rank's row begins, and how many bytes further the next."""
+    return _at(tensor), c_int64(tensor.stride(0) * tensor.itemsize)
+
+
+def _half(tensor: Tensor) -> c_int:
+    return c_int(tensor.dtype == torch.bfloat16)
+
+
+def finite(flat: Tensor, residual: Tensor | None, limit: int) -> bool:
+    """Whether all of ``flat + residual`` lie below ``limit`` in magnitude."""
+    n = len(flat)
+    rest = (c_int64(n), ctypes.c_int32(limit), _half(flat))
+    return bool(_call("codec_finite", n, _at(flat), _at(residual), *rest))
+
+
+def encode(
+    flat: Tensor,
+    residual: Tensor | None,
+    kept: Tensor | None,
+    codes: Tensor,
+    scales: Tensor,
+    block: int,
+    bits: int,
+    seed: int | None,
+) -> None:
+    """``flat + residual`` into codes and scales, what is left out into ``kept``, in one pass."""
+    rule = rule_of(bits)
+    dice = (0, 0) if seed is None else (1, key_of(seed))
+    made = _Rule(rule.share, rule.low, rule.cap, rule.most, *dice)
+    n = len(flat)
+    tensors = (_at(t) for t in (flat, residual, kept, codes, scales))
+    sizes = (c_int64(n), c_int64(block), c_int(bits), ctypes.byref(made), _half(flat))
+    _call("codec_encode", n, *tensors, *sizes)
+
+
+def decode(
+    codes: Tensor, scales: Tensor, out: Tensor, block: int, bits: int, factor: float, add: bool
+) -> None:
+    """The messages (ranks, ...) summed in their order, times ``factor``, put into or added to."""
+    n, ranks = len(out), len(codes)
+    sizes = (c_int64(ranks), c_int64(n), c_int64(block), c_int(bits))
+    where = (c_float(factor), c_int(add), _at(out))
+    _call("codec_decode", n * ranks, *_rows(codes), *_rows(scales), *sizes, *where)
+
+
+def topk_encode(
+    flat: Tensor, residual: Tensor | None, kept: Tensor | None, places: Tensor, sent: Tensor, k: int
+) -> None:
+    """The k largest of each chunk into places and values, what is left out into ``kept``."""
+    n = len(flat)
+    tensors = (_at(t) for t in (flat, residual, kept, places, sent))
+    _call("codec_topk_encode", n, *tensors, c_int64(n), c_int(k), _half(flat))
+
+
+def topk_decode(
+    places: Tensor, sent: Tensor, out: Tensor, k: int, factor: float, add: bool
+) -> None:
+    """The messages (ranks, ...) summed in their order, times ``factor``, put into or added to."""
+    n, ranks = len(out), len(places)
+    sizes = (c_int64(ranks), c_int64(n), c_int(k))
+    where = (c_float(factor), c_int(add), _at(out))
+    _call("codec_topk_decode", n * ranks, *_rows(places), *_rows(sent), *sizes, *where)

@@ -1,0 +1,239 @@
+"""Codecs: what a message says, how far it may be off, what is kept, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from codec_cases import BROKEN, LARGEST, cases, read_by_hand, same_bits
+from hasten.parts.chunked_topk import ChunkedTopK
+from hasten.parts.codecs import Codec, codec
+from hasten.parts.quantised_codec import Quantised
+
+NAMES = ("none", "half", "bf16", "int8", "int4")
+names = pytest.mark.parametrize("name", NAMES)
+few = settings(max_examples=60, deadline=None)
+every = pytest.mark.parametrize(
+    "wire", [*map(codec, NAMES), codec("int8", 32), ChunkedTopK(13)], ids=str
+)
+
+
+def numbers(count: int, seed: int = 0) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("none", 4016), ("half", 2016), ("bf16", 2016), ("int8", 1024 + 16), ("int4", 512 + 16)],
+)
+def test_a_message_has_the_stated_length(name: str, size: int) -> None:
+    wire = codec(name)
+    assert wire.name == name
+    assert wire.message_bytes(1001) == size == wire.encode(numbers(1001)).nbytes
+    assert wire.message_bytes(0) == 0 == wire.encode(numbers(0)).nbytes
+
+
+def test_int4_takes_an_eighth_of_float32_and_one_scale_per_block() -> None:
+    assert codec("int4").message_bytes(1 << 20) == (1 << 19) + 2 * (1 << 12)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@few
+@given(flat=cases(), block=st.sampled_from([32, 96, 256, 1024]))
+def test_a_message_reads_as_the_documented_layout_says(bits: int, flat: Tensor, block: int) -> None:
+    wire = Quantised(bits, block)
+    message = wire.encode(flat)
+    by_hand = torch.tensor(read_by_hand(message, len(flat), bits, block), dtype=torch.float64)
+    assert same_bits(wire.decode(message, len(flat)), by_hand.float())
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@few
+@given(flat=cases(broken=False))
+def test_a_number_is_off_by_half_a_code_at_most(bits: int, flat: Tensor) -> None:
+    wire, most = Quantised(bits), 2 ** (bits - 1) - 1
+    found = wire.decode(wire.encode(flat), len(flat))
+    assert bool(found.isfinite().all())
+    for a, b in zip(flat.double().split(256), found.double().split(256), strict=True):
+        # a scale rounded up to bf16 is at most 1/128 above, and numbers below 2^-90 may be left
+        half = max(float(a.abs().max()) / most / 2 * (1 + 2**-7), most * 2.0**-100)
+        assert float((a - b).abs().max()) <= half * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@few
+@given(flat=cases(broken=False).filter(lambda flat: float(flat[:256].abs().max()) > 1e-20))
+def test_a_scale_is_the_next_bf16_above_its_share_of_the_largest(bits: int, flat: Tensor) -> None:
+    most, flat = 2 ** (bits - 1) - 1, flat[:256].clamp(-1e38, 1e38)
+    wire = Quantised(bits)
+    message = wire.encode(flat)
+    (scale,) = message[32 * bits :][:2].view(torch.bfloat16).tolist()
+    share = float(flat.abs().max()) / most
+    assert share * (1 - 1e-6) <= scale <= share * (1 + 2**-7)
+    codes = wire.decode(message, len(flat)) / scale
+    assert float(codes.abs().max()) <= most
+
+
+@every
+@few
+@given(flat=cases(broken=False), seed=st.integers(0, 99), on_bf16=st.booleans())
+def test_what_is_sent_and_what_is_kept_are_what_was_there(
+    wire: Codec, flat: Tensor, seed: int, on_bf16: bool
+) -> None:
+    flat = flat.clamp(-60000, 60000)
+    flat = flat.bfloat16() if on_bf16 else flat
+    residual, kept = numbers(len(flat), seed) * 1e-3, torch.empty(len(flat))
+    before = residual.clone()
+    message, finite = wire.encode_with_feedback(flat, residual, kept=kept)
+    assert bool(finite)
+    assert torch.equal(residual, before)
+    sent = wire.decode(message, len(flat)).double()
+    exact = flat.double() + residual.double()
+    assert torch.allclose(sent + kept.double(), exact, rtol=1e-6, atol=1e-30)
+    again, _ = wire.encode_with_feedback(flat, residual)
+    assert torch.equal(again, message)
+    assert same_bits(residual, kept)
+
+
+@every
+def test_what_was_left_out_comes_later(wire: Codec) -> None:
+    gradient, residual, sent = numbers(1000) * 1e-3, torch.zeros(1000), torch.zeros(1000)
+    for _ in range(200):
+        message, _ = wire.encode_with_feedback(gradient, residual)
+        wire.decode(message, 1000, sent, add=True)
+    wanted = 200 * gradient.double()
+    assert float((sent + residual - wanted).abs().max()) < 1e-4
+    assert float(residual.abs().max()) < 0.1
+
+
+@every
+@pytest.mark.parametrize("value", BROKEN, ids=str)
+@pytest.mark.parametrize("place", [0, 299, 999])
+def test_a_broken_number_leaves_the_residual_and_reaches_every_rank(
+    wire: Codec, value: float, place: int
+) -> None:
+    flat, residual = numbers(1000), numbers(1000, 1)
+    flat[place] = value
+    before = residual.clone()
+    message, finite = wire.encode_with_feedback(flat, residual)
+    assert not bool(finite)
+    assert torch.equal(residual, before)
+    assert not bool(wire.finite(message, 1000))
+    assert not bool(wire.decode(message, 1000)[place].isfinite())
+    fine = wire.encode(numbers(1000, 2))
+    assert bool(wire.finite(fine, 1000))
+    assert not bool(wire.decode_mean(torch.stack([fine, message]), 1000)[place].isfinite())
+
+
+@pytest.mark.parametrize(("name", "beyond"), [("half", 70000.0), ("bf16", LARGEST)])
+def test_a_number_beyond_the_format_counts_as_not_finite(name: str, beyond: float) -> None:
+    residual = torch.zeros(4)
+    _, finite = codec(name).encode_with_feedback(torch.tensor([1.0, beyond, 0, 0]), residual)
+    assert not bool(finite)
+    assert torch.equal(residual, torch.zeros(4))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_sum_that_overflows_counts_as_not_finite(bits: int) -> None:
+    flat, residual = torch.full((300,), LARGEST), torch.full((300,), 3e38)
+    before = residual.clone()
+    message, finite = Quantised(bits).encode_with_feedback(flat, residual)
+    assert not bool(finite)
+    assert torch.equal(residual, before)
+    assert bool(Quantised(bits).decode(message, 300).isnan().all())
+
+
+@every
+def test_a_mean_is_summed_in_the_order_of_the_ranks(wire: Codec) -> None:
+    messages = torch.stack([wire.encode(numbers(700, seed) * 10.0**seed) for seed in range(5)])
+    total = wire.decode(messages[0], 700)
+    for message in messages[1:]:
+        total += wire.decode(message, 700)
+    assert same_bits(wire.decode_mean(messages, 700), total * torch.tensor(1 / 5))
+    added = wire.decode(messages[1], 700, out=wire.decode(messages[0], 700), add=True)
+    assert same_bits(added, wire.decode(messages[0], 700) + wire.decode(messages[1], 700))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rounding_by_chance_is_right_in_the_mean_and_the_seed_decides_it(bits: int) -> None:
+    wire, flat = Quantised(bits), numbers(2048)
+    drawn = torch.stack([wire.decode(wire.encode(flat, seed=s), 2048) for s in range(400)])
+    step = flat.view(-1, 256).abs().amax(1).repeat_interleave(256) / (2 ** (bits - 1) - 1)
+    off = (drawn.double().mean(0) - flat) / step
+    assert float(off.abs().max()) < 5 * 0.5 / math.sqrt(400)  # of 2048, beyond five sigmas: none
+    assert abs(float(off.mean())) < 5 * 0.5 / math.sqrt(400 * 2048)
+    assert torch.equal(wire.encode(flat, seed=3), wire.encode(flat, seed=3))
+    assert not torch.equal(wire.encode(flat, seed=3), wire.encode(flat, seed=3 + 2**33))
+    assert not torch.equal(wire.encode(flat, seed=-3), wire.encode(flat, seed=3))
+    zero = wire.encode(torch.zeros(300), seed=1)
+    assert torch.equal(zero, torch.zeros_like(zero))
+
+
+@names
+def test_all_messages_are_whole_without_what_was_in_their_memory(name: str) -> None:
+    wire = codec(name)
+    for count in (1, 7, 255, 257):
+        size = wire.message_bytes(count)
+        memory = torch.full((2, size), 171, dtype=torch.uint8)
+        message = wire.encode(numbers(count), memory[1])
+        assert message.data_ptr() == memory[1].data_ptr()
+        assert torch.equal(message, wire.encode(numbers(count)))
+        assert torch.equal(memory[0], torch.full_like(memory[0], 171))
+        out = torch.full((count + 2,), 5.0)
+        wire.decode(message, count, out[1:-1])
+        assert torch.equal(out[1:-1], wire.decode(message, count))
+        assert float(out[0]) == float(out[-1]) == 5.0
+
+
+@every
+def test_nothing_of_a_message_needs_a_gradient(wire: Codec) -> None:
+    weight, residual = torch.nn.Parameter(numbers(300)), torch.zeros(300)
+    message, _ = wire.encode_with_feedback(weight, residual)
+    assert torch.equal(message, wire.encode(weight))
+    assert not wire.decode(message, 300).requires_grad
+    assert not residual.requires_grad
+
+
+@every
+def test_what_does_not_fit_is_refused_with_a_sentence(wire: Codec) -> None:
+    flat, message = numbers(300), wire.encode(numbers(300))
+    size = len(message)
+    with pytest.raises(ValueError, match="float32 and bf16"):
+        wire.encode(flat.double())
+    with pytest.raises(ValueError, match="flat and without gaps"):
+        wire.encode(flat.view(3, 100))
+    with pytest.raises(ValueError, match="flat and without gaps"):
+        wire.encode(flat[::2])
+    with pytest.raises(ValueError, match=f"is {size} of torch.uint8, not {size - 1}"):
+        wire.decode(message[:-1], 300)
+    with pytest.raises(ValueError, match=r"of torch\.uint8, not"):
+        wire.encode(flat, torch.zeros(size))
+    with pytest.raises(ValueError, match="multiple of 16 bytes"):
+        wire.encode(flat, torch.zeros(size + 2, dtype=torch.uint8)[2:])
+    with pytest.raises(ValueError, match="nothing to add to"):
+        wire.decode(message, 300, add=True)
+    with pytest.raises(ValueError, match="out must be 300 numbers"):
+        wire.decode(message, 300, torch.zeros(299))
+    with pytest.raises(ValueError, match="residual must be float32"):
+        wire.encode_with_feedback(flat.bfloat16(), flat.bfloat16())
+    with pytest.raises(ValueError, match="what is kept must be 300 numbers"):
+        wire.encode_with_feedback(flat, flat, kept=torch.zeros(3))
+    with pytest.raises(ValueError, match=r"\(ranks, \d+ bytes\)"):
+        wire.decode_mean(message, 300)
+    with pytest.raises(ValueError, match=r"\(ranks, \d+ bytes\)"):
+        wire.decode_mean(message.new_zeros(0, size), 300)
+
+
+def test_settings_that_mean_nothing_are_refused_with_a_sentence() -> None:
+    with pytest.raises(ValueError, match="no codec 'int5'; there are none, half, bf16, int8, int4"):
+        codec("int5")
+    for block in (0, 31, 48, -32, 8192):
+        with pytest.raises(ValueError, match=f"multiple of 32 .* not {block}"):
+            codec("int8", block)
+    with pytest.raises(ValueError, match="8 or 4 bits, not 3"):
+        Quantised(3)
