@@ -1,0 +1,144 @@
+"""``hasten plan``: what a job would do on a cluster that nobody has rented yet."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hasten.cli import plan_text as text
+from hasten.cli.plan_given import (
+    Wishes,
+    calibration_of,
+    cluster_of,
+    job_of,
+    own_run,
+    price_from,
+    recipe_of,
+    space_of,
+)
+from hasten.cli.plan_page import page, write
+from hasten.errors import InputError
+from hasten.search import advice, closing, reasons, shaping
+from hasten.search.architecture import Architecture
+from hasten.search.candidate import beyond_trainer, candidate, recipe_lines, words
+from hasten.search.evaluate import evaluate
+from hasten.search.layout import Layouts
+from hasten.search.planning import ClusterPlan
+from hasten.search.planning import plan as search
+from hasten.search.predict import predict
+from hasten.search.spending import PerHour, spending
+
+NEAREST = 5  # rejected layouts that are shown
+LISTED = 60  # and that the file lists
+
+
+def plan(
+    name: str | None, overrides: Sequence[str], wishes: Wishes, out: Path | None, html: Path | None
+) -> None:
+    """Find the plan, print it, and write it where asked."""
+    if name is None:
+        raise InputError("name a recipe, a preset, or a config.json: hasten plan MODEL")
+    recipe = recipe_of(name, overrides)
+    model = Architecture.from_config(recipe.model if recipe else name)
+    cluster = cluster_of(wishes)
+    job, assumed = job_of(wishes, recipe, cluster)
+    price = price_from(wishes.price) or (recipe.price if recipe else None)
+    calibration, stack = calibration_of(wishes, cluster)
+    began = time.perf_counter()
+    found = search(
+        *(model, cluster, job),
+        space=space_of(wishes, cluster),
+        top=wishes.top,
+        calibration=calibration,
+        stack=stack,
+    )
+    seconds = time.perf_counter() - began
+    best = found.best[0]
+    changes = [*advice.sensitivity(found), *advice.switches(found)]
+    nearest = reasons.rejected(found, NEAREST)
+    print(text.heading(found, seconds, assumed))
+    print(text.layouts_table(found.best, job, price))
+    print(text.waterfalls(best))
+    print(text.spent(spending(best, job, price), best))
+    print(text.front(found.pareto, job, price))
+    print(text.rejections(nearest, reasons.refusals(found)))
+    print(text.changes_table(changes))
+    print(f"in a recipe: {recipe_lines(best.layout)}")
+    if beyond_trainer(best.layout):
+        print(f"  {beyond_trainer(best.layout)}")
+    for block in extras(found, wishes):
+        print(f"\n{block}")
+    if out is not None:
+        write(out, json.dumps(to_dict(found, price), indent=1, allow_nan=False) + "\n")
+    if html is not None:
+        write(html, page(found, price, nearest, changes))
+        print(f"page: {html}")
+
+
+def extras(found: ClusterPlan, wishes: Wishes) -> list[str]:
+    """The blocks that were asked for by name."""
+    blocks = []
+    for asked in wishes.why:
+        layout = reasons.read_layout([asked], found.best[0].layout)
+        possible = not reasons.impossibilities(found.model, found.cluster, found.job, layout)
+        one = advice.predicted(found, layout) if possible else None
+        blocks.append(text.why_text(layout, reasons.why_not(found, layout), one))
+    for change in wishes.what_if:
+        blocks.append(text.what_if_text(change, found, advice.what_if(found, change)[1]))
+    if wishes.gpus:
+        blocks.append(text.devices_table(advice.devices(found), found.job))
+    if wishes.shapes:
+        blocks.append(text.shapes_text(shaping.shape_advice(found), found.model))
+    if wishes.measured is not None:
+        blocks.append(against(found, wishes.measured))
+    return blocks
+
+
+def against(found: ClusterPlan, folder: Path) -> str:
+    """What is predicted of a finished run as it ran, beside what it measured."""
+    run = own_run(folder, found.cluster)
+    rows = Layouts.of([run.layout])
+    told = predict(run.architecture, run.cluster, run.job, rows, found.calibration, found.stack)
+    one = candidate(told, rows, 0, run.cluster, run.job)
+    table = closing.table(closing.closing(one, folder))
+    return f"{folder}, {words(run.layout)}: predicted as it ran\n{text.aligned(table)}"
+
+
+def evaluation(path: Path, out: Path | None) -> None:
+    """Predict every record of a file of measurements, and say how far off that is."""
+    found = evaluate(path)
+    print(text.evaluation_text(found))
+    if out is not None:
+        write(out, json.dumps(found, indent=1, allow_nan=False) + "\n")
+
+
+def to_dict(found: ClusterPlan, price: PerHour | None) -> dict[str, Any]:
+    """The plan as plain values, for files and other programs."""
+    job = found.job
+
+    def entry(one: Any) -> dict[str, Any]:
+        return {**one.to_dict(), "spending": spending(one, job, price).to_dict()}
+
+    here = found.cluster
+    return {
+        "kind": "hasten plan",
+        "model": {"name": found.model.name, "parameters": found.model.parameters()}
+        | {"active_parameters": found.model.active_parameters()},
+        "cluster": {"device": here.device.name, "nodes": here.nodes, "per_node": here.per_node}
+        | {"topology": here.topology, "source": here.device.source},
+        "job": dataclasses.asdict(job),
+        "layouts": found.layouts,
+        "best": [entry(one) for one in found.best],
+        "pareto": [entry(one) for one in found.pareto],
+        "rejected": [
+            {"layout": dataclasses.asdict(r.layout), "reason": r.reason, "fits": r.fits}
+            for r in reasons.rejected(found, LISTED)
+        ],
+        "refused": reasons.refusals(found),
+        "interval": "P10-P90 of held-out measurements",
+        "calibration": text.provenance(found),
+    }

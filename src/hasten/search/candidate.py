@@ -1,0 +1,152 @@
+"""One layout with all that is predicted of it: time, rate, memory, each with its parts and P10-P90.
+
+Columns are for choosing among many; a ``Candidate`` is for people.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from hasten.search.layout import Job, Layout, Layouts
+from hasten.search.machines import Cluster
+from hasten.search.predict import Prediction, Step
+
+STEP_PARTS = tuple(f.name for f in fields(Step))
+
+
+@dataclass(frozen=True)
+class Span:
+    """A figure and the interval that holds 80 % of such cases."""
+
+    middle: float
+    low: float
+    high: float
+
+    def times(self, factor: float) -> Span:
+        return Span(self.middle * factor, self.low * factor, self.high * factor)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout on a cluster; ``simulated`` once its schedule was played through."""
+
+    layout: Layout
+    cluster: Cluster
+    micro_batches: int
+    step_parts: dict[str, float]  # seconds; they add up to step_seconds.middle
+    step_seconds: Span
+    tokens_per_second_per_device: Span
+    mfu: float
+    memory_parts: dict[str, float]  # bytes; they add up to memory_bytes.middle
+    memory_bytes: Span
+    fits: bool
+    simulated: bool = False
+    stage_layers: tuple[int, ...] = ()
+
+    @property
+    def devices(self) -> int:
+        return self.cluster.devices
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of a step in which a rank does nothing but wait for others' bytes."""
+        return sum(self.step_parts[part] for part in ("tp", "dp", "ep"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "layout": asdict(self.layout),
+            "device": self.cluster.device.name,
+            "nodes": self.cluster.nodes,
+            "devices": self.devices,
+            "micro_batches": self.micro_batches,
+            "step_seconds": asdict(self.step_seconds),
+            "step_parts": self.step_parts,
+            "exposed_communication_seconds": self.exposed,
+            "tokens_per_second_per_device": asdict(self.tokens_per_second_per_device),
+            "mfu": self.mfu,
+            "memory_bytes": asdict(self.memory_bytes),
+            "memory_parts": self.memory_parts,
+            "fits": self.fits,
+            "simulated": self.simulated,
+            "stage_layers": list(self.stage_layers),
+        }
+
+
+def candidate(
+    found: Prediction, layouts: Layouts, row: int, cluster: Cluster, job: Job
+) -> Candidate:
+    """Row ``row`` of a prediction."""
+    layout = layouts.at(row)
+
+    def span(middle: Any, low: Any, high: Any) -> Span:
+        return Span(float(middle[row]), float(low[row]), float(high[row]))
+
+    rate = found.tokens_per_second_per_device
+    return Candidate(
+        layout=layout,
+        cluster=cluster,
+        micro_batches=micro_batches_of(layout, job),
+        step_parts={name: float(getattr(found.step, name)[row]) for name in STEP_PARTS},
+        step_seconds=span(found.step_seconds, found.step_p10, found.step_p90),
+        tokens_per_second_per_device=span(rate, found.tokens_p10, found.tokens_p90),
+        mfu=float(found.mfu[row]),
+        memory_parts={f.name: float(v[row]) for f, v in _memory_columns(found)},
+        memory_bytes=span(found.memory_bytes, found.memory_p10, found.memory_p90),
+        fits=bool(found.fits[row]),
+    )
+
+
+def micro_batches_of(layout: Layout, job: Job) -> int:
+    """Micro-batches that a rank has in a step."""
+    return max(1, -(-job.global_batch // (layout.dp * layout.micro_batch)))
+
+
+def _memory_columns(found: Prediction) -> list[tuple[Any, Any]]:
+    return [(f, np.atleast_1d(getattr(found.memory, f.name))) for f in fields(found.memory)]
+
+
+def words(layout: Layout) -> str:
+    """A layout for people: what differs from one device with nothing special."""
+    said = [f"{name}={getattr(layout, name)}" for name in ("dp", "tp", "pp", "ep", "cp")]
+    said = [s for s in said if not s.endswith("=1")] or ["dp=1"]
+    if layout.dp * layout.cp > 1:
+        said.append(f"zero={layout.zero}")
+    said.append(f"micro={layout.micro_batch}")
+    if layout.pp > 1:
+        deep = f"x{layout.virtual}" if layout.virtual > 1 else ""
+        said.append(f"{layout.schedule}{deep}")
+    if layout.recompute != "none":
+        said.append(f"recompute={layout.recompute}")
+    if layout.precision not in ("bf16", "fp16"):
+        said.append(layout.precision)
+    if layout.compression != "none":
+        said.append(f"gradients={layout.compression}")
+    return " ".join(said)
+
+
+def recipe_lines(layout: Layout) -> str:
+    """The layout as a recipe's line. This trainer runs the first two kinds itself: see ``runs``."""
+    parts = ("dp", "tp", "pp", "ep", "cp")
+    shown = {name: getattr(layout, name) for name in parts if getattr(layout, name) > 1}
+    shown |= {"dp": layout.dp, "zero": layout.zero, "micro_batch": layout.micro_batch}
+    if layout.pp > 1:
+        shown |= {"schedule": layout.schedule, "virtual": layout.virtual}
+    shown["recompute"] = layout.recompute
+    inside = ", ".join(f"{key}: {value}" for key, value in shown.items())
+    return f"layout: {{{inside}}}"
+
+
+def beyond_trainer(layout: Layout) -> str:
+    """What of the layout hasten's own trainer can't run, in one sentence; empty: it runs it."""
+    lacks = [name for name in ("tp", "pp", "ep", "cp") if getattr(layout, name) > 1]
+    lacks += ["zero"] if layout.zero and layout.dp * layout.cp > 1 else []
+    if not lacks:
+        return ""
+    return (
+        f"hasten's own trainer has no {', '.join(lacks)} yet (it runs dp alone, plan: - ddp): this "
+        "layout is for Megatron-LM and the like"
+    )

@@ -1,0 +1,157 @@
+"""Seconds that ranks spend on telling each other things, by kind, before any of it is hidden.
+
+Ranks are laid out as Megatron does: tensor parallelism innermost, then context, data and pipeline.
+So a group of neighbours that fits into a node uses the link within it; a wider one goes through the
+nodes' network cards. A ring of n ranks carries (n-1)/n of the bytes once for a gather or a scatter
+and twice for an all-reduce (arXiv 1909.09756, appendix; NCCL's bus bandwidth). Where several ranks
+of a node belong to one ring, all their cards work for it; where each belongs to a ring of its own,
+each ring has its own card.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hasten.search.compute import FULL, tokens
+from hasten.search.constants import Constants
+from hasten.search.layout import COMPRESSIONS, Column, Layouts
+from hasten.search.quantities import MachineNumbers, ModelNumbers, Value
+
+# Bytes that travel for each of a gradient, and passes over it in memory to encode and decode.
+WIRE = np.array([1.0, 0.5, 0.25, 0.02])
+ENCODE = np.array([0.0, 3.0, 3.0, 8.0])
+assert len(WIRE) == len(ENCODE) == len(COMPRESSIONS)
+
+
+@dataclass(frozen=True)
+class Links:
+    """What one rank's group reaches: bytes/s of a ring and seconds per hop."""
+
+    rate: Column
+    hop: Column
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Seconds on the wire: of one micro-batch through all layers, and ``dp`` of one exchange."""
+
+    tp: Column
+    cp: Column
+    ep: Column
+    pp: Column  # both ways over one boundary
+    dp: Column  # of a step, or of a micro-batch where ``dp_each`` is 1
+    dp_each: Column
+    encode: Column
+
+
+def gather_seconds(size: Value, ranks: Value, rate: Value, hop: Value) -> Column:
+    """A ring's all-gather or reduce-scatter of ``size`` bytes in all; an all-reduce is two."""
+    return np.asarray((ranks - 1) / ranks * size / rate + (ranks - 1) * hop)
+
+
+def links(stride: Value, ranks: Value, machine: MachineNumbers, c: Constants) -> Links:
+    """A group of ``ranks`` that stand ``stride`` apart in the order of ranks."""
+    within = stride * ranks <= machine.per_node
+    together = np.maximum(1.0, np.floor(machine.per_node / stride))
+    # Hops within a node are quick; a ring over nodes has as many slow ones as it has nodes.
+    intra, inter = machine.intra * c.intra, machine.inter * c.inter
+    rate = np.where(within, intra, np.minimum(intra, together * inter))
+    nodes = np.maximum(1.0, ranks / together)
+    slow = (machine.intra_latency * (ranks - nodes) + machine.inter_latency * nodes) / ranks
+    return Links(rate, c.latency * np.where(within, machine.intra_latency, slow))
+
+
+def wire(
+    model: ModelNumbers, machine: MachineNumbers, layouts: Layouts, c: Constants, lora: Value
+) -> Wire:
+    """All of a step's exchanges."""
+    T, tp, cp = tokens(model, layouts), layouts.tp, layouts.cp
+    activations = 2 * T * model.hidden  # bytes of one layer's input
+    dp_seconds, each, encode = _gradients(model, machine, layouts, c, lora)
+    # Two all-reduces forward, two backward, and those of the forward that is done again.
+    rounds = np.where(layouts.recompute == FULL, 6.0, 4.0)
+    ring = links(1.0, tp, machine, c)
+    tensor = 2 * gather_seconds(activations, tp, ring.rate, ring.hop) * rounds * model.layers
+    ring = links(tp, cp, machine, c)
+    keys = 2 * T * cp * model.kv_width / tp
+    context = 3 * gather_seconds(keys, cp, ring.rate, ring.hop) * model.layers
+    return Wire(
+        tp=tensor,
+        cp=context,
+        ep=_experts(model, machine, layouts, c),
+        pp=_boundary(activations, machine, layouts, c),
+        dp=dp_seconds,
+        dp_each=each,
+        encode=encode,
+    )
+
+
+def _boundary(
+    activations: Column, machine: MachineNumbers, layouts: Layouts, c: Constants
+) -> Column:
+    """Activations forward and their gradients backward between two stages."""
+    split = np.where(layouts.sequence_parallel > 0, layouts.tp, 1)
+    near = layouts.devices <= machine.per_node
+    rate = np.where(near, machine.intra * c.intra, machine.inter * c.inter)
+    hop = np.where(near, machine.intra_latency, machine.inter_latency)
+    return np.where(layouts.pp > 1, 2 * (activations / split / rate + hop), 0.0)
+
+
+def _experts(
+    model: ModelNumbers, machine: MachineNumbers, layouts: Layouts, c: Constants
+) -> Column:
+    """Tokens to their experts and back, forward and backward: four exchanges a layer.
+
+    A token goes to each node once, however many of its experts live there (DeepEP); within the
+    node it is passed on. Of n nodes, k experts chosen at random meet n (1 - (1 - 1/n)^k).
+    """
+    T, ep = tokens(model, layouts), layouts.ep
+    if not np.any(model.moe_layers):
+        return np.zeros(len(T))
+    rows = T / layouts.tp
+    stride = 1.0 * layouts.tp
+    together = np.minimum(ep, np.maximum(1.0, np.floor(machine.per_node / stride)))
+    nodes = np.maximum(1.0, ep / together)
+    met = nodes * (1 - (1 - 1 / nodes) ** model.active)
+    far = rows * met * (nodes - 1) / nodes * 2 * model.hidden / (machine.inter * c.inter)
+    near = rows * model.active * (together - 1) / together
+    near = near * 2 * model.hidden / (machine.intra * c.intra)
+    hop = np.where(nodes > 1, machine.inter_latency, machine.intra_latency) * np.sqrt(ep)
+    seconds = 4 * model.moe_layers * (far + near + hop)
+    return np.where(ep > 1, seconds, 0.0)
+
+
+def _gradients(
+    model: ModelNumbers, machine: MachineNumbers, layouts: Layouts, c: Constants, lora: Value
+) -> tuple[Column, Column, Column]:
+    """Data parallelism's exchange, whether each micro-batch has it, and what encoding takes.
+
+    ZeRO 3 gathers weights for the forward and the backward pass and scatters gradients, ZeRO 2
+    does without the second gathering, and both do it for every micro-batch; below that gradients
+    are exchanged once a step (arXiv 1910.02054, section 7).
+    """
+    tp, cp, pp, ep = layouts.tp, layouts.cp, layouts.pp, layouts.ep
+    code = layouts.compression.astype(int)
+    ratio, visits = WIRE[code], ENCODE[code]
+    shards = layouts.dp * cp
+    ring = links(tp, shards, machine, c)
+    body = (model.layer_parameters + model.embedding_parameters / np.maximum(pp, 1)) / (tp * pp)
+    rare = model.expert_parameters / (ep * pp)
+    replicas = np.maximum(shards * tp / ep, 1.0)
+    expert_ring = links(ep, replicas, machine, c)
+    whole = layouts.zero >= 3
+    gathers = np.where(whole, 2.0, 1.0)
+    width = np.where(layouts.zero >= 2, 1.0, 2.0)  # sums over micro-batches are kept in fp32
+
+    def exchange(parameters: Column, ranks: Column, found: Links) -> Column:
+        ways = np.where(layouts.zero > 0, gathers, ratio * width) + ratio * width
+        hops = (gathers + 1) * (ranks - 1) * found.hop * np.where(whole, model.layers, 1.0)
+        return np.asarray(2 * parameters * ways * (ranks - 1) / ranks / found.rate + hops)
+
+    seconds = exchange(body, shards, ring) + exchange(rare, replicas, expert_ring)
+    # A frozen base: only gathered; a LoRA's own gradients are too few to count.
+    seconds = seconds * np.where(lora, np.where(whole, 2 / 3, 0.0), 1.0)
+    encode = visits * 2 * (body + rare) / machine.memory_rate
+    return seconds, (layouts.zero >= 2).astype(np.float64), np.where(shards > 1, encode, 0.0)

@@ -1,0 +1,207 @@
+"""Figures of accelerators: peaks, memory and links, with where each row is from.
+
+Rates are dense (without sparsity) in FLOP/s, links one way in bytes per second, memory in bytes of
+10^9 as the makers count. ``reached`` is the best product of matrices that others measured (MAMF,
+https://github.com/stas00/ml-engineering, compute/accelerator); where nobody is known to have
+measured, 0.82 of the peak is taken, the middle of those that are known. "recalled" stands for
+figures that nobody has checked against a datasheet since they were written here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hasten.errors import InputError
+
+SOURCE = "stas00/ml-engineering, compute/accelerator"
+RECALLED = "recalled, not checked against a datasheet"
+USUALLY_REACHED = 0.82
+_T, _G = 1e12, 1e9
+PCIE3, PCIE4, PCIE5 = 16.0, 32.0, 64.0
+
+
+@dataclass(frozen=True)
+class Device:
+    """An accelerator's promises; a rate of 0: it has no such format."""
+
+    name: str
+    peak16: float  # bf16, or fp16 where a device has no bf16
+    memory_bytes: float
+    memory_rate: float
+    link: float  # to its neighbours in the node, one way
+    per_node: int = 8  # devices that such a link joins
+    units: int = 108  # multiprocessors, which take a product tile by tile
+    peak8: float = 0.0
+    peak4: float = 0.0
+    peak32: float = 0.0  # tf32 where there is such a unit
+    reached16: float = 0.0
+    reached8: float = 0.0
+    source: str = SOURCE
+
+    def __post_init__(self) -> None:
+        for field in ("peak16", "memory_bytes", "memory_rate", "link"):
+            if not getattr(self, field) > 0:
+                raise InputError(
+                    f"{self.name}: {field} is {getattr(self, field)}; it must be above 0"
+                )
+
+    @property
+    def best16(self) -> float:
+        return self.reached16 or USUALLY_REACHED * self.peak16
+
+    @property
+    def best8(self) -> float:
+        return self.reached8 or USUALLY_REACHED * self.peak8
+
+    def peak(self, precision: str) -> float:
+        """FLOP/s that MFU is a share of: that of the format in which products run."""
+        by_format = {"fp8": self.peak8, "mxfp8": self.peak8, "nvfp4": self.peak4}
+        by_format |= {"fp32": self.peak32 or self.peak16 / 16}
+        return by_format.get(precision) or self.peak16
+
+
+def _gpu(
+    name: str,
+    peak16: float,
+    memory: float,
+    rate: float,
+    link: float,
+    units: int,
+    *,
+    per_node: int = 8,
+    peak8: float = 0,
+    peak4: float = 0,
+    peak32: float = 0,
+    reached16: float = 0,
+    reached8: float = 0,
+    source: str = SOURCE,
+) -> Device:
+    """A row from figures as datasheets give them: TFLOP/s, GB, TB/s, GB/s one way."""
+    return Device(
+        name=name,
+        peak16=peak16 * _T,
+        memory_bytes=memory * _G,
+        memory_rate=rate * _T,
+        link=link * _G,
+        per_node=per_node,
+        units=units,
+        peak8=peak8 * _T,
+        peak4=peak4 * _T,
+        peak32=peak32 * _T,
+        reached16=reached16 * _T,
+        reached8=reached8 * _T,
+        source=source,
+    )
+
+
+def _a100(
+    name: str, memory: float, rate: float, link: float, reached: float, source: str = SOURCE
+) -> Device:
+    return _gpu(name, 312, memory, rate, link, 108, peak32=156, reached16=reached, source=source)
+
+
+def _hopper(
+    name: str,
+    memory: float,
+    rate: float,
+    link: float = 450,
+    best: tuple[float, float] = (794.5, 1402.6),
+    source: str = SOURCE,
+) -> Device:
+    """The SXM chip of H100, H200 and H800, whose memories and links differ."""
+    return _gpu(
+        *(name, 989, memory, rate, link, 132),
+        peak8=1979,
+        peak32=494,
+        reached16=best[0],
+        reached8=best[1],
+        source=source,
+    )
+
+
+def _blackwell(
+    name: str,
+    peak: tuple[float, float, float],
+    memory: float,
+    best: tuple[float, float],
+    per_node: int = 8,
+    source: str = SOURCE,
+) -> Device:
+    return _gpu(
+        *(name, peak[0], memory, 8.0, 900, 148),
+        per_node=per_node,
+        peak8=peak[1],
+        peak4=peak[2],
+        peak32=peak[0] / 2,
+        reached16=best[0],
+        reached8=best[1],
+        source=source,
+    )
+
+
+_FP16 = f"{RECALLED}; fp16, has no bf16"
+_FP32_SUMS = f"{RECALLED}; sums in fp32"
+_ALL = (
+    _a100("a100-40gb", 40, 1.555, 300, 271.2, f"{SOURCE}; memory {RECALLED}"),
+    _a100("a100-80gb", 80, 2.0, 300, 271.2),
+    _a100("a100-pcie", 80, 1.94, PCIE4, 252.9),
+    _a100("a800", 80, 2.0, 200, 271.2, RECALLED),
+    _gpu("a6000", 154.8, 48, 0.768, PCIE4, 84, peak32=77.4, source=RECALLED),
+    _gpu("a40", 149.7, 48, 0.696, PCIE4, 84, peak32=74.8, source=RECALLED),
+    _gpu("a10", 125, 24, 0.6, PCIE4, 72, peak32=62.5, source=RECALLED),
+    _gpu("l4", 121, 24, 0.3, PCIE4, 58, peak8=242, peak32=60, source=RECALLED),
+    _gpu("l40s", 362, 48, 0.86, PCIE4, 142, peak8=733, peak32=183),
+    _gpu("rtx3090", 71, 24, 0.936, PCIE4, 82, peak32=35.6, source=_FP32_SUMS),
+    _gpu("rtx4090", 165, 24, 1.008, PCIE4, 128, peak32=82.6, source=_FP32_SUMS),
+    _gpu("t4", 65, 16, 0.32, PCIE3, 40, peak32=8.1, source=_FP16),
+    _gpu("v100-16gb", 125, 16, 0.9, 150, 80, peak32=15.7, source=_FP16),
+    _gpu("v100-32gb", 125, 32, 0.9, 150, 80, peak32=15.7, source=_FP16),
+    _gpu("h20", 148, 96, 4.0, 450, 78, peak8=296, peak32=74, source=RECALLED),
+    _gpu("h100-pcie", 756, 80, 2.0, PCIE5, 114, peak8=1513, peak32=378),
+    _hopper("h100-80gb", 80, 3.35),
+    # Capped at 500 W instead of 700: products at (500/700)^0.4 of the rate, an estimate.
+    _hopper("h100-96gb-hbm2e-500w", 96, 2.4, best=(694.0, 1226.0), source=RECALLED),
+    _hopper("h200", 141, 4.8, best=(794.5, 1453.4)),
+    _hopper("h800", 80, 3.35, link=200, source=RECALLED),
+    _blackwell("b200", (2250, 4500, 9000), 180, (1745, 3432.5)),
+    _blackwell("b300", (2250, 4500, 12600), 288, (1769, 3353.3)),
+    _blackwell("gb200", (2500, 5000, 10000), 186, (1822, 3615.6), 72),
+    _blackwell("gb300", (2500, 5000, 15000), 288, (1822, 3615.6), 72, f"{SOURCE}; as GB200, B300"),
+    _gpu("l20", 119.5, 48, 0.864, PCIE4, 92, peak8=239, peak32=59.8, source=RECALLED),
+    _gpu("gh200", 989, 96, 4.0, 450, 132, peak8=1979, peak32=494, source=RECALLED),
+    _gpu("mi300x", 1307, 192, 5.3, 448, 304, peak8=2614, reached16=668.4),
+)
+DEVICES: Mapping[str, Device] = {device.name: device for device in _ALL}
+# What people say for short; the SXM variant, as clusters have it.
+_ALIASES = {"a100": "a100-80gb", "h100": "h100-80gb", "v100": "v100-32gb", "rtxa6000": "a6000"}
+
+
+def device(name: str) -> Device:
+    """The preset of that name, however it is spelt (``H100 80GB``, ``a100_80gb``).
+
+    Raises:
+        InputError: no such device, with near names and how to give one's own figures.
+    """
+    plain = _plain(name)
+    by_plain = {_plain(key): value for key, value in DEVICES.items()}
+    found = by_plain.get(_plain(_ALIASES.get(plain, name)))
+    said = re.fullmatch(r"(.*?)[-_ ](\d+) ?gb.*", name.strip().lower())
+    if found is None and said:  # a name that says the memory of a device which has but one size
+        short = by_plain.get(_plain(said[1]))
+        if short is not None and abs(float(said[2]) * _G / short.memory_bytes - 1) < 0.1:
+            found = short
+    if found is not None:
+        return found
+    near = difflib.get_close_matches(plain, [*by_plain, *_ALIASES], n=3, cutoff=0.5)
+    names = [by_plain[n].name if n in by_plain else n for n in near] or list(DEVICES)
+    raise InputError(
+        f"no figures are known of the device {name!r}: give its peak16, memory_bytes, memory_rate "
+        f"and link, or take one of {', '.join(names)}"
+    )
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"nvidia|geforce|sxm\d?|[^a-z0-9]", "", name.lower())

@@ -1,0 +1,135 @@
+"""Calibrates the model to a machine of the user's own, from a few runs of twenty steps each.
+
+Four factors are fitted, with priors, to measured seconds per step: of products, of memory, of what
+doesn't shrink with the work, and of the links. One run fixes the first; runs with another
+batch, layout or link rate tell them apart. Where there are four runs or more, the interval is that
+of what the fit left unexplained, and never narrower than a twentieth.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hasten.errors import InputError
+from hasten.search.architecture import Architecture
+from hasten.search.constants import Calibration, Constants, calibrated, prior
+from hasten.search.fitting import fit
+from hasten.search.layout import Column, Job, Layout, Layouts
+from hasten.search.machines import Cluster
+from hasten.search.predict import steps
+from hasten.search.quantities import machine, numbers
+
+WARM_UP = 5  # steps of a run that don't count
+NARROWEST, FEW = 0.05, 0.15  # half an interval's logarithm: at best, and after fewer than four runs
+OWN_STACK = "own runs"
+COMPUTES = (
+    *("gemm16", "gemm16_new", "gemm16_newest", "gemm8", "gemm8_blocks", "gemm4"),
+    *("attention", "attention_new", "attention_newest", "attention_unfused"),
+)
+MOVES = ("small", "elementwise", "cast", "unfused_bytes", "loss_bytes", "optimizer_bytes")
+STANDS = ("layer_seconds", "expert_seconds", "stage_seconds", "step_seconds")
+LINKS = ("intra", "inter")
+
+
+@dataclass(frozen=True)
+class OwnRun:
+    """One short run: what ran, on what, and the median seconds of its steps."""
+
+    architecture: Architecture
+    cluster: Cluster
+    job: Job
+    layout: Layout
+    step_seconds: float
+
+
+@dataclass(frozen=True)
+class MachineFactors:
+    """How a machine differs from the calibration that it starts from, as factors."""
+
+    compute: float = prior(1.0, 1.0)  # of the rates of products
+    memory: float = prior(1.0, 0.5)  # of memory's rate, beside the products
+    # Of seconds beside the work; the calibration's are those of whole clusters, so fewer here.
+    standing: float = prior(0.3, 1.0)
+    links: float = prior(1.0, 0.7)  # of the links' rates
+
+    def applied(self, c: Constants) -> Constants:
+        """The constants on that machine."""
+        changed = {name: getattr(c, name) * self.compute for name in COMPUTES}
+        changed |= {name: getattr(c, name) / self.memory for name in MOVES}
+        changed |= {name: getattr(c, name) * self.standing for name in STANDS}
+        changed |= {name: getattr(c, name) * self.links for name in LINKS}
+        return replace(c, **changed)
+
+
+def calibrate_machine(
+    runs: Sequence[OwnRun], calibration: Calibration | None = None
+) -> Calibration:
+    """The calibration of the machine that these runs ran on; predict with ``stack=OWN_STACK``.
+
+    Raises:
+        InputError: no runs, or one whose seconds aren't above 0.
+    """
+    if not runs:
+        raise InputError("no run to calibrate from: run twenty steps of the job first")
+    for place, run in enumerate(runs, start=1):
+        if not 0 < run.step_seconds < float("inf"):
+            raise InputError(f"run {place} took {run.step_seconds} s a step; give seconds above 0")
+    start = calibration or calibrated()
+
+    def seconds(factors: MachineFactors) -> Column:
+        return np.log(_seconds(runs, factors.applied(start.constants)))
+
+    target = np.log([run.step_seconds for run in runs])
+    even, no_stacks = np.ones(len(runs)), np.zeros((len(runs), 0))
+    factors, _ = fit(MachineFactors(), seconds, target, even, NARROWEST, no_stacks)
+    left = target - seconds(factors)
+    wide = max(NARROWEST, 1.2816 * float(np.std(left, ddof=1))) if len(runs) > 3 else FEW
+    found: dict[str, Any] = {f.name: getattr(factors, f.name) for f in fields(factors)}
+    provenance = {**start.provenance, "own_runs": len(runs), "own_factors": found}
+    own = (min(-wide, float(np.min(left))), max(wide, float(np.max(left))))
+    spread = {**start.spread, "dense": own, "moe": own}
+    stacks = {**start.stacks, OWN_STACK: 1.0}
+    return Calibration(factors.applied(start.constants), start.memory, stacks, spread, provenance)
+
+
+def _seconds(runs: Sequence[OwnRun], c: Constants) -> Column:
+    return np.array([float(_one(run, c)[0]) for run in runs])
+
+
+def _one(run: OwnRun, c: Constants) -> Column:
+    return steps(
+        numbers(run.architecture, run.job.sequence),
+        machine(run.cluster),
+        Layouts.of([run.layout]),
+        float(run.job.global_batch),
+        c,
+        run.job.task == "lora",
+    ).total
+
+
+def median_step_seconds(metrics: Path, warm_up: int = WARM_UP) -> float:
+    """The median step of a run's ``metrics.jsonl``, its first steps left out.
+
+    Raises:
+        InputError: no such file, or too few steps in it.
+    """
+    try:
+        lines = metrics.read_text(encoding="utf-8").splitlines()
+        found = [json.loads(line).get("step_seconds") for line in lines if line.strip()]
+    except OSError as error:
+        raise InputError(f"{metrics} can't be read: {error.strerror or error}") from error
+    except (ValueError, AttributeError) as error:
+        raise InputError(f"{metrics} isn't a run's metrics: {error}") from error
+    seconds = [float(value) for value in found if value][warm_up:]
+    if len(seconds) < 3:
+        raise InputError(
+            f"{metrics} has {len(seconds)} steps after {warm_up} of warming up; run twenty"
+        )
+    return statistics.median(seconds)

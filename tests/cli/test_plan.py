@@ -1,0 +1,211 @@
+"""``hasten plan`` as a user types it: tables, files, and one sentence for what can't be."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hasten.cli.main import app
+from hasten.errors import InputError
+
+MODEL = "deepseek-llm-7b"
+HERE = ("--cluster", "dgx_h100", "--nodes", "2", "--global-batch", "256", "--tokens", "1B")
+
+
+def run(*words: str) -> str:
+    result = CliRunner().invoke(app, ["plan", *words], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def complaint(*words: str) -> str:
+    result = CliRunner().invoke(app, ["plan", *words])
+    assert isinstance(result.exception, InputError), result.output
+    said = str(result.exception)
+    assert "\n" not in said
+    return said
+
+
+def test_the_table_says_what_people_ask() -> None:
+    said = run(MODEL, *HERE, "--top", "3")
+    for word in ("6.91 B parameters", "tokens/s/GPU", "MFU", "memory GB (P90)", "GPU hours", "["):
+        assert word in said
+    for part in ("products", "weights", "stay free at P90", "why not", "twice the network"):
+        assert part in said
+    assert "no price given" in said
+    assert "layout: {dp:" in said
+
+
+def test_files_hold_the_plan(tmp_path: Path) -> None:
+    price = tmp_path / "price.yaml"
+    price.write_text("currency: CNY\nper_device_hour: 0.6\n")
+    out, html = tmp_path / "plan.json", tmp_path / "plan.html"
+    said = run(MODEL, *HERE, "--price", str(price), "--json", str(out), "--html", str(html))
+    assert " CNY" in said
+    found = json.loads(out.read_text())
+    assert found["kind"] == "hasten plan"
+    best = found["best"][0]
+    assert best["spending"]["currency"] == "CNY"
+    hours = best["spending"]["device_hours"]["middle"]
+    assert best["spending"]["money"]["middle"] == pytest.approx(0.6 * hours)
+    assert found["rejected"]
+    assert all(row["reason"] for row in found["rejected"])
+    for span in (best["step_seconds"], best["memory_bytes"], best["spending"]["days"]):
+        assert span["low"] < span["middle"] < span["high"]
+    text = html.read_text()
+    HTMLParser().feed(text)
+    assert "<script" not in text
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert not list(tmp_path.glob(".*"))  # nothing half-written is left
+
+
+def test_a_recipe_is_planned_as_it_trains(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    lines = [f"model: {MODEL}", "dataset: stdlib", "cutoff_len: 1024", "max_steps: 100"]
+    lines += ["global_batch_size: 32", "finetuning_type: lora", "lora_rank: 8"]
+    lines += ["price: {currency: EUR, per_device_hour: 2}"]
+    recipe.write_text("\n".join(lines) + "\n")
+    four = ("--cluster", "dgx_a100", "--gpus-per-node", "4")
+    said = run(str(recipe), *four)
+    assert "lora, 32 sequences of 1,024" in said
+    assert "3.277e+06 tokens" in said
+    assert "EUR" in said
+    assert "1,024" not in run(str(recipe), "cutoff_len=512", *four)
+    assert "is none" in complaint(MODEL, "cutoff_len=512", *HERE)
+
+
+def test_questions_are_answered() -> None:
+    said = run(
+        *(MODEL, *HERE, "--why", "tp=8 dp=2", "--why", "dp=3", "--shapes"),
+        *("--what-if", "gpu=a100", "--what-if", "network=25", "--gpus"),
+    )
+    assert "slower than" in said
+    assert "are 3 devices, the cluster has 16" in said.replace("  ", " ")
+    assert "with gpu=a100:" in said
+    assert "x the GPU hours" in said
+    assert "h200" in said
+
+
+def test_schedules_that_the_software_has_can_be_named() -> None:
+    said = run(MODEL, *HERE, "--schedules", "1f1b,interleaved", "--precision", "fp8")
+    assert "zb1p" not in said
+    assert "fp8" in said.split("step of 1")[0]
+
+
+def test_a_device_of_the_users_own(tmp_path: Path) -> None:
+    figures: dict[str, Any] = {"name": "mine", "peak16": 4e14, "memory_bytes": 96e9}
+    figures |= {"memory_rate": 3e12, "link": 2e11}
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(figures))
+    small = ("deepseek-llm-1b", "--gpu", str(path), "--gpus-per-node", "2")
+    assert "2 mine" in run(*small)
+    for change, said in (
+        ({"link": None}, "must be a number"),
+        ({"links": 3}, "unknown key"),
+        ({"peak16": -1}, "must be above 0"),
+    ):
+        path.write_text(json.dumps({**figures, **change}))
+        assert said in complaint(*small)
+    path.write_text(json.dumps({"name": "mine"}))
+    assert "lacks peak16" in complaint(*small)
+    path.write_text("[]")
+    assert "JSON object" in complaint(*small)
+    assert "can't be read" in complaint(MODEL, "--gpu", str(tmp_path / "none.json"))
+
+
+def test_what_cannot_be_is_one_sentence(tmp_path: Path) -> None:
+    assert "name a recipe" in complaint()
+    assert "no preset" in complaint("deepsek-v3", *HERE)
+    assert "h100" in complaint(MODEL, "--gpu", "h1000")
+    assert "which devices" in complaint(MODEL, "--cluster", "fat_tree")
+    assert "did you mean 'dgx_h100'" in complaint(MODEL, "--cluster", "dgx_h10")
+    assert "it would fit" in complaint(MODEL, "--gpu", "t4", "--gpus-per-node", "1")
+    assert "give a number such as" in complaint(MODEL, *HERE[:-1], "many")
+    assert "must be one of pretrain" in complaint(MODEL, *HERE, "--task", "rlhf")
+    assert "isn't one of" in complaint(MODEL, *HERE, "--precision", "int3")
+    assert "isn't one of" in complaint(MODEL, *HERE, "--schedules", "magic")
+    for option in ("--sequence", "--global-batch"):
+        assert CliRunner().invoke(app, ["plan", MODEL, *HERE, option, "0"]).exit_code == 2
+    assert "at least 1" in complaint(MODEL, *HERE, "--nodes", "0")
+    assert "were fitted; leave --stack out" in complaint(MODEL, *HERE, "--stack", "mine")
+    config = tmp_path / "config.json"
+    config.write_text('{"num_hidden_layers": 4, "hidden_size": 512}')
+    assert "num_attention_heads" in complaint(str(config), *HERE)
+    price = tmp_path / "price.yaml"
+    price.write_text("per_device_hour: 0.6\n")
+    assert "'currency' is missing" in complaint(MODEL, *HERE, "--price", str(price))
+    assert "can't be written" in complaint(MODEL, *HERE, "--json", str(tmp_path / "no" / "p.json"))
+
+
+def test_measurements_are_predicted_and_summed_up(tmp_path: Path) -> None:
+    folder = os.environ.get("HASTEN_TEST_DATA", "")
+    path = Path(folder) / "cluster_measurements.json"
+    if not folder or not path.exists():
+        pytest.skip("no measurements here")
+    out = tmp_path / "evaluation.json"
+    said = run("--evaluate", str(path), "--json", str(out))
+    assert "records predicted" in said
+    assert "median" in said
+    rows = json.loads(out.read_text())["records"]
+    needed = {"tokens_per_s_per_gpu", "iteration_s", "memory_GB", "p10", "p90", "fits"}
+    assert all(needed <= set(row["predicted"]) for row in rows)
+    assert "can't be read" in complaint("--evaluate", str(tmp_path / "none.json"))
+
+
+def test_planning_imports_no_torch() -> None:
+    code = "import hasten.cli.plan, sys; print([m for m in ('torch', 'transformers') if m in "
+    code += "sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def machine_file(path: Path) -> Path:
+    product = {"dtype": "bf16", "best": 2e11}
+    rates: dict[str, Any] = {"kind": "hasten machine rates", "device": "cpu"}
+    rates |= {"products": [product, {"dtype": "fp32", "best": 5e10}]}
+    path.write_text(json.dumps({**rates, "copies": [{"way": "memory", "best": 1e10}]}))
+    return path
+
+
+def finished_run(folder: Path, batch: int, seconds: float) -> Path:
+    folder.mkdir()
+    recipe = "model: deepseek-llm-tiny\nvocabulary: 4096\ncutoff_len: 512\nplan: [autocast]\n"
+    (folder / "recipe.yaml").write_text(recipe)
+    row = {"slots": 512 * batch, "step_seconds": seconds}
+    (folder / "metrics.jsonl").write_text("\n".join([json.dumps(row)] * 20) + "\n")
+    return folder
+
+
+def test_runs_of_ones_own_fit_the_plan_to_the_machine(tmp_path: Path) -> None:
+    here = ("--gpu", str(machine_file(tmp_path / "bench.json")), "--gpus-per-node", "1")
+    job = ("deepseek-llm-tiny", *here, "--sequence", "512", "--global-batch", "16")
+    assert "give --memory" in complaint(*job)
+    out = tmp_path / "plan.json"
+    slow = [finished_run(tmp_path / f"b{n}", n, 2.0 * n / 16 + 0.1) for n in (4, 8)]
+    words = ("--memory", "16", "--json", str(out))
+    runs = [word for folder in slow for word in ("--calibrate", str(folder))]
+    said = run(*job, *words, *runs)
+    assert "2 runs of your own" in said
+    found = json.loads(out.read_text())
+    rows = [c for c in found["best"] if c["layout"]["micro_batch"] == 16]
+    step = (rows or found["best"])[0]["step_seconds"]
+    assert step["middle"] == pytest.approx(2.1, rel=0.15)  # a batch that no run had
+    said = run(*job, *words, *runs, "--measured", str(slow[0]))
+    row = next(line for line in said.splitlines() if line.startswith("step  "))
+    assert "0.6 s" in row  # as it ran: four records a step
+    assert "yes" in row
+    assert "recipe.yaml" in complaint(*job, *words, "--calibrate", str(bare_run(tmp_path / "bare")))
+
+
+def bare_run(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step_seconds": 1.0, "slots": 512}\n')
+    return folder

@@ -1,0 +1,117 @@
+"""Devices and clusters: known figures, near names for unknown ones, and machines of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.cluster.config import TOPOLOGIES, CloudConfig
+from hasten.errors import InputError
+from hasten.parts.datasheet import datasheet
+from hasten.search.devices import DEVICES, device
+from hasten.search.machines import Cluster, own_machine
+
+# The driver's names of presets that the datasheet table of parts knows as well.
+SAME = {
+    "a100-40gb": "NVIDIA A100-SXM4-40GB",
+    "a100-80gb": "NVIDIA A100-SXM4-80GB",
+    "h100-80gb": "NVIDIA H100 80GB HBM3",
+    "h200": "NVIDIA H200",
+    "b200": "NVIDIA B200",
+    "a6000": "NVIDIA RTX A6000",
+    "a40": "NVIDIA A40",
+    "v100-32gb": "Tesla V100-SXM2-32GB",
+    "l40s": "NVIDIA L40S",
+    "mi300x": "AMD Instinct MI300X",
+}
+
+
+def rates(**changes: Any) -> dict[str, Any]:
+    product = {"dtype": "bf16", "m": 1, "n": 1, "k": 1, "best": 2e12, "median": 1e12, "repeats": 3}
+    copy = {"way": "memory to memory", "size": 1, "best": 5e10, "median": 4e10, "repeats": 3}
+    found = {"kind": "hasten machine rates", "device": "cpu", "device_name": "A processor"}
+    return {**found, "products": [product], "copies": [copy], "measured_at": "today", **changes}
+
+
+def test_twenty_devices_and_the_articles_are_known() -> None:
+    assert len(DEVICES) >= 20
+    for name in ("A100", "H100", "A6000", "A40", "V100"):
+        assert device(name).peak16 > 0
+
+
+@pytest.mark.parametrize(("name", "driver"), SAME.items())
+def test_presets_agree_with_the_datasheets_of_parts(name: str, driver: str) -> None:
+    sheet = datasheet(driver)
+    assert sheet is not None
+    assert device(name).peak16 == sheet.bf16
+    assert device(name).memory_rate == sheet.memory
+    assert device(name).reached16 in (0, sheet.reached)
+
+
+def test_no_device_reaches_more_than_it_promises() -> None:
+    for chip in DEVICES.values():
+        assert 0.3 * chip.peak16 < chip.best16 <= chip.peak16
+        assert chip.best8 <= chip.peak8
+
+
+@pytest.mark.parametrize("spelling", ["h100_80gb", "H100-80GB", "NVIDIA H100 80GB", "h100 sxm"])
+def test_a_name_is_known_however_it_is_spelt(spelling: str) -> None:
+    assert device(spelling).name == "h100-80gb"
+
+
+def test_a_name_may_say_the_memory_but_not_another_one() -> None:
+    assert device("h200_141gb").name == "h200"
+    with pytest.raises(InputError, match="h200"):
+        device("h200_64gb")
+
+
+def test_an_unknown_device_asks_for_its_figures_and_offers_near_ones() -> None:
+    with pytest.raises(InputError, match=r"peak16.*h100"):
+        device("h10")
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_every_topology_of_a_cloud_config_is_a_cluster(topology: str) -> None:
+    cluster = Cluster.preset(topology, nodes=2, per_node=4, device_name="a100")
+    assert cluster.devices == 8
+    assert cluster.inter <= cluster.intra
+
+
+def test_a_dgx_says_its_device_and_a_fat_tree_must_be_told() -> None:
+    assert Cluster.preset("dgx_h100", 2).device.name == "h100-80gb"
+    with pytest.raises(InputError, match="name one"):
+        Cluster.preset("fat_tree", 2)
+
+
+def test_a_cheap_network_is_slower() -> None:
+    dear, cheap = (
+        Cluster.of(CloudConfig(4, 8, "fat_tree", priority), "h100")
+        for priority in ("low_latency", "low_cost")
+    )
+    assert cheap.inter < dear.inter
+    assert cheap.inter_latency > dear.inter_latency
+
+
+def test_a_file_of_the_bench_is_a_machine() -> None:
+    cluster = own_machine(rates(), memory_bytes=64e9, link=1e9, devices=2)
+    assert cluster.device.best16 == 2e12
+    assert cluster.device.memory_rate == 5e10
+    assert cluster.devices == 2
+
+
+@pytest.mark.parametrize("wrong", [{}, {"kind": "else"}, rates(products=[]), rates(copies=[{}])])
+def test_a_file_that_isnt_the_benchs_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="hasten bench"):
+        own_machine(wrong, memory_bytes=64e9, link=1e9)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"rates\.json"):
+        own_machine(tmp_path / "rates.json", memory_bytes=64e9, link=1e9)
+
+
+def test_a_cluster_of_nothing_is_refused() -> None:
+    with pytest.raises(InputError, match="inter"):
+        Cluster(device("h100"), 1, 8, 1e9, 0)

@@ -1,0 +1,106 @@
+"""Calibration on a machine of one's own: a few runs of twenty steps tell what others will take."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hasten.errors import InputError
+from hasten.search.architecture import Architecture
+from hasten.search.constants import Calibration, Constants
+from hasten.search.devices import Device
+from hasten.search.layout import Job, Layout, Layouts
+from hasten.search.machines import Cluster
+from hasten.search.own_runs import (
+    OWN_STACK,
+    MachineFactors,
+    OwnRun,
+    calibrate_machine,
+    median_step_seconds,
+)
+from hasten.search.predict import predict
+
+MODEL = Architecture.from_config("deepseek-llm-tiny")
+CHIP = Device("a processor", 1.5e12, 64e9, 2e10, 1.25e8, per_node=2, units=2, reached16=1.5e12)
+CLUSTER = Cluster(CHIP, 1, 2, 1.25e8, 1.25e8, intra_latency=1e-4)
+CASES = [
+    (Layout(dp=dp, zero=0, micro_batch=m), Job(length, 8), rate)
+    for dp in (1, 2)
+    for m in (1, 4)
+    for length in (64, 256)
+    for rate in (1.25e7, 1.25e8)
+]
+
+
+def seconds(layout: Layout, job: Job, rate: float, calibration: Calibration) -> float:
+    cluster = replace(CLUSTER, intra=rate, inter=rate)
+    rows = Layouts.of([layout])
+    return float(predict(MODEL, cluster, job, rows, calibration, OWN_STACK).step_seconds[0])
+
+
+def run(place: int, truth: Calibration, noise: float = 1.0) -> OwnRun:
+    layout, job, rate = CASES[place]
+    cluster = replace(CLUSTER, intra=rate, inter=rate)
+    return OwnRun(MODEL, cluster, job, layout, seconds(layout, job, rate, truth) * noise)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.floats(0.3, 3), st.floats(0.3, 3), st.floats(0.4, 2))
+def test_six_runs_foretell_other_batches_layouts_and_rates(
+    compute: float, standing: float, links: float
+) -> None:
+    factors = MachineFactors(compute, 1.0, standing, links)
+    truth = Calibration(factors.applied(Constants()))
+    noise = np.random.default_rng(0).normal(1, 0.01, len(CASES))
+    learned = calibrate_machine([run(n, truth, noise[n]) for n in range(0, 16, 3)], Calibration())
+    errors = [
+        abs(seconds(*CASES[n], learned) / seconds(*CASES[n], truth) - 1) for n in range(16) if n % 3
+    ]
+    assert np.median(errors) < 0.05
+    assert max(errors) < 0.25
+
+
+def test_one_run_is_met_and_says_so_with_a_wider_interval() -> None:
+    truth = Calibration(MachineFactors(0.5).applied(Constants()))
+    one = calibrate_machine([run(3, truth)], Calibration())
+    assert seconds(*CASES[3], one) == pytest.approx(run(3, truth).step_seconds, rel=0.03)
+    many = calibrate_machine([run(n, truth) for n in range(8)], Calibration())
+    assert many.quantiles("dense")[1] < one.quantiles("dense")[1]
+    assert one.provenance["own_runs"] == 1
+
+
+def test_the_same_runs_give_the_same_bits() -> None:
+    runs = [run(n, Calibration()) for n in range(4)]
+    assert calibrate_machine(runs) == calibrate_machine(runs)
+
+
+def test_no_run_or_one_of_no_time_is_refused() -> None:
+    with pytest.raises(InputError, match="no run"):
+        calibrate_machine([])
+    with pytest.raises(InputError, match="run 1"):
+        calibrate_machine([replace(run(0, Calibration()), step_seconds=0.0)])
+
+
+def test_the_median_leaves_the_warm_up_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    steps = [9.0] * 5 + [1.0, 2.0, 3.0]
+    path.write_text("\n".join(json.dumps({"step_seconds": s}) for s in steps), encoding="utf-8")
+    assert median_step_seconds(path) == 2.0
+    with pytest.raises(InputError, match="run twenty"):
+        median_step_seconds(path, warm_up=6)
+
+
+@pytest.mark.parametrize("text", ["no json", "[1]"])
+def test_a_file_that_holds_no_metrics_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match="metrics"):
+        median_step_seconds(path)
+    with pytest.raises(InputError, match="nowhere"):
+        median_step_seconds(tmp_path / "nowhere")

@@ -1,0 +1,272 @@
+"""Predictions: many layouts as one, never faster for worse hardware, sums that add up."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hasten.errors import InputError
+from hasten.search.architecture import Architecture
+from hasten.search.constants import Calibration, Constants
+from hasten.search.layout import PRECISIONS, RECOMPUTE, SCHEDULES, Job, Layout, Layouts
+from hasten.search.machines import Cluster
+from hasten.search.memory import in_flight
+from hasten.search.predict import Prediction, predict, why
+
+DENSE = Architecture.from_config("deepseek-llm-7b")
+SPARSE = Architecture.from_config("deepseek-v2-lite")
+CLUSTER = Cluster.preset("dgx_h100", 4)
+JOB = Job(4096, 256)
+PLAIN = Calibration()  # priors: what holds must hold whatever the constants are fitted to
+
+layouts = st.builds(
+    Layout,
+    dp=st.sampled_from([1, 2, 4, 8]),
+    tp=st.sampled_from([1, 2, 4, 8]),
+    pp=st.sampled_from([1, 2, 4]),
+    ep=st.sampled_from([1, 2, 8]),
+    cp=st.sampled_from([1, 2]),
+    zero=st.integers(0, 3),
+    micro_batch=st.sampled_from([1, 2, 4]),
+    schedule=st.sampled_from([s for s in SCHEDULES if s != "interleaved"]),
+    recompute=st.sampled_from(RECOMPUTE),
+    precision=st.sampled_from(PRECISIONS),
+    compression=st.sampled_from(["none", "int8"]),
+    sequence_parallel=st.booleans(),
+    flash=st.booleans(),
+)
+
+
+def one(layout: Layout, model: Architecture = DENSE, cluster: Cluster = CLUSTER) -> Prediction:
+    return predict(model, cluster, JOB, Layouts.of([layout]), PLAIN)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(layouts, min_size=1, max_size=6), st.sampled_from([DENSE, SPARSE]))
+def test_many_at_once_are_predicted_as_each_alone(many: list[Layout], model: Architecture) -> None:
+    together = predict(model, CLUSTER, JOB, Layouts.of(many), PLAIN)
+    for place, layout in enumerate(many):
+        alone = one(layout, model)
+        assert together.step_seconds[place] == alone.step_seconds[0]
+        assert together.memory_bytes[place] == alone.memory_bytes[0]
+        assert together.fits[place] == alone.fits[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts, st.sampled_from([DENSE, SPARSE]), st.floats(1.01, 10))
+@pytest.mark.parametrize("field", ["intra", "inter"])
+def test_more_bandwidth_is_never_slower(
+    field: str, layout: Layout, model: Architecture, times: float
+) -> None:
+    faster = replace(CLUSTER, **{field: getattr(CLUSTER, field) * times})
+    assert one(layout, model, faster).step_seconds[0] <= one(layout, model).step_seconds[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts, st.sampled_from([DENSE, SPARSE]), st.floats(1.01, 10))
+@pytest.mark.parametrize("field", ["memory_rate", "peak16", "reached16"])
+def test_a_faster_device_is_never_slower(
+    field: str, layout: Layout, model: Architecture, times: float
+) -> None:
+    chip = replace(CLUSTER.device, **{field: getattr(CLUSTER.device, field) * times})
+    faster = replace(CLUSTER, device=chip)
+    before, after = one(layout, model).step_seconds[0], one(layout, model, faster).step_seconds[0]
+    # Data parallelism hides behind the backward pass: what that gets shorter may come to light.
+    assert after <= before * (1 + 1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts, st.sampled_from([DENSE, SPARSE]))
+def test_parts_add_up_and_none_is_negative(layout: Layout, model: Architecture) -> None:
+    found = one(layout, model)
+    parts = [value[0] for value in vars(found.step).values()]
+    assert sum(parts) == pytest.approx(found.step_seconds[0])
+    assert min(parts) >= 0
+    held = [value[0] for value in vars(found.memory).values()]
+    assert sum(held) == pytest.approx(found.memory_bytes[0])
+    assert min(held) >= 0
+    assert found.step_p10[0] <= found.step_seconds[0] <= found.step_p90[0]
+    assert found.tokens_p10[0] <= found.tokens_per_second_per_device[0] <= found.tokens_p90[0]
+    assert found.memory_p10[0] <= found.memory_bytes[0] <= found.memory_p90[0]
+
+
+@given(layouts)
+def test_a_layout_survives_the_way_through_columns(layout: Layout) -> None:
+    assert Layouts.of([layout, Layout()]).at(0) == layout
+
+
+@settings(max_examples=40, deadline=None)
+@given(layouts)
+def test_recomputation_takes_time_and_saves_memory(layout: Layout) -> None:
+    none, full = (one(replace(layout, recompute=word)) for word in ("none", "full"))
+    assert none.step_seconds[0] < full.step_seconds[0]
+    assert none.memory_bytes[0] > full.memory_bytes[0]
+
+
+def test_latent_attention_keeps_its_low_ranks_where_it_recomputes_selectively() -> None:
+    plain = replace(SPARSE, latent=None, head_dim=160)  # as wide, without ranks to go back to
+    kept = [
+        one(Layout(dp=8, recompute="selective"), m).memory.activations[0]
+        / one(Layout(dp=8, recompute="none"), m).memory.activations[0]
+        for m in (SPARSE, plain)
+    ]
+    assert kept[0] < kept[1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(layouts)
+def test_zero_shards_more_with_each_stage(layout: Layout) -> None:
+    wide = replace(layout, dp=8)
+    held = [
+        sum(getattr(one(replace(wide, zero=z)).memory, p)[0] for p in ("gradients", "optimizer"))
+        for z in range(4)
+    ]
+    assert held == sorted(held, reverse=True)
+    assert held[3] < held[0]
+
+
+def test_a_longer_micro_batch_is_used_better_but_the_bubble_grows() -> None:
+    rows = [Layout(dp=4, pp=8, micro_batch=m, recompute="full") for m in (1, 2, 4, 8, 16)]
+    found = predict(DENSE, CLUSTER, JOB, Layouts.of(rows), PLAIN)
+    assert np.all(np.diff(found.step.compute) < 0)
+    assert found.step.pp[-1] > found.step.pp[0]
+
+
+def bubbles(model: Architecture, job: Job, rows: list[Layout]) -> np.ndarray:
+    """Idle time over work, less what a schedule without a bubble waits for: uneven stages."""
+    constants = replace(Constants(), stage_seconds=1e-300, pp_exposed=1e-300, bubble=1.0)
+    zero = replace(rows[0], schedule="zb2p", virtual=1)
+    found = predict(model, CLUSTER, job, Layouts.of([*rows, zero]), Calibration(constants))
+    work = found.step.compute + found.step.attention + found.step.head
+    return ((found.step.pp - found.step.pp[-1]) / work)[:-1]
+
+
+def test_a_bubble_is_that_of_its_closed_form() -> None:
+    rows = [Layout(pp=8, schedule=name) for name in ("1f1b", "gpipe", "zb1p", "dualpipe")]
+    found = bubbles(replace(DENSE, layers=8), Job(4096, 64), rows)
+    expected = np.array([7, 7, 7 / 3, (8 / 2 - 1) * 2 / 3]) / 64
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
+def test_an_interleaved_bubble_is_smaller_by_the_virtual_stages() -> None:
+    rows = [Layout(pp=4, dp=8), Layout(pp=4, dp=8, schedule="interleaved", virtual=4)]
+    plain, interleaved = bubbles(replace(DENSE, layers=32), JOB, rows)
+    assert interleaved == pytest.approx(plain / 4)
+
+
+def test_micro_batches_in_flight_are_the_schedules() -> None:
+    plain = Layout(pp=4)
+    rows = [
+        plain,
+        replace(plain, schedule="gpipe"),
+        replace(plain, schedule="zb1p"),
+        replace(plain, schedule="dualpipe"),
+        replace(plain, schedule="interleaved", virtual=2),
+        Layout(),
+    ]
+    assert list(in_flight(Layouts.of(rows), 16.0)) == [4, 16, 4, 5, 4 * (1 + 3 / 8), 1]
+    assert list(in_flight(Layouts.of(rows), 2.0)) == [2, 2, 2, 2, 2, 1]
+
+
+def test_a_head_width_that_is_no_multiple_of_eight_is_slow_without_flash() -> None:
+    aligned = replace(DENSE, heads=64, kv_heads=64, head_dim=208)
+    odd = replace(aligned, heads=64, kv_heads=64, head_dim=212)
+    layout = Layout(dp=8, tp=4, flash=False)
+    ratio = one(layout, odd).step_seconds[0] / one(layout, aligned).step_seconds[0]
+    assert ratio > 1.15
+
+
+def test_an_uneven_pipeline_waits_for_its_fullest_stage() -> None:
+    even, uneven = (replace(DENSE, layers=n, vocabulary=1) for n in (32, 33))
+    layout = Layout(pp=4, dp=8)
+    grown = one(layout, uneven).step_seconds[0] / one(layout, even).step_seconds[0]
+    assert grown > 33 / 32 * 1.02
+
+
+def test_compression_pays_on_a_slow_network_and_not_on_a_fast_link() -> None:
+    rows = Layouts.of([Layout(dp=8, zero=0), Layout(dp=8, zero=0, compression="int4")])
+    slow = replace(CLUSTER, per_node=1, nodes=8, inter=1e8)
+    fast = replace(CLUSTER, per_node=8, nodes=1)
+    job = Job(4096, 8)
+    busy = Job(4096, 512)
+    on_slow = predict(DENSE, slow, job, rows, PLAIN).step_seconds
+    on_fast = predict(DENSE, fast, busy, rows, PLAIN).step_seconds
+    assert on_slow[1] < 0.6 * on_slow[0]
+    assert on_fast[1] > 0.97 * on_fast[0]
+
+
+def test_dualpipe_hides_the_experts_exchange_and_pays_in_compute() -> None:
+    rows = Layouts.of([Layout(dp=16, pp=2, ep=16, schedule=s) for s in ("1f1b", "dualpipe")])
+    slow, fast = (replace(CLUSTER, inter=CLUSTER.inter * times) for times in (0.5, 2))
+    on_slow, on_fast = (predict(SPARSE, c, JOB, rows, PLAIN).step.ep for c in (slow, fast))
+    assert 0 < on_slow[1] < on_slow[0]
+    assert on_fast[0] < on_slow[0]
+    assert on_fast[1] == on_slow[1]  # hidden is hidden, on either network
+
+
+def test_lora_takes_less_memory_and_less_time() -> None:
+    rows = Layouts.of([Layout(dp=8, zero=3)])
+    full, lora = (
+        predict(DENSE, CLUSTER, Job(2048, 64, task), rows, PLAIN) for task in ("full", "lora")
+    )
+    assert lora.step_seconds[0] < full.step_seconds[0]
+    assert lora.memory_bytes[0] < full.memory_bytes[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "word"),
+    [
+        (Layout(dp=64), "devices"),
+        (Layout(dp=3), "batch"),
+        (Layout(tp=5), "heads"),
+        (Layout(pp=33), "layers"),
+        (Layout(dp=2, ep=3), "experts"),
+        (Layout(precision="nvfp4"), "format"),
+        (Layout(dp=1, zero=0), "memory"),
+    ],
+)
+def test_a_layout_that_cant_run_has_its_reason(layout: Layout, word: str) -> None:
+    found = one(layout, SPARSE if word == "experts" else DENSE)
+    assert not found.fits[0]
+    assert any(sentence.startswith(word) for sentence in why(found.reasons[0]))
+
+
+def test_tensor_parallelism_over_nodes_is_allowed_and_told() -> None:
+    found = one(Layout(dp=2, tp=16, micro_batch=1, recompute="full"))
+    assert found.fits[0]
+    assert any(sentence.startswith("nodes") for sentence in why(found.reasons[0]))
+
+
+def test_an_unknown_stack_has_the_wider_interval() -> None:
+    known = Calibration(stacks={"mine": 1.1})
+    rows = Layouts.of([Layout(dp=32)])
+    mine, other = (predict(DENSE, CLUSTER, JOB, rows, known, stack=s) for s in ("mine", "other"))
+    assert mine.step_seconds[0] == pytest.approx(1.1 * other.step_seconds[0])
+    assert np.log(mine.step_p90[0] / mine.step_p10[0]) < np.log(
+        other.step_p90[0] / other.step_p10[0]
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"tp": 0}, {"zero": 4}, {"schedule": "zigzag"}, {"recompute": "some"}, {"virtual": 2}],
+)
+def test_an_impossible_layout_is_refused_in_a_sentence(wrong: dict[str, object]) -> None:
+    with pytest.raises(InputError, match=next(iter(wrong)) if "virtual" not in wrong else "stages"):
+        Layout(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_job_of_nothing_is_refused() -> None:
+    with pytest.raises(InputError, match="global_batch"):
+        Job(4096, 0)
+
+
+def test_columns_of_different_length_are_refused() -> None:
+    columns = dataclasses.asdict(Layouts.of([Layout()]))
+    with pytest.raises(ValueError, match="length"):
+        Layouts(**{**columns, "dp": np.ones(2)})

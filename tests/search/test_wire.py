@@ -1,0 +1,98 @@
+"""Collectives: closed forms against a ring that is played step by step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hasten.search.architecture import Architecture
+from hasten.search.communication import gather_seconds, links, wire
+from hasten.search.constants import Constants
+from hasten.search.layout import Layout, Layouts
+from hasten.search.machines import Cluster
+from hasten.search.quantities import MachineNumbers, machine, numbers
+
+C = replace(Constants(), intra=1.0, inter=1.0, latency=1.0)
+CLUSTER = Cluster.preset("dgx_h100", 4)
+HERE = machine(CLUSTER)
+
+
+def played_gather(size: float, ranks: int, rate: float, hop: float) -> float:
+    """Every rank passes one piece on in each of n-1 rounds; a round ends when all have."""
+    return sum(size / ranks / rate + hop for _ in range(ranks - 1))
+
+
+@given(st.floats(1, 1e12), st.integers(1, 64), st.floats(1e6, 1e12), st.floats(0, 1e-3))
+def test_a_gather_takes_what_a_ring_played_out_takes(
+    size: float, ranks: int, rate: float, hop: float
+) -> None:
+    found = float(gather_seconds(size, ranks, rate, hop))
+    assert found == pytest.approx(played_gather(size, ranks, rate, hop), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("stride", "ranks", "rate"),
+    [
+        (1, 8, CLUSTER.intra),  # within a node
+        (8, 4, CLUSTER.inter),  # one rank of each node: its own card
+        (4, 8, 2 * CLUSTER.inter),  # two of each node share two cards
+        (1, 32, 8 * CLUSTER.inter),  # all of each node: all cards
+    ],
+)
+def test_a_group_has_the_cards_of_its_ranks(stride: int, ranks: int, rate: float) -> None:
+    found = float(links(np.array([stride]), np.array([ranks]), HERE, C).rate[0])
+    assert found == pytest.approx(min(rate, CLUSTER.intra))
+
+
+def sent(layout: Layout, name: str = "deepseek-llm-7b", here: MachineNumbers = HERE) -> object:
+    model = numbers(Architecture.from_config(name), 2048)
+    return wire(model, here, Layouts.of([layout]), C, False)
+
+
+def test_data_parallelism_moves_what_its_zero_stage_says() -> None:
+    parameters = Architecture.from_config("deepseek-llm-7b").parameters()
+    free = replace(HERE, intra_latency=0.0, inter_latency=0.0)
+    bytes_sent = {0: 8, 1: 6, 2: 4, 3: 6}  # per parameter; sums over micro-batches in fp32
+    for zero, count in bytes_sent.items():
+        found = sent(Layout(dp=8, zero=zero), here=free)
+        expected = count * parameters * 7 / 8 / CLUSTER.intra
+        assert found.dp[0] == pytest.approx(expected, rel=1e-6)  # type: ignore[attr-defined]
+
+
+def test_nobody_to_talk_to_is_silence() -> None:
+    found = sent(Layout())
+    for kind in ("tp", "cp", "ep", "pp", "dp", "encode"):
+        assert getattr(found, kind)[0] == 0
+
+
+def test_full_recomputation_repeats_tensor_parallelism() -> None:
+    plain, again = (sent(Layout(tp=8, recompute=r)) for r in ("none", "full"))
+    assert again.tp[0] == pytest.approx(1.5 * plain.tp[0])  # type: ignore[attr-defined]
+
+
+def test_a_token_goes_to_a_node_once_however_many_experts_it_has_there() -> None:
+    free = replace(HERE, intra=1e30, intra_latency=0.0, inter_latency=0.0)
+    found = sent(Layout(dp=32, ep=32), "deepseek-v2-lite", free)
+    model = Architecture.from_config("deepseek-v2-lite")
+    # Of 4 nodes, six experts drawn at random meet so many; a quarter of those is one's own.
+    rng = np.random.default_rng(0)
+    drawn = rng.integers(0, 4, size=(200_000, 6))
+    met = np.mean([(drawn == node).any(axis=1) for node in range(1, 4)]) * 3
+    expected = 4 * 26 * 2048 * met * 2 * model.hidden / CLUSTER.inter
+    assert found.ep[0] == pytest.approx(expected, rel=0.01)  # type: ignore[attr-defined]
+
+
+def test_experts_within_a_node_dont_use_its_cards() -> None:
+    near = sent(Layout(dp=8, ep=8), "deepseek-v2-lite")
+    slower = replace(HERE, inter=HERE.inter / 100)
+    assert sent(Layout(dp=8, ep=8), "deepseek-v2-lite", slower).ep[0] == near.ep[0]  # type: ignore[attr-defined]
+
+
+def test_compression_shrinks_gradients_and_costs_passes() -> None:
+    plain, small = (sent(Layout(dp=32, compression=c)) for c in ("none", "int8"))
+    assert small.dp[0] < plain.dp[0]  # type: ignore[attr-defined]
+    assert small.encode[0] > 0  # type: ignore[attr-defined]
