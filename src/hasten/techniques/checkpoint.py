@@ -2,73 +2,153 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+
+import torch
 
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.state import restore, state_of
-from hasten.core.technique import Fidelity, Proof, Technique, knob
+from hasten.core.technique import Fidelity, Proof, Technique, setting
 from hasten.errors import InputError
-from hasten.parts import checkpoint
+from hasten.parts.checkpoint import SmartCheckpointer
+from hasten.parts.checkpoint.protected import moments_to_come
+
+DYNAMIC, EPOCH = "dynamic", "epoch"
 
 
 @dataclass(frozen=True)
 class Checkpoints(Technique):
-    """The whole state every so many steps, each checkpoint committed by one rename."""
+    """The whole state as often as pays, each checkpoint committed by one rename."""
 
     slot = Slot.CHECKPOINT
-    every_steps: int = knob(100, "steps between two checkpoints; 0: at the end of each epoch")
-    keep: int = knob(2, "checkpoints kept", low=1, high=10)
+    interval: str | int = setting(
+        DYNAMIC, "dynamic: from what saves cost; a number of steps; epoch: at each one's end"
+    )
+    max_checkpoints: int = setting(3, "verified checkpoints that stay")
+    compression: bool = setting(True, "pack them, where a measurement shows that it pays")
+    folder: str | None = setting(
+        None, "a path, or an address that fsspec knows; the run's own folder if left out"
+    )
 
     def __post_init__(self) -> None:
-        if self.every_steps < 0 or self.keep < 1:
-            raise ValueError("every_steps can't be negative, and at least 1 checkpoint is kept")
+        steps = type(self.interval) is int and self.interval >= 1
+        if not (steps or self.interval in (DYNAMIC, EPOCH)):
+            raise ValueError(
+                f"interval is {self.interval!r}; give dynamic, epoch, or a number of steps"
+            )
+        if self.max_checkpoints < 1:
+            raise ValueError(f"max_checkpoints is {self.max_checkpoints}; at least 1 is kept")
 
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.EXACT
 
     def apply(self, setup: Setup) -> None:
-        if setup.folder is None:
+        if self.folder is None and setup.folder is None:
             raise InputError("checkpoints need a run folder: give output (or checkpoint_dir)")
-        setup.checkpoint = SessionCheckpoints(setup.folder, self.every_steps, self.keep)
+        setup.checkpoint = SessionCheckpoints(self, setup)
 
     def probe(self, session: Session) -> Proof:
-        keeper = session.setup.checkpoint
-        saved = keeper.saved if isinstance(keeper, SessionCheckpoints) else 0
-        return Proof(saved > 0, f"{saved} checkpoint(s) written")
+        kept = session.setup.checkpoint
+        if not isinstance(kept, SessionCheckpoints):
+            return Proof(False, "0 checkpoint(s) written")
+        keeper = kept.keeper
+        words = [f"{kept.saved} checkpoint(s) written", keeper.compression, *keeper.alarms[-1:]]
+        return Proof(kept.saved > 0, "; ".join(words))
 
 
 class SessionCheckpoints:
-    """Writes a session's state when it is due, on the main rank; reads it on all."""
+    """Saves a session's state when it is due, and brings a fresh one to a saved state."""
 
-    def __init__(self, folder: Path, every_steps: int, keep: int) -> None:
-        self.folder, self.every_steps, self.keep = folder, every_steps, keep
-        self.saved = 0
+    def __init__(self, chosen: Checkpoints, setup: Setup) -> None:
+        self._chosen, self._setup = chosen, setup
+        self.saved = 0  # saves begun; those that failed are among the alarms
+
+    @cached_property
+    def keeper(self) -> SmartCheckpointer:
+        """Made at first use: an address is reached, and a plan may be looked at without a run."""
+        chosen = self._chosen
+        each = chosen.interval if isinstance(chosen.interval, int) else DYNAMIC
+        return SmartCheckpointer(
+            each,
+            chosen.max_checkpoints,
+            chosen.compression,
+            chosen.folder or str(self._setup.folder),
+            agree=self._first_rank_says,
+        )
 
     def after_step(self, session: Session) -> None:
-        if self.every_steps and session.progress.step % self.every_steps == 0:
+        if self._chosen.interval == EPOCH:
+            self.keeper.saver.look()
+        elif self.keeper.due(session.progress.step):
             self.save(session)
 
     def after_epoch(self, session: Session) -> None:
-        if not self.every_steps:
+        if self._chosen.interval == EPOCH:
             self.save(session)
 
     def save(self, session: Session) -> None:
-        """Write the state now."""
+        """Begin to write the state as it is now."""
         tensors, meta = state_of(session)  # on all ranks: what a slot remembers may be gathered
-        if session.setup.facts.world.is_main:
-            checkpoint.save(self.folder, session.progress.step, tensors, meta)
-            checkpoint.prune(self.folder, self.keep)
+        self.keeper.save_state(session.progress.step, tensors, meta)
         self.saved += 1
 
-    def resume(self, session: Session) -> Path | None:
-        """Go on from the newest checkpoint that verifies; None, and a fresh start, without one."""
-        found = checkpoint.load_latest(self.folder)
+    def resume(self, session: Session, path: Path | None = None) -> Path | None:
+        """Go on from the newest checkpoint that verifies, or from ``path``.
+
+        Raises:
+            InputError: the folder can't be used, or the checkpoint is damaged or of another run.
+        """
+        self._open(session)
+        with _as_advice():
+            found = self.keeper.load_state(path)
         if found is None:
             return None
-        tensors, meta, path = found
-        restore(session, tensors, meta)
-        return path
+        tensors, meta, place = found
+        with _as_advice():
+            restore(session, tensors, meta)
+        return place
+
+    def settle(self) -> None:
+        self.keeper.saver.settle()
+
+    @contextlib.contextmanager
+    def running(self, session: Session) -> Iterator[None]:
+        """Around all steps; a run that any rank was asked to stop is saved by all."""
+        self._open(session)
+        try:
+            yield
+            flag = torch.tensor([float(session.stop_requested)], dtype=torch.float64)
+            stopped = bool(self._setup.layout.sum(flag).item())  # a host tensor
+            if stopped and self.keeper.step != session.progress.step:
+                self.save(session)
+        finally:
+            self.keeper.close()
+
+    def _open(self, session: Session) -> None:
+        weights = {t.data_ptr(): t.nbytes for t in session.loss_module.state_dict().values()}
+        with _as_advice():
+            self.keeper.open(sum(weights.values()) + moments_to_come(session.optimizer))
+
+    def _first_rank_says(self, numbers: Sequence[float]) -> Sequence[float]:
+        main = self._setup.facts.world.is_main
+        values = torch.tensor(list(numbers), dtype=torch.float64)
+        found: list[float] = self._setup.layout.sum(values * float(main)).tolist()
+        return found
+
+
+@contextlib.contextmanager
+def _as_advice() -> Iterator[None]:
+    """What a part says of a folder is advice to the user."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"checkpoints: {error}") from error

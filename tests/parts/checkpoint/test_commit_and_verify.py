@@ -12,12 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
+import xxhash
 from torch import Tensor
 
 from hasten.parts import checkpoint
-from hasten.parts.checkpoint import MANIFEST, STATE, DamagedCheckpointError
+from hasten.parts.checkpoint import (
+    MANIFEST,
+    STATE,
+    DamagedCheckpointError,
+    NewerFormatError,
+    commit,
+)
+from hasten.parts.checkpoint.folder import REASON
+from hasten.parts.checkpoint.manifest import sealed
 
 META = {"step": 3, "plan": [{"packed": {}}], "loss": 1.5, "none": None, "words": "词 é"}
 
@@ -177,13 +185,27 @@ def test_a_folder_where_nothing_can_be_renamed_still_gives_the_older_one(
 def test_another_versions_checkpoint_is_left_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "FORMAT", 2)
+    monkeypatch.setattr(commit, "FORMAT", 3)
     two(tmp_path)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="has format 2 and this version reads 1") as raised:
+    with pytest.raises(NewerFormatError, match="has format 3 and this version reads up to 2"):
         checkpoint.load_latest(tmp_path)
-    assert not isinstance(raised.value, DamagedCheckpointError)
+    checkpoint.prune(tmp_path, 1)
     assert len(checkpoint.checkpoints(tmp_path)) == 2
+
+
+def test_a_checkpoint_of_the_first_format_is_read(tmp_path: Path) -> None:
+    """As the version before this one wrote it: no sha256, no codes, no base."""
+    path = checkpoint.save(tmp_path, 7, _unshared(state(7)), META)
+    written = json.loads((path / MANIFEST).read_bytes())
+    del written["files"][STATE]["sha256"]
+    old = {"format": 1, "step": 7, "files": written["files"], "meta": META}
+    text = json.dumps(old, indent=1)
+    seal = xxhash.xxh3_128_hexdigest(text.encode())
+    (path / MANIFEST).write_text(json.dumps({**old, "seal": seal}, indent=1))
+    tensors, meta = checkpoint.load(path)
+    assert same(tensors, state(7))
+    assert meta == META
 
 
 class Trap:
@@ -202,10 +224,12 @@ def test_a_pickle_is_refused_and_its_code_does_not_run(forged: bool, tmp_path: P
     path, sprung = two(tmp_path / "run") / "step-00000002", tmp_path / "sprung"
     (path / STATE).write_bytes(pickle.dumps(Trap(sprung)))
     if forged:
+        data = (path / STATE).read_bytes()
         manifest = json.loads((path / MANIFEST).read_bytes())
         del manifest["seal"]
-        manifest["files"] = {STATE: checkpoint._fingerprint(path / STATE)}
-        (path / MANIFEST).write_bytes(checkpoint._sealed(manifest))
+        hashed = xxhash.xxh3_128_hexdigest(data)
+        manifest["files"] = {STATE: {"bytes": len(data), "xxh3_128": hashed}}
+        (path / MANIFEST).write_bytes(sealed(manifest))
     with pytest.raises(DamagedCheckpointError):
         checkpoint.load(path)
     assert falls_back(tmp_path / "run")
@@ -214,25 +238,7 @@ def test_a_pickle_is_refused_and_its_code_does_not_run(forged: bool, tmp_path: P
     assert sprung.exists(), "the trap itself doesn't work"
 
 
-def test_a_full_disk_leaves_older_checkpoints_and_no_temporary_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    two(tmp_path)
-
-    def full(tensors: dict[str, Tensor], path: Path) -> None:
-        path.write_bytes(b"the first few bytes")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(safetensors.torch, "save_file", full)
-    with pytest.raises(OSError, match="No space left"):
-        checkpoint.save(tmp_path, 3, state(3), {})
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
-    found = checkpoint.load_latest(tmp_path)
-    assert found is not None
-    assert same(found[0], state(2))
-
-
-def test_what_the_library_says_of_a_full_disk_is_an_os_error(tmp_path: Path) -> None:
+def test_a_file_that_can_not_grow_is_an_os_error_and_leaves_nothing(tmp_path: Path) -> None:
     """A limit on the size of files stands for the full disk."""
     code = (
         "import resource, signal, sys, torch; from pathlib import Path\n"
@@ -255,37 +261,28 @@ def test_meta_that_is_not_json_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tensors_that_share_memory_are_refused(tmp_path: Path) -> None:
-    shared = torch.zeros(3)
-    with pytest.raises(RuntimeError, match="share memory"):
-        checkpoint.save(tmp_path, 1, {"a": shared, "b": shared}, {})
+def test_tensors_that_share_memory_are_written_each(tmp_path: Path) -> None:
+    whole = torch.arange(6.0)
+    path = checkpoint.save(tmp_path, 1, {"a": whole, "b": whole[::2], "c": whole}, {})
+    tensors, _ = checkpoint.load(path)
+    assert same(tensors, {"a": whole, "b": whole[::2].clone(), "c": whole})
+
+
+def test_a_tensor_that_safetensors_can_not_hold_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"masks is a torch\.sparse_coo tensor"):
+        checkpoint.save(tmp_path, 1, {"masks": torch.eye(3).to_sparse()}, {})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_prune_keeps_the_newest(tmp_path: Path) -> None:
-    for step in (1, 30, 200, 4):
-        checkpoint.save(tmp_path, step, state(step), {})
-    checkpoint.prune(tmp_path, 2)
-    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["step-00000030", "step-00000200"]
-    assert hidden(tmp_path) == []
-
-
-@pytest.mark.parametrize("keep", [0, -1])
-def test_prune_refuses_to_keep_nothing(keep: int, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_does_not_block_its_step(tmp_path: Path) -> None:
     two(tmp_path)
-    with pytest.raises(ValueError, match=f"keep is {keep}"):
-        checkpoint.prune(tmp_path, keep)
-    assert len(checkpoint.checkpoints(tmp_path)) == 2
+    (tmp_path / "step-00000002" / STATE).write_bytes(b"no")
+    checkpoint.save(tmp_path, 2, _unshared(state(2)), {"step": 2})
+    assert same(checkpoint.load(tmp_path / "step-00000002")[0], state(2))
+    (moved,) = hidden(tmp_path)
+    assert "has 2 bytes instead of" in (tmp_path / moved / REASON).read_text()
 
 
-def test_foreign_folders_are_left_alone(tmp_path: Path) -> None:
-    foreign = ["step-3", "step-00000003-best", "model", ".git", ".writing-notes", "xstep-00000001"]
-    for name in foreign:
-        (tmp_path / name).mkdir()
-    two(tmp_path)
-    found = checkpoint.load_latest(tmp_path)
-    assert found is not None
-    assert found[1] == {"step": 2}
-    checkpoint.prune(tmp_path, 1)
-    left = sorted(p.name for p in tmp_path.iterdir())
-    assert left == sorted([*foreign, "step-00000002"])
+def test_a_checkpoint_under_the_name_of_another_step_is_damage(tmp_path: Path) -> None:
+    (two(tmp_path) / "step-00000002").rename(tmp_path / "step-00000009")
+    assert falls_back(tmp_path, "step-00000009")

@@ -1,0 +1,160 @@
+"""``hasten checkpoint``: what a folder of checkpoints holds, and whether it is whole.
+
+Nothing here writes into such a folder. The commands import torch only when they run.
+"""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hasten.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DAMAGED = 4  # the exit code of a proof that failed, as in hasten.cli.main
+MODEL = "model/"  # where the weights are, if they were protected by this name
+WRAPPED = "model."  # in a run they are those of the loss module, which holds the model
+
+app = typer.Typer(help="Look at checkpoints, verify or export them.", no_args_is_help=True)
+
+Folder = Annotated[Path, typer.Argument(help="a folder of checkpoints, or one checkpoint")]
+One = Annotated[Path, typer.Argument(help="one checkpoint, or a folder: its newest")]
+
+
+@app.command("ls")
+def ls(folder: Folder) -> None:
+    """List checkpoints with step, size and time, and those that were set aside."""
+    from hasten.parts.checkpoint.manifest import DamagedCheckpointError, read_manifest
+
+    for path in _all(folder):
+        when = datetime.datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "seconds")
+        try:
+            manifest = read_manifest(path)
+        except DamagedCheckpointError as error:
+            typer.echo(f"{path.name}  DAMAGED: {error}")
+            continue
+        except ValueError as error:
+            typer.echo(f"{path.name}  {error}")
+            continue
+        size = sum(entry["bytes"] for entry in manifest["files"].values())
+        packed = "  packed" if manifest.get("coded") else ""
+        base = f"  differs from {manifest['base']['name']}" if manifest.get("base") else ""
+        typer.echo(f"{path.name}  {size / 1e6:,.1f} MB  {when}{packed}{base}")
+    for path, reason in _set_aside(folder):
+        typer.echo(f"{path.name}  {reason}")
+
+
+@app.command("verify")
+def verify(folder: Folder) -> None:
+    """Compare every byte with both hashes of its manifest; exit code 4 if one differs."""
+    from hasten.parts.checkpoint import verify as whole
+
+    damaged = 0
+    for path in _all(folder):
+        try:
+            whole(path, thorough=True)
+        except ValueError as error:
+            damaged += 1
+            typer.echo(f"{path.name}  NOT WHOLE: {error}")
+        else:
+            typer.echo(f"{path.name}  whole")
+    if damaged:
+        raise typer.Exit(DAMAGED)
+
+
+@app.command("export")
+def export(
+    checkpoint: One,
+    to: Annotated[Path, typer.Option("--to", help="the .safetensors file to write")],
+    everything: Annotated[
+        bool, typer.Option("--all", help="optimizer and the rest too, under their own names")
+    ] = False,
+) -> None:
+    """Write a checkpoint's weights, unpacked and verified, as one safetensors file."""
+    from safetensors.torch import save_file
+
+    if to.exists():
+        raise InputError(f"{to} exists; name a file that doesn't")
+    path, tensors, meta = _loaded(checkpoint)
+    if not everything:
+        prefix = MODEL + WRAPPED if "plan" in meta else MODEL
+        tensors = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+    if not tensors:
+        raise InputError(f"{path} holds nothing called {MODEL}...; --all writes all tensors")
+    temporary = to.with_name(f".{to.name}.writing")
+    try:
+        save_file({name: t.contiguous() for name, t in tensors.items()}, temporary)
+        temporary.replace(to)
+    except Exception as error:
+        temporary.unlink(missing_ok=True)
+        raise InputError(f"{to} can't be written: {error}") from error
+    typer.echo(f"{len(tensors)} tensors of {path.name}: {to}")
+
+
+@app.command("diff")
+def diff(one: One, other: One) -> None:
+    """Compare two checkpoints tensor by tensor: what differs, and by how much at most."""
+    (left, ours, _), (right, theirs, _) = _loaded(one), _loaded(other)
+    equal = 0
+    for name in sorted(ours.keys() | theirs.keys()):
+        words = _difference(ours.get(name), theirs.get(name), left.name, right.name)
+        equal += not words
+        if words:
+            typer.echo(f"{name}  {words}")
+    typer.echo(f"{equal} tensors are equal bit for bit")
+
+
+def _difference(one: Tensor | None, other: Tensor | None, left: str, right: str) -> str:
+    import torch
+
+    if one is None or other is None:
+        return f"only in {left if other is None else right}"
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return f"{one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)}"
+    if torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)):
+        return ""
+    apart: Any = (one.double() - other.double()).abs()
+    return f"differs by {apart.max().item():.3g} at most, in {(apart != 0).sum()} of {one.numel()}"
+
+
+def _all(folder: Path) -> list[Path]:
+    from hasten.parts.checkpoint import MANIFEST, checkpoints
+
+    if (folder / MANIFEST).is_file():
+        return [folder]
+    found = checkpoints(folder)
+    if not found:
+        inside = folder / "checkpoints"
+        if checkpoints(inside):
+            return checkpoints(inside)
+        raise InputError(f"{folder} holds no checkpoint")
+    return found
+
+
+def _loaded(place: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
+    from hasten.parts.checkpoint import load
+
+    path = _all(place)[-1]
+    try:
+        return path, *load(path)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def _set_aside(folder: Path) -> list[tuple[Path, str]]:
+    """What was renamed out of the way, with the reason that lies in it."""
+    from hasten.parts.checkpoint.folder import REASON
+
+    found = []
+    for path in sorted(p for p in folder.glob(".*-step-*") if p.is_dir()):
+        kind = path.name[1:].partition("-")[0]
+        if kind in ("damaged", "aside"):
+            note = path / REASON
+            said = note.read_text(encoding="utf-8").strip() if note.is_file() else ""
+            found.append((path, said or "of a way that wasn't taken"))
+    return found

@@ -1,0 +1,41 @@
+"""Checkpoints that appear whole or not at all, are verified when read, and cost little.
+
+| module | what it does |
+|---|---|
+| ``smart_checkpointer`` | saves what it protects as often as pays, brings it back |
+| ``commit``, ``verify``, ``retention`` | one checkpoint to the disk, back, and how many stay |
+| ``saver``, ``writer`` | the folder as a whole; beside the training |
+| ``interval`` | when to save |
+| ``shuffle`` | smaller, where that pays |
+| ``remote`` | any address that fsspec knows |
+"""
+
+from __future__ import annotations
+
+from hasten.parts.checkpoint.commit import save
+from hasten.parts.checkpoint.folder import checkpoints
+from hasten.parts.checkpoint.lock import FolderInUseError
+from hasten.parts.checkpoint.manifest import (
+    MANIFEST,
+    STATE,
+    DamagedCheckpointError,
+    NewerFormatError,
+)
+from hasten.parts.checkpoint.retention import prune
+from hasten.parts.checkpoint.smart_checkpointer import SmartCheckpointer
+from hasten.parts.checkpoint.verify import load, load_latest, verify
+
+__all__ = [
+    "MANIFEST",
+    "STATE",
+    "DamagedCheckpointError",
+    "FolderInUseError",
+    "NewerFormatError",
+    "SmartCheckpointer",
+    "checkpoints",
+    "load",
+    "load_latest",
+    "prune",
+    "save",
+    "verify",
+]

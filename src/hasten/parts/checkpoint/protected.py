@@ -1,0 +1,122 @@
+"""Objects that have a state, by name: their state as tensors and JSON, and back, all or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from hasten.parts.checkpoint.nested import given, taken
+
+
+class Protected:
+    """What a checkpoint is of."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+
+    def add(self, objects: Mapping[str, Any]) -> None:
+        """Add objects by name.
+
+        Raises:
+            ValueError: one has no ``state_dict`` and ``load_state_dict``, or is sharded.
+        """
+        for name, held in objects.items():
+            lacks = [f for f in ("state_dict", "load_state_dict") if not hasattr(held, f)]
+            if lacks:
+                raise ValueError(
+                    f"{name} is a {type(held).__name__} without {lacks[0]}; protect objects with "
+                    "state_dict and load_state_dict"
+                )
+            if isinstance(held, nn.Module) and any(isinstance(p, DTensor) for p in _tensors(held)):
+                raise ValueError(
+                    f"{name} is sharded over ranks, which is not supported here; save it with "
+                    "torch.distributed.checkpoint"
+                )
+        self.objects |= objects
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors by place, and the rest as JSON by object.
+
+        Raises:
+            TypeError: a state holds what a checkpoint can't.
+        """
+        tensors: dict[str, Tensor] = {}
+        found = {
+            name: taken(_plain(held.state_dict()), name, tensors)
+            for name, held in self.objects.items()
+        }
+        return tensors, found
+
+    def load(self, tensors: dict[str, Tensor], saved: Any, place: Path) -> None:
+        """Give every object its state back.
+
+        Raises:
+            ValueError: the checkpoint is of other objects or another model; nothing was changed.
+        """
+        if not isinstance(saved, dict) or saved.keys() != self.objects.keys():
+            there = ", ".join(sorted(saved)) if isinstance(saved, dict) else "none"
+            raise ValueError(
+                f"{place} holds {there} and {', '.join(sorted(self.objects)) or 'nothing'} is "
+                "protected; protect the same objects by the same names, or use another folder"
+            )
+        try:
+            states = {name: given(state, tensors) for name, state in saved.items()}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{place} holds no state that can be read: {error!r}") from error
+        for name, held in self.objects.items():
+            _check_same(name, held, states[name], place)
+        for name, held in self.objects.items():
+            held.load_state_dict(states[name])
+
+    def expected_bytes(self) -> int:
+        """About what a checkpoint will take, before the optimizer has made its moments."""
+        tensors, _ = self.state()
+        optimizers = [held for held in self.objects.values() if isinstance(held, Optimizer)]
+        coming = sum(moments_to_come(optimizer) for optimizer in optimizers)
+        return coming + sum(int(t.nbytes) for t in tensors.values())
+
+
+def moments_to_come(optimizer: Optimizer) -> int:
+    """Bytes of state that an optimizer makes at its first step, as far as its settings show."""
+    if optimizer.state:
+        return 0
+    total = 0
+    for group in optimizer.param_groups:
+        copies = 2 if "betas" in group else int(bool(group.get("momentum")))
+        weights: list[Tensor] = group["params"]
+        total += copies * sum(int(p.nbytes) for p in weights)
+    return total
+
+
+def _plain(state: Any) -> Any:
+    """A module's state is an OrderedDict with an attribute; only its items matter."""
+    return dict(state) if isinstance(state, dict) else state
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _check_same(name: str, held: Any, state: Any, place: Path) -> None:
+    """A module of the same tensors, an optimizer of as many weights."""
+    if isinstance(held, nn.Module):
+        here = {k: getattr(v, "shape", None) for k, v in held.state_dict().items()}
+        there = {k: getattr(v, "shape", None) for k, v in state.items()}
+        wrong = sorted(k for k in here.keys() | there.keys() if here.get(k) != there.get(k))
+        if wrong:
+            raise ValueError(
+                f"{place} is of another {name}: {wrong[0]} differs ({len(wrong)} in all); restore "
+                "the one that was saved, or use another folder"
+            )
+    elif isinstance(held, Optimizer):
+        counts = [[len(g["params"]) for g in s["param_groups"]] for s in (held.state_dict(), state)]
+        if counts[0] != counts[1]:
+            raise ValueError(
+                f"{place} is of another {name}: groups of {counts[1]} weights, not {counts[0]}; "
+                "restore the one that was saved, or use another folder"
+            )

@@ -1,0 +1,145 @@
+"""Checkpoints kept elsewhere: any address that fsspec knows, such as s3://bucket/run.
+
+Such places have no rename. So files are sent first and the manifest last, and a checkpoint counts
+once its manifest is there; on the way out the manifest goes first. What is fetched is verified like
+any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hasten.parts.checkpoint.folder import checkpoints, quarantine
+from hasten.parts.checkpoint.manifest import (
+    MANIFEST,
+    STEP,
+    DamagedCheckpointError,
+    NewerFormatError,
+    read_manifest,
+)
+from hasten.parts.checkpoint.verify import verify
+
+
+def is_address(folder: str) -> bool:
+    """Whether ``folder`` names another place than a local folder."""
+    return "://" in folder
+
+
+class Mirror:
+    """A folder at an address, holding the same checkpoints as a local one.
+
+    Raises:
+        ValueError: fsspec, or the library for this kind of address, isn't installed.
+    """
+
+    def __init__(self, address: str) -> None:
+        try:
+            fsspec: Any = importlib.import_module("fsspec")
+            self._files, self._root = fsspec.core.url_to_fs(address)
+        except (ImportError, ValueError) as error:
+            raise ValueError(
+                f"{address} can't be used as a folder for checkpoints: {error}; install fsspec "
+                "and its library for such addresses"
+            ) from error
+        self.address = address
+
+    def send(self, path: Path) -> None:
+        """Copy a committed checkpoint there, the manifest last."""
+        if path.name in self.names():
+            return
+        place = f"{self._root}/{path.name}"
+        self._files.makedirs(place, exist_ok=True)
+        for name in [*read_manifest(path)["files"], MANIFEST]:
+            self._files.put_file(str(path / name), f"{place}/{name}")
+
+    def names(self) -> list[str]:
+        """The checkpoints that are whole there, oldest first."""
+        self._files.invalidate_cache()
+        try:
+            listed = self._files.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        found = (str(name).rstrip("/").rpartition("/")[2] for name in listed)
+        there = [n for n in found if STEP.fullmatch(n) and self._has_manifest(n)]
+        return sorted(there, key=lambda name: int(name.removeprefix("step-")))
+
+    def keep(self, local: Path) -> None:
+        """Delete there what ``local`` keeps no more: files that a manifest of ours lists."""
+        here = {path.name for path in checkpoints(local)}
+        for name in self.names():
+            if name not in here:
+                place = f"{self._root}/{name}"
+                files = self._listed(place)
+                for file in files:  # one by one: `rm` would take brackets for a pattern
+                    self._files.rm_file(f"{place}/{file}")
+                with contextlib.suppress(OSError, NotImplementedError):
+                    self._files.rmdir(place)  # where folders are things of their own
+
+    def set_aside(self, step: int) -> list[str]:
+        """Take the manifests of checkpoints after ``step`` from their places; their names."""
+        found = [name for name in self.names() if int(name.removeprefix("step-")) > step]
+        for name in found:
+            self._move_manifest(name, "aside")
+        return found
+
+    def fetch(self, local: Path, noted: Callable[[Path, str], None]) -> None:
+        """Bring what is there and not here, newest first, until one has come whole."""
+        for name in reversed(self.names()):
+            if (local / name).exists():
+                return
+            try:
+                self.bring(name, local)
+                return
+            except DamagedCheckpointError as error:
+                noted(local / name, f"at {self.address}: {error}")
+                self._move_manifest(name, "damaged")
+
+    def bring(self, name: str, local: Path) -> None:
+        """Fetch one checkpoint and verify it.
+
+        Raises:
+            DamagedCheckpointError: it isn't as it was written.
+        """
+        coming = local / f".writing-{name}-{os.getpid()}"
+        shutil.rmtree(coming, ignore_errors=True)
+        coming.mkdir()
+        try:
+            self._files.get_file(f"{self._root}/{name}/{MANIFEST}", str(coming / MANIFEST))
+            manifest = read_manifest(coming)
+            for file in manifest["files"]:
+                with contextlib.suppress(FileNotFoundError):  # verifying finds it
+                    self._files.get_file(f"{self._root}/{name}/{file}", str(coming / file))
+            os.rename(coming, local / name)
+            if manifest.get("base") and not (local / manifest["base"]["name"]).exists():
+                self.bring(manifest["base"]["name"], local)
+            verify(local / name)
+        except DamagedCheckpointError as error:
+            if (local / name).exists():
+                quarantine(local / name, str(error))
+            raise
+        finally:
+            shutil.rmtree(coming, ignore_errors=True)
+
+    def _move_manifest(self, name: str, why: str) -> None:
+        """Without a manifest it is no checkpoint any more, and its step can be sent anew."""
+        manifest = f"{self._root}/{name}/{MANIFEST}"
+        self._files.cp_file(manifest, f"{manifest}.{why}")
+        self._files.rm_file(manifest)
+
+    def _listed(self, place: str) -> list[str]:
+        """The files of a checkpoint, the manifest first; none where it isn't ours."""
+        with tempfile.TemporaryDirectory() as here:
+            self._files.get_file(f"{place}/{MANIFEST}", f"{here}/{MANIFEST}")
+            with contextlib.suppress(DamagedCheckpointError, NewerFormatError):
+                return [MANIFEST, *read_manifest(Path(here))["files"]]
+        return []
+
+    def _has_manifest(self, name: str) -> bool:
+        return bool(self._files.exists(f"{self._root}/{name}/{MANIFEST}"))

@@ -1,0 +1,245 @@
+"""Named tensors and JSON to a folder and back: its lock, its room, its thread, what stays in it.
+
+save:  copy aside (blocks) | pack -> commit -> verify, prune -> send (in the writer's thread)
+error: kept until the next call sees it; a full or broken disk is an alarm, not the run's end
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hasten.parts.checkpoint.commit import LOCAL, save
+from hasten.parts.checkpoint.disk import Disk
+from hasten.parts.checkpoint.folder import bytes_in, set_aside
+from hasten.parts.checkpoint.lock import FolderLock
+from hasten.parts.checkpoint.manifest import read_manifest
+from hasten.parts.checkpoint.remote import Mirror, is_address
+from hasten.parts.checkpoint.retention import Known, prune
+from hasten.parts.checkpoint.shuffle import DIFFERENCE, PLAIN, SHUFFLE, Choice, choose, encode
+from hasten.parts.checkpoint.verify import load, load_latest
+from hasten.parts.checkpoint.writer import Staging, Writer
+
+WHOLE_EVERY = 8  # of differences in a row, so that a damaged base costs little
+Found = tuple[dict[str, Tensor], dict[str, Any], Path]
+
+
+class Saver:
+    """Writes checkpoints into one folder, or to an address through a local one.
+
+    Args:
+        folder: a local path, or an address that fsspec knows.
+        keep: checkpoints that stay.
+        compression: True measures whether packing pays, False never packs; ``shuffle`` and
+            ``difference`` always pack so.
+        asynchronous: write in a thread; costs host memory of one more state.
+
+    Raises:
+        ValueError: a setting is out of range, or the address can't be used.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        keep: int = 3,
+        compression: bool | str = True,
+        asynchronous: bool = True,
+        disk: Disk = LOCAL,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"max_checkpoints is {keep}; at least 1 checkpoint is kept")
+        if compression not in (True, False, SHUFFLE, DIFFERENCE):
+            raise ValueError(f"compression is {compression!r}; give True or False")
+        self.address = str(folder)
+        self._mirror = Mirror(self.address) if is_address(self.address) else None
+        self.folder = self._spool() if self._mirror else Path(folder)
+        self.keep, self.compression, self.asynchronous = keep, compression, asynchronous
+        self.choice = _told(compression)
+        self.alarms: list[str] = []
+        self.saved = 0  # committed by this object
+        self.writing_seconds = 0.0
+        self._disk, self._lock = disk, FolderLock(self.folder)
+        self._staging, self._writer = Staging(), Writer()
+        self._known: Known = {}
+        self._base: Path | None = None  # the last whole checkpoint of this object
+        self._since_whole = 0
+        self._plain_speed = 0.0  # bytes per second of the first save, which isn't packed
+
+    def open(self, expected_bytes: int = 0) -> None:
+        """Take the folder, before anything is trained; again, it changes nothing.
+
+        Raises:
+            FolderInUseError: another run writes into it.
+            ValueError: it can't be written, or two checkpoints of ``expected_bytes`` don't fit.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+            with tempfile.TemporaryFile(dir=self.folder):
+                pass
+            free = shutil.disk_usage(self.folder).free
+        except OSError as error:
+            raise ValueError(
+                f"checkpoints can't be written into {self.folder}: {error.strerror or error}; "
+                "choose another folder"
+            ) from error
+        there = bytes_in(self.folder)
+        if free < expected_bytes or free + there < 2 * expected_bytes:
+            raise ValueError(
+                f"two checkpoints of {expected_bytes / 1e9:.2f} GB don't fit into {self.folder}, "
+                f"where {free / 1e9:.2f} GB are free; make room or choose another folder"
+            )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the folder is ours."""
+        return self._lock.held
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._writer.busy
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        """Write the state as it is now; returns once it is copied aside.
+
+        Raises:
+            TypeError, ValueError: a save before this one held what can't be written.
+        """
+        self.settle()
+        if not self.asynchronous:
+            self._guarded(step, tensors, meta)
+            return
+        staged = self._staging.take(tensors)
+        self._writer.start(lambda: self._write(step, staged, meta))
+
+    def look(self) -> None:
+        """See the writer's error: a warning where the disk is at fault, raised where a state is."""
+        self._tell(self._writer.error())
+
+    def settle(self) -> None:
+        """Until nothing is under way; its error is seen."""
+        self._writer.wait()
+        self.look()
+
+    def close(self) -> None:
+        """Until the last save is on the disk; the folder is free for others then."""
+        try:
+            self.settle()
+        finally:
+            self._lock.release()
+
+    def latest(self, path: Path | None = None) -> Found | None:
+        """The newest state that verifies, or the one of ``path``; None where there is none."""
+        self._writer.wait()
+        if path is not None:
+            return *load(path), path
+        self._reach(lambda mirror: mirror.fetch(self.folder, self._noted))
+        return load_latest(self.folder, self._noted)
+
+    def of_step(self, step: int) -> Found:
+        """The state of one step, which another rank has found whole."""
+        path = self.folder / f"step-{step:08d}"
+        if not path.exists():
+            self._reach(lambda mirror: mirror.bring(path.name, self.folder))
+        return *load(path), path
+
+    def go_back_to(self, step: int) -> None:
+        """Checkpoints after ``step`` are of a way not taken: they are set aside."""
+        names = [path.name for path in set_aside(self.folder, step)]
+        self._reach(lambda mirror: names.extend(mirror.set_aside(step)))
+        for name in names:
+            self._alarm(f"{name} is of steps after {step} and was set aside")
+
+    def _guarded(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        try:
+            self._write(step, tensors, meta)
+        except (OSError, MemoryError) as error:
+            self._tell(error)
+
+    def _write(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        began = time.perf_counter()
+        if self.choice is None and self._plain_speed:  # the first save was plain, and timed
+            self.choice = choose(tensors, self._differs_from()[0], self._plain_speed)
+        chosen = time.perf_counter()
+        path = self._commit(step, tensors, meta)
+        self._reach(lambda mirror: mirror.send(path))
+        whole = sum(t.numel() * t.element_size() for t in tensors.values())
+        self._plain_speed = whole / (time.perf_counter() - chosen)
+        self.saved += 1
+        prune(self.folder, self.keep, self._known, self._noted)
+        self._reach(lambda mirror: mirror.keep(self.folder))
+        self.writing_seconds = time.perf_counter() - began
+
+    def _commit(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path:
+        kind = self.choice.kind if self.choice else PLAIN
+        others, base = self._differs_from() if kind == DIFFERENCE else (None, None)
+        packed, coded = encode(tensors, others) if kind != PLAIN else (tensors, {})
+        if not any(how["difference"] for how in coded.values()):
+            base = None
+        path = save(self.folder, step, packed, meta, coded=coded, base=base, disk=self._disk)
+        self._since_whole = self._since_whole + 1 if base else 0
+        if not base:
+            self._base = path
+        return path
+
+    def _differs_from(self) -> tuple[Mapping[str, Tensor] | None, Mapping[str, Any] | None]:
+        """The last whole checkpoint of this object, unless it is time for the next."""
+        if self._base is None or self._since_whole >= WHOLE_EVERY:
+            return None, None
+        with contextlib.suppress(ValueError):  # damaged meanwhile: a whole one is due
+            manifest = read_manifest(self._base)
+            if not manifest["base"]:
+                base = {"name": self._base.name, "seal": manifest["seal"]}
+                return load(self._base)[0], base
+        return None, None
+
+    def _reach(self, work: Callable[[Mirror], None]) -> None:
+        """Do something at the address; whatever its library raises is a disk that doesn't work."""
+        try:
+            if self._mirror is not None:
+                work(self._mirror)
+        except (OSError, ValueError):
+            raise
+        except Exception as error:
+            raise OSError(f"{self.address}: {error}") from error
+
+    def _spool(self) -> Path:
+        place = tempfile.mkdtemp(prefix="hasten-checkpoints-")
+        weakref.finalize(self, shutil.rmtree, place, ignore_errors=True)
+        return Path(place)
+
+    def _noted(self, path: Path, reason: str) -> None:
+        self._alarm(f"{path.name} is damaged, was set aside, and the one before is used: {reason}")
+
+    def _tell(self, error: BaseException | None) -> None:
+        if isinstance(error, OSError | MemoryError):
+            reason = getattr(error, "strerror", None) or str(error) or "out of memory"
+            self._alarm(
+                f"no checkpoint could be written to {self.address}: {reason}; "
+                "training goes on, and the checkpoints before are as they were"
+            )
+        elif error is not None:
+            raise error
+
+    def _alarm(self, text: str) -> None:
+        self.alarms.append(text)
+        warnings.warn(text, stacklevel=2)
+
+
+def _told(compression: bool | str) -> Choice | None:
+    """What needs no measurement."""
+    if compression is True:
+        return None
+    if compression is False:
+        return Choice(PLAIN, "compression off: as the setting says")
+    return Choice(str(compression), f"compression {compression}: as the setting says")

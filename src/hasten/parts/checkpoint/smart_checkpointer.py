@@ -1,0 +1,234 @@
+"""SmartCheckpointer: saves what it protects as often as pays, and brings it back bit for bit.
+
+    checkpointer = SmartCheckpointer(interval="dynamic", max_checkpoints=3, compression=True)
+    checkpointer.protect(model=model, optimizer=optimizer, schedule=schedule)
+    model = checkpointer.restore()                 # as it was, or as it is on the first start
+    for step in range(checkpointer.step + 1, steps + 1):
+        ...                                        # train one step
+        checkpointer.after_step(step)              # saves when it is time; save(step) saves now
+    checkpointer.close()
+
+On several ranks every rank makes the same calls, and the first one writes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hasten.parts.checkpoint.folder import checkpoints
+from hasten.parts.checkpoint.interval import DAY, Interval, Rhythm
+from hasten.parts.checkpoint.manifest import read_manifest
+from hasten.parts.checkpoint.protected import Protected
+from hasten.parts.checkpoint.random_state import of_all_ranks, set_random_state
+from hasten.parts.checkpoint.saver import Found, Saver
+from hasten.parts.checkpoint.verify import verify
+
+HISTORY = "history"  # of failures, among the meta
+Agree = Callable[[Sequence[float]], Sequence[float]]
+
+
+class SmartCheckpointer:
+    """Protects objects that have ``state_dict`` and ``load_state_dict``.
+
+    Args:
+        interval: ``dynamic`` computes it from what saves cost and how often runs end; a number is
+            one of steps.
+        max_checkpoints: verified checkpoints that stay.
+        compression: pack them where that pays here, measured at the first save.
+        folder: a local path, or an address that fsspec knows.
+        longest_loss: seconds of work that may be lost at most, with ``dynamic``.
+        between_failures: mean seconds between failures, as far as known beforehand.
+        asynchronous: write in a thread; takes host memory for one more state.
+        agree: gives the first rank's numbers to all ranks; ``torch.distributed`` if left out.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        interval: str | int = "dynamic",
+        max_checkpoints: int = 3,
+        compression: bool | str = True,
+        folder: str | Path = "checkpoints",
+        *,
+        longest_loss: float = 1800.0,
+        between_failures: float = DAY,
+        asynchronous: bool = True,
+        agree: Agree | None = None,
+    ) -> None:
+        self.interval = Interval(between_failures, longest_loss)
+        self.rhythm = Rhythm(interval, self.interval)
+        self.saver = Saver(folder, max_checkpoints, compression, asynchronous)
+        self.step = 0  # of the state that was saved or restored last
+        self._protected = Protected()
+        self._agree = agree or _broadcast
+        self._born = time.monotonic()
+        self._opened = self._resumed = False
+        self._begins = True  # the next save is the first on the way from ``step``
+
+    def protect(self, **objects: Any) -> SmartCheckpointer:
+        """Add objects by name; they come back by it.
+
+        Raises:
+            ValueError: one has no ``state_dict`` and ``load_state_dict``.
+        """
+        self._protected.add(objects)
+        return self
+
+    @property
+    def alarms(self) -> list[str]:
+        """What went wrong so far and was survived, one sentence each."""
+        return self.saver.alarms
+
+    @property
+    def compression(self) -> str:
+        """Whether checkpoints are packed, and why, with the figures."""
+        return self.saver.choice.reason if self.saver.choice else "compression: not yet measured"
+
+    def open(self, expected_bytes: int = 0) -> None:
+        """Take the folder on the first rank; by itself at the first call that needs it.
+
+        Raises:
+            FolderInUseError: another run writes into it.
+            ValueError: it can't be written, or two checkpoints don't fit.
+        """
+        expected = expected_bytes or self._protected.expected_bytes()  # on all: it may be gathered
+        self._opened = True
+        if _rank() == 0:
+            self.saver.open(expected)
+
+    def after_step(self, step: int) -> bool:
+        """Save if it is time; whether it was."""
+        if not self.due(step):
+            return False
+        self.save(step)
+        return True
+
+    def due(self, step: int) -> bool:
+        """Whether to save after ``step``, the same on every rank; sees the last save's error."""
+        if not self._opened:
+            self.open()
+        self.saver.look()
+        if not self.rhythm.looks(step):
+            return False
+        due, following = self._agree(
+            [float(number) for number in self.rhythm.decide(step, self.saver.busy)]
+        )
+        self.rhythm.next_look = int(following)
+        return bool(due)
+
+    def save(self, step: int) -> None:
+        """Save what is protected now; returns once it is copied aside."""
+        ranks = of_all_ranks()
+        tensors, objects = self._protected.state()
+        self.save_state(step, tensors, {"objects": objects, "random": ranks})
+
+    def save_state(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        """Save named tensors and JSON of the caller's own; the first rank's are written."""
+        if _rank() == 0:
+            if not self.saver.is_open:
+                self.saver.open()
+            if self._begins:
+                self._begin()
+            began = time.perf_counter()
+            self.saver.save(step, tensors, {**meta, HISTORY: self.interval.state_dict()})
+            self.interval.blocked.append(time.perf_counter() - began)
+            self.interval.writing = self.saver.writing_seconds
+        self.rhythm.saved()
+        self.step = step
+
+    def restore(self, path: str | Path | None = None) -> Any:
+        """Bring the protected objects to the newest state that verifies, or to that of ``path``.
+
+        Returns:
+            What is protected as ``model``, in place; without a checkpoint it is as it was, and
+            ``step`` is 0.
+
+        Raises:
+            ValueError: the checkpoint is of other objects; nothing was changed.
+        """
+        self.open()
+        found = self.load_state(Path(path) if path is not None else None)
+        if found is not None:
+            tensors, meta, place = found
+            self._protected.load(tensors, meta.get("objects"), place)
+            ranks = meta.get("random", [])
+            if _rank() < len(ranks):
+                set_random_state(ranks[_rank()])
+        return self._protected.objects.get("model")
+
+    def load_state(self, path: Path | None = None) -> Found | None:
+        """Tensors, meta and path of the newest state that verifies; the same on every rank."""
+        found = self.saver.latest(path) if _rank() == 0 else None
+        (step,) = self._agree([float(read_manifest(found[2])["step"]) if found else -1.0])
+        if step < 0:
+            return None
+        if found is None:  # the other ranks read what the first one found whole
+            found = self.saver.latest(path) if path else self.saver.of_step(int(step))
+        if found is not None and HISTORY in found[1] and not self._resumed:
+            self.interval.load_state_dict(found[1][HISTORY])
+            self.interval.restarted(time.monotonic() - self._born)
+        self._resumed = True  # a run that goes back on its way hasn't failed
+        self.step, self._begins = int(step), True
+        return found
+
+    def list(self) -> list[Path]:
+        """The checkpoints in the folder, oldest first."""
+        return checkpoints(self.saver.folder)
+
+    def verify(self, path: str | Path | None = None) -> dict[str, Any]:
+        """The manifest of a checkpoint, the newest if left out, every byte of it compared.
+
+        Raises:
+            DamagedCheckpointError: it isn't as it was written.
+            ValueError: there is none.
+        """
+        self.saver.settle()
+        there = self.list()
+        if path is None and not there:
+            raise ValueError(f"{self.saver.folder} holds no checkpoint")
+        return verify(Path(path) if path is not None else there[-1], thorough=True)
+
+    def _begin(self) -> None:
+        """What an earlier run saved later on would stay in the place of this run's saves."""
+        try:
+            self.saver.settle()
+            self.saver.go_back_to(self.step)
+        except OSError as error:
+            self.saver.alarms.append(f"later checkpoints can't be set aside: {error}")
+        self._begins = False
+
+    def close(self) -> None:
+        """Wait for the save under way, and leave the folder to others."""
+        self.saver.close()
+
+    def __enter__(self) -> SmartCheckpointer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _broadcast(numbers: Sequence[float]) -> Sequence[float]:
+    """The first rank's numbers, on every rank."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return numbers
+    device = torch.device("cpu")
+    if dist.get_backend() == "nccl":
+        device = torch.device(torch.accelerator.current_accelerator() or "cpu")
+    values = torch.tensor(list(numbers), dtype=torch.float64, device=device)
+    dist.broadcast(values, src=0)
+    found: list[float] = values.cpu().tolist()
+    return found

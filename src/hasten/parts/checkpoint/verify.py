@@ -1,0 +1,148 @@
+"""Reads checkpoints, and only what their manifests confirm.
+
+load:        read every file through its hash -> tensors as they were saved
+load_latest: newest first; what is damaged is renamed out of the way with its reason, and the
+             one before it is tried
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import xxhash
+from safetensors import SafetensorError
+from torch import Tensor
+
+from hasten.parts.checkpoint.folder import checkpoints, quarantine
+from hasten.parts.checkpoint.manifest import (
+    STEP,
+    DamagedCheckpointError,
+    open_regular,
+    read_manifest,
+)
+from hasten.parts.checkpoint.shuffle import decode, decoded_limit
+from hasten.parts.checkpoint.tensor_file import BLOCK
+
+State = tuple[dict[str, Tensor], dict[str, Any]]
+
+
+def verify(path: Path, thorough: bool = False) -> dict[str, Any]:
+    """The manifest of a checkpoint whose every byte is as it was written.
+
+    Args:
+        thorough: compare sha256 as well, three to ten times slower.
+
+    Raises:
+        DamagedCheckpointError: a file is missing, or differs from what was written.
+        NewerFormatError: a later version of this program wrote it.
+    """
+    manifest = read_manifest(path)
+    if STEP.fullmatch(path.name) and int(path.name.removeprefix("step-")) != manifest["step"]:
+        raise DamagedCheckpointError(f"{path}: it is the checkpoint of step {manifest['step']}")
+    for name, expected in manifest["files"].items():
+        reason = _difference(path / name, expected, thorough)
+        if reason:
+            raise DamagedCheckpointError(f"{path}: {name} {reason}")
+    if manifest.get("base"):
+        _verify_base(path, manifest["base"], thorough)
+    return manifest
+
+
+def load(path: Path) -> State:
+    """Tensors and meta of one checkpoint, verified.
+
+    Raises:
+        DamagedCheckpointError: as ``verify``, or a file isn't safetensors.
+        NewerFormatError: a later version of this program wrote it.
+    """
+    manifest = verify(path)
+    try:
+        stored = _tensors(path, manifest)
+        coded = manifest.get("coded") or {}
+        if coded:
+            _check_sizes(path, manifest, coded)
+            others: Mapping[str, Tensor] = {}
+            if manifest.get("base"):
+                others = load(path.parent / manifest["base"]["name"])[0]
+            for name, how in coded.items():
+                stored[name] = decode(stored[name], how, others.get(name))
+        return stored, manifest["meta"]
+    except DamagedCheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        raise DamagedCheckpointError(f"{path}: {error!r}") from error
+
+
+def load_latest(
+    folder: Path, noted: Callable[[Path, str], None] = lambda path, reason: None
+) -> tuple[dict[str, Tensor], dict[str, Any], Path] | None:
+    """The newest checkpoint that verifies, or None; damaged ones are renamed ``.damaged-*``.
+
+    Args:
+        noted: told each damaged one with the reason.
+
+    Raises:
+        NewerFormatError: the newest that isn't damaged is of a later version of this program.
+    """
+    for path in reversed(checkpoints(folder)):
+        try:
+            return *load(path), path
+        except DamagedCheckpointError as error:
+            quarantine(path, str(error))
+            noted(path, str(error))
+    return None
+
+
+def _tensors(path: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name in manifest["files"]:
+        if name.endswith(".safetensors"):
+            found |= safetensors.torch.load_file(path / name)
+    return found
+
+
+def _verify_base(path: Path, base: Mapping[str, Any], thorough: bool) -> None:
+    place = path.parent / base["name"]
+    try:
+        found = verify(place, thorough) if place.name != path.name else {"base": base}
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{path}: what it differs from is damaged: {error}") from error
+    if found.get("base") or found["seal"] != base.get("seal"):
+        raise DamagedCheckpointError(f"{path}: {base['name']} isn't what it differs from")
+
+
+def _check_sizes(path: Path, manifest: Mapping[str, Any], coded: Mapping[str, Any]) -> None:
+    """A few bytes of a stranger's file must not become all of memory."""
+    wanted = sum(int(how["bytes"]) for how in coded.values())
+    limit = decoded_limit(sum(entry["bytes"] for entry in manifest["files"].values()))
+    if wanted > limit or any(int(how["bytes"]) < 0 for how in coded.values()):
+        raise DamagedCheckpointError(f"{path}: its tensors would take {wanted} bytes unpacked")
+
+
+def _difference(file: Path, expected: Mapping[str, Any], thorough: bool) -> str:
+    """What is wrong with a file, or nothing."""
+    wanted = {key: expected[key] for key in ("xxh3_128", "sha256") if key in expected}
+    if not thorough:
+        wanted.pop("sha256", None)
+    try:
+        descriptor = open_regular(file)
+        with os.fdopen(descriptor, "rb", buffering=0) as opened:
+            size = os.fstat(descriptor).st_size
+            if size != expected["bytes"]:
+                return f"has {size} bytes instead of {expected['bytes']}"
+            digests = {"xxh3_128": xxhash.xxh3_128(), "sha256": hashlib.sha256()}
+            block = bytearray(min(BLOCK, size) or 1)
+            while count := opened.readinto(block):
+                for key in wanted:
+                    digests[key].update(memoryview(block)[:count])
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"can't be read: {error}"
+    wrong = [key for key, value in wanted.items() if digests[key].hexdigest() != value]
+    return f"is not as it was written ({wrong[0]} differs)" if wrong else ""

@@ -1,0 +1,110 @@
+"""``hasten checkpoint``: lists, verifies, exports and compares, and writes into no folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner, Result
+
+from hasten.cli.main import app
+from hasten.errors import InputError
+from hasten.parts.checkpoint import MANIFEST, STATE
+from hasten.parts.checkpoint.saver import Saver
+from hasten.techniques.checkpoint import Checkpoints
+from tiny import language_job, run, session_of
+
+
+def call(*words: object) -> Result:
+    return CliRunner().invoke(app, ["checkpoint", *map(str, words)])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of steps 1 to 3, packed; 2 differs from 1 in one weight."""
+    saver = Saver(tmp_path / "run" / "checkpoints", 5, "difference")
+    for step in (1, 2, 3):
+        weight = torch.arange(3000.0)
+        weight[7] += step
+        tensors = {"model/w": weight, "optimizer/0/m": torch.ones(2000), "flag": torch.tensor(True)}
+        saver.save(step, tensors, {})
+    saver.close()
+    return tmp_path / "run" / "checkpoints"
+
+
+def test_ls_names_each_with_its_size_and_what_it_differs_from(folder: Path) -> None:
+    for place in (folder, folder.parent):
+        lines = call("ls", place).stdout.splitlines()
+        assert [line.split()[0] for line in lines] == [f"step-0000000{n}" for n in (1, 2, 3)]
+        assert "packed" in lines[0]
+        assert lines[2].endswith("differs from step-00000001")
+
+
+def test_ls_shows_what_was_set_aside_and_why(folder: Path) -> None:
+    (folder / "step-00000003" / STATE).write_bytes(b"x")
+    (folder / "step-00000002" / MANIFEST).write_bytes(b"x")
+    with pytest.warns(UserWarning, match="damaged"):
+        Saver(folder).latest()
+    lines = call("ls", folder).stdout.splitlines()
+    assert len(lines) == 3
+    assert lines[1].startswith(".damaged-step-00000002")
+    assert "bytes instead of" in lines[2]
+
+
+def test_verify_finds_damage_and_moves_nothing(folder: Path) -> None:
+    found = call("verify", folder)
+    assert (found.exit_code, found.stdout.count("whole")) == (0, 3)
+    data = bytearray((folder / "step-00000003" / STATE).read_bytes())
+    data[-1] ^= 1
+    (folder / "step-00000003" / STATE).write_bytes(data)
+    found = call("verify", folder)
+    assert found.exit_code == 4
+    assert "step-00000003  NOT WHOLE" in found.stdout
+    assert call("verify", folder / "step-00000001").exit_code == 0
+    assert (folder / "step-00000003").is_dir()
+
+
+def test_export_unpacks_the_weights_or_everything(folder: Path, tmp_path: Path) -> None:
+    assert call("export", folder, "--to", tmp_path / "w.safetensors").exit_code == 0
+    weights = load_file(tmp_path / "w.safetensors")
+    assert list(weights) == ["w"]
+    assert weights["w"][7] == 10
+    call("export", folder / "step-00000001", "--all", "--to", tmp_path / "all.safetensors")
+    assert sorted(load_file(tmp_path / "all.safetensors")) == ["flag", "model/w", "optimizer/0/m"]
+
+
+def test_the_weights_of_a_run_have_the_names_of_the_model(tmp_path: Path) -> None:
+    session = session_of(language_job(steps=2), Checkpoints(1), folder=tmp_path / "saved")
+    run(session)
+    assert call("export", tmp_path / "saved", "--to", tmp_path / "w.safetensors").exit_code == 0
+    weights = load_file(tmp_path / "w.safetensors")
+    expected = session.finish().state_dict()
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_diff_names_what_differs_and_by_how_much(folder: Path) -> None:
+    lines = call("diff", folder / "step-00000001", folder).stdout.splitlines()
+    assert lines == [
+        "model/w  differs by 2 at most, in 1 of 3000",
+        "2 tensors are equal bit for bit",
+    ]
+
+
+def test_what_can_not_be_done_is_one_sentence(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    for words, sentence in (
+        (("ls", tmp_path / "empty"), "holds no checkpoint"),
+        (("verify", tmp_path / "missing"), "holds no checkpoint"),
+        (("export", folder, "--to", tmp_path / "there"), "exists; name a file that doesn't"),
+        (("export", folder, "--to", tmp_path / "no" / "x"), "can't be written"),
+    ):
+        error = call(*words).exception
+        assert isinstance(error, InputError)
+        assert sentence in str(error)
+    assert (tmp_path / "there").read_text() == "mine"
+    (folder / "step-00000001" / STATE).write_bytes(b"x")
+    assert "damaged" in str(call("diff", folder, folder / "step-00000002").exception)

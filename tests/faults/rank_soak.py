@@ -1,0 +1,199 @@
+"""Two ranks that train a tiny model under the supervisor while somebody kills and stops them.
+
+    python tests/faults/rank_soak.py FOLDER KILLS STOPS SEED
+
+Ranks are forked from this process, which has torch loaded and has computed nothing: an attempt
+begins in tens of milliseconds. What it prints is JSON: the exit code, and for each fault the
+seconds from it to the next step. The same run without faults is in FOLDER/reference.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import torch
+import torch.distributed as dist
+import transformers.models.llama.modeling_llama  # noqa: F401  # what ranks need is loaded once
+
+from hasten.cluster.attempt import Limits
+from hasten.cluster.pulse import Pulse, attempt, attempt_folder, on_a_leash, telling
+from hasten.cluster.ranks import process_group
+from hasten.cluster.supervisor import Ranks, Supervision, supervise
+from hasten.core import facts
+from hasten.core.order import GlobalBatch
+from hasten.core.plan import Plan
+from hasten.core.session import Session, assemble
+from hasten.core.setup import prepare
+from hasten.core.step import training
+from hasten.run_folder import Lines, keep_lines_until
+from hasten.techniques.checkpoint import Checkpoints
+from hasten.techniques.layout import DDP
+from tiny import job_facts, language_job, records, tiny_model
+
+HANG_SECONDS = 1.0
+MORE = 6  # steps between two faults, so that each attempt saves something
+
+
+@dataclass
+class Forked:
+    """A forked process with what a supervisor asks of one."""
+
+    pid: int
+    code: int | None = None
+
+    def poll(self) -> int | None:
+        return self._reap(os.WNOHANG)
+
+    def wait(self) -> int:
+        while self._reap(0) is None:
+            pass
+        assert self.code is not None
+        return self.code
+
+    def _reap(self, how: int) -> int | None:
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, how)
+            if pid:
+                self.code = os.waitstatus_to_exitcode(status)
+        return self.code
+
+    def send_signal(self, sig: int, /) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def session_in(folder: Path, steps: int, pause: float) -> Session:
+    """The job that is trained; each record takes ``pause`` seconds more to lay out."""
+    job = language_job(tiny_model, data=records(32), steps=steps, batch=8)
+    plain = job.collate
+
+    def slow(batch: Sequence[Any]) -> Any:
+        time.sleep(pause)
+        return plain(batch)
+
+    job = language_job(tiny_model, data=records(32), steps=steps, batch=8, collate=slow)
+    assert job.batch == GlobalBatch(records=8)
+    world = facts.world()
+    plan = Plan([Checkpoints(interval=3), *([DDP()] if world.size > 1 else [])])
+    return assemble(prepare(job, plan, job_facts(job, world=world), folder / "checkpoints"))
+
+
+def train(folder: Path, steps: int, pause: float = 0.01) -> None:
+    """A rank's life: resume, train, a line and a pulse for each step."""
+    torch.set_num_threads(1)
+    world = facts.world()
+    with process_group(world, "cpu"), telling():
+        _train(folder, steps, pause, world.rank)
+
+
+def _train(folder: Path, steps: int, pause: float, rank: int) -> None:
+    session = session_in(folder, steps, pause)
+    session.setup.checkpoint.resume(session)
+    pulse, lines = Pulse(attempt_folder(), rank), None
+    pulse.beat(session.progress.step)
+    if rank == 0:
+        if attempt() > 1:
+            keep_lines_until(folder, session.progress.step)
+        lines = Lines(folder)
+    for metrics in training(session):
+        if lines is not None:
+            lines.step({"step": metrics.step, "loss": metrics.loss})
+        pulse.beat(metrics.step)
+    pulse.beat(session.progress.step, over=True)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+class Killer(threading.Thread):
+    """Kills or stops a rank at random, again and again, each time after some steps."""
+
+    def __init__(self, folder: Path, faults: Sequence[signal.Signals], seed: int) -> None:
+        super().__init__(daemon=True)
+        self.folder, self.faults, self.draw = folder, faults, random.Random(seed)
+        self.running: dict[int, Forked] = {}
+        self.recoveries: list[tuple[str, float]] = []
+
+    def run(self) -> None:
+        for fault in self.faults:
+            step = self._step()
+            self._until(step + MORE)
+            time.sleep(self.draw.uniform(0, 0.1))
+            victim = self.running[self.draw.randrange(len(self.running))]
+            begun, before = time.monotonic(), dict(self.running)
+            os.kill(victim.pid, fault)
+            while any(self.running.get(r) is p for r, p in before.items()):
+                time.sleep(0.002)  # until all ranks are others
+            self._until(0)
+            self.recoveries.append((fault.name, time.monotonic() - begun))
+
+    def _until(self, step: int) -> None:
+        """Until the ranks that run now have done a step beyond ``step``."""
+        size = self._size()
+        while self._size() == size or self._step() <= step:
+            time.sleep(0.002)
+
+    def _size(self) -> tuple[float, int]:
+        try:
+            found = (self.folder / "metrics.jsonl").stat()
+        except OSError:
+            return 0.0, 0
+        return found.st_mtime, found.st_size
+
+    def _step(self) -> int:
+        try:
+            text = (self.folder / "metrics.jsonl").read_text()
+        except OSError:
+            return 0
+        whole = [line for line in text.split("\n")[:-1] if line]
+        return json.loads(whole[-1])["step"] if whole else 0
+
+
+def soak(
+    folder: Path, faults: Sequence[signal.Signals], seed: int, steps: int, pause: float = 0.01
+) -> dict[str, Any]:
+    """Train under faults; what happened."""
+    killer = Killer(folder, faults, seed)
+
+    def launch(rank: int, variables: Mapping[str, str], arguments: Sequence[str]) -> Forked:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                facts.take_over(variables)
+                on_a_leash()
+                train(folder, steps, pause)
+                code = 0
+            finally:
+                os._exit(code)
+        killer.running[rank] = Forked(pid)
+        return killer.running[rank]
+
+    killer.start()
+    ranks = Ranks(lambda count, trained: [], lambda rank, count: {}, 2, 2, launch)
+    supervision = Supervision(len(faults) + 9, Limits(HANG_SECONDS, 60.0))
+    code = supervise(ranks, supervision, folder / "data", folder / "restarts.jsonl")
+    return {"code": code, "recoveries": killer.recoveries, "steps": steps}
+
+
+if __name__ == "__main__":
+    place, kills, stops, seed = sys.argv[1:]
+    planned = [signal.SIGKILL] * int(kills) + [signal.SIGSTOP] * int(stops)
+    random.Random(int(seed)).shuffle(planned)
+    length = (len(planned) + 1) * (MORE + 12)
+    (Path(place) / "reference").mkdir()
+    print(json.dumps(soak(Path(place), planned, int(seed), length)), flush=True)
+    soak(Path(place) / "reference", [], 0, length, pause=0.0)

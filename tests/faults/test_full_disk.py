@@ -1,0 +1,148 @@
+"""A full, read-only or occupied disk: training goes on, what was saved stays, one is told."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from fault_kit import CountedDisk, FullDisk, Tell, killed, train
+from hasten.parts.checkpoint import FolderInUseError, SmartCheckpointer, checkpoints, load
+from hasten.parts.checkpoint.lock import FolderLock
+from hasten.parts.checkpoint.saver import Saver
+
+CALLS = 18  # of a save before its rename, at which the disk may be full
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.full((300,), step)}
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("call", range(1, CALLS + 1))
+def test_a_disk_that_fills_up_at_any_call_leaves_what_there_was(
+    call: int, asynchronous: bool, tmp_path: Path
+) -> None:
+    disk = FullDisk(call)
+    disk.call = None
+    saver = Saver(tmp_path, 2, False, asynchronous, disk)
+    saver.save(1, state(1), {"n": 1})
+    saver.settle()
+    disk.call = disk.calls + call
+    if asynchronous:
+        saver.save(2, state(2), {"n": 2})
+    next_look = saver.settle if asynchronous else partial(saver.save, 2, state(2), {"n": 2})
+    with pytest.warns(UserWarning, match="No space left on device; training goes on"):
+        next_look()
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+    assert load(tmp_path / "step-00000001")[1] == {"n": 1}
+    disk.call = None  # somebody made room
+    saver.save(3, state(3), {"n": 3})
+    saver.close()
+    assert load(checkpoints(tmp_path)[-1])[1] == {"n": 3}
+
+
+def test_the_calls_above_are_those_of_a_save(tmp_path: Path) -> None:
+    disk = CountedDisk()
+    saver = Saver(tmp_path, 2, False, False, disk)
+    saver.save(1, state(1), {})
+    before = disk.calls
+    saver.save(2, state(2), {})
+    assert disk.calls - before >= CALLS
+
+
+@pytest.mark.filterwarnings("ignore:no checkpoint could be written")
+def test_training_goes_on_and_the_alarm_comes_within_a_step(tmp_path: Path) -> None:
+    lines: list[str] = []
+    undisturbed: list[str] = []
+    train(tmp_path / "plain", 12, undisturbed.append)
+    keeper = train(tmp_path / "full", 12, lines.append, FullDisk(1), asynchronous=False)
+    losses = [line for line in lines if line.startswith("L")]
+    assert losses == [line for line in undisturbed if line.startswith("L")]
+    assert len(keeper.alarms) == 4, "one for each save"
+    assert not checkpoints(tmp_path / "full")
+
+
+def test_a_run_is_refused_where_two_checkpoints_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(1000, 100)
+    keeper = SmartCheckpointer(folder=tmp_path).protect(
+        model=model, optimizer=torch.optim.AdamW(model.parameters())
+    )
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 2_300_000))
+    with pytest.raises(ValueError, match=r"two checkpoints of 0\.00 GB don't fit into"):
+        keeper.restore()  # 3 x 400,400 bytes each, the moments among them
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 2_500_000))
+    assert keeper.restore() is model
+
+
+def test_a_folder_that_can_not_be_written_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"can't be written into .*file: File exists; "):
+        SmartCheckpointer(folder=tmp_path / "file").open()
+
+    def refuse(*args: Any, **settings: Any) -> Any:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    with pytest.raises(ValueError, match=r"can't be written into .*Read-only file system; choose"):
+        SmartCheckpointer(folder=tmp_path / "run").open()
+
+
+def test_a_folder_has_one_writer_at_a_time(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    first = SmartCheckpointer(1, folder=tmp_path).protect(model=model)
+    first.save(1)
+
+    def ask(tell: Tell) -> None:
+        try:
+            FolderLock(tmp_path).acquire()
+            tell("taken")
+        except FolderInUseError as error:
+            tell(str(error))
+
+    assert " ".join(killed(ask, None)[0][0]) == (
+        f"{tmp_path} is in use by another run; give this one a folder of its own, or end the "
+        "other first"
+    )
+    with pytest.raises(FolderInUseError):
+        SmartCheckpointer(1, folder=tmp_path).protect(model=model).restore()
+    first.close()
+    assert killed(ask, None)[0] == [["taken"]]
+
+
+def test_a_data_worker_that_outlives_its_run_does_not_keep_the_folder(tmp_path: Path) -> None:
+    first = SmartCheckpointer(1, folder=tmp_path)
+    first.open()
+    (born, here), (closing, end) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(end)
+        os.write(here, b"!")
+        os.read(closing, 1)  # until the parent closes its end
+        os._exit(0)
+    os.read(born, 1)
+    with pytest.raises(FolderInUseError):
+        SmartCheckpointer(1, folder=tmp_path).open()
+    os.close(first.saver._lock._descriptor)  # type: ignore[arg-type]  # as a killed parent does
+    SmartCheckpointer(1, folder=tmp_path).open()
+    for descriptor in (born, here, closing, end):
+        os.close(descriptor)
+    os.waitpid(child, 0)
+    first.saver._lock._descriptor = None

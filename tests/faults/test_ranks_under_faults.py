@@ -1,0 +1,88 @@
+"""Ranks killed, stopped and asked to leave: the losses are those of a run that nothing happened to.
+
+A sample; ``python tests/faults/rank_soak.py`` and ``signal_storm.py`` take any number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+HERE = Path(__file__).parent
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl(2) is Linux's")
+
+
+def start(script: str, *words: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(HERE / script), *map(str, words)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_six_kills_and_six_stops_cost_nothing_but_time(tmp_path: Path) -> None:
+    process = start("rank_soak.py", tmp_path, 6, 6, 4)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    found = json.loads(out)
+    assert found["code"] == 0
+    assert len(found["recoveries"]) == 12
+    trained = lines(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in trained] == list(range(1, found["steps"] + 1))
+    assert trained == lines(tmp_path / "reference" / "metrics.jsonl")
+    restarts = lines(tmp_path / "restarts.jsonl")
+    # More only where the machine was so busy that a rank had no turn for a second.
+    assert len(restarts) >= 12
+    assert sum(not line["hung"] for line in restarts) == 6
+    stopped = [line for line in restarts if "its process is stopped" in line["cause"]]
+    assert len(stopped) == 6
+    told = [line for line in err.splitlines() if line.startswith("hasten: ")]
+    assert len(told) == len(restarts), "each is told once"
+    assert not list((tmp_path / "data").iterdir())
+
+
+@linux
+def test_no_rank_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    process = start("rank_soak.py", tmp_path, 1, 0, 1)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "metrics.jsonl").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    children = psutil.Process(process.pid).children()
+    assert len(children) >= 2
+    os.kill(children[0].pid, signal.SIGSTOP)  # a stopped process can't end itself
+    process.kill()
+    process.communicate()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+
+
+def test_a_run_asked_to_leave_twenty_times_loses_no_step(tmp_path: Path) -> None:
+    process = start("signal_storm.py", tmp_path, 20, 7)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    found = json.loads(out)
+    codes = {"SIGTERM": 75, "SIGUSR1": 75, "SIGINT": 130}
+    for life in found["lives"]:
+        assert life["code"] == codes[life["signal"]]
+        assert life["saved"] == life["steps"]
+    assert {life["signal"] for life in found["lives"]} == set(codes)
+    assert found["reference"] == 0
+    trained = lines(tmp_path / "metrics.jsonl")
+    assert trained == lines(tmp_path / "reference" / "metrics.jsonl")

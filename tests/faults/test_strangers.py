@@ -1,0 +1,211 @@
+"""A checkpoint from a stranger: no code runs, nothing outside is touched, memory has a bound."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from safetensors.torch import save as packed
+from torch import nn
+
+from hasten.parts.checkpoint import (
+    MANIFEST,
+    STATE,
+    DamagedCheckpointError,
+    SmartCheckpointer,
+    load,
+    load_latest,
+    prune,
+    save,
+)
+from hasten.parts.checkpoint.manifest import sealed
+
+SECRET = "of another user"
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Path:
+    """A whole checkpoint of step 4 beside files that are none of its business."""
+    (tmp_path / "secret.safetensors").write_bytes(packed({"w": torch.ones(3)}))
+    return save(tmp_path / "run", 4, {"w": torch.ones(2000)}, {"n": 4})
+
+
+def forge(path: Path, **changes: Any) -> None:
+    """Change the manifest and seal it again, as anybody who can write can."""
+    manifest = json.loads((path / MANIFEST).read_bytes())
+    del manifest["seal"]
+    (path / MANIFEST).write_bytes(sealed({**manifest, **changes}))
+
+
+def listed(data: bytes) -> dict[str, Any]:
+    return {"bytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../../secret.safetensors", "../secret.safetensors", "/etc/passwd", "a/b.safetensors"),
+        *("..", ".", "", ".hidden", "a\x00b", "a\\b", "x" * 300, "manifest.json", "é"),
+    ],
+)
+def test_a_name_can_not_leave_the_folder(name: str, one: Path) -> None:
+    data = (one.parent.parent / "secret.safetensors").read_bytes()
+    forge(one, files={name: listed(data)})
+    with pytest.raises(DamagedCheckpointError, match="can't be the name"):
+        load(one)
+
+
+@pytest.mark.parametrize("name", ["../step-00000004", "/step-00000004", "step-4", "", "..", "run"])
+def test_a_base_can_not_leave_the_folder_either(name: str, one: Path) -> None:
+    forge(one, base={"name": name, "seal": "x"})
+    with pytest.raises(DamagedCheckpointError, match="can't be a checkpoint's name"):
+        load(one)
+
+
+def test_a_difference_to_itself_or_to_a_difference_is_refused(one: Path) -> None:
+    forge(one, base={"name": one.name, "seal": "x"})
+    with pytest.raises(DamagedCheckpointError, match="isn't what it differs from"):
+        load(one)
+
+
+def test_a_link_or_a_pipe_in_the_place_of_a_file_is_not_opened(one: Path) -> None:
+    outside = one.parent.parent / "secret.safetensors"
+    (one / STATE).unlink()
+    (one / STATE).symlink_to(outside)
+    forge(one, files={STATE: listed(outside.read_bytes())})
+    with pytest.raises(DamagedCheckpointError, match="can't be read"):
+        load(one)
+    (one / STATE).unlink()
+    os.mkfifo(one / STATE)
+    with pytest.raises(DamagedCheckpointError, match="not a plain file"):
+        load(one)
+    (one / MANIFEST).unlink()
+    os.mkfifo(one / MANIFEST)
+    assert load_latest(one.parent) is None
+    assert outside.exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[" * 200_000,
+        b'{"format": 2, "seal": ' + b"9" * 10_000 + b"}",
+        b'{"format": 2, "files": [], "meta": {}, "step": 1, "seal": "x"}',
+        b"\xff\xfe\x00",
+        b"null",
+    ],
+    ids=["deep", "large number", "no seal", "not text", "null"],
+)
+def test_a_manifest_of_any_kind_is_a_sentence(text: bytes, one: Path) -> None:
+    (one / MANIFEST).write_bytes(text)
+    with pytest.raises(DamagedCheckpointError):
+        load(one)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"files": {}}, {"files": None}, {"files": {STATE: 3}}, {"files": {STATE: {}}}),
+        *({"meta": 3}, {"step": "4"}, {"step": -1}, {"step": True}, {"base": 3}, {"base": {}}),
+        *({"files": {STATE: {"bytes": "9", "xxh3_128": ""}}}, {"coded": {"w": 3}}),
+        *({"coded": {"gone": {}}}, {"coded": [1]}),
+    ],
+    ids=str,
+)
+def test_a_sealed_manifest_of_another_shape_is_a_sentence(
+    changes: dict[str, Any], one: Path
+) -> None:
+    forge(one, **changes)
+    with pytest.raises(DamagedCheckpointError):
+        load(one)
+
+
+def test_a_manifest_without_end_is_not_read(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hasten.parts.checkpoint.manifest.LARGEST_MANIFEST", 100)
+    with pytest.raises(DamagedCheckpointError, match="larger than 100 bytes"):
+        load(one)
+
+
+def code(**changes: Any) -> dict[str, Any]:
+    how = {"dtype": "F32", "shape": [10], "bytes": 40, "difference": False}
+    return {"coded": {"w": {**how, **changes}}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        code(shape=[10**15], bytes=4 * 10**15),
+        code(shape=[2**40, 2**40], bytes=40),
+        code(shape=[-1], bytes=-4),
+        code(bytes=10**12),
+        code(dtype="OBJECT"),
+        code(difference=True),
+        code(),
+    ],
+    ids=str,
+)
+def test_packed_bytes_do_not_become_all_of_memory(changes: dict[str, Any], one: Path) -> None:
+    data = packed({"w": torch.zeros(64, dtype=torch.uint8)})
+    (one / STATE).write_bytes(data)
+    forge(one, files={STATE: listed(data)}, **changes)
+    with pytest.raises(DamagedCheckpointError):
+        load(one)
+
+
+class Trap:
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+@pytest.mark.parametrize("name", [STATE, "state.pt", "optimizer.pt"])
+def test_a_pickle_that_the_manifest_vouches_for_does_not_run(name: str, one: Path) -> None:
+    sprung = one.parent / "sprung"
+    data = pickle.dumps(Trap(sprung))
+    (one / name).write_bytes(data)
+    forge(one, files={name: listed(data)})
+    if name == STATE:
+        with pytest.raises(DamagedCheckpointError):
+            load(one)
+    else:
+        assert load(one)[0] == {}  # verified, and never opened
+    assert not sprung.exists()
+
+
+@pytest.mark.parametrize(
+    "objects",
+    [
+        *(None, 3, {}, {"other": {}}, {"model": {"weight": {"$tensor": "gone"}}}),
+        *({"model": {"weight": 3, "bias": 4}}, {"model": {"$items": 3}}),
+    ],
+    ids=str,
+)
+def test_meta_of_another_shape_changes_nothing(objects: Any, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    before = model.weight.clone()
+    save(tmp_path, 4, {"w": torch.ones(3)}, {"objects": objects})
+    with (
+        SmartCheckpointer(folder=tmp_path).protect(model=model) as keeper,
+        pytest.raises(ValueError, match="step-00000004"),
+    ):
+        keeper.restore()
+    assert torch.equal(model.weight, before)
+
+
+def test_pruning_a_strangers_folder_touches_nothing_outside(one: Path) -> None:
+    outside = one.parent.parent / "home"
+    outside.mkdir()
+    (outside / "letters").write_text(SECRET)
+    (one.parent / "step-00000001").symlink_to(outside)
+    (one.parent / ".deleting-step-00000002-1").symlink_to(outside)
+    (one.parent / ".writing-step-00000003-1").symlink_to(outside)
+    prune(one.parent, 1)
+    assert (outside / "letters").read_text() == SECRET

@@ -1,0 +1,138 @@
+"""The interval: the formula against the exact model, the clamps, and who decides when."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hasten.parts.checkpoint.interval import DAY, Interval, Rhythm, best_interval
+
+
+def expected_seconds(work: float, cost: float, between: float, recovery: float) -> float:
+    """Wall time for each second of work under Poisson failures: Daly 2006, equation 13."""
+    return between * math.exp(recovery / between) * math.expm1((work + cost) / between) / work
+
+
+@given(cost=st.floats(0.01, 20), between=st.floats(1000, 1e6), recovery=st.floats(0, 300))
+def test_no_other_interval_is_noticeably_better(
+    cost: float, between: float, recovery: float
+) -> None:
+    chosen = best_interval(cost, between, recovery) - cost
+    found = expected_seconds(chosen, cost, between, recovery)
+    others = [chosen * 1.02**k for k in range(-300, 300)]
+    best = min(expected_seconds(w, cost, between, recovery) for w in others)
+    assert found <= best * 1.01
+
+
+def test_the_published_example() -> None:
+    """Failures every 3.09 h: a save of 1.4 s costs 1.6 % with what is lost, one of 0.12 s 0.46 %"""
+    between = 3.09 * 3600
+    for cost, share in ((1.4, 0.016), (0.12, 0.0046)):
+        interval = best_interval(cost, between, 0)
+        assert cost / interval + interval / (2 * between) == pytest.approx(share, rel=0.03)
+
+
+def test_the_interval_is_measured_and_clamped() -> None:
+    interval = Interval()
+    interval.blocked.extend([0.1, 0.1, 9.0])
+    assert interval.seconds() == pytest.approx(best_interval(0.1, DAY, 30.0), rel=1e-3)
+    interval.longest_loss = 60.0
+    assert interval.seconds() == 60.0
+    interval.writing = 100.0
+    assert interval.seconds() == 200.0, "the writer must be able to follow"
+    often = Interval(between_failures=1.0, longest_loss=1e9)
+    often.blocked.append(0.5)
+    assert often.seconds() == 50.0, "saving never blocks more than 1 % of the time"
+
+
+def test_failures_shorten_the_interval_and_survive_a_restart() -> None:
+    first = Interval()
+    first.blocked.append(0.1)
+    before = first.seconds()
+    state = first.state_dict()
+    again = Interval()
+    again.blocked.append(0.1)
+    again.load_state_dict(state)
+    for _ in range(9):
+        again.restarted(5.0)
+    assert again.failures == 9
+    assert again.mean_between_failures == pytest.approx(DAY / 10, rel=1e-3)
+    assert again.seconds() < before / 2.5
+    assert again.state_dict()["recovery"] == 5.0
+
+
+@pytest.mark.parametrize("settings", [{"between_failures": 0}, {"longest_loss": -1}])
+def test_a_time_that_is_none_is_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must be above 0 seconds"):
+        Interval(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("every", [0, -1, "often", 2.5, True, None])
+def test_an_interval_that_is_none_is_refused(every: object) -> None:
+    with pytest.raises(ValueError, match="give 'dynamic' or a number of steps"):
+        Rhythm(every, Interval())  # type: ignore[arg-type]
+
+
+class Clock:
+    """Time that stands still between steps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+def saves(rhythm: Rhythm, clock: Clock, seconds: list[float]) -> tuple[list[int], int]:
+    """The steps saved when step k takes ``seconds[k]``, and how often it was looked."""
+    found, looks = [], 0
+    for step, took in enumerate(seconds, start=1):
+        clock.now += took
+        if rhythm.looks(step):
+            looks += 1
+            due, rhythm.next_look = rhythm.decide(step, busy=False)
+            if due:
+                rhythm.saved()
+                found.append(step)
+    return found, looks
+
+
+def test_saves_come_after_the_intervals_seconds_with_few_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    interval = Interval(longest_loss=100.0)
+    interval.blocked.append(10.0)  # 1 % would be 1000 s; the user's 100 go before it
+    rhythm = Rhythm("dynamic", interval)
+    found, looks = saves(rhythm, clock, [0.5] * 2000)
+    apart = [b - a for a, b in itertools.pairwise(found)]
+    assert set(apart) == {200}
+    assert looks <= 35 * len(found)
+
+
+def test_steps_that_become_slower_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    interval = Interval(longest_loss=100.0)
+    interval.blocked.append(10.0)
+    found, _ = saves(Rhythm("dynamic", interval), clock, [0.1] * 1000 + [5.0] * 60)
+    late = [step for step in found if step > 1000]
+    assert len(late) >= 2
+    assert late[0] <= 1000 + 100 / 5 + 10
+
+
+def test_a_number_of_steps_is_that() -> None:
+    rhythm = Rhythm(3, Interval())
+    assert [step for step in range(1, 11) if rhythm.looks(step)] == [3, 6, 9]
+    assert rhythm.decide(3, busy=True)[0]
+
+
+def test_nothing_is_begun_while_a_save_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    rhythm = Rhythm("dynamic", Interval(longest_loss=1.0))
+    rhythm.looks(1)
+    clock.now += 50
+    assert rhythm.decide(5, busy=True)[0] is False
+    assert rhythm.decide(6, busy=False)[0] is True

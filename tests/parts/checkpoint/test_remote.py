@@ -1,0 +1,111 @@
+"""Checkpoints at an address: whole once the manifest is there, verified like any other."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from torch import nn
+
+from hasten.parts.checkpoint import MANIFEST, STATE, SmartCheckpointer
+from hasten.parts.checkpoint.remote import Mirror
+
+
+@pytest.fixture
+def address(request: pytest.FixtureRequest) -> str:
+    return f"memory://{request.node.name}"
+
+
+def at(address: str, model: nn.Module, **settings: Any) -> SmartCheckpointer:
+    keeper = SmartCheckpointer(1, folder=address, **{"max_checkpoints": 2, **settings})
+    return keeper.protect(model=model)
+
+
+def saved(address: str, steps: int, **settings: Any) -> nn.Module:
+    model = nn.Linear(40, 40)
+    with at(address, model, **settings) as keeper:
+        for step in range(1, steps + 1):
+            torch.nn.init.constant_(model.weight, step)
+            keeper.save(step)
+    return model
+
+
+@pytest.mark.parametrize("compression", [False, "difference"])
+def test_a_machine_without_the_folder_finds_the_newest(address: str, compression: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        saved(address, 4, compression=compression)  # its name has brackets
+    names = Mirror(address).names()
+    assert names[-2:] == ["step-00000003", "step-00000004"]
+    assert len(names) == (2 if compression is False else 3)  # and what they differ from
+    other = nn.Linear(40, 40)
+    with at(address, other) as keeper:
+        keeper.restore()
+        assert keeper.step == 4
+    assert torch.equal(other.weight, torch.full((40, 40), 4.0))
+
+
+def test_a_local_folder_can_be_an_address(tmp_path: Path) -> None:
+    saved(f"file://{tmp_path}", 3, compression=False)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_what_has_no_manifest_there_is_no_checkpoint(address: str) -> None:
+    saved(address, 2)
+    files = fsspec.filesystem("memory")
+    files.rm_file(f"/{address.removeprefix('memory://')}/step-00000002/{MANIFEST}")
+    other = nn.Linear(40, 40)
+    with at(address, other) as keeper:
+        keeper.restore()
+        assert keeper.step == 1
+
+
+def test_damage_there_is_found_and_the_one_before_is_used(address: str) -> None:
+    saved(address, 2)
+    files = fsspec.filesystem("memory")
+    path = f"/{address.removeprefix('memory://')}/step-00000002/{STATE}"
+    data = bytearray(files.cat_file(path))
+    data[-3] ^= 1
+    files.pipe_file(path, bytes(data))
+    other = nn.Linear(40, 40)
+    with at(address, other) as keeper:
+        with pytest.warns(UserWarning, match="step-00000002 is damaged"):
+            keeper.restore()
+        assert keeper.step == 1
+        keeper.save(2)
+    with at(address, other) as again:
+        again.restore()
+        assert again.step == 2
+
+
+def test_a_place_that_can_not_be_reached_is_an_alarm(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(self: Mirror, path: Path) -> None:
+        raise RuntimeError("connection reset")
+
+    monkeypatch.setattr(Mirror, "send", cut)
+    model = nn.Linear(3, 3)
+    keeper = at(address, model)
+    keeper.save(1)
+    with pytest.warns(UserWarning, match="no checkpoint could be written to memory:.*reset"):
+        keeper.close()
+
+
+def test_an_earlier_run_s_and_a_stranger_s_are_not_deleted_there(tmp_path: Path) -> None:
+    address = f"file://{tmp_path}"
+    saved(address, 2, compression=False)
+    strange = tmp_path / "step-00000001"
+    (strange / MANIFEST).write_text("a cargo of bananas")
+    with pytest.warns(UserWarning, match="set aside"):
+        saved(address, 3, compression=False)
+    assert (strange / f"{MANIFEST}.aside").read_text() == "a cargo of bananas"
+    assert Mirror(address).names() == ["step-00000002", "step-00000003"]
+    (tmp_path / "step-00000000").mkdir()
+    (tmp_path / "step-00000000" / MANIFEST).write_text("more of them")
+    Mirror(address).keep(tmp_path / "empty")
+    assert Mirror(address).names() == ["step-00000000"]

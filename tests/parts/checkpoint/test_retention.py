@@ -1,0 +1,94 @@
+"""Retention: the newest few that verify stay, and what hasten did not make is never deleted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hasten.parts import checkpoint
+from hasten.parts.checkpoint import MANIFEST, STATE
+from hasten.parts.checkpoint.folder import bytes_in, set_aside
+
+
+def saved(folder: Path, *steps: int) -> Path:
+    for step in steps:
+        checkpoint.save(folder, step, {"x": torch.full((50,), step)}, {"step": step})
+    return folder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+def test_prune_keeps_the_newest(tmp_path: Path) -> None:
+    left = checkpoint.prune(saved(tmp_path, 1, 30, 200, 4), 2)
+    assert names(tmp_path) == [p.name for p in left] == ["step-00000030", "step-00000200"]
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_prune_refuses_to_keep_nothing(keep: int, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"keep is {keep}"):
+        checkpoint.prune(saved(tmp_path, 1, 2), keep)
+    assert len(checkpoint.checkpoints(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("name", [STATE, MANIFEST])
+def test_a_damaged_checkpoint_does_not_count(name: str, tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3, 4)
+    for step in (3, 4):
+        (tmp_path / f"step-{step:08d}" / name).write_bytes(b"x")
+    told: list[str] = []
+    left = checkpoint.prune(tmp_path, 2, noted=lambda path, reason: told.append(path.name))
+    assert [p.name for p in left] == ["step-00000001", "step-00000002"]
+    assert told == ["step-00000004", "step-00000003"]
+    assert sum(name.startswith(".damaged-") for name in names(tmp_path)) == 2
+
+
+def test_what_verified_is_not_read_again_until_it_changes(tmp_path: Path) -> None:
+    known: dict[str, tuple[object, ...]] = {}
+    saved(tmp_path, 1, 2)
+    checkpoint.prune(tmp_path, 2, known)
+    assert list(known) == ["step-00000002", "step-00000001"]
+    (tmp_path / "step-00000002" / STATE).write_bytes(b"x")
+    checkpoint.prune(tmp_path, 2, known)
+    assert list(known) == ["step-00000001"]
+
+
+def test_foreign_folders_are_left_alone(tmp_path: Path) -> None:
+    foreign = ["step-3", "step-00000003-best", "model", ".git", ".writing-notes", "xstep-00000001"]
+    for name in foreign:
+        (tmp_path / name).mkdir()
+    found = checkpoint.load_latest(saved(tmp_path, 1, 2))
+    assert found is not None
+    assert found[1] == {"step": 2}
+    checkpoint.prune(tmp_path, 1)
+    assert names(tmp_path) == sorted([*foreign, "step-00000002"])
+
+
+def test_a_strangers_folder_with_a_name_of_ours_is_not_deleted(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001" / "thesis.txt").write_text("years")
+    elsewhere = tmp_path / "elsewhere"
+    saved(elsewhere, 2)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "step-00000002").symlink_to(elsewhere / "step-00000002")
+    checkpoint.prune(saved(tmp_path, 5, 6), 1)
+    checkpoint.prune(saved(tmp_path / "run", 5, 6), 1)
+    assert (tmp_path / "step-00000001" / "thesis.txt").read_text() == "years"
+    assert checkpoint.load(elsewhere / "step-00000002")[1] == {"step": 2}
+
+
+def test_what_comes_after_a_step_is_set_aside_and_its_steps_are_free(tmp_path: Path) -> None:
+    moved = set_aside(saved(tmp_path, 1, 2, 3), 1)
+    assert len(moved) == 2
+    saved(tmp_path, 2)
+    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["step-00000001", "step-00000002"]
+
+
+def test_the_bytes_of_a_folder_are_those_of_its_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "note").write_text("none of ours")
+    files = [p for p in saved(tmp_path, 1, 2).rglob("*") if p.is_file() and p.name != "note"]
+    assert bytes_in(tmp_path) == sum(p.stat().st_size for p in files)
+    assert bytes_in(tmp_path / "missing") == 0

@@ -1,0 +1,137 @@
+"""Checkpoints on whole jobs: bit-identical resumes on ranks, stops that lose nothing, settings."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hasten.core.plan import read_technique
+from hasten.core.state import restore, state_of
+from hasten.core.step import training
+from hasten.errors import InputError
+from hasten.parts import checkpoint
+from hasten.parts.checkpoint import STATE
+from hasten.techniques.checkpoint import Checkpoints
+from ranks import on_ranks
+from tiny import language_job, run, session_of
+
+
+def test_two_ranks_go_on_bit_for_bit_each_with_its_own_random_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ranks = on_ranks("checkpoint_rank_jobs:saved_and_resumed", tmp_path)
+    for rank in ranks:
+        assert rank["from"] == "step-00000003"
+        assert rank["begun"] == rank["whole"][:5]
+        assert rank["rest"] == rank["whole"][3:]
+        assert rank["stopped"] == 4
+    assert ranks[0]["saved"] == ["step-00000003", "step-00000004"]
+    assert ranks[0]["draws"][0] != ranks[1]["draws"][0]
+    assert ranks[0]["draws"][1] != ranks[1]["draws"][1]
+
+
+def test_a_run_that_is_asked_to_stop_loses_no_step(tmp_path: Path) -> None:
+    whole = [m.loss for m in run(session_of(language_job(steps=6)))]
+    for last in (1, 2, 5):
+        folder = tmp_path / str(last)
+        first = session_of(language_job(steps=6), Checkpoints(50), folder=folder)
+        for metrics in training(first):
+            first.stop_requested = metrics.step == last
+        second = session_of(language_job(steps=6), Checkpoints(50), folder=folder)
+        assert second.setup.checkpoint.resume(second) == folder / f"step-{last:08d}"
+        assert [m.loss for m in run(second)] == whole[last:]
+
+
+def test_a_named_checkpoint_is_gone_back_to_and_later_ones_are_set_aside(tmp_path: Path) -> None:
+    whole = [m.loss for m in run(session_of(language_job(steps=6)))]
+    run(session_of(language_job(steps=6), Checkpoints(2), folder=tmp_path))
+    second = session_of(language_job(steps=5), Checkpoints(2), folder=tmp_path)
+    second.setup.checkpoint.resume(second, tmp_path / "step-00000002")
+    with pytest.warns(UserWarning, match="set aside"):
+        assert [m.loss for m in run(second)] == whole[2:5]
+    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == [
+        "step-00000002",
+        "step-00000004",
+    ]
+
+
+def test_a_new_run_in_an_old_folder_keeps_its_own_and_deletes_nothing(tmp_path: Path) -> None:
+    run(session_of(language_job(steps=6), Checkpoints(2), folder=tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run(session_of(language_job(steps=2), Checkpoints(2), folder=tmp_path))
+    names = [p.name for p in tmp_path.iterdir()]
+    assert [n for n in names if not n.startswith(".")] == ["step-00000002"]
+    assert sum(n.startswith(".aside-") for n in names) == 3
+
+
+def test_damage_is_named_in_the_report(tmp_path: Path) -> None:
+    run(session_of(language_job(steps=4), Checkpoints(2), folder=tmp_path))
+    (tmp_path / "step-00000004" / STATE).write_bytes(b"x")
+    second = session_of(language_job(steps=4), Checkpoints(2), folder=tmp_path)
+    with pytest.warns(UserWarning, match="is damaged"):
+        second.setup.checkpoint.resume(second)
+    assert second.progress.step == 2
+    run(second)
+    assert "step-00000004 is damaged" in Checkpoints().probe(second).evidence
+
+
+def test_the_state_of_pythons_random_comes_back(tmp_path: Path) -> None:
+    first, second = session_of(language_job()), session_of(language_job())
+    random.gauss(0, 1)  # the second of its pair is part of the state
+    saved = state_of(first)
+    wanted = [random.gauss(0, 1), random.random(), torch.rand(1).item()]
+    restore(second, *saved)
+    assert [random.gauss(0, 1), random.random(), torch.rand(1).item()] == wanted
+
+
+def test_a_state_with_one_random_state_for_all_is_read() -> None:
+    """As it was saved before every rank had its own."""
+    session = session_of(language_job())
+    tensors, meta = state_of(session)
+    wanted = torch.rand(3)
+    old = {k: t for k, t in tensors.items() if not k.startswith("random/")}
+    restore(session, {**old, "random/cpu": tensors["random/cpu"][0]}, meta)
+    assert torch.equal(torch.rand(3), wanted)
+
+
+@pytest.mark.parametrize("interval", [0, -3, "often", 2.5])
+def test_an_interval_that_is_none_is_refused(interval: Any) -> None:
+    with pytest.raises(ValueError, match="give dynamic, epoch, or a number of steps"):
+        Checkpoints(interval)
+
+
+def test_settings_are_read_from_a_plan() -> None:
+    known = {"checkpoints": Checkpoints}
+    settings = {"interval": 500, "compression": False, "folder": "s3://bucket/run"}
+    assert read_technique({"checkpoints": settings}, known) == Checkpoints(
+        500, compression=False, folder="s3://bucket/run"
+    )
+    with pytest.raises(InputError, match="interval is True"):
+        read_technique({"checkpoints": {"interval": True}}, known)
+    with pytest.raises(InputError, match="at least 1 is kept"):
+        read_technique({"checkpoints": {"max_checkpoints": 0}}, known)
+
+
+def test_a_folder_of_its_own_is_used(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    technique = Checkpoints(1, folder=str(elsewhere))
+    run(session_of(language_job(steps=2), technique, folder=tmp_path / "run"))
+    assert len(checkpoint.checkpoints(elsewhere)) == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_runs_in_one_folder_are_refused_before_a_step(tmp_path: Path) -> None:
+    first = training(session_of(language_job(), Checkpoints(1), folder=tmp_path))
+    next(first)
+    second = session_of(language_job(), Checkpoints(1), folder=tmp_path)
+    with pytest.raises(InputError, match="is in use by another run"):
+        run(second)
+    assert second.progress.step == 0
+    first.close()
