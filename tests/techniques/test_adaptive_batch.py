@@ -104,12 +104,12 @@ def test_a_resumed_run_goes_on_with_the_size_and_the_ceiling_it_had(tmp_path: An
         next(steps)
         if first.progress.step == 4:
             learnt = first.setup.attempt.room.state_dict()  # type: ignore[attr-defined]
+    steps.close()  # the folder is free for the next one
     second = session_of(job, *plan, folder=tmp_path)
     second.setup.checkpoint.resume(second)
     assert second.setup.attempt.room.state_dict() == learnt  # type: ignore[attr-defined]
     assert learnt["ceiling"] > 0
     assert learnt["size"] < 32 * max(job.lengths)
-    steps.close()
 
 
 def test_with_another_number_of_ranks_the_smallest_size_is_taken() -> None:

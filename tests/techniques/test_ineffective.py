@@ -151,7 +151,7 @@ def test_a_cut_that_cuts_nothing_has_not_acted() -> None:
 WITHOUT_A_STEP: tuple[Technique, ...] = (
     *(Packed(), PackedEpoch(), LengthGrouped(), Prefetched(), Accumulate(1), AdaptiveBatch(2)),
     *(LoRA(), LabelledTokenLoss(), Recompute(), Autocast(), DDP(), CompactAdamW(), Muon()),
-    *(WeightAverage(), Checkpoints(every_steps=1), BalancedRouting()),
+    *(WeightAverage(), Checkpoints(interval=1), BalancedRouting()),
     Compiled(bucket=64, share=1.0, backend="aot_eager"),
     *(() if rows.library().reason else (FusedAdamW(),)),
 )

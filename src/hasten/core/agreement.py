@@ -1,9 +1,9 @@
 """What ranks tell each other in a step beside gradients, and the default: everything, at once.
 
 Where a wire lets ranks train apart from each other (local steps), a step that waited for such sums
-would be as slow as the link. Then a step goes by what its own rank knows, times the number of ranks,
-and ``settle`` makes weights and counts of all ranks equal again: before an evaluation, before a
-checkpoint, at the end.
+would be as slow as the link. Then a step goes by what its own rank knows, times the number of
+ranks, and ``settle`` makes weights and counts of all ranks equal again: before an evaluation,
+before a checkpoint, at the end.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Agreement(Protocol):
         """Every rank calls it between the same two steps; weights are equal after it."""
 
     def others(self, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """On rank 0 the same of each other rank, in order; every rank calls it, for a checkpoint."""
+        """On rank 0 the same of each other rank, in order. For checkpoints; all ranks call it."""
 
 
 class EachStep:

@@ -1,13 +1,11 @@
 """The articles' trainer: any model, optimizer and loss function, trained in place, with switches.
 
 Each switch is off (False), on with its usual technique (True), or a technique of the caller's
-choice. A switch whose technique doesn't exist yet is one warning and "not available" in the
-summary: the run goes on and says what it did.
+choice. Gradients travel between ranks only: with one rank, compressing them is said to do nothing.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,19 +29,20 @@ from hasten.core.trainer import Outcome, Watch, fit
 from hasten.errors import InputError
 from hasten.parts.checkpoint import checkpoints
 from hasten.parts.dynamic_batcher import DynamicBatcher
+from hasten.parts.gradient_compressor import GradientCompressor
 from hasten.parts.losses import ObjectiveLoss
 from hasten.techniques.batch import AdaptiveBatch
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout import DDP
 from hasten.techniques.precision import Autocast
+from hasten.techniques.wire import Quantised, technique_of
 
-Switch = bool | Technique | DynamicBatcher | None
-USUAL: Mapping[str, Technique | None] = {
-    "compress_gradients": None,
+Switch = bool | Technique | DynamicBatcher | GradientCompressor | None
+USUAL: Mapping[str, Technique] = {
+    "compress_gradients": Quantised(),
     "mixed_precision": Autocast(),
     "dynamic_batch": AdaptiveBatch(),
 }
-NOT_AVAILABLE = "not available"
 
 
 class OptimizedTrainer:
@@ -82,8 +81,7 @@ class OptimizedTrainer:
         }
         self.techniques = {name: _resolve(name, switch) for name, switch in asked.items()}
         self.switches = {
-            name: str(self.techniques[name] or (NOT_AVAILABLE if switch else "off"))
-            for name, switch in asked.items()
+            name: str(technique or "off") for name, technique in self.techniques.items()
         }
         self.plan = Plan(t for t in self.techniques.values() if t is not None)
 
@@ -116,6 +114,8 @@ class OptimizedTrainer:
             )
         known = self._facts()
         _say_what_is_here(cloud_config, known)
+        if self.techniques["compress_gradients"] is not None and known.world.size == 1:
+            print("compress_gradients: with one rank no gradient travels, so none is compressed")
         job = self._job(train_loader, epochs, known)
         plan = self._whole_plan(folder, known)
         with process_group(known.world, job.device):
@@ -155,7 +155,7 @@ class OptimizedTrainer:
     def _whole_plan(self, folder: Path | None, known: Facts) -> Plan:
         more: list[Technique] = []
         if folder is not None:
-            more.append(Checkpoints(every_steps=0))
+            more.append(Checkpoints(interval="epoch"))
         if known.world.size > 1:
             more.append(DDP())
         plan = self.plan.with_(*more)
@@ -202,10 +202,10 @@ def _resolve(name: str, switch: Any) -> Technique | None:
         return switch
     if name == "dynamic_batch" and isinstance(switch, DynamicBatcher):
         return AdaptiveBatch(**switch.settings())  # a part has state: only its settings are read
+    if name == "compress_gradients" and isinstance(switch, GradientCompressor):
+        return technique_of(switch)
     if switch is not True:
         raise InputError(f"{name} is {switch!r}; give True, False or a technique")
-    if USUAL[name] is None:
-        warnings.warn(f"{name}: not available in this version; training without it", stacklevel=3)
     return USUAL[name]
 
 

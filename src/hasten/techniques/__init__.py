@@ -22,6 +22,9 @@ from hasten.techniques.recompute import Recompute
 from hasten.techniques.routing import BalancedRouting
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
 from hasten.techniques.threads import Threads
+from hasten.techniques.wire import Half, PowerSGD, Quantised, TopK
+from hasten.techniques.wire_local import LocalSteps, Stream
+from hasten.techniques.wire_topology import Automatic, Hierarchical
 
 CATALOGUE: tuple[type[Technique], ...] = (
     PackedEpoch,
@@ -42,6 +45,14 @@ CATALOGUE: tuple[type[Technique], ...] = (
     BF16MasterWeights,
     Float8,
     DDP,
+    Half,
+    Quantised,
+    TopK,
+    PowerSGD,
+    LocalSteps,
+    Stream,
+    Hierarchical,
+    Automatic,
     FusedAdamW,
     CompactAdamW,
     Muon,

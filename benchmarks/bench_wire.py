@@ -1,0 +1,196 @@
+"""What keeping ranks together costs over a slow link, and what it does to the loss.
+
+    python benchmarks/bench_wire.py speed --rate 100mbit --json speed.json
+    python benchmarks/bench_wire.py speed --rate 10mbit --delay-ms 20 --methods apart,diloco:50
+    python benchmarks/bench_wire.py loss --seeds 3 --steps 1000 --jsonl loss.jsonl
+
+Two hosts of a lab (docs/netlab.md) with a rank each on a core of its own, a Llama of 10.8 M
+parameters over bytes, 4 x 256 per rank and step, AdamW, bf16 autocast.
+
+``speed`` takes turns between all methods in the same processes, barrier to barrier, in another
+order each round. It has two denominators: ``apart`` (the ranks compute at the same time and
+exchange nothing) and ``alone`` (one rank computes, the other sleeps). Shares are medians over
+rounds of the ratio within a round.
+
+``loss`` trains each method whole on a link without a limit, since mathematics doesn't depend on it,
+and compares the held-out loss with DDP's of the same seed. ``again`` is DDP from weights that
+differ in the sixth digit: what two runs of the same method differ by. A line is written per run,
+and runs that are in the file already aren't repeated.
+
+The text is Python's own library, the same bytes for the same Python; ``--text`` takes another file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hasten.cluster.netlab import Lab
+from hasten.evidence.students_t import student_quantile
+
+RANK = Path(__file__).parent / "wire" / "rank.py"
+SPEED = "apart,alone,ddp,half,int8,int4,powersgd:16,topk:0.05,diloco:20,stream"
+LOSS = "ddp,again,int8,int4,powersgd:16,topk:0.05,diloco:20,stream:2,stream:4"
+SLOW = {"ddp": 3, "half": 3, "int8": 5}  # steps of a turn over a slow link
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=("speed", "loss"))
+    parser.add_argument("--methods", help="comma-separated, see benchmarks/wire/methods.py")
+    parser.add_argument("--size", default="10M", choices=("10M", "3M", "tiny"))
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--rate", default="100mbit", help="of the link, or none")
+    parser.add_argument("--delay-ms", type=float, default=0.0)
+    parser.add_argument("--mtu", type=int, default=1500)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--block", type=int, default=20, help="steps of a turn")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--jsonl", type=Path, default=Path("wire_loss.jsonl"))
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        text = given.text or library(Path(folder) / "text")
+        (speed if given.what == "speed" else losses)(given, text, Path(folder))
+
+
+def library(place: Path, most: int = 8_000_000) -> Path:
+    """Python's own modules one after the other."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    files += sorted(Path(sysconfig.get_path("stdlib")).glob("[a-l]*/*.py"))
+    place.write_bytes(b"".join(f.read_bytes() for f in files)[:most])
+    return place
+
+
+def on_ranks(lab: Lab, what: str, spec: dict[str, Any], folder: Path, seconds: float) -> Any:
+    """What rank 0 found; its words and an end where a rank failed."""
+    place = folder / "spec.json"
+    place.write_text(json.dumps(spec))
+    results = lab.run(
+        [sys.executable, "-W", "ignore", str(RANK), what, str(place)], seconds=seconds
+    )
+    lines = results[0].output.splitlines()
+    answers = [line for line in lines if line.startswith("FOUND ")]
+    if not answers or any(r.code for r in results):
+        words = "\n".join(
+            f"rank {r.rank} ({r.code}) {r.reason}\n{r.output[-1500:]}" for r in results
+        )
+        raise SystemExit(f"{spec}\n{words}")
+    return json.loads(answers[0].removeprefix("FOUND "))
+
+
+def speed(given: argparse.Namespace, text: Path, folder: Path) -> None:
+    names = (given.methods or SPEED).split(",")
+    slow = given.rate not in ("none", "1gbit")
+    spec = {
+        "methods": names,
+        "size": given.size,
+        "text": str(text),
+        "rounds": given.rounds,
+        "block": given.block,
+        "steps": {n: min(SLOW[n], given.block) for n in names if slow and n in SLOW},
+    }
+    link = None if given.rate == "none" else given.rate
+    with Lab(2, 1, link, delay_ms=given.delay_ms, mtu=given.mtu) as lab:
+        found = on_ranks(lab, "speed", spec, folder, 3600)
+    if given.json:
+        given.json.write_text(json.dumps({**vars_of(given), "found": found}, indent=1))
+    print(
+        f"\n{given.size}, {given.rate}, {given.delay_ms:g} ms, MTU {given.mtu}, 2 hosts x 1 rank\n"
+    )
+    print("| method | s/step | of apart | of alone | MB/step and host | exposed s/step |")
+    print("|---|---|---|---|---|---|")
+    for name, row in found.items():
+        shares = [share(found, other, row) for other in ("apart", "alone")]
+        label = f"{name} ({row['fragments']} fragments)" if "fragments" in row else name
+        print(
+            f"| {label} | {statistics.median(row['seconds']):.3f} | {' | '.join(shares)} | "
+            f"{statistics.mean(row['bytes']) / 1e6:.3f} | {statistics.median(row['waited']):.3f} |"
+        )
+
+
+def share(found: dict[str, Any], other: str, row: dict[str, Any]) -> str:
+    """Throughput as a share of another method's, the median over rounds and its range."""
+    if other not in found:
+        return "-"
+    pairs = zip(found[other]["seconds"], row["seconds"], strict=True)
+    ratios = sorted(100 * a / b for a, b in pairs)
+    return f"{statistics.median(ratios):.0f} % ({ratios[0]:.0f}-{ratios[-1]:.0f})"
+
+
+def losses(given: argparse.Namespace, text: Path, folder: Path) -> None:
+    names = (given.methods or LOSS).split(",")
+    names = names if "ddp" in names else ["ddp", *names]
+    done = read(given.jsonl)
+    with Lab(2, 1, mode="loopback") as lab:
+        for seed in range(given.seeds):
+            for name in names:
+                run = {
+                    "method": name,
+                    "seed": seed,
+                    "size": given.size,
+                    "steps": given.steps,
+                    "rate": given.learning_rate,
+                }
+                if key(run) in done:
+                    continue
+                found = on_ranks(lab, "loss", {**run, "text": str(text)}, folder, 4 * 3600)
+                done[key(run)] = {**run, **found}
+                with given.jsonl.open("a") as lines:
+                    lines.write(json.dumps(done[key(run)]) + "\n")
+                print(json.dumps(done[key(run)]), flush=True)
+    mine = [r for r in done.values() if [r["size"], r["steps"]] == [given.size, given.steps]]
+    table(mine, names, given.seeds)
+
+
+def key(run: dict[str, Any]) -> str:
+    return " ".join(f"{run[k]}" for k in ("method", "seed", "size", "steps", "rate"))
+
+
+def read(place: Path) -> dict[str, dict[str, Any]]:
+    """Runs that have been done; a line that was cut off is done again."""
+    found = {}
+    for line in place.read_text().splitlines() if place.exists() else ():
+        try:
+            run = json.loads(line)
+        except ValueError:
+            continue
+        found[key(run)] = run
+    return found
+
+
+def table(runs: Iterable[dict[str, Any]], names: list[str], seeds: int) -> None:
+    """Loss against DDP's of the same seed, in percent; every seed is shown."""
+    by = {(r["method"], r["seed"]): r for r in runs}
+    print("\n| method | mean loss | against DDP, mean and 95 % | every seed | same on all ranks |")
+    print("|---|---|---|---|---|")
+    for name in names:
+        found = [by[name, s] for s in range(seeds) if (name, s) in by and ("ddp", s) in by]
+        if not found:
+            continue
+        gaps = [100 * (r["loss"] / by["ddp", r["seed"]]["loss"] - 1) for r in found]
+        wide = ""
+        if len(gaps) > 1:
+            error = statistics.stdev(gaps) / len(gaps) ** 0.5
+            wide = f" ± {student_quantile(0.975, len(gaps) - 1) * error:.2f}"
+        mean = statistics.mean(r["loss"] for r in found)
+        each = ", ".join(f"{g:+.2f}" for g in gaps)
+        same = "yes" if all(r["same_on_all_ranks"] for r in found) else "NO"
+        print(f"| {name} | {mean:.4f} | {statistics.mean(gaps):+.2f} %{wide} | {each} | {same} |")
+
+
+def vars_of(given: argparse.Namespace) -> dict[str, Any]:
+    return {k: str(v) if isinstance(v, Path) else v for k, v in vars(given).items()}
+
+
+if __name__ == "__main__":
+    main()

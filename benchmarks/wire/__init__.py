@@ -1,0 +1,1 @@
+"""What bench_wire.py runs on the ranks."""

@@ -1,0 +1,137 @@
+"""The ways to keep ranks together that bench_wire.py compares, each a model with its own loop.
+
+All have the same model, weights, records of a rank, AdamW, clipping and bf16 autocast. A method's
+name is ``KIND`` or ``KIND:NUMBER``: ``stream:4`` has four fragments, ``diloco:50`` averages every
+50 steps, ``powersgd:16`` has rank 16, ``topk:0.05`` keeps 5 %.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+SIZES = {"10M": (384, 1024, 6, 6), "3M": (256, 688, 4, 4), "tiny": (64, 128, 2, 2)}
+ROWS, LENGTH = 4, 256
+COMPRESSED = ("half", "int8", "int4", "topk", "powersgd")
+
+
+def build(size: str, seed: int, perturbed: bool = False) -> nn.Module:
+    """A Llama of bytes; the perturbed one starts from weights that differ in the sixth digit."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden, inner, layers, heads = SIZES[size]
+    torch.manual_seed(100 + seed)
+    model: nn.Module = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256,
+            hidden_size=hidden,
+            intermediate_size=inner,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            max_position_embeddings=LENGTH,
+            attn_implementation="sdpa",
+        )
+    )
+    if perturbed:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + 1e-6 * torch.randn_like(parameter))
+    return model
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+    return loss
+
+
+class Method:
+    """A model, its optimizer and records, and what joins it to the other ranks."""
+
+    def __init__(self, name: str, size: str, seed: int, rank: int, text: Tensor) -> None:
+        self.kind, _, number = name.partition(":")
+        self.number = float(number) if number else None
+        self.text, self.rank = text, rank
+        self.net = build(size, seed, perturbed=self.kind == "again")
+        self.model: nn.Module = self.net
+        self.part: Any = None
+        self.draw = torch.Generator().manual_seed(1000 + rank + 10 * seed)
+        self.optimizer = torch.optim.AdamW(
+            self.net.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+        self._join()
+
+    def _join(self) -> None:
+        if self.kind in ("ddp", "again", *COMPRESSED):
+            self.model = DistributedDataParallel(self.net, gradient_as_bucket_view=True)
+        if self.kind in COMPRESSED:
+            self.part = _compressor(self.kind, self.number)
+            self.part.attach(self.model)
+        elif self.kind in ("diloco", "nesterov", "local"):
+            from hasten.parts.codecs import codec
+            from hasten.parts.local_steps import LocalSteps
+
+            outer = "nesterov" if self.kind == "nesterov" else "mean"
+            found = None if self.kind == "local" else codec("int4")
+            self.part = LocalSteps(self.net.parameters(), int(self.number or 20), outer, found)
+        elif self.kind == "stream":
+            from hasten.parts.codecs import codec
+            from hasten.parts.stream import Stream
+
+            fragments = int(self.number) if self.number else None
+            self.part = Stream(self.net.parameters(), codec("int4"), fragments)
+        elif self.kind not in ("apart", "alone", "ddp", "again"):
+            raise SystemExit(f"{self.kind} isn't a method")
+
+    def step(self, rate: float = 1e-3) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        places = torch.randint(len(self.text) - LENGTH, (ROWS,), generator=self.draw).tolist()
+        ids = torch.stack([self.text[p : p + LENGTH].long() for p in places])
+        loss_of(self.model, ids).backward()
+        torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.drifts:
+            self.part.after_step()
+
+    @property
+    def drifts(self) -> bool:
+        return self.kind in ("diloco", "nesterov", "local", "stream")
+
+    def settle(self) -> None:
+        if self.drifts:
+            self.part.settle()
+
+    def waited(self) -> float:
+        """Seconds so far in which nothing was computed; 0 where it isn't known."""
+        return float(getattr(self.part, "waited_seconds", 0.0))
+
+    @torch.no_grad()
+    def held_out(self, text: Tensor) -> float:
+        """Loss on the same 128 stretches of text that was never trained on."""
+        draw = torch.Generator().manual_seed(7)
+        self.net.eval()
+        losses = []
+        for _ in range(8):
+            places = torch.randint(len(text) - LENGTH, (16,), generator=draw).tolist()
+            losses.append(
+                loss_of(self.net, torch.stack([text[p : p + LENGTH].long() for p in places]))
+            )
+        self.net.train()
+        return float(torch.stack(losses).mean())
+
+
+def _compressor(kind: str, number: float | None) -> Any:
+    from hasten.parts.gradient_compressor import GradientCompressor
+
+    settings: dict[str, Any] = {"sparsity_method": kind, "communication_backend": "gloo"}
+    if kind == "topk":
+        settings["compression_ratio"] = number or 0.05
+    elif kind == "powersgd":
+        settings["rank"] = int(number or 16)
+    return GradientCompressor(**settings)

@@ -1,0 +1,111 @@
+"""One rank of bench_wire.py: throughput in turns, or one whole training.
+
+python rank.py speed|loss SPEC.json      the answer is a line of JSON on rank 0's output
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from wire.methods import Method
+
+HELD_OUT = 200_000  # bytes at the end of the text
+
+
+def main() -> None:
+    what, spec = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{os.environ['HASTEN_RENDEZVOUS']}",
+        rank=rank,
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=datetime.timedelta(minutes=10),
+    )
+    raw = bytearray(Path(spec["text"]).read_bytes())
+    text = torch.frombuffer(raw, dtype=torch.uint8)
+    found = speed(spec, rank, text) if what == "speed" else loss(spec, rank, text)
+    if rank == 0:
+        print("FOUND " + json.dumps(found), flush=True)
+    dist.barrier()
+    os._exit(0)  # groups of a dozen methods are not worth an orderly end
+
+
+def speed(spec: dict[str, Any], rank: int, text: Tensor) -> dict[str, Any]:
+    """Seconds per step of each method in each round, barrier to barrier, and bytes sent."""
+    together = dist.new_group()
+    methods = {n: Method(n, spec["size"], 0, rank, text[:-HELD_OUT]) for n in spec["methods"]}
+    found: dict[str, Any] = {n: {"seconds": [], "bytes": [], "waited": []} for n in methods}
+    names = list(methods)
+    for turn in range(spec["rounds"] + 1):  # the first one warms up
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            method = methods[name]
+            steps = spec["steps"].get(name, spec["block"])
+            dist.barrier(together)
+            began, before, waited = time.perf_counter(), sent_bytes(), method.waited()
+            for _ in range(steps if turn else max(6, steps // 2)):
+                if method.kind != "alone" or rank == 0:
+                    method.step()
+            dist.barrier(together)
+            if turn:
+                found[name]["seconds"].append((time.perf_counter() - began) / steps)
+                found[name]["bytes"].append((sent_bytes() - before) / steps)
+                found[name]["waited"].append((method.waited() - waited) / steps)
+        if rank == 0:
+            print(f"round {turn} of {spec['rounds']}", flush=True)
+    for name, method in methods.items():
+        method.settle()
+        if method.kind == "stream":
+            found[name]["fragments"] = method.part.fragments
+    return found
+
+
+def loss(spec: dict[str, Any], rank: int, text: Tensor) -> dict[str, Any]:
+    """One training; the held-out loss of the one model that all ranks have at the end."""
+    method = Method(spec["method"], spec["size"], spec["seed"], rank, text[:-HELD_OUT])
+    steps, began = spec["steps"], time.perf_counter()
+    for step in range(steps):
+        decay = 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
+        method.step(spec["rate"] * min(1.0, (step + 1) / 20) * decay)
+    method.settle()
+    checksum = torch.tensor([sum(p.double().sum().item() for p in method.net.parameters())])
+    everyone = [torch.zeros_like(checksum) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, checksum)
+    return {
+        "loss": method.held_out(text[-HELD_OUT:]),
+        "seconds": time.perf_counter() - began,
+        "same_on_all_ranks": all(bool(c == checksum) for c in everyone),
+    }
+
+
+def sent_bytes() -> int:
+    """What this host's interface has sent; 0 where ranks are plain processes."""
+    if os.environ.get("GLOO_SOCKET_IFNAME") != "eth0":
+        return 0
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == "eth0":
+            return int(numbers.split()[8])
+    return 0
+
+
+if __name__ == "__main__":
+    main()

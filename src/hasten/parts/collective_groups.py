@@ -1,0 +1,47 @@
+"""The process groups of a topology: a host's ranks, fellows across hosts, all in order, leaders.
+
+Each stage of a collective has a group of its own, so that messages of two stages can't be mixed up.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from hasten.parts.topology import Topology
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Those that this rank is in; ``across`` is None where hosts have unequal numbers of ranks."""
+
+    within: Any
+    across: Any
+    ordered: Any
+    leaders: Any
+
+    @classmethod
+    def opened(cls, topology: Topology, seconds: float) -> Groups:
+        """Open them; every rank calls it. ``seconds`` is how long a collective may take."""
+        rails = list(zip(*topology.hosts, strict=True)) if topology.uniform else []
+        return cls(
+            within=_mine(topology.hosts, seconds),
+            across=_mine(rails, seconds),
+            ordered=_mine([topology.order], seconds),
+            leaders=_mine([tuple(host[0] for host in topology.hosts)], seconds),
+        )
+
+
+def _mine(groups: Iterable[tuple[int, ...]], seconds: float) -> Any:
+    """Open these groups, ranks in the order given; this rank's own of them, or None."""
+    found = None
+    for ranks in groups:
+        limit = datetime.timedelta(seconds=seconds)
+        # gloo's ring goes by the ranks' places in the group, so they aren't to be sorted.
+        group = dist.new_group(list(ranks), timeout=limit, sort_ranks=False)
+        found = group if dist.get_rank() in ranks else found
+    return found

@@ -1,0 +1,165 @@
+"""The ranks that average gradients: collectives that count their bytes, and a thread to finish.
+
+A second collective that is issued from another thread on the same process group mixes up messages:
+ranks may issue the two in different orders. So each of the two stages has a group of its own. The
+first is used by the thread that computes gradients, in the order in which DDP's buckets are full,
+which is the same on all ranks; the second by one thread that finishes buckets in that order.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+FIRST, SECOND = 0, 1
+LONGEST_SETTINGS = 2048  # bytes of the settings that ranks compare
+# torch 2.13 has new names for them and warns at the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+Job = tuple[Callable[[], Tensor], "torch.futures.Future[Tensor]"]
+
+
+class WireError(RuntimeError):
+    """Gradients could not travel: another rank has ended, hangs, or wants something else."""
+
+
+@dataclass
+class Pending:
+    """A collective under way."""
+
+    work: Any
+    result: Tensor
+
+    def wait(self) -> Tensor:
+        """Its result; on a processor this thread waits, on a GPU its stream does."""
+        self.work.wait()
+        return self.result
+
+
+class Ranks:
+    """Two process groups over all ranks; every rank builds one at the same moment.
+
+    ``backend`` None: as the default group's.
+    """
+
+    def __init__(self, seconds: float, backend: str | None = None) -> None:
+        limit = datetime.timedelta(seconds=seconds)
+        self._groups = [dist.new_group(timeout=limit, backend=backend) for _ in (FIRST, SECOND)]
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self._sent = [0, 0]  # by stage, since each belongs to another thread
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank has handed to collectives for the others, as their algorithms send it."""
+        return sum(self._sent)
+
+    def all_to_all(self, rows: Tensor) -> Pending:
+        """Row r of ``rows`` (ranks, bytes) goes to rank r; the result's row r came from it."""
+        received = torch.empty_like(rows)
+        self._sent[FIRST] += rows.nbytes // self.world * (self.world - 1)
+        work = dist.all_to_all_single(received, rows, group=self._groups[FIRST], async_op=True)
+        return Pending(work, received)
+
+    def all_gather(self, row: Tensor, stage: int) -> Pending:
+        """Everybody's row, as (ranks, bytes)."""
+        rows = torch.empty(self.world * len(row), dtype=row.dtype, device=row.device)
+        self._sent[stage] += gathered_bytes(row.nbytes, self.world)
+        work = _all_gather(rows, row, group=self._groups[stage], async_op=True)
+        return Pending(work, rows.view(self.world, -1))
+
+    def all_reduce(self, values: Tensor, stage: int) -> Pending:
+        """The sum over ranks, in place."""
+        self._sent[stage] += reduced_bytes(values.nbytes, self.world)
+        return Pending(dist.all_reduce(values, group=self._groups[stage], async_op=True), values)
+
+    def agree(self, settings: Mapping[str, Any]) -> None:
+        """All ranks must have rank 0's settings.
+
+        Raises:
+            WireError: a rank has others; it is named with the first that differs.
+        """
+        text = json.dumps(dict(settings), sort_keys=True).encode()[:LONGEST_SETTINGS]
+        mine = torch.zeros(LONGEST_SETTINGS, dtype=torch.uint8)
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        rows = self.all_gather(self._movable(mine), FIRST).wait().cpu()
+        self._sent[FIRST] = 0  # the settings are no gradients
+        first, *others = (json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows)
+        for rank, found in enumerate(others, start=1):
+            for key in sorted({*first, *found}):
+                if first.get(key) != found.get(key):
+                    raise WireError(
+                        f"ranks must compress gradients alike: rank {rank} has {key} "
+                        f"{found.get(key)!r} and rank 0 has {first.get(key)!r}"
+                    )
+
+    def differing(self, checksum: int) -> list[int]:
+        """The ranks whose number isn't rank 0's; the same answer on every rank."""
+        mine = self._movable(torch.tensor([checksum], dtype=torch.int64))
+        before = list(self._sent)
+        found = self.all_gather(mine, FIRST).wait().flatten().tolist()
+        self._sent = before
+        return [rank for rank, value in enumerate(found) if value != found[0]]
+
+    def others_states(self, values: Tensor) -> Tensor:
+        """Everybody's ``values`` as rows, on the host; for a checkpoint."""
+        before = list(self._sent)
+        rows = self.all_gather(self._movable(values), FIRST).wait().cpu()
+        self._sent = before
+        return rows
+
+    def _movable(self, values: Tensor) -> Tensor:
+        """On the device that the group's backend sends from."""
+        if dist.get_backend(self._groups[FIRST]) == "nccl":
+            return values.to(torch.device("cuda", torch.cuda.current_device()))
+        return values
+
+
+def reduced_bytes(size: int, world: int) -> int:
+    """What a rank sends when so many bytes are summed in a ring: 2 (W - 1) / W of them."""
+    return 2 * size * (world - 1) // world
+
+
+def gathered_bytes(size: int, world: int) -> int:
+    """What a rank sends when everybody gets its row: it or another's, W - 1 times."""
+    return size * (world - 1)
+
+
+class InOrder:
+    """One thread that does jobs in the order in which they came.
+
+    It ends with the object that owns it, and keeps nothing of a job that is done: a process group
+    that lives longer than the process's own would hold the process up at its end.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        threading.Thread(target=_work, args=(self._jobs,), daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)
+
+    def __call__(self, job: Callable[[], Tensor], device: torch.device) -> Any:
+        """A future of the job's tensor, or of its error, in the form that DDP waits for."""
+        devices = [] if device.type == "cpu" else [device]
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        # A bare exception would reach DDP as a result of a strange type; raised, it is an error.
+        answer = done.then(lambda future: future.value())
+        self._jobs.put((job, done))
+        return answer
+
+
+def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
+    while (entry := jobs.get()) is not None:
+        job, done = entry
+        try:
+            done.set_result(job())
+        except Exception as error:  # DDP raises it where it waits
+            done.set_exception(error)
+        del entry, job, done

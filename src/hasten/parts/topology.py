@@ -1,0 +1,209 @@
+"""A topology says which ranks share a host, and how fast links are within and between hosts.
+
+Hosts are found by exchange: each rank says on which machine, and in which network, it is. Links
+come from a name (figures of data sheets), from what the system says of them (``detect``), or from
+a measurement (``measure``, in ``link_probe``). A name is a claim; only a measurement knows.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+GIGABIT = 1e9 / 8  # bytes per second
+NET = Path("/sys/class/net")
+ROUTES = Path("/proc/net/route")
+
+
+@dataclass(frozen=True)
+class Link:
+    """Latency of an empty message in seconds, and bytes per second, each way."""
+
+    latency: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if not (self.latency >= 0 and self.bandwidth > 0):
+            raise ValueError(
+                f"a link with a latency of {self.latency} s and {self.bandwidth} bytes/s: the one "
+                "is at least 0, the other more than 0"
+            )
+
+    def seconds(self, size: float) -> float:
+        """Time for a message of so many bytes."""
+        return self.latency + size / self.bandwidth
+
+    def __str__(self) -> str:
+        if math.isinf(self.bandwidth):
+            return "nothing"
+        return f"{self.bandwidth * 8 / 1e9:.3g} Gbit/s, {self.latency * 1e6:.3g} µs"
+
+
+# Name -> links within a host (of one rank) and between hosts (of one host), and where the figures
+# are from. Latencies are the order of magnitude of one step of a collective, not a data sheet's.
+NAMED: Mapping[str, tuple[Link, Link, str]] = {
+    "dgx_a100": (
+        Link(5e-6, 300e9),
+        Link(10e-6, 8 * 200 * GIGABIT),
+        "NVIDIA DGX A100: NVLink 600 GB/s both ways, 8 x 200 Gbit/s InfiniBand",
+    ),
+    "dgx_h100": (
+        Link(5e-6, 450e9),
+        Link(10e-6, 8 * 400 * GIGABIT),
+        "NVIDIA DGX H100: NVLink 900 GB/s both ways, 8 x 400 Gbit/s InfiniBand",
+    ),
+    "fat_tree": (
+        Link(10e-6, 25e9),
+        Link(15e-6, 100 * GIGABIT),
+        "assumed: PCIe 4.0 x16 within, 100 Gbit/s per host without blocking between",
+    ),
+    "pcie": (
+        Link(10e-6, 25e9),
+        Link(30e-6, 25 * GIGABIT),
+        "assumed: PCIe 4.0 x16 within, 25 Gbit/s Ethernet between",
+    ),
+    "ethernet": (
+        Link(20e-6, 5e9),
+        Link(50e-6, 10 * GIGABIT),
+        "assumed: memory of one machine within, 10 Gbit/s Ethernet between",
+    ),
+}
+ASSUMED_WITHIN = Link(20e-6, 5e9)  # gloo over the loopback interface, measured 2-6 GB/s
+ASSUMED_LATENCY, ASSUMED_GIGABITS = 50e-6, 1.0
+CHOICES = (*NAMED, "detect", "measure")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """``hosts`` has the ranks of each host; a host's ranks share its link ``between`` hosts."""
+
+    hosts: tuple[tuple[int, ...], ...]
+    within: Link
+    between: Link
+    source: str
+
+    def __post_init__(self) -> None:
+        ranks = sorted(self.order)
+        if ranks != list(range(len(ranks))) or not ranks or not all(self.hosts):
+            raise ValueError(
+                f"hosts {self.hosts}: every rank from 0 on stands on one host, and no host is empty"
+            )
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """All ranks, host by host: the order in which a ring leaves each host once."""
+        return tuple(rank for host in self.hosts for rank in host)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.order)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all hosts have the same number of ranks."""
+        return len({len(host) for host in self.hosts}) == 1
+
+    def host_of(self, rank: int) -> int:
+        return next(i for i, host in enumerate(self.hosts) if rank in host)
+
+    def crossings(self, order: Sequence[int]) -> int:
+        """Of a ring in this order, the steps that leave the host which most of them leave."""
+        leaving = [0] * len(self.hosts)
+        for rank, following in zip(order, (*order[1:], order[0]), strict=True):
+            if self.host_of(rank) != self.host_of(following):
+                leaving[self.host_of(rank)] += 1
+        return max(leaving)
+
+    def __str__(self) -> str:
+        sizes = ", ".join(str(len(host)) for host in self.hosts)
+        return (
+            f"{len(self.hosts)} host(s) with {sizes} rank(s); within {self.within}; "
+            f"between {self.between} ({self.source})"
+        )
+
+
+def hosts_of(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Ranks by host, hosts in the order of their first rank; ``names`` is by rank."""
+    found: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        found.setdefault(name, []).append(rank)
+    return tuple(tuple(ranks) for ranks in found.values())
+
+
+def host_name() -> str:
+    """What tells this host from another: its name, this boot of it, and the network it is in.
+
+    NCCL takes name and boot (``getHostHash``). Containers of one machine are apart for gloo, whose
+    messages between them leave one network and enter another, so that counts too.
+    """
+    boot = _read(Path("/proc/sys/kernel/random/boot_id"))
+    try:
+        network = str(os.stat("/proc/self/ns/net").st_ino)
+    except OSError:  # no Linux
+        network = ""
+    return "/".join((platform.node(), boot, network))
+
+
+def named(name: str, hosts: tuple[tuple[int, ...], ...]) -> Topology:
+    """These hosts with the links that a name stands for."""
+    check_name(name)
+    within, between, source = NAMED[name]
+    return Topology(hosts, within, between, f"{name}: {source}")
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError unless the name is one of ``CHOICES``."""
+    if name not in CHOICES:
+        near = difflib.get_close_matches(str(name), CHOICES, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"topology is {name!r}{hint}; it must be one of {', '.join(CHOICES)}")
+
+
+def detected(
+    hosts: tuple[tuple[int, ...], ...], within: Link | None = None, interface: str = ""
+) -> Topology:
+    """These hosts with what the system says of this one's links; ``source`` says what it doesn't.
+
+    ``within`` is what is known of the links between the host's GPUs; ``interface`` the one that
+    messages take, that of the default route where it isn't named.
+    """
+    interface = interface or default_interface()
+    speed = interface_speeds().get(interface)
+    known = f"{interface} says so" if speed else f"{interface or 'no interface'} says nothing"
+    between = Link(ASSUMED_LATENCY, speed or ASSUMED_GIGABITS * GIGABIT)
+    inside = "links of the GPUs" if within else "assumed within"
+    return Topology(hosts, within or ASSUMED_WITHIN, between, f"detected: {known}, {inside}")
+
+
+def interface_speeds(net: Path = NET) -> dict[str, float | None]:
+    """Bytes per second of each network interface that is up; None where the driver doesn't say."""
+    found: dict[str, float | None] = {}
+    for path in sorted(net.iterdir()) if net.is_dir() else []:
+        state = _read(path / "operstate")
+        if path.name == "lo" or state in ("down", "lowerlayerdown", "notpresent", ""):
+            continue
+        text = _read(path / "speed")  # Mbit/s; -1 where unknown, an error for a virtual one
+        megabits = int(text) if text.lstrip("-").isdigit() else -1
+        found[path.name] = megabits * 1e6 / 8 if megabits > 0 else None
+    return found
+
+
+def default_interface(routes: Path = ROUTES) -> str:
+    """The interface of the default route, or an empty name."""
+    for line in _read(routes).splitlines()[1:]:
+        fields = line.split()
+        if len(fields) > 7 and fields[1] == fields[7] == "00000000":  # destination and mask
+            return fields[0]
+    return ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

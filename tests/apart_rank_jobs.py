@@ -1,0 +1,195 @@
+"""Sessions whose ranks train apart, on several ranks; each job returns plain JSON values."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hasten.core.evaluate import evaluate
+from hasten.core.facts import World
+from hasten.core.job import Job, Stop
+from hasten.core.plan import Plan
+from hasten.core.session import Session, assemble
+from hasten.core.setup import prepare
+from hasten.core.state import restore, state_of
+from hasten.core.step import training
+from hasten.core.technique import Technique
+from hasten.parts.losses import WholeLogitsLoss
+from hasten.techniques.adapter import LoRA
+from hasten.techniques.average import WeightAverage
+from hasten.techniques.batch import Accumulate, AdaptiveBatch
+from hasten.techniques.layout import DDP
+from hasten.techniques.precision import Autocast, BF16MasterWeights
+from hasten.techniques.routing import BalancedRouting
+from hasten.techniques.wire_local import LocalSteps, Stream
+from tiny import job_facts, language_job, records, tiny_model
+
+APART = Stream(fragments=2)
+
+
+def job(architecture: str = "llama", **changes: Any) -> Job:
+    """Nine records in fours: the last step of an epoch has one, fewer than there are ranks."""
+    settings = {"data": records(9), "batch": 4, "stop": Stop(epochs=3), "lr": 3e-3}
+    return language_job(lambda: tiny_model(architecture), **{**settings, **changes})
+
+
+def session_on(
+    world: World, made: Job, *plan: Technique, architecture: str = "llama", folder: Any = None
+) -> Session:
+    known = job_facts(made, architecture, world)
+    return assemble(prepare(made, Plan((DDP(), *plan)), known, folder))
+
+
+def weights(session: Session) -> Tensor:
+    return torch.cat([p.detach().double().flatten() for p in session.model.parameters()])
+
+
+def as_ddp(world: World) -> dict[str, Any]:
+    """Plain SGD, averaged after every step and not, beside replicas that average gradients."""
+    plans: dict[str, tuple[Technique, ...]] = {
+        "ddp": (),
+        "every step": (LocalSteps(every=1, codec="none"),),
+        "accumulated": (LocalSteps(every=1, codec="none"), Accumulate(micro_batch_size=1)),
+        "adaptive": (LocalSteps(every=1, codec="none"), AdaptiveBatch(initial_size=1)),
+        "seldom": (LocalSteps(every=100, codec="none"),),
+    }
+    found: dict[str, Any] = {}
+    for name, plan in plans.items():
+        made = job(optimizer=torch.optim.SGD, max_grad_norm=None, lr=0.1)
+        session = session_on(world, made, *plan)
+        steps = list(training(session))
+        before = float(weights(session).norm())
+        evaluation = evaluate(session)
+        progress = session.progress
+        found[name] = {
+            "unsettled": before,
+            "weights": weights(session)[::997].tolist(),
+            "held out": evaluation.held_out_loss,
+            "progress": [progress.step, progress.tokens, progress.trained_tokens],
+            "more progress": [progress.records, progress.slots],
+            "losses": [m.loss for m in steps],
+            "probe": [bool(t.probe(session).acted) for t in session.setup.plan],
+            "wrapped": type(session.module).__name__,
+        }
+    return found
+
+
+COMPANY: dict[str, tuple[str, tuple[Technique, ...]]] = {
+    "plain": ("llama", ()),
+    "masters": ("llama", (BF16MasterWeights(), Accumulate(micro_batch_size=1))),
+    "autocast": ("llama", (Autocast(),)),
+    "lora": ("llama", (LoRA(),)),
+    "experts": ("deepseek_v3", (BalancedRouting(speed=0.01),)),
+}
+
+
+def company(world: World) -> dict[str, Any]:
+    """A stream and DiLoCo beside other techniques: same bits on all ranks once settled."""
+    found = {}
+    for name, (architecture, others) in COMPANY.items():
+        for wire in (APART, LocalSteps(every=2, outer="nesterov")):
+            made = job(architecture, stop=Stop(epochs=4))
+            session = session_on(world, made, wire, *others, architecture=architecture)
+            steps = list(training(session))
+            apart = float(weights(session).sum())
+            loss = evaluate(session).held_out_loss
+            settled = float(weights(session).sum())
+            model = session.finish()
+            state = [t.double().sum().item() for t in model.state_dict().values()]
+            found[f"{name}, {wire.name()}"] = {
+                "apart": apart,
+                "settled": settled,
+                "state": state,
+                "loss": loss,
+                "losses": [m.loss for m in steps],
+                "probe": wire.probe(session).evidence,
+                "acted": wire.probe(session).acted,
+            }
+    return found
+
+
+class Poisoned(WholeLogitsLoss):
+    """Its loss isn't a number in the second pass of rank 1."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.passes = 0
+
+    def forward(self, **inputs: Any) -> tuple[Tensor, Tensor]:
+        loss, count = super().forward(**inputs)
+        self.passes += self.training
+        bad = self.training and self.passes == 2 and dist.get_rank() == 1
+        return (loss * float("nan") if bad else loss), count
+
+
+def one_bad_step(world: World) -> dict[str, Any]:
+    """Rank 1 gives its second step up; the others go on."""
+    found = {}
+    for wire in (APART, LocalSteps(every=3)):
+        session = session_on(world, replace(job(), loss=Poisoned), wire)
+        skipped = [m.skipped for m in training(session)]
+        evaluate(session)
+        found[wire.name()] = {"skipped": skipped, "weights": weights(session).sum().item()}
+    return found
+
+
+def stopped_by_one(world: World) -> dict[str, int]:
+    """Only rank 1 asks for a stop, after two steps; all must leave after the same one."""
+    found = {}
+    for wire in (APART, LocalSteps(every=4)):
+        session = session_on(world, job(), wire)
+        for metrics in training(session):
+            if world.rank == 1 and metrics.step == 2:
+                session.stop_requested = True
+        evaluate(session)
+        found[wire.name()] = session.progress.step
+    return found
+
+
+def resumed(world: World) -> dict[str, Any]:
+    """A run of six steps, and its last three once more from the state after the third."""
+    found = {}
+    for wire in (APART, LocalSteps(every=2, outer="nesterov")):
+        whole = session_on(world, job(stop=Stop(steps=6)), wire)
+        losses, saved = [], [{}, {}]
+        for metrics in training(whole):
+            losses.append(metrics.loss)
+            if metrics.step == 3:
+                tensors, meta = state_of(whole)
+                saved = [{n: v.clone() for n, v in tensors.items()}, copy.deepcopy(meta)]
+        dist.broadcast_object_list(saved, 0)  # every rank reads what the first has written
+        again = session_on(world, job(stop=Stop(steps=6)), wire)
+        restore(again, *saved)
+        later = [m.loss for m in training(again)]
+        evaluate(whole)
+        evaluate(again)
+        found[wire.name()] = {
+            "losses": [losses[3:], later],
+            "weights": [weights(whole).tolist()[::997], weights(again).tolist()[::997]],
+            "ranks": sorted({n.split("/")[1] for n in saved[0] if n.startswith("rank/")}),
+        }
+        try:
+            other = LocalSteps() if wire is APART else APART
+            restore(session_on(world, job(), other), *saved)
+        except ValueError as error:
+            found[wire.name()]["other"] = str(error)
+    return found
+
+
+def refused(world: World) -> list[str]:
+    """What is said to plans and jobs that don't go together with training apart."""
+    said = []
+    for made, plan in (
+        (job(stop=Stop(tokens=500)), (APART,)),
+        (job(), (LocalSteps(), WeightAverage())),
+    ):
+        try:
+            session_on(world, made, *plan)
+        except ValueError as error:
+            said.append(str(error))
+    return said

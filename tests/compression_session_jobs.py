@@ -1,0 +1,172 @@
+"""Whole runs of hasten on several ranks with compressed gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hasten.core.facts import World
+from hasten.core.plan import Plan
+from hasten.core.session import Session, assemble
+from hasten.core.setup import prepare
+from hasten.core.state import restore, state_of
+from hasten.core.technique import Technique
+from hasten.techniques.adapter import LoRA
+from hasten.techniques.batch import Accumulate, AdaptiveBatch
+from hasten.techniques.layout import DDP
+from hasten.techniques.precision import Autocast, BF16MasterWeights
+from hasten.techniques.wire import Half, PowerSGD, Quantised, TopK
+from tiny import job_facts, language_job, records, run, tiny_model
+
+WIRES: tuple[Technique, ...] = (
+    Half(minimum=0, check_every=1),
+    Quantised(bits=4, minimum=0, check_every=1),
+    TopK(minimum=0, check_every=1),
+    PowerSGD(rank=4, minimum=0, check_every=1),
+)
+INT8 = Quantised(minimum=0, check_every=1)
+
+
+def session(
+    world: World, *techniques: Technique, architecture: str = "llama", steps: int = 8
+) -> Session:
+    job = language_job(lambda: tiny_model(architecture), data=records(16), steps=steps)
+    facts = job_facts(job, architecture, world)
+    return assemble(prepare(job, Plan((DDP(), *techniques)), facts))
+
+
+def weights(found: Session) -> list[float]:
+    """Three numbers that tell whether two ranks have the same weights."""
+    flat = torch.cat([p.detach().flatten().double() for p in found.loss_module.parameters()])
+    return [float(flat.sum()), float(flat.abs().sum()), float(flat[::7].sum())]
+
+
+def seen(found: Session, wire: Technique) -> dict[str, Any]:
+    metrics = run(found)
+    proof = wire.probe(found)
+    return {
+        "losses": [m.loss for m in metrics],
+        "norms": [m.grad_norm for m in metrics],
+        "skipped": sum(m.skipped for m in metrics),
+        "weights": weights(found),
+        "acted": proof.acted,
+        "said": proof.evidence,
+    }
+
+
+def runs(world: World) -> dict[str, Any]:
+    found = {wire.name(): seen(session(world, wire), wire) for wire in WIRES}
+    beside: dict[str, tuple[Technique, ...]] = {
+        "accumulate": (Accumulate(micro_batch_size=2),),
+        "adaptive_batch": (AdaptiveBatch(initial_size=2),),
+        "bf16_master_weights": (BF16MasterWeights(),),
+        "lora": (LoRA(),),
+    }
+    for name, more in beside.items():
+        found[name] = seen(session(world, INT8, *more), INT8)
+    found["experts"] = seen(session(world, INT8, architecture="deepseek_v3"), INT8)
+    found["plain"] = {"losses": [m.loss for m in run(session(world))]}
+    return found
+
+
+def resumed(world: World) -> dict[str, Any]:
+    """Saved after 5 of 8 steps, read back by a fresh session."""
+    wire = Quantised(bits=4, minimum=0, check_every=1)
+    whole = session(world, wire)
+    whole_losses = [m.loss for m in run(whole)]
+    first = session(world, wire, steps=5)
+    run(first)
+    tensors, meta = state_of(first)
+    mine = first.setup.wire.compressor.state_dict()["travel"]["residual"]  # type: ignore[attr-defined]
+    # What rank 0 writes, every rank reads.
+    boxes: list[Any] = [(tensors, meta)] if world.is_main else [None]
+    dist.broadcast_object_list(boxes)
+    tensors, meta = boxes[0]
+    again = session(world, wire)
+    restore(again, tensors, meta)
+    back = again.setup.wire.compressor.state_dict()["travel"]["residual"]  # type: ignore[attr-defined]
+    rest = [m.loss for m in run(again)]
+    return {
+        "own memory": all(torch.equal(mine[k], back[k]) for k in mine) and len(mine) > 0,
+        "ranks": len(meta["slots"]["wire"]["state"]["ranks"]),
+        "rest": rest,
+        "whole": whole_losses[5:],
+        "weights": weights(again),
+    }
+
+
+def merged(world: World) -> dict[str, Any]:
+    """The memory of three ranks, read by two: the mean is kept."""
+    wire = Quantised(bits=4, minimum=0)
+    found = session(world, wire)
+    run(found)
+    held: Any = found.setup.wire
+    mine = held.compressor.state_dict()
+    name = next(iter(mine["travel"]["residual"]))
+    shape = mine["travel"]["residual"][name]
+    states = []
+    for value in (1.0, 2.0, 6.0):
+        travel = {**mine["travel"], "residual": {name: torch.full_like(shape, value)}}
+        states.append({**mine, "travel": travel})
+    held.load_state_dict({"technique": "quantised", "ranks": states})
+    after = held.compressor.state_dict()["travel"]["residual"][name]
+    return {"mean": float(after.mean()), "said": wire.probe(found).evidence}
+
+
+def overflow(world: World) -> dict[str, Any]:
+    """A gradient that is infinite on rank 1 in the fourth step."""
+    found = session(world, INT8)
+    weight = next(p for p in found.loss_module.parameters() if p.requires_grad)
+    passes = []
+
+    def spoil(grad: torch.Tensor) -> torch.Tensor:
+        passes.append(0)
+        return grad * torch.inf if len(passes) == 4 and world.rank == 1 else grad
+
+    weight.register_hook(spoil)
+    return seen(found, INT8)
+
+
+def scaled(world: World) -> dict[str, Any]:
+    """fp16 with a loss scale so high that the first steps overflow on every rank."""
+    scale = Autocast(dtype="fp16", initial_scale=2.0**40)
+    return seen(session(world, INT8, scale, steps=30), INT8)
+
+
+def everything(world: World) -> dict[str, Any]:
+    return {
+        "runs": runs(world),
+        "resumed": resumed(world),
+        "merged": merged(world),
+        "overflow": overflow(world),
+        "scaled": scaled(world),
+        "trainer": trainer(world),
+    }
+
+
+def trainer(world: World) -> dict[str, Any]:
+    """OptimizedTrainer with the switch, and with a compressor in its place."""
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from hasten import GradientCompressor, OptimizedTrainer
+
+    found: dict[str, Any] = {}
+    part = GradientCompressor(0.1, "topk", "gloo", minimum=0)
+    for name, switch in (("switch", True), ("part", part)):
+        torch.manual_seed(world.rank)
+        x = torch.randn(64, 80)
+        loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=16)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(80, 80), nn.ReLU(), nn.Linear(80, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        host = OptimizedTrainer(model, optimizer, nn.CrossEntropyLoss(), compress_gradients=switch)
+        summary = host.train(loader, epochs=4)
+        found[name] = {
+            "switch": summary["switches"]["compress_gradients"],
+            "losses": list(summary["epoch_losses"].values()),
+            "sum": float(sum(p.detach().double().sum() for p in model.parameters())),
+        }
+    return found

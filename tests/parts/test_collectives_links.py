@@ -1,0 +1,36 @@
+"""Bytes on the links between two hosts of two ranks, counted by their interfaces."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from netlab import lab_with_links
+
+JOB = Path(__file__).parents[1] / "topology_lab_jobs.py"
+SIZE = 4 * 500_000
+# Bytes of a host's link / bytes of the tensor: a ring over four ranks carries 1.5 in good order and
+# twice that in bad; hierarchy 1 and int4 an eighth of it, whatever the order. Headers come on top.
+BOUNDS = {
+    "none:hierarchical": (1.0, 1.03),
+    "int4:hierarchical": (0.126, 0.14),
+    "int8:hierarchical": (0.25, 0.27),
+    "none:flat": (1.5, 1.57),  # its group is opened in the order of hosts
+    "torch": (3.0, 3.2),  # ranks as they are numbered
+}
+
+
+def test_links_carry_what_the_formulas_say_in_the_worst_order_of_ranks() -> None:
+    cases = [case for case in BOUNDS if case != "torch"]
+    with lab_with_links(ranks=2, rate="1gbit", mtu=9000) as lab:
+        results = lab.run([sys.executable, "-W", "ignore", str(JOB), "4", *cases], seconds=90)
+    assert [r.code for r in results] == [0] * 4, [r.output for r in results]
+    found: list[Any] = [json.loads(r.output.splitlines()[-1]) for r in results]
+    for case, (least, most) in BOUNDS.items():
+        assert len({rank[case]["sum"] for rank in found}) == 1
+        for rank in found:
+            assert least < rank[case]["bytes"] / SIZE < most, case
+    payload = 2 * found[0]["int4:hierarchical"]["payload"]  # of both ranks of a host
+    assert payload / SIZE < found[0]["int4:hierarchical"]["bytes"] / SIZE < 1.1 * payload / SIZE
