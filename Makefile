@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install demo test lint format clean
+.PHONY: help install demo test lint format calibrate clean
 help:
 	@echo "make demo     set up, then compare a small model with and without hasten's techniques"
 	@echo "make test     set up, then run the tests"
 	@echo "make lint     set up, then check style and types"
 	@echo "make install  set up only"
+	@echo "make calibrate  fit the planner to benchmarks/planner/measurements.json"
 	@echo "make clean    remove the environment and caches (runs/ stays)"
 
 install: $(VENV)/.installed
@@ -38,6 +39,9 @@ lint: install
 format: install
 	$(BIN)/ruff check --fix src tests
 	$(BIN)/ruff format src tests
+
+calibrate: install
+	$(BIN)/python benchmarks/planner/calibrate.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "hasten"
-PARTS_LIBRARIES = {"torch", "triton", "numpy", "transformers", "safetensors", "xxhash"}
+PARTS_LIBRARIES = {
+    *("torch", "triton", "numpy", "transformers", "safetensors", "xxhash", "pyarrow")
+}
 # Room -> the rooms it may import. A module at the top level is a room of its own.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -22,15 +24,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster": {"cluster", "core", "parts", "errors"},
     "recipe": {"recipe", "core", "techniques", "parts", "data", "models", "cluster", "errors"},
     "evidence": {"evidence", "core", "errors"},
+    "search": {"search", "models", "cluster", "evidence", "core", "parts", "errors"},
     "hosts": {"hosts", "core", "techniques", "recipe", "parts", "cluster", "errors"},
     "sample": {"core", "parts"},
-    "run": {"core", "recipe", "data", "models", "cluster", "evidence", "sample", "errors"},
+    "run_folder": {"core", "errors"},
+    "run": {
+        *("run_folder", "core", "recipe", "data", "models", "cluster", "evidence", "sample"),
+        "errors",
+    },
     "trial": {"core", "recipe", "evidence", "sample"},
     "guarding": {"guarding", "core", "recipe", "parts", "cluster", "errors"},
     "experiment": {"core", "recipe", "data", "evidence", "run", "errors"},
     "cli": {
         *("cli", "core", "techniques", "data", "models", "cluster", "recipe", "evidence"),
-        *("hosts", "run", "experiment", "parts", "errors"),
+        *("hosts", "run", "run_folder", "experiment", "search", "parts", "errors"),
     },
     "__main__": {"cli"},
     "__init__": {"core", "cluster", "experiment", "hosts", "parts", "errors"},
@@ -41,6 +48,7 @@ MAY_USE: dict[str, set[str] | None] = {
     "parts": PARTS_LIBRARIES,
     "evidence": {"numpy", "jinja2", "torch"},
     "techniques": {"torch"},
+    "search": {"numpy"},
 }
 
 

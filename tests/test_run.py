@@ -155,7 +155,7 @@ def test_the_same_recipe_gives_the_same_bits_and_nothing_is_overwritten(tmp_path
 
 
 def test_a_resumed_run_continues_where_it_stopped(tmp_path: Path) -> None:
-    plan = [{"checkpoints": {"every_steps": 2}}]
+    plan = [{"checkpoints": {"interval": 2}}]
     run(small(tmp_path, max_steps=6, plan=plan, lr_schedule="constant", output=str(tmp_path / "w")))
     whole = [m["loss"] for m in lines(tmp_path / "w" / "metrics.jsonl")]
     values = small(tmp_path, max_steps=4, plan=plan, lr_schedule="constant")

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from hasten.errors import InputError
     from hasten.experiment import gradual_optimize
     from hasten.hosts.optimized_trainer import OptimizedTrainer
+    from hasten.parts.checkpoint import SmartCheckpointer
+    from hasten.parts.collectives import TopoAwareCollective
     from hasten.parts.dynamic_batcher import DynamicBatcher
     from hasten.parts.dynamic_sampler import DynamicBatchSampler
+    from hasten.parts.gradient_compressor import GradientCompressor
     from hasten.parts.linear_relu import fused_linear_relu
     from hasten.parts.prefetcher import SmartPrefetcher
 
@@ -26,12 +29,15 @@ _HOMES = {
     "CloudConfig": "hasten.cluster.config",
     "DynamicBatchSampler": "hasten.parts.dynamic_sampler",
     "DynamicBatcher": "hasten.parts.dynamic_batcher",
+    "GradientCompressor": "hasten.parts.gradient_compressor",
     "InputError": "hasten.errors",
     "Job": "hasten.core.job",
     "OptimizedTrainer": "hasten.hosts.optimized_trainer",
     "Plan": "hasten.core.plan",
+    "SmartCheckpointer": "hasten.parts.checkpoint",
     "SmartPrefetcher": "hasten.parts.prefetcher",
     "Technique": "hasten.core.technique",
+    "TopoAwareCollective": "hasten.parts.collectives",
     "fused_linear_relu": "hasten.parts.linear_relu",
     "gradual_optimize": "hasten.experiment",
 }
@@ -40,12 +46,15 @@ __all__ = [
     "CloudConfig",
     "DynamicBatchSampler",
     "DynamicBatcher",
+    "GradientCompressor",
     "InputError",
     "Job",
     "OptimizedTrainer",
     "Plan",
+    "SmartCheckpointer",
     "SmartPrefetcher",
     "Technique",
+    "TopoAwareCollective",
     "fused_linear_relu",
     "gradual_optimize",
 ]

@@ -1,4 +1,4 @@
-"""The one exception that speaks to the user: what is wrong, where, and what to do.
+"""The exceptions that speak to the user: what is wrong, where, and what to do.
 
 The command line prints its text alone (no traceback) and leaves with exit code 2. Parts, which must
 work in anybody's loop, raise plain ValueError instead.
@@ -7,3 +7,12 @@ work in anybody's loop, raise plain ValueError instead.
 
 class InputError(ValueError):
     """Something the user gave can't be used; the message is one sentence of advice."""
+
+
+class StoppedError(RuntimeError):
+    """A run that was ended on purpose, as to go on would be of no use; ``code`` is its exit code.
+
+    The message is one sentence: what was seen, at which step, and what to do.
+    """
+
+    code = 1

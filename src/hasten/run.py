@@ -6,6 +6,7 @@
       model/ or adapter/  Hugging Face or PEFT form   data/             tokens, mapped by later runs
       model_average/ or adapter_average/  their running mean, where the plan keeps one
       best/             weights of the lowest held-out loss, where the recipe evaluates on the way
+      quarantined.jsonl, spikes.jsonl, restarts.jsonl   what went wrong, where anything did
       rejected.jsonl    records left out, and why     checkpoints/      where the plan writes them
 
 An earlier run in the same folder is not overwritten: its results move to ``previous/1`` and so on.
@@ -13,42 +14,43 @@ An earlier run in the same folder is not overwritten: its results move to ``prev
 
 from __future__ import annotations
 
+import datetime
 import json
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from torch import nn
 
+from hasten.cluster.naming_ranks import naming_ranks
+from hasten.cluster.pulse import Pulse, attempt, attempt_folder, telling
 from hasten.cluster.ranks import process_group
 from hasten.core import facts
 from hasten.core.clock import clock_on
 from hasten.core.evaluate import Evaluation
 from hasten.core.facts import Facts
+from hasten.core.leaving import patient
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.step import StepMetrics
 from hasten.core.trainer import Outcome, Watch, fit
 from hasten.data.store import inspect
-from hasten.errors import InputError
 from hasten.evidence.energy import meter_of_run
 from hasten.models.adapters import adapted_table, parameter_counts
 from hasten.models.save import save_adapter, save_model
 from hasten.recipe.build import facts_of, job_of, plan_of
 from hasten.recipe.ceiling import meter_of, settle
+from hasten.recipe.faults import check_faults, set_guards, watch_notices
 from hasten.recipe.material import Material, gather, write_rejected
 from hasten.recipe.overlap import tell_overlap
 from hasten.recipe.price import cost_of
 from hasten.recipe.schema import Recipe
+from hasten.run_folder import Lines, check_folder, check_space, clear_the_way, keep_lines_until
 from hasten.sample import Sample, write_samples
 
-RESULTS = ("metrics.jsonl", "evaluations.jsonl", "summary.json", "rejected.jsonl", "recipe.yaml")
-MODELS = ("model", "adapter", "model_average", "adapter_average", "merged")
 SHOWN_CHARACTERS = 500  # of a record, at the start
 Tell = Callable[[str], None]
 OnStep = Callable[[StepMetrics], None]
@@ -69,21 +71,43 @@ def train(
 
     Raises:
         InputError: anything of the recipe can't be used; nothing was trained.
+        StoppedError: a guard ended the run, or a rank can't be reached.
     """
+    live: list[Session] = []
+
+    def start(session: Session) -> None:
+        live.append(session)
+        on_start(session)
+
+    with telling(), patient(lambda: next(iter(live), None)):
+        return _prepare_and_train(
+            recipe, import_seconds, tell, on_tokens, (start, on_step, on_evaluation)
+        )
+
+
+def _prepare_and_train(
+    recipe: Recipe,
+    import_seconds: float,
+    tell: Tell,
+    on_tokens: Callable[[int, int], None] | None,
+    hooks: tuple[Callable[[Session], None], OnStep, OnEvaluation],
+) -> dict[str, Any]:
     began = time.perf_counter()
     output = Path(recipe.output)
     known, plan, material = ready(recipe, tell, on_tokens)
     if known.world.is_main:
-        clear_the_way(output, keep_checkpoints=recipe.resume == "auto")
-        (output / "recipe.yaml").write_text(recipe.to_yaml())
+        if attempt() == 1:  # a later attempt goes on in the same files
+            clear_the_way(output, keep_checkpoints=recipe.resume != "never")
+            (output / "recipe.yaml").write_text(recipe.to_yaml())
         if material.note.rejected:
             write_rejected(material.note, output / "rejected.jsonl")
             tell(f"{len(material.note.rejected)} records left out: {output / 'rejected.jsonl'}")
     seconds = {"imports": import_seconds, "data": time.perf_counter() - began}
     facts.reset_memory_peak(known.device)
-    with process_group(known.world, known.device):
+    timeout = datetime.timedelta(seconds=recipe.link_seconds)
+    with process_group(known.world, known.device, timeout), telling(), naming_ranks(known.world):
         run = _Run(recipe, known, plan, material, output, tell if known.world.is_main else _silent)
-        return _train(run, seconds, on_start, on_step, on_evaluation)
+        return _train(run, seconds, *hooks)
 
 
 @dataclass(frozen=True)
@@ -108,29 +132,56 @@ def _train(
     recipe, main = run.recipe, run.known.world.is_main
     job = job_of(recipe, run.material, run.known, run.plan)
     session = assemble(prepare(job, run.plan, run.known, run.output / "checkpoints"))
-    if recipe.resume == "auto":
-        _resume(session, run.tell)
+    set_guards(session, recipe, run.output)
+    if recipe.resume != "never":
+        _resume(session, recipe.resume, run.tell)
     session.startup_seconds |= seconds
     session.meter = meter_of(recipe, run.known, session.model)
     session.setup.clock = clock_on(run.known.device)
     tell_what_trains(session, run.material, run.tell)
     on_start(session)
-    keeper = _Keeper(session, run.material, run.output) if main else None
-    watch = Watch(
-        every_steps=recipe.eval_every,
-        patience=recipe.patience,
-        on_step=_both(keeper.step, on_step) if keeper else _silent,
-        on_evaluation=_both(keeper.evaluation, on_evaluation) if keeper else _silent,
-        on_best=keeper.best if keeper and recipe.eval_every else _silent,
-    )
+    pulse = Pulse(attempt_folder(), run.known.world.rank)
+    watch = _watch(run, session, pulse, on_step, on_evaluation)
     energy = meter_of_run(run.known) if main else None
     if energy is not None:
         watch = replace(watch, on_step=_both(watch.on_step, energy.note))
-    outcome = fit(session, watch)
+    with watch_notices(session, recipe):
+        outcome = fit(session, watch)
+    pulse.beat(session.progress.step, over=True)
     used = energy.found() if energy is not None else {}
     proofs = {t.name(): asdict(t.probe(session)) for t in run.plan}
     model = session.finish()
     return _leave(run, session, model, outcome, proofs, used) if main else {}
+
+
+def _watch(
+    run: _Run, session: Session, pulse: Pulse, on_step: OnStep, on_evaluation: OnEvaluation
+) -> Watch:
+    """Every rank shows its pulse; the first writes the lines and keeps the best model."""
+    pulse.beat(session.progress.step)
+    watch = Watch(
+        every_steps=run.recipe.eval_every,
+        patience=run.recipe.patience,
+        on_step=lambda metrics: pulse.beat(metrics.step),
+        on_evaluation=lambda evaluation: pulse.beat(evaluation.step),
+    )
+    if not run.known.world.is_main:
+        return watch
+    if attempt() > 1:
+        keep_lines_until(run.output, session.progress.step)
+    lines = Lines(run.output)
+
+    def keep_best(evaluation: Evaluation) -> None:
+        save(session.model, run.material, run.output / "best")
+
+    return replace(
+        watch,
+        on_step=_both(watch.on_step, _both(lambda m: lines.step(m.to_dict()), on_step)),
+        on_evaluation=_both(
+            watch.on_evaluation, _both(lambda e: lines.evaluation(e.to_dict()), on_evaluation)
+        ),
+        on_best=keep_best if run.recipe.eval_every else _silent,
+    )
 
 
 def ready(
@@ -138,7 +189,8 @@ def ready(
 ) -> tuple[Facts, Plan, Material]:
     """Everything that can be wrong with a recipe, found out before anything is trained."""
     output = Path(recipe.output)
-    plan_of(recipe, facts_of(recipe))  # the cheap part first: names, slots, architecture
+    # The cheap part first: names, slots, architecture.
+    check_faults(recipe, plan_of(recipe, facts_of(recipe)))
     check_folder(output)
     material = gather(recipe, output / "data", tell, on_tokens)
     known = facts_of(recipe, material)
@@ -148,24 +200,6 @@ def ready(
     settle(recipe, known, tell)
     tell_overlap(material, tell)
     return known, plan, material
-
-
-def clear_the_way(output: Path, keep_checkpoints: bool) -> None:
-    """Move an earlier run's results to ``previous/N``; its prepared data stays."""
-    output.mkdir(parents=True, exist_ok=True)
-    names = [*RESULTS, *MODELS, "best"]
-    if not keep_checkpoints:
-        names.append("checkpoints")
-    earlier = [output / name for name in names if (output / name).exists()]
-    if not earlier:
-        return
-    number = 1
-    while (output / "previous" / str(number)).exists():
-        number += 1
-    place = output / "previous" / str(number)
-    place.mkdir(parents=True)
-    for path in earlier:
-        path.rename(place / path.name)
 
 
 def tell_what_trains(session: Session, material: Material, tell: Tell) -> None:
@@ -186,24 +220,6 @@ def first_record(material: Material) -> str:
     text = inspect(material.tokenizer, material.train[0])
     shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."
     return f"the first record, trained parts in [[ ]]:\n{shown}"
-
-
-class _Keeper:
-    """Writes a run's lines as they come."""
-
-    def __init__(self, session: Session, material: Material, output: Path) -> None:
-        self._session, self._material, self._output = session, material, output
-        self._metrics = _open(output / "metrics.jsonl")
-        self._evaluations = _open(output / "evaluations.jsonl")
-
-    def step(self, metrics: StepMetrics) -> None:
-        self._metrics.write(json.dumps(metrics.to_dict()) + "\n")
-
-    def evaluation(self, evaluation: Evaluation) -> None:
-        self._evaluations.write(json.dumps(evaluation.to_dict()) + "\n")
-
-    def best(self, evaluation: Evaluation) -> None:
-        save(self._session.model, self._material, self._output / "best")
 
 
 def save(model: nn.Module, material: Material, folder: Path) -> Path:
@@ -230,7 +246,9 @@ def _leave(
     folder = output / ("adapter" if adapted else "model")
     for suffix in session.versions():
         save(model, material, output / f"{folder.name}{suffix}")
-    samples: Sequence[Sample] = write_samples(session, material.tokenizer, material.held_out)
+    samples: Sequence[Sample] = ()
+    if not session.leaving:  # they take long on a large model
+        samples = write_samples(session, material.tokenizer, material.held_out)
     summary = {
         **outcome.summary(session),
         "startup_seconds": session.startup_seconds,
@@ -252,39 +270,12 @@ def _leave(
     return summary
 
 
-def _resume(session: Session, tell: Tell) -> None:
-    found = session.setup.checkpoint.resume(session)
+def _resume(session: Session, what: str, tell: Tell) -> None:
+    found = session.setup.checkpoint.resume(session, None if what == "auto" else Path(what))
     if found is None:
         tell("no checkpoint to resume from, starting at the beginning")
     else:
         tell(f"resuming from {found}, step {session.progress.step}")
-
-
-def check_folder(output: Path) -> None:
-    """Raise InputError unless the folder is there, or can be made, and takes files."""
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output):  # ranks do this at the same time
-            pass
-    except OSError as error:
-        raise InputError(
-            f"output: can't write into {output}: {error.strerror or error}; choose another folder"
-        ) from error
-
-
-def check_space(output: Path, known: Facts) -> None:
-    """The saved model, once more while it takes its final name, and some room for the lines."""
-    needed = 2 * 4 * known.model.parameters + 64 * 2**20
-    free = shutil.disk_usage(output).free
-    if free < needed:
-        raise InputError(
-            f"output: the run needs about {needed / 1e9:.1f} GB in {output} and {free / 1e9:.1f} "
-            "GB are free; make room or choose another folder"
-        )
-
-
-def _open(path: Path) -> TextIO:
-    return path.open("a", buffering=1)  # a line reaches the file when it is complete
 
 
 def _both(one: Callable[[Any], None], other: Callable[[Any], None]) -> Callable[[Any], None]:

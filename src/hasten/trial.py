@@ -97,6 +97,7 @@ class Arm:
             found = list(itertools.islice(self._training, order["count"]))
             if len(found) < order["count"]:
                 raise RuntimeError(f"training ended {order['count'] - len(found)} steps too early")
+            self.session.setup.checkpoint.settle()  # others' turns come now
             graphs, seconds = compiled()
             before, self._compiling = self._compiling, seconds
             took = {"graphs": graphs, "seconds": seconds - before}

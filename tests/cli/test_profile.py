@@ -37,7 +37,7 @@ def test_a_profile_leaves_three_files_and_an_earlier_run_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "run"
-    plan = ["packed", "labelled_token_loss", {"checkpoints": {"every_steps": 1}}]
+    plan = ["packed", "labelled_token_loss", {"checkpoints": {"interval": 1}}]
     path = recipe(tmp_path, plan=plan)
     code, out, err = hasten(monkeypatch, capfd, "train", path)
     assert code == 0, err

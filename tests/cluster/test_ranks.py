@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hasten.cluster.ranks import start
+from hasten.cluster.ranks import rank_environment, start
 from hasten.core.facts import World
 from rank_jobs import CASES, train_all
 from ranks import on_ranks
@@ -118,3 +118,8 @@ def _instead_of_hasten(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str)
         return real([sys.executable, str(script)], **settings)
 
     monkeypatch.setattr("hasten.cluster.ranks.subprocess.Popen", popen)
+
+
+def test_ranks_of_a_relative_folder_meet_at_an_absolute_place() -> None:
+    found = rank_environment(0, 2, Path("runs/here"), threads=1)
+    assert found["HASTEN_RENDEZVOUS"] == str(Path.cwd() / "runs/here/rendezvous")

@@ -28,7 +28,6 @@ from hasten.techniques.batch import Accumulate, AdaptiveBatch
 from hasten.techniques.collate import Packed
 from hasten.techniques.compile import Compiled
 from hasten.techniques.experts import ExpertsImplementation
-from hasten.techniques.layout import DDP
 from hasten.techniques.optimizer import CompactAdamW
 from hasten.techniques.precision import Float8
 from hasten.techniques.recompute import Recompute
@@ -66,6 +65,8 @@ ON_TOP_OF = {DocumentAttention: (Packed(),)}
 HOME: dict[type[Technique], str] = dict.fromkeys(
     (BalancedRouting, ExpertsImplementation), "deepseek_v3"
 )
+# What needs several ranks to act has tests of its own, on several ranks.
+RANKS = (Slot.LAYOUT, Slot.WIRE)
 # Relative error of one step's gradient against float64: number formats of 8 bits, and of 24.
 BF16_BOUND, FLOAT32_BOUND = 4e-2, 2e-5
 
@@ -190,13 +191,13 @@ def test_it_owes_a_proof_and_gives_it(
 
 
 @architectures
-@pytest.mark.parametrize("technique", [t for t in INSTANCES if not isinstance(t, DDP)], ids=str)
+@pytest.mark.parametrize("technique", [t for t in INSTANCES if t.slot not in RANKS], ids=str)
 def test_its_probe_tells_a_run_with_it_from_one_without(
     technique: Technique, architecture: str, tmp_path: Any
 ) -> None:
     leave_out_what_cannot_run_here(technique, architecture)
     if technique.name() == "checkpoints":
-        technique = dataclasses.replace(technique, every_steps=1)  # type: ignore[type-var]
+        technique = dataclasses.replace(technique, interval=1)  # type: ignore[type-var]
     if technique.name() == "accumulate" and technique == Accumulate():
         technique = Accumulate(micro_batch_size=4)  # the default holds this tiny step whole
     if technique.name() == "adaptive_batch":

@@ -148,7 +148,7 @@ def test_what_another_thread_reads_is_not_the_steps_wait(monkeypatch: pytest.Mon
 
 
 def test_a_checkpoint_stands_beside_the_step(tmp_path: Path, clocked: Any) -> None:
-    session = session_of(language_job(), Checkpoints(every_steps=1), folder=tmp_path)
+    session = session_of(language_job(), Checkpoints(interval=1), folder=tmp_path)
     metrics, steps = counted(session, clocked)
     assert session.saves
     found = split(steps, session.saves)

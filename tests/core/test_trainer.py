@@ -133,7 +133,7 @@ def test_a_resumed_run_continues_with_the_same_bits(tmp_path: Path, techniques: 
 
 
 def test_checkpoints_are_written_when_due_and_resumed_from(tmp_path: Path) -> None:
-    keep = Checkpoints(every_steps=2, keep=2)
+    keep = Checkpoints(interval=2, max_checkpoints=2, compression=False)
     whole = run(session_of(language_job(steps=7), keep, folder=tmp_path))
     assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["step-00000004", "step-00000006"]
     session = session_of(language_job(steps=7), keep, folder=tmp_path)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 import preparation
 from hasten.data import arrowfile, preparing
+from hasten.data import workers as workers_module
 from hasten.data.formats import Conversation
 from hasten.data.store import tokenize
 from hasten.errors import InputError
@@ -159,12 +161,46 @@ def test_a_part_that_was_damaged_is_done_again(
     assert store.path.read_bytes() == undisturbed
 
 
-def test_a_worker_that_dies_names_its_chunk_and_leaves_what_is_done(
+def test_a_worker_that_dies_is_replaced_and_the_order_unchanged(
     tokenizer: Any, undisturbed: bytes, tmp_path: Path
 ) -> None:
+    killed = []
+
     def kill(done: int, total: int) -> None:
-        for child in psutil.Process().children():
-            child.send_signal(signal.SIGKILL)
+        if len(killed) < 2:  # both workers at once, then the two that took their places run on
+            for child in psutil.Process().children():
+                child.send_signal(signal.SIGKILL)
+                killed.append(child.pid)
+
+    store = tokenize(dialogues(COUNT), tokenizer, tmp_path / "out", 64, on_progress=kill, workers=2)
+    assert len(killed) >= 2
+    assert store.path.read_bytes() == undisturbed
+    assert psutil.Process().children() == []
+
+
+def test_a_chunk_whose_workers_die_is_named_and_what_is_done_stays(
+    tokenizer: Any, undisturbed: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = workers_module._started
+
+    @contextlib.contextmanager
+    def doomed() -> Iterator[Any]:
+        """Workers that replace others die with their first chunk."""
+        with started() as worker:
+            if len(seen) >= 2:
+                worker.process.send_signal(signal.SIGKILL)
+            seen.append(worker.process.pid)
+            yield worker
+
+    seen: list[int] = []
+    monkeypatch.setattr(workers_module, "_started", doomed)
+    killed: list[int] = []
+
+    def kill(done: int, total: int) -> None:
+        if not killed:
+            for child in psutil.Process().children():
+                child.send_signal(signal.SIGKILL)
+                killed.append(child.pid)
 
     words = r"the chunk of records \d+ to \d+ \(data.jsonl:\d+ to data.jsonl:\d+\) was ended by sig"
     with pytest.raises(InputError, match=words):

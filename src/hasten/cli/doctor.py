@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hasten.cluster import transport
 from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.errors import InputError
@@ -15,7 +16,8 @@ from hasten.recipe.ceiling import ceiling_of
 from hasten.recipe.material import Material, gather
 from hasten.recipe.overlap import overlap
 from hasten.recipe.schema import Recipe, load_recipe
-from hasten.run import check_folder, check_space, first_record
+from hasten.run import first_record
+from hasten.run_folder import check_folder, check_space
 
 SHOWN = 3  # files that are named
 
@@ -27,6 +29,7 @@ def doctor(path: Path, overrides: Sequence[str]) -> int:
     checks.note("recipe", f"{path} is well formed")
     checks.run("output", lambda: _folder(Path(recipe.output)))
     checks.note("kernels", _kernels())
+    checks.note("transport", transport.shown(recipe.transport))
     known = checks.run("model", lambda: _model(recipe))
     material = checks.run("data", lambda: _data(recipe))
     if material is not None:
@@ -34,6 +37,8 @@ def doctor(path: Path, overrides: Sequence[str]) -> int:
     if known is not None:
         if material is not None:
             known = facts_of(recipe, material)
+        for hint in transport.hints(recipe.transport, known.on_gpu):
+            checks.note("transport", f"hint: {hint}")
         checks.run("disk", lambda: _space(recipe, known))
         checks.run("ceiling", lambda: _ceiling(recipe, known))
         plan = _techniques(recipe, known, checks)

@@ -2,10 +2,7 @@
 
 Nothing here imports torch, so that ``hasten --help`` answers at once.
 
-Exit codes: 0 done; 1 an error of hasten's own; 2 something given can't be used, nothing was
-trained; 3 gradients stayed non-finite, the weights before them are intact; 4 a proof of the guard
-failed, or a technique had no effect and the recipe says require_effect, or a switch gains less than
-it did (``regress``); 130 interrupted between two steps, the model was saved.
+Exit codes are listed in docs/metrics.md; 2 is the user's to mend, 5 to 7, 75 and 130 are a run's.
 """
 
 from __future__ import annotations
@@ -18,12 +15,16 @@ from typing import Annotated
 import typer
 
 from hasten.cli.arguments import Overrides, RecipePath
+from hasten.cli.checkpoint import app as checkpoint
+from hasten.cli.data_options import app as data
 from hasten.cli.netlab import app as netlab
+from hasten.cli.plan_options import plan
 from hasten.cli.speedup_options import speedup
-from hasten.errors import InputError
+from hasten.errors import InputError, StoppedError
 
 STARTED = time.perf_counter()
 INTERRUPTED = 130
+LEFT = 75  # EX_TEMPFAIL of sysexits.h: to be gone on with
 FAILED = 4
 
 app = typer.Typer(
@@ -34,8 +35,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-data = typer.Typer(help="Look at a data set, or convert it.", no_args_is_help=True)
 app.add_typer(data, name="data")
+app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(netlab, name="netlab")
 
 
@@ -62,14 +63,25 @@ def init(
 
 
 @app.command()
-def train(recipe: RecipePath, overrides: Overrides = None) -> None:
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="restarts after a rank has died or hangs, instead of the recipe's"
+        ),
+    ] = None,
+) -> None:
     """Train as a recipe says."""
     from hasten.cli.train import train as command
 
-    raise typer.Exit(command(recipe, overrides or [], STARTED))
+    more = [] if max_restarts is None else [f"max_restarts={max_restarts}"]
+    raise typer.Exit(command(recipe, [*(overrides or []), *more], STARTED))
 
 
 app.command()(speedup)
+app.command()(plan)
 
 
 @app.command()
@@ -205,73 +217,31 @@ def merge(
     command(run, to, adapter)
 
 
-@data.command("inspect")
-def data_inspect(
-    recipe: RecipePath,
-    overrides: Overrides = None,
-    count: Annotated[int, typer.Option(min=1, help="records to show")] = 3,
-) -> None:
-    """Show records as the model will see them, trained parts marked."""
-    from hasten.cli.data import inspect as command
-
-    command(recipe, overrides or [], count)
-
-
-@data.command("stats")
-def data_stats(
-    recipe: RecipePath,
-    overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
-    html: Annotated[Path | None, typer.Option(help="write a page with drawings here")] = None,
-) -> None:
-    """Show lengths, trained share, duplicates, padding and packing of a recipe's data."""
-    from hasten.cli.data import stats as command
-
-    command(recipe, overrides or [], as_json, html)
-
-
-@data.command("pack")
-def data_pack(
-    recipe: RecipePath,
-    overrides: Overrides = None,
-    output: Annotated[Path, typer.Option("--to", help="the .arrow or .parquet file to write")] = (
-        Path("packed.parquet")
-    ),
-    row_tokens: Annotated[
-        int | None, typer.Option(min=1, help="tokens of a row at most; cutoff_len if left out")
-    ] = None,
-    force: Annotated[bool, typer.Option(help="replace a file that exists")] = False,
-) -> None:
-    """Write a recipe's records as packed rows, for this or another trainer."""
-    from hasten.cli.data import pack as command
-
-    command(recipe, overrides or [], output, row_tokens, force)
-
-
-@data.command("convert")
-def data_convert(
-    sources: Annotated[list[Path], typer.Argument(help="files or folders to read")],
-    output: Annotated[Path, typer.Option("--to", help="the JSONL file to write")],
-    max_rejected: Annotated[float, typer.Option(min=0, help="as in a recipe")] = 0.001,
-) -> None:
-    """Write records of any known shape as JSONL of messages."""
-    from hasten.cli.data import convert as command
-
-    command(sources, output, max_rejected)
-
-
 def run() -> None:
     """Run the command and turn what a user got wrong into one sentence and exit code 2."""
     try:
         app()
     except InputError as error:
-        print(f"hasten: {error}", file=sys.stderr)
+        _say(error)
         sys.exit(2)
     except KeyboardInterrupt:
         print("hasten: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    except StoppedError as error:
+        _say(error)
+        sys.exit(error.code)
     except Exception as error:
-        if type(error).__name__ != "NotFiniteError":
+        if not _told(error):
             raise
+        sys.exit(1)
+
+
+def _say(error: Exception) -> None:
+    if not _told(error):
         print(f"hasten: {error}", file=sys.stderr)
-        sys.exit(3)
+
+
+def _told(error: Exception) -> bool:
+    """Whether a supervisor says it, once for all ranks."""
+    pulse = sys.modules.get("hasten.cluster.pulse")  # a rank has imported it
+    return pulse is not None and bool(pulse.leave_words(error))

@@ -10,27 +10,36 @@ from pathlib import Path
 from typing import Any
 
 from hasten.cli.display import Display, duration, size
-from hasten.cli.main import FAILED, INTERRUPTED
+from hasten.cli.main import FAILED, INTERRUPTED, LEFT
+from hasten.cluster.pulse import attempt_folder, on_a_leash
 from hasten.cluster.ranks import again, start
+from hasten.cluster.supervisor import Ranks, supervise
 from hasten.core import facts
 from hasten.core.facts import World
 from hasten.core.session import Session
 from hasten.core.step import StepMetrics
 from hasten.recipe.build import facts_of, plan_of
+from hasten.recipe.faults import saves, supervision_of
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.run import ready
 from hasten.run import train as run_training
+from hasten.run_folder import clear_the_way
 
 
 def train(path: Path, overrides: Sequence[str], started: float) -> int:
     """Run the recipe; the exit code."""
     import_seconds = time.perf_counter() - started
+    on_a_leash()
     recipe = load_recipe(path, overrides)
-    if recipe.nproc > 1 and facts.world().size == 1:
+    alone = facts.world().size == 1 and attempt_folder() is None
+    if alone and recipe.max_restarts:
+        return as_supervised_ranks(recipe)
+    if alone and recipe.nproc > 1:
         return as_ranks(recipe, "train")
-    if recipe.plan:
+    if recipe.plan or recipe.transport:
         known = facts_of(recipe)
-        missing = facts.not_yet_so(plan_of(recipe, known).environ(known))
+        wanted = {**plan_of(recipe, known).environ(known), **recipe.transport}
+        missing = facts.not_yet_so(wanted)
         if missing:  # some settings count only for a process that starts with them
             again(["train", str(path), *overrides], missing)
     with Display() as display:
@@ -50,7 +59,7 @@ def train(path: Path, overrides: Sequence[str], started: float) -> int:
         idle = warn_of_idle(summary["acted"])
         if idle and recipe.require_effect:
             return FAILED
-    return INTERRUPTED if summary.get("stopped") == "interrupted" else 0
+    return {"interrupted": INTERRUPTED, "left": LEFT}.get(summary.get("stopped", ""), 0)
 
 
 def warn_of_idle(acted: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -112,9 +121,35 @@ def as_ranks(recipe: Recipe, command: str, options: Sequence[str] = ()) -> int:
     count, cores = recipe.nproc, facts.usable_cores()
 
     def environ(rank: int) -> Mapping[str, str]:
-        return plan.environ(replace(known, world=World(rank, rank, count)))
+        known_there = replace(known, world=World(rank, rank, count))
+        return {**plan.environ(known_there), **recipe.transport}
 
     return start([command, str(resolved), *options], count, output / "data", cores, environ)
+
+
+def as_supervised_ranks(recipe: Recipe) -> int:
+    """The same, with ranks that are started again from the newest checkpoint; the exit code."""
+    output = Path(recipe.output)
+    with Display() as display:
+        line = StepLine(display, recipe)
+        known, plan, _ = ready(recipe, display.tell, line.tokenising)
+        if not saves(plan):
+            display.tell("max_restarts: the plan writes no checkpoints, so a restart begins anew")
+    if recipe.resume == "never":
+        clear_the_way(output, keep_checkpoints=False)
+    resolved = output / "data" / "ranks.yaml"
+    resolved.write_text(recipe.to_yaml())
+
+    def arguments(count: int, trained: bool) -> Sequence[str]:
+        fewer = [f"nproc={count}", "min_nproc=null"] if count < recipe.nproc else []
+        return ["train", str(resolved), *fewer, *(["resume=auto"] if trained else [])]
+
+    def environ(rank: int, count: int) -> Mapping[str, str]:
+        known_there = replace(known, world=World(rank, rank, count))
+        return {**plan.environ(known_there), **recipe.transport}
+
+    ranks = Ranks(arguments, environ, recipe.nproc, facts.usable_cores())
+    return supervise(ranks, supervision_of(recipe), output / "data", output / "restarts.jsonl")
 
 
 def _conclude(summary: dict[str, Any]) -> None:

@@ -22,15 +22,19 @@ from typing import NoReturn
 
 from hasten.core import facts
 from hasten.core.facts import World
+from hasten.core.leaving import HASTE
 
 GRACE_SECONDS = 10.0  # for the others to end by themselves once a rank has failed or rank 0 is done
 TIMEOUT = datetime.timedelta(minutes=10)
 
 
 @contextlib.contextmanager
-def process_group(world: World, device: str) -> Iterator[None]:
+def process_group(
+    world: World, device: str, timeout: datetime.timedelta = TIMEOUT
+) -> Iterator[None]:
     """The default process group for as long as the context lasts; nothing for a single rank.
 
+    ``timeout`` bounds how long a rank waits for the others in an exchange.
     Build what uses the group in a function called inside, so that it is gone when the group goes.
     """
     import torch.distributed as dist
@@ -44,7 +48,7 @@ def process_group(world: World, device: str) -> Iterator[None]:
         init_method=f"file://{meeting}" if meeting else "env://",
         rank=world.rank,
         world_size=world.size,
-        timeout=TIMEOUT,
+        timeout=timeout,
     )
     try:
         yield
@@ -115,7 +119,8 @@ def rank_environment(rank: int, count: int, place: Path, threads: int) -> dict[s
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(count),
-            "HASTEN_RENDEZVOUS": str(place / "rendezvous"),
+            # Absolute: in file://a/b torch takes a for the name of a host, and waits for it.
+            "HASTEN_RENDEZVOUS": str(place.absolute() / "rendezvous"),
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
             "OMP_NUM_THREADS": str(threads),
         }
@@ -172,7 +177,7 @@ def _forwarding(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
 
     before = [
         (signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN)),
-        (signal.SIGTERM, signal.signal(signal.SIGTERM, forward)),
+        *((n, signal.signal(n, forward)) for n in HASTE),
     ]
     try:
         yield

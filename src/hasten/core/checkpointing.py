@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+from hasten.errors import InputError
 
 if TYPE_CHECKING:
     from hasten.core.session import Session
@@ -18,8 +21,16 @@ class Checkpointing(Protocol):
     def after_epoch(self, session: Session) -> None:
         """An epoch is done, after its last step."""
 
-    def resume(self, session: Session) -> Path | None:
-        """Bring a fresh session to the newest saved state; its path, or None without one."""
+    def resume(self, session: Session, path: Path | None = None) -> Path | None:
+        """Bring a fresh session to the newest saved state, or to that of ``path``; its path, or
+        None without one."""
+
+    def settle(self) -> None:
+        """Until nothing is under way, before another process is measured on this machine."""
+
+    def running(self, session: Session) -> AbstractContextManager[None]:
+        """Around all steps: what can't be written is refused before them, and what is under way
+        is done after them. A run that was asked to stop is saved."""
 
 
 class NoCheckpoint:
@@ -31,5 +42,15 @@ class NoCheckpoint:
     def after_epoch(self, session: Session) -> None:
         return None
 
-    def resume(self, session: Session) -> Path | None:
+    def resume(self, session: Session, path: Path | None = None) -> Path | None:
+        if path is not None:
+            raise InputError(
+                f"resume: {path} needs checkpoints in the plan, or checkpoint_every, to be read"
+            )
         return None
+
+    def settle(self) -> None:
+        return None
+
+    def running(self, session: Session) -> AbstractContextManager[None]:
+        return nullcontext()

@@ -38,7 +38,7 @@ class Engine(Protocol):
         """Gradients of (loss summed over all ranks / denominator); returns this rank's loss sum."""
 
     def norm(self) -> tuple[float, bool]:
-        """The gradients' L2 norm over all ranks, and whether every rank saw finite numbers."""
+        """The gradients' L2 norm over all ranks; whether all saw finite ones, and a finite loss."""
 
     def update(self, rate_factor: float) -> None:
         """Clip, move the weights at ``rate_factor`` x the peak learning rate, forget gradients."""
@@ -66,7 +66,7 @@ class PlainEngine:
         self.module = assembly.module
         self.optimizer = assembly.optimizer
         self.max_norm = assembly.setup.job.max_grad_norm
-        self._norm = torch.tensor(0.0)
+        self._norm = self._loss = torch.tensor(0.0)
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
@@ -117,6 +117,7 @@ class PlainEngine:
 
     def _loss_sum(self, sums: Sums, denominator: float) -> Tensor:
         total, count = sums
+        self._loss = total
         return total if self.setup.job.counted else total * self._recount(denominator, count)
 
     def _recount(self, denominator: float, count: Tensor) -> float:
@@ -132,8 +133,10 @@ class PlainEngine:
         self._norm = _total_norm(found)
         value = self._norm.item()  # the step's one wait for the device: may the weights move?
         self.setup.clock.mark(OPTIMIZER)
-        # A flag of its own: a wire need not carry one rank's overflow to the others.
-        wrong = torch.tensor([0.0 if math.isfinite(value) else 1.0], dtype=torch.float64)
+        # A flag of its own: a wire need not carry one rank's overflow to the others, and a loss
+        # that is infinite need not show in the gradients.
+        good = math.isfinite(value) and math.isfinite(self._loss.item())  # the device is done
+        wrong = torch.tensor([0.0 if good else 1.0], dtype=torch.float64)
         finite = not self.setup.agreement.sum(wrong).item()
         self.setup.clock.mark(COMMUNICATION)
         self.setup.loss_scale.judge(finite)

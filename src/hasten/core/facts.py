@@ -163,6 +163,11 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **extra}
 
 
+def take_over(variables: Mapping[str, str]) -> None:
+    """Go on with these variables, in a process that began before they were known."""
+    os.environ.update(variables)
+
+
 def variable(name: str) -> str | None:
     """A variable of this process's environment, for a technique that adds to it."""
     return os.environ.get(name)

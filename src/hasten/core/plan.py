@@ -163,7 +163,7 @@ def _check_type(place: str, value: Any, default: Any) -> None:
         return
     wanted = (int, float) if isinstance(default, float) else type(default)
     is_bool = isinstance(value, bool)
-    if default == "auto" and isinstance(value, int) and not is_bool:
+    if default in ("auto", "dynamic") and isinstance(value, int) and not is_bool:
         return
     if not isinstance(value, wanted) or is_bool != isinstance(default, bool):
         raise InputError(

@@ -64,6 +64,7 @@ class Session:
     startup_seconds: dict[str, float]
     progress: Progress = field(default_factory=Progress)
     stop_requested: bool = False
+    leaving: bool = False  # this machine goes away: what can wait is left out
     meter: Meter = field(default_factory=Meter)
 
     @property

@@ -20,11 +20,13 @@ from hasten.core.batch import Collate, MicroBatch, StepBatch
 from hasten.core.checkpointing import Checkpointing, NoCheckpoint
 from hasten.core.clock import Clock, Unclocked
 from hasten.core.facts import Facts
+from hasten.core.guards import Guards
 from hasten.core.job import Job, OptimizerFactory
 from hasten.core.loss_scaling import LossScaling, Unscaled
 from hasten.core.order import Sampler, ShuffledOrder
 from hasten.core.plan import Plan
 from hasten.core.routing import AsTheModelDoes, Routing
+from hasten.core.spikes import NoSpikes, SpikeWatching
 from hasten.errors import InputError
 
 if TYPE_CHECKING:
@@ -244,6 +246,8 @@ class Setup:
     allocator: Callable[[], None] = lambda: None
     engine: Callable[[Assembly], Engine] = plain_engine  # a LAYOUT may bring its own
     clock: Clock = field(default_factory=Unclocked)  # counts what a step's time goes into
+    guards: Guards = field(default_factory=Guards)  # what each step is checked for
+    spikes: SpikeWatching = field(default_factory=NoSpikes)  # what follows from a loss that rises
 
     @property
     def agreement(self) -> Agreement:

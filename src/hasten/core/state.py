@@ -8,6 +8,7 @@ gather what differs between them, and every rank is given the same state back.
 
 from __future__ import annotations
 
+import random
 from dataclasses import asdict, fields
 from typing import Any, Protocol, runtime_checkable
 
@@ -33,7 +34,7 @@ class Stateful(Protocol):
 def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights, optimizer state, random state, what the slots remember; progress and plan."""
     session.settle()
-    tensors = {"random/cpu": torch.get_rng_state()}
+    tensors = _random_of_ranks(session)
     tensors |= _unshared("model", dict(session.loss_module.state_dict()))
     masters = {str(i): p for i, p in enumerate(_own_masters(session))}
     tensors |= {f"master/{name}": t.detach() for name, t in masters.items()}
@@ -81,8 +82,44 @@ def restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) 
     _restore_optimizer(session, tensors | _own_moments(session, tensors), meta["optimizer"])
     for held, state in slots:
         held.load_state_dict(_given(state, tensors))
-    torch.set_rng_state(tensors["random/cpu"])
+    _restore_random(session, tensors)
     session.progress = Progress(**meta["progress"])
+
+
+def _random_of_ranks(session: Session) -> dict[str, Tensor]:
+    """A row for each rank, so that dropout and shuffles go on everywhere as they would have."""
+    world, layout = session.setup.facts.world, session.setup.layout
+    _, words, gauss = random.getstate()
+    states = {
+        "cpu": torch.get_rng_state(),
+        "python": torch.tensor([*words, gauss is not None, gauss or 0.0], dtype=torch.float64),
+    }
+    device = torch.device(session.setup.job.device)
+    if device.type != "cpu":
+        states["device"] = torch.get_device_module(device).get_rng_state(device)
+    found = {}
+    for name, state in states.items():
+        rows = torch.zeros(world.size, len(state), dtype=torch.float64)
+        rows[world.rank] = state.double()
+        found[f"random/{name}"] = layout.sum(rows).to(state.dtype)
+    return found
+
+
+def _restore_random(session: Session, tensors: dict[str, Tensor]) -> None:
+    """This rank's own; one that the saved run didn't have keeps the beginning it was given."""
+    rank, cpu = session.setup.facts.world.rank, tensors["random/cpu"]
+    if cpu.ndim == 1:  # written when the first rank's was all that was saved
+        torch.set_rng_state(cpu.clone())
+        return
+    if rank >= len(cpu):
+        return
+    torch.set_rng_state(cpu[rank].clone())
+    *words, drawn, gauss = tensors["random/python"][rank].tolist()
+    random.setstate((3, tuple(int(word) for word in words), gauss if drawn else None))
+    device = torch.device(session.setup.job.device)
+    if device.type != "cpu" and "random/device" in tensors:
+        state = tensors["random/device"][rank].clone()
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 def _stateful(setup: Setup) -> dict[str, Stateful]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -33,13 +33,10 @@ from hasten.core.clock import (
     IDLE,
     OPTIMIZER,
 )
+from hasten.core.guards import NotFiniteError
 from hasten.core.session import Session, batches
 
-MAX_SKIPPED = 10  # steps in a row without finite gradients, after which a run is lost
-
-
-class NotFiniteError(RuntimeError):
-    """Loss or gradients stayed infinite or NaN for several steps; no weight was touched by them."""
+__all__ = ["NotFiniteError", "StepMetrics", "train_step", "training"]
 
 
 @dataclass(frozen=True)
@@ -83,15 +80,17 @@ class StepMetrics:
 
 def train_step(session: Session, batch: StepBatch, started: float) -> StepMetrics:
     """Gradients, norm, update; ``started`` is when the step began to wait for its data."""
-    factor, clock = session.setup.job.schedule(session.progress.step), session.setup.clock
-    loss_sum, batch = session.setup.attempt(session.engine, batch)
+    setup, clock = session.setup, session.setup.clock
+    factor = setup.job.schedule(session.progress.step) * setup.spikes.rate
+    loss_sum, batch = setup.attempt(session.engine, batch)
     clock.mark(BACKWARD)
     norm, finite = session.engine.norm()
     if finite:
         session.engine.update(factor)
     else:
         session.engine.discard()
-        session.setup.agreement.skipped()
+        setup.agreement.skipped()
+        setup.guards.given_up(loss_sum)
     clock.mark(OPTIMIZER)
     return _note(session, batch, loss_sum, norm, finite, started)
 
@@ -100,38 +99,33 @@ def training(session: Session) -> Iterator[StepMetrics]:
     """Train until the job's stop or until somebody sets ``session.stop_requested``.
 
     Raises:
-        NotFiniteError: ten steps in a row had no finite gradient.
+        NotFiniteError: several steps in a row had no finite loss and gradient.
+        StoppedError: another of the setup's guards says that the run is lost.
     """
-    skipped, clock = 0, session.setup.clock
+    with session.setup.checkpoint.running(session):
+        while (yield from _steps(session)):  # again where the session went back
+            pass
+
+
+def _steps(session: Session) -> Generator[StepMetrics, None, bool]:
+    """Steps to the stop, or until the session is at an earlier step than it was: True then."""
+    setup, clock = session.setup, session.setup.clock
     clock.begin()
     started = time.perf_counter()
     for batch in batches(session):
         metrics = train_step(session, batch, started)
-        skipped = _failures(session, metrics, skipped)
-        if skipped == MAX_SKIPPED:
-            raise NotFiniteError(
-                f"the gradients were not finite for {skipped} steps in a row, up to step "
-                f"{metrics.step}; the weights are those before them: lower the learning rate, or "
-                "look at the records of these steps"
-            )
+        setup.guards.after_step(session, batch, metrics)
+        back = setup.spikes.goes_back(session, metrics)
         clock.mark(BETWEEN)
-        session.setup.checkpoint.after_step(session)
+        if not (back or setup.spikes.suspects):  # a state that is kept is one to come back to
+            setup.checkpoint.after_step(session)
         clock.mark(CHECKPOINT)
         yield metrics
+        if back:
+            return True
         clock.begin()
         started = time.perf_counter()
-
-
-def _failures(session: Session, metrics: StepMetrics, before: int) -> int:
-    """Steps in a row that failed, this one included.
-
-    A step given up while the loss scale falls is neither a failure nor a success; one whose loss
-    itself wasn't finite is a failure at any scale.
-    """
-    if not metrics.skipped:
-        return 0
-    searching = session.setup.loss_scale.searching and math.isfinite(metrics.loss)
-    return before if searching else before + 1
+    return False
 
 
 def _note(

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import signal
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hasten.core import facts
 from hasten.core.clock import data_stall, split, stability
 from hasten.core.evaluate import Evaluation, evaluate
+from hasten.core.leaving import asked, interruptible
 from hasten.core.session import Session
 from hasten.core.step import StepMetrics, training
 
@@ -49,7 +47,7 @@ class Outcome:
     last_loss: float = math.nan
     peak_memory_bytes: int = 0
     model_flops: float = 0.0
-    stopped: str = "done"  # done | early stop | interrupted
+    stopped: str = "done"  # done | early stop | interrupted | left
 
     @property
     def best(self) -> Evaluation | None:
@@ -93,13 +91,14 @@ class Outcome:
 def fit(session: Session, watch: Watch | None = None) -> Outcome:
     """Train to the job's stop, evaluating as ``watch`` says and once at the end.
 
-    An interrupt (Ctrl-C, SIGTERM) lets the current step finish on all ranks; a second one ends the
-    process at once. What comes after is up to the caller: the session is intact.
+    An interrupt lets the current step finish on all ranks (:mod:`hasten.core.leaving`); where the
+    machine goes away, the evaluation at the end is left out. What comes after is up to the caller:
+    the session is intact.
     """
     watch = watch or Watch()
     outcome = Outcome()
     began = time.perf_counter()
-    with _interruptible(session):
+    with interruptible(session):
         for metrics in training(session):
             _take_note(outcome, metrics)
             watch.on_step(metrics)
@@ -108,8 +107,12 @@ def fit(session: Session, watch: Watch | None = None) -> Outcome:
                 if _should_stop(outcome, watch):
                     outcome.stopped = "early stop"
                     break
-    if session.stop_requested:
-        outcome.stopped = "interrupted"
+    stopped, in_haste = asked(session)
+    if stopped:
+        outcome.stopped = "left" if in_haste else "interrupted"
+    if in_haste:
+        outcome.seconds = time.perf_counter() - began
+        return outcome
     if not outcome.evaluations or outcome.evaluations[-1].step != session.progress.step:
         _look(session, watch, outcome)
     outcome.seconds = time.perf_counter() - began
@@ -141,24 +144,3 @@ def _should_stop(outcome: Outcome, watch: Watch) -> bool:
     if not watch.patience or best is None:
         return False
     return len(outcome.evaluations) - 1 - outcome.evaluations.index(best) >= watch.patience
-
-
-@contextlib.contextmanager
-def _interruptible(session: Session) -> Iterator[None]:
-    """The first SIGINT or SIGTERM asks for a stop between two steps, the second acts as usual."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python delivers signals to the main thread alone
-        return
-    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-
-    def ask(number: int, frame: object) -> None:
-        session.stop_requested = True
-        signal.signal(number, before[signal.Signals(number)])
-
-    for number in before:
-        signal.signal(number, ask)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -13,8 +13,11 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from hasten.cluster.transport import checked
 from hasten.core.plan import did_you_mean
+from hasten.core.spikes import SpikePolicy
 from hasten.errors import InputError
+from hasten.recipe.checkpoint_keys import read_resume, with_checkpoint_keys
 from hasten.recipe.plain_yaml import first_complaint, read_yaml, read_yaml_file
 from hasten.recipe.presets import entries_of
 from hasten.recipe.price import Price, price_of
@@ -124,8 +127,42 @@ class Recipe(BaseModel):
     output: str = Field("runs/train", description="the run's folder; nothing is written elsewhere")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to train")
     nproc: int = Field(1, ge=1, description="processes on this machine, one rank each")
-    resume: Literal["auto", "never"] = Field(
-        "never", description="auto: go on from the newest checkpoint of the output"
+    transport: dict[str, str] = Field(
+        default_factory=dict, description="variables of gloo, NCCL or UCX to start with"
+    )
+    checkpoint_every: Literal["dynamic"] | int | None = Field(
+        None, description="dynamic, or steps from one checkpoint to the next; joins the plan"
+    )
+    checkpoint_dir: str | None = Field(
+        None, description="where checkpoints are kept; output/checkpoints if left out"
+    )
+    resume: str = Field(
+        "never", description="auto: go on from the newest checkpoint; or the folder of one; never"
+    )
+
+    # When something goes wrong
+    max_restarts: int = Field(0, ge=0, description="restarts after a rank has died or hangs")
+    hang_seconds: float = Field(600, gt=0, description="a rank without a step for so long hangs")
+    start_seconds: float = Field(1800, gt=0, description="the same before its first step")
+    link_seconds: float = Field(600, gt=0, description="a rank waits so long for the others")
+    min_nproc: int | None = Field(
+        None, ge=1, description="ranks to go on with where one fails twice in a row; none: nproc"
+    )
+    warm_restarts: bool = Field(
+        False, description="keep a process ready for each rank: faster restarts, more memory"
+    )
+    leave_file: str | None = Field(None, description="save and leave when this file appears")
+    leave_command: list[str] | None = Field(
+        None, description="save and leave when this command ends with code 0; asked every 5 s"
+    )
+    max_skipped: int = Field(
+        10, ge=1, description="steps in a row that aren't finite before the run ends"
+    )
+    loss_spike: SpikePolicy | None = Field(
+        None, description="what to do when the loss shoots up; {} takes the settings below"
+    )
+    check_replicas: int = Field(
+        0, ge=0, description="steps between comparisons of the ranks' weights; 0: never"
     )
 
     # Techniques
@@ -161,6 +198,26 @@ class Recipe(BaseModel):
         """Of a file, what it holds: the resolved recipe needs the file no more."""
         return price_of(value)
 
+    @field_validator("transport", mode="before")
+    @classmethod
+    def _variables(cls, value: Any) -> Any:
+        return checked(value) if isinstance(value, dict) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _checkpoints(cls, values: Any) -> Any:
+        """Keys that say how to save become part of the plan."""
+        asked = ("checkpoint_every", "checkpoint_dir")
+        if not isinstance(values, dict) or all(values.get(key) is None for key in asked):
+            return values
+        plan = entries_of(values.get("plan") or [])
+        return with_checkpoint_keys(values, plan) if isinstance(plan, list) else values
+
+    @field_validator("resume", mode="before")
+    @classmethod
+    def _resumed(cls, value: Any) -> Any:
+        return read_resume(value)
+
     @field_validator("plan", mode="before")
     @classmethod
     def _preset(cls, value: Any) -> Any:
@@ -189,6 +246,8 @@ class Recipe(BaseModel):
             raise ValueError(
                 f"{changed[0]} has no effect on all weights: say finetuning_type: lora"
             )
+        if self.min_nproc is not None and self.min_nproc > self.nproc:
+            raise ValueError(f"min_nproc is {self.min_nproc}, above nproc, which is {self.nproc}")
         if self.patience and not self.eval_every:
             raise ValueError("patience needs eval_every, the steps between two evaluations")
         return self

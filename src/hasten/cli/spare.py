@@ -1,0 +1,34 @@
+"""A process that waits to become a rank: ``python -m hasten.cli.spare``, started by a supervisor.
+
+It imports what a rank imports and reads one line from its standard input
+(:mod:`hasten.cluster.spares`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from hasten.cluster.pulse import on_a_leash
+from hasten.core import facts
+
+
+def main() -> None:
+    """Wait, then be ``hasten ARGUMENTS``."""
+    on_a_leash()
+    import hasten.cli.train  # noqa: F401  # torch, Transformers and all that a run needs
+    from hasten.cli.main import run
+
+    line = sys.stdin.readline()
+    if not line:
+        return  # the supervisor has ended, and needs none
+    told = json.loads(line)
+    facts.take_over(told["variables"])
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.argv = ["hasten", *told["arguments"]]
+    run()
+
+
+if __name__ == "__main__":
+    main()

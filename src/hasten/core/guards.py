@@ -1,0 +1,217 @@
+"""Guards look at each step for what ruins a run unseen, and keep what they saw beside the run.
+
+not finite    a loss or gradient on any rank: nothing moved; the step's records are written to
+              ``quarantined.jsonl``, and after some steps in a row the run ends (exit code 3)
+replicas      every so many steps the ranks compare a fingerprint of their weights: a bit that
+              flipped in one memory ends the run (exit code 6), the rank named
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hasten.errors import InputError, StoppedError
+
+if TYPE_CHECKING:
+    from hasten.core.batch import StepBatch
+    from hasten.core.session import Session
+    from hasten.core.step import StepMetrics
+
+MAX_SKIPPED = 10  # steps in a row without finite gradients, after which a run is lost
+PIECES, PIECE_BITS = 4, 16  # a fingerprint travels in numbers that float64 adds exactly
+ODD = 0x9E3779B97F4A7C15  # the golden ratio's bits: tells equal tensors in other places apart
+
+
+class NotFiniteError(StoppedError):
+    """Loss or gradients stayed infinite or NaN for several steps; no weight was touched by them."""
+
+    code = 3
+
+
+class ReplicasDifferError(StoppedError):
+    """Ranks that must hold the same weights don't: memory or a link changed bits."""
+
+    code = 6
+
+
+class Guards:
+    """What a step is checked for.
+
+    Args:
+        max_skipped: the run ends after so many steps in a row that weren't finite.
+        quarantine: file for the records of such steps; None: they aren't kept.
+        replicas_every: steps between two comparisons of the ranks' weights; 0: never.
+    """
+
+    def __init__(
+        self,
+        max_skipped: int = MAX_SKIPPED,
+        quarantine: Path | None = None,
+        replicas_every: int = 0,
+    ) -> None:
+        self.max_skipped, self.quarantine = max_skipped, quarantine
+        self.replicas_every = replicas_every
+        self.in_a_row = 0
+        self.compared_at = 0  # the last step after which all replicas were equal
+        self._own_loss = math.nan
+
+    def given_up(self, loss_sum: Tensor) -> None:
+        """A step moves nothing; ``loss_sum`` is this rank's."""
+        self._own_loss = loss_sum.item()  # the device is done: the norm has waited for it
+
+    def after_step(self, session: Session, batch: StepBatch, metrics: StepMetrics) -> None:
+        """Look at a step that is done.
+
+        Raises:
+            NotFiniteError: too many steps in a row were given up.
+            ReplicasDifferError: a rank holds other weights than the others.
+        """
+        if metrics.skipped:
+            self._skipped(session, batch, metrics)
+        else:
+            self.in_a_row = 0
+        if self.replicas_every and metrics.step % self.replicas_every == 0:
+            compare_replicas(session, self.compared_at)
+            self.compared_at = metrics.step
+
+    def _skipped(self, session: Session, batch: StepBatch, metrics: StepMetrics) -> None:
+        """A step given up while the loss scale falls is neither a failure nor a success; one whose
+        loss itself wasn't finite is a failure at any scale."""
+        if session.setup.loss_scale.searching and math.isfinite(metrics.loss):
+            return
+        self.in_a_row += 1
+        if self.quarantine is not None:
+            append_line(self.quarantine, self._about(session, batch, metrics))
+        if self.in_a_row >= self.max_skipped:
+            raise NotFiniteError(
+                f"the gradients were not finite for {self.in_a_row} steps in a row, up to step "
+                f"{metrics.step}; the weights are those before them: lower the learning rate, or "
+                "look at the records of these steps"
+                + (f" in {self.quarantine}" if self.quarantine is not None else "")
+            )
+
+    def _about(self, session: Session, batch: StepBatch, metrics: StepMetrics) -> dict[str, Any]:
+        own = math.isfinite(self._own_loss)
+        return {
+            "step": metrics.step,
+            "epoch": batch.epoch,
+            "rank": session.setup.facts.world.rank,
+            "own_loss_finite": own,
+            "loss": metrics.loss if math.isfinite(metrics.loss) else None,
+            "grad_norm": metrics.grad_norm if math.isfinite(metrics.grad_norm) else None,
+            "records": records_of_last_step(session),
+        }
+
+
+def records_of_last_step(session: Session) -> list[int] | None:
+    """Indices of this rank's records of the step before; None where the user's loader brings them.
+
+    The order is a pure function of seed, epoch and position: nothing has to be remembered.
+    """
+    setup, progress = session.setup, session.progress
+    if setup.job.stream is not None or setup.sampler is None:
+        return None
+    world, position = setup.facts.world, progress.step_in_epoch - 1
+    steps = setup.sampler.local_steps(progress.epoch, world.rank, world.size)
+    pieces = next(itertools.islice(steps, position, None), [])
+    return [index for piece in pieces for index in piece]
+
+
+def append_line(path: Path, found: dict[str, Any]) -> None:
+    """One line of JSON at the end of a file, in one write: ranks may share it (open(2), O_APPEND).
+
+    A disk that takes nothing doesn't end the run: the line is lost.
+    """
+    line = (json.dumps(found) + "\n").encode()
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    except OSError:
+        return
+    try:
+        os.write(handle, line)
+    except OSError:
+        return
+    finally:
+        os.close(handle)
+
+
+def check_comparable(session: Session, every: int) -> None:
+    """Raise InputError where ranks don't hold the same weights by design."""
+    if every and session.setup.agreement.apart:
+        raise InputError(
+            "check_replicas: ranks of this plan train apart, so that their weights differ between "
+            "two exchanges; leave it out"
+        )
+
+
+def compare_replicas(session: Session, compared_at: int = 0) -> None:
+    """Compare the weights of all ranks bit by bit; every rank calls it after the same step.
+
+    Raises:
+        ReplicasDifferError: the ranks that differ from the majority, or all where there is none.
+    """
+    size = session.setup.layout.size
+    if size == 1:
+        return
+    prints = fingerprints(session.setup.precision.parameters())
+    whole = sum(value * pow(ODD, i + 1, 1 << 64) for i, value in enumerate(prints)) % (1 << 64)
+    of_ranks = [row[0] for row in _gathered(session, [whole])]
+    if len(set(of_ranks)) == 1:
+        return
+    (_, most), *_ = Counter(of_ranks).most_common(1)
+    wrong = [r for r, p in enumerate(of_ranks) if most * 2 <= size or of_ranks.count(p) < most]
+    each = _gathered(session, prints)
+    place = next(i for i in range(len(prints)) if len({row[i] for row in each}) > 1)
+    wanted = session.setup.precision.parameters()[place]
+    names = [n for n, p in session.loss_module.named_parameters() if p is wanted]
+    known = names[0] if names else f"master weight {place}"
+    raise ReplicasDifferError(_sentence(wrong, size, known, session.progress.step, compared_at))
+
+
+def _sentence(wrong: Sequence[int], size: int, weight: str, step: int, compared_at: int) -> str:
+    ranks = " and ".join(f"rank {r}" for r in wrong)
+    whose = (
+        f"the weights of {ranks} differ from those of the others"
+        if len(wrong) < size
+        else f"the weights of {ranks} differ from each other, without a majority that is right"
+    )
+    return (
+        f"{whose} after step {step}, first in {weight}: memory or a link changed bits without an "
+        f"error; they were equal after step {compared_at}: test that machine, and resume from a "
+        f"checkpoint that is not newer than step {compared_at}"
+    )
+
+
+def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
+    """64 bits for each tensor: the wrapping sum of its bits as integers; one flip changes it."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [
+        t.detach().contiguous().view(kinds[t.element_size()]).sum(dtype=torch.int64).reshape(1)
+        for t in tensors
+    ]
+    return [v % (1 << 64) for v in torch.cat(sums).tolist()]  # the one wait for the device
+
+
+def _gathered(session: Session, mine: Sequence[int]) -> list[list[int]]:
+    """The numbers of every rank, through a sum in which each has places of its own."""
+    world = session.setup.facts.world
+    rows = torch.zeros(world.size, len(mine), PIECES, dtype=torch.float64)
+    mask = (1 << PIECE_BITS) - 1
+    for i, value in enumerate(mine):
+        pieces = [value >> (PIECE_BITS * p) & mask for p in range(PIECES)]
+        rows[world.rank, i] = torch.tensor(pieces, dtype=torch.float64)
+    total = session.setup.layout.sum(rows.flatten()).reshape(rows.shape).tolist()
+    return [
+        [sum(int(piece) << (PIECE_BITS * p) for p, piece in enumerate(v)) for v in row]
+        for row in total
+    ]

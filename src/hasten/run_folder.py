@@ -1,0 +1,102 @@
+"""The folder of a run: what moves aside for the next one, and lines written as they come.
+
+A run that its supervisor starts again goes on in the same files: lines of steps that are done once
+more are taken out, so that each step has one line, and one that a killed process left half written
+goes with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from hasten.core.facts import Facts
+from hasten.errors import InputError
+
+STEP_LINES = ("metrics.jsonl", "evaluations.jsonl")
+FAULT_LINES = ("quarantined.jsonl", "spikes.jsonl", "restarts.jsonl")
+RESULTS = (*STEP_LINES, *FAULT_LINES, "summary.json", "rejected.jsonl", "recipe.yaml")
+MODELS = ("model", "adapter", "model_average", "adapter_average", "merged")
+
+
+def clear_the_way(output: Path, keep_checkpoints: bool) -> None:
+    """Move an earlier run's results to ``previous/N``; its prepared data stays."""
+    output.mkdir(parents=True, exist_ok=True)
+    names = [*RESULTS, *MODELS, "best"]
+    if not keep_checkpoints:
+        names.append("checkpoints")
+    earlier = [output / name for name in names if (output / name).exists()]
+    if not earlier:
+        return
+    number = 1
+    while (output / "previous" / str(number)).exists():
+        number += 1
+    place = output / "previous" / str(number)
+    place.mkdir(parents=True)
+    for path in earlier:
+        path.rename(place / path.name)
+
+
+def keep_lines_until(output: Path, step: int) -> None:
+    """Of an attempt before this one, the lines up to ``step`` stay."""
+    for name in STEP_LINES:
+        path = output / name
+        if not path.exists():
+            continue
+        lines = path.read_text(errors="replace").splitlines(keepends=True)
+        kept = "".join(line for line in lines if _step_of(line) <= step)
+        temporary = output / f".{name}"
+        temporary.write_text(kept)
+        temporary.replace(path)
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; infinite where the line isn't whole."""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        return float(json.loads(line)["step"]) if line.endswith("\n") else float("inf")
+    return float("inf")
+
+
+class Lines:
+    """Files to which a run's lines are added."""
+
+    def __init__(self, output: Path) -> None:
+        self._metrics, self._evaluations = (_open(output / name) for name in STEP_LINES)
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        self._metrics.write(json.dumps(line) + "\n")
+
+    def evaluation(self, line: Mapping[str, Any]) -> None:
+        self._evaluations.write(json.dumps(line) + "\n")
+
+
+def _open(path: Path) -> TextIO:
+    return path.open("a", buffering=1)  # a line reaches the file when it is complete
+
+
+def check_folder(output: Path) -> None:
+    """Raise InputError unless the folder is there, or can be made, and takes files."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):  # ranks do this at the same time
+            pass
+    except OSError as error:
+        raise InputError(
+            f"output: can't write into {output}: {error.strerror or error}; choose another folder"
+        ) from error
+
+
+def check_space(output: Path, known: Facts) -> None:
+    """The saved model, once more while it takes its final name, and some room for the lines."""
+    needed = 2 * 4 * known.model.parameters + 64 * 2**20
+    free = shutil.disk_usage(output).free
+    if free < needed:
+        raise InputError(
+            f"output: the run needs about {needed / 1e9:.1f} GB in {output} and {free / 1e9:.1f} "
+            "GB are free; make room or choose another folder"
+        )

@@ -1,0 +1,268 @@
+"""The supervisor with ranks that are small scripts: what it restarts, says, and ends with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hasten.cluster.attempt import Limits
+from hasten.cluster.pulse import BEAT
+from hasten.cluster.spares import Spares
+from hasten.cluster.supervisor import LEFT, WORN_OUT, Ranks, Supervision, supervise
+
+# What scripts use of a rank's world, without the seconds that torch takes to import.
+PRELUDE = f"""
+import json, os, signal, struct, subprocess, sys, time
+rank, attempt = int(os.environ["RANK"]), int(os.environ["HASTEN_ATTEMPT"])
+size, seat = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+place = os.environ["HASTEN_ATTEMPT_FOLDER"] + f"/rank-{{rank}}"
+count = 0
+def beat(step, over=0):
+    global count
+    count += 1
+    open(place + ".pulse", "wb").write(struct.pack("{BEAT.format}", count, step, over))
+def words(text, code=1):
+    told = dict(time=time.time(), code=code, line=text, traceback="Traceback of " + text)
+    open(place + ".part", "w").write(json.dumps(told))
+    os.rename(place + ".part", place + ".words")
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., int]:
+    """Supervise ranks that run some code; the exit code."""
+
+    def run(
+        code: str,
+        restarts: int = 3,
+        count: int = 2,
+        hang: float = 30.0,
+        start: float = 30.0,
+        fewest: int | None = None,
+    ) -> int:
+        script = tmp_path / "rank.py"
+        script.write_text(PRELUDE + code)
+        calls = tmp_path / "calls"
+
+        def arguments(count: int, trained: bool) -> Sequence[str]:
+            with calls.open("a") as file:
+                file.write(f"{count} {trained}\n")
+            return []
+
+        def launch(rank: int, variables: Mapping[str, str], words: Sequence[str]) -> Any:
+            return subprocess.Popen([sys.executable, str(script)], env=dict(variables))
+
+        supervision = Supervision(restarts, Limits(hang, start), fewest)
+        ranks = Ranks(arguments, lambda rank, count: {"MINE": str(rank)}, count, 2, launch)
+        return supervise(ranks, supervision, tmp_path / "data", tmp_path / "restarts.jsonl")
+
+    return run
+
+
+def noted(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "restarts.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_ranks_that_end_well_are_not_started_again(run: Any, tmp_path: Path) -> None:
+    assert run("beat(1)") == 0
+    assert not (tmp_path / "restarts.jsonl").exists()
+    assert list((tmp_path / "data").iterdir()) == []
+
+
+def test_a_killed_rank_is_named_and_all_begin_again_in_a_place_of_their_own(
+    run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = (
+        "open(os.environ['HASTEN_RENDEZVOUS'], 'x') if rank == 0 else None\n"  # new in each attempt
+        "beat(0); beat(4)\n"
+        "if attempt == 1 and rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if attempt == 1: time.sleep(60)\n"
+    )
+    assert run(code) == 0
+    (line,) = noted(tmp_path)
+    assert (line["rank"], line["step"], line["code"], line["attempt"]) == (1, 4, -9, 1)
+    assert "rank 1 failed after step 4: it was ended by SIGKILL" in capfd.readouterr().err
+    assert (tmp_path / "calls").read_text().split("\n")[:2] == ["2 False", "2 True"]
+
+
+def test_the_first_error_is_told_once_and_not_what_follows_from_it(
+    run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = (
+        "beat(0); beat(1)\n"
+        "if attempt == 1:\n"
+        "    if rank == 2: words('ValueError: the cause'); time.sleep(0.1); sys.exit(1)\n"
+        "    time.sleep(0.05); words('RuntimeError: connection closed by peer'); sys.exit(1)\n"
+    )
+    assert run(code, count=3) == 0
+    err = capfd.readouterr().err
+    assert err.count("Traceback of ValueError: the cause") == 1
+    assert "rank 2 failed after step 1: ValueError: the cause; restart 1 of 3" in err
+    assert "closed by peer" not in err
+
+
+def test_a_rank_that_left_words_and_hangs_on_its_way_out_is_not_waited_for(run: Any) -> None:
+    assert (
+        run("beat(1); words('X') if attempt == 1 else None; time.sleep(60 * (attempt == 1))") == 0
+    )
+
+
+@pytest.mark.parametrize("code", [2, 3, 5, 6, 75, 130])
+def test_an_ending_that_a_restart_cannot_better_is_final(
+    run: Any, tmp_path: Path, code: int
+) -> None:
+    assert run(f"beat(1); words('no', {code}); sys.exit({code})", count=1) == code
+    assert noted(tmp_path) == []
+
+
+def test_restarts_are_used_up(run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("beat(0); beat(attempt); sys.exit(9)", restarts=2, count=1) == WORN_OUT
+    assert [line["step"] for line in noted(tmp_path)] == [1, 2, 3]
+    assert "it ended with code 9; 2 restart(s) are used up" in capfd.readouterr().err
+
+
+def test_a_rank_that_stops_stepping_is_named_by_its_step(run: Any, tmp_path: Path) -> None:
+    code = (
+        "for step in range(6):\n"
+        "    beat(step)\n"
+        "    if attempt == 1 and rank == 1 and step == 3: time.sleep(60)\n"
+        "    if attempt == 1 and step == 4: time.sleep(60)\n"  # rank 0 waits for it
+    )
+    assert run(code, hang=0.5) == 0
+    (line,) = noted(tmp_path)
+    assert (line["rank"], line["hung"]) == (1, True)
+    assert line["cause"] == "no step for 0.5 s: it hangs after step 3"
+
+
+def test_a_rank_that_never_begins_is_ended(run: Any, tmp_path: Path) -> None:
+    code = "if rank == 0 or attempt == 2: beat(0)\nif attempt == 1: time.sleep(60)\n"
+    assert run(code, start=1.0) == 0
+    assert noted(tmp_path)[0]["cause"].startswith("not started after 1 s")
+
+
+def test_saving_at_the_end_may_take_longer_than_a_step(run: Any, tmp_path: Path) -> None:
+    assert run("beat(0); beat(1); beat(1, over=1); time.sleep(1.0)", hang=0.4, count=1) == 0
+    assert noted(tmp_path) == []
+
+
+def test_what_a_rank_has_started_ends_with_it(run: Any, tmp_path: Path) -> None:
+    code = (
+        "beat(1)\n"
+        "if attempt == 1:\n"
+        "    child = subprocess.Popen(['sleep', '77'])\n"
+        f"    open({str(tmp_path)!r} + f'/child-{{rank}}', 'w').write(str(child.pid))\n"
+        "    time.sleep(0.4)\n"
+        "    if rank == 0: sys.exit(1)\n"
+        "    time.sleep(60)\n"
+    )
+    assert run(code) == 0
+    pid = int((tmp_path / "child-1").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_seat_that_fails_twice_in_a_row_is_left_out_where_allowed(
+    run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = f"open({str(tmp_path)!r} + f'/seats-{{attempt}}', 'a').write(f'{{seat}}')\n" + (
+        "beat(1); time.sleep(0.3)\nif seat == 1: sys.exit(1)\nif size == 3: time.sleep(60)\n"
+    )
+    assert run(code, count=3, fewest=2) == 0
+    assert sorted((tmp_path / "seats-3").read_text()) == ["0", "2"]
+    assert "restart 2 of 3, without device 1: 2 rank(s)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_who_asks_the_supervisor_to_leave_asks_the_ranks(
+    run: Any, tmp_path: Path, number: signal.Signals
+) -> None:
+    code = (
+        "def leave(n, f): beat(3); sys.exit(75 if rank == 0 else 0)\n"
+        f"signal.signal({int(number)}, leave)\n"
+        "beat(1); time.sleep(60)\n"
+    )
+    timer = _when_both_beat(tmp_path, lambda: os.kill(os.getpid(), number))
+    assert run(code) == LEFT
+    timer.join()
+    assert noted(tmp_path) == []
+
+
+def test_asked_to_leave_before_there_is_anything_to_save_nothing_is_restarted(
+    run: Any, tmp_path: Path
+) -> None:
+    timer = _when_both_beat(tmp_path, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert run("beat(0); time.sleep(60)") == LEFT
+    timer.join()
+
+
+def _when_both_beat(folder: Path, act: Callable[[], None]) -> threading.Thread:
+    def wait() -> None:
+        while len(list((folder / "data").glob(".ranks-*/attempt-1/*.pulse"))) < 2:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        act()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+SPARE = """
+import json, os, sys
+line = sys.stdin.readline()
+if line:
+    told = json.loads(line)
+    said = [told["arguments"], told["variables"], os.environ["OMP_NUM_THREADS"]]
+    open(os.environ["SAY"], "w").write(json.dumps(said))
+"""
+
+
+@pytest.fixture
+def spares(tmp_path: Path) -> Any:
+    (tmp_path / "a_spare.py").write_text(SPARE)
+    found = Spares("a_spare")
+    yield found
+    found.end()
+
+
+def test_a_spare_becomes_the_rank_if_its_lasting_variables_are_the_same(
+    spares: Spares, tmp_path: Path
+) -> None:
+    say = tmp_path / "said"
+    lasting = {**os.environ, "PYTHONPATH": str(tmp_path), "SAY": str(say), "OMP_NUM_THREADS": "3"}
+    spares.prepare(0, {**lasting, "HASTEN_ATTEMPT": "1"}, None)
+    process = spares.take(0, {**lasting, "HASTEN_ATTEMPT": "2"}, ["train", "x.yaml"])
+    assert process is not None
+    assert process.wait(20) == 0
+    assert json.loads(say.read_text()) == [["train", "x.yaml"], {"HASTEN_ATTEMPT": "2"}, "3"]
+    assert spares.take(0, lasting, []) is None, "it is used once"
+    spares.prepare(0, lasting, None)
+    assert spares.take(0, {**lasting, "OMP_NUM_THREADS": "1"}, []) is None
+
+
+def test_a_spare_ends_when_nobody_can_wake_it_any_more(spares: Spares, tmp_path: Path) -> None:
+    spares.prepare(0, {**os.environ, "PYTHONPATH": str(tmp_path)}, None)
+    (process,) = psutil.Process().children()
+    waiting, _ = spares._waiting[0]
+    assert waiting.stdin is not None
+    waiting.stdin.close()
+    assert waiting.wait(20) == 0
+    assert process.pid == waiting.pid
+
+
+def test_advice_of_a_rank_is_given_once_and_as_it_is(
+    run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run("words('give another folder', 2); time.sleep(60)") == 2
+    assert capfd.readouterr().err == "hasten: give another folder\n"

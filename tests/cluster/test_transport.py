@@ -1,0 +1,110 @@
+"""Transport variables: what a recipe may set, what is shown, and which hints are given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from hasten.cluster.transport import PREFIXES, checked, hints, shown
+from hasten.errors import InputError
+from hasten.recipe.schema import recipe_from
+
+LEAST = {"model": "deepseek-llm-tiny", "dataset": "stdlib", "max_steps": 1}
+
+
+def interfaces(folder: Path, **speeds: int) -> Path:
+    for name, speed in {"lo": 0, **speeds}.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "operstate").write_text("up\n")
+        (folder / name / "speed").write_text(f"{speed}\n")
+    return folder
+
+
+def card(folder: Path, name: str, layer: str) -> Path:
+    port = folder / name / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "link_layer").write_text(f"{layer}\n")
+    return folder
+
+
+def found(wanted: dict[str, str], on_gpu: bool, net: Path, cards: Path) -> str:
+    return " | ".join(hints(wanted, on_gpu, net, cards, lambda name: None))
+
+
+def test_values_become_text() -> None:
+    given_values = {"NCCL_DEBUG": "INFO", "NCCL_IB_DISABLE": 1, "UCX_TLS": "rc", "NCCL_X": True}
+    assert checked(given_values) == {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_IB_DISABLE": "1",
+        "UCX_TLS": "rc",
+        "NCCL_X": "1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"LD_PRELOAD": "x.so"}, "must begin with GLOO_"),
+        ({"PATH": "/tmp"}, "must begin with GLOO_"),
+        ({"nccl_debug": "INFO"}, "is no variable's name"),
+        ({"NCCL_NET_PLUGIN": "x"}, "set it in the shell"),
+        ({"UCX_MODULE_DIR": "/x"}, "set it in the shell"),
+        ({"NCCL_DEBUG": ["a"]}, "a text or a number"),
+        ({"NCCL_DEBUG": "a\nb"}, "on one line"),
+        ({3: "a"}, "is no variable's name"),
+    ],
+    ids=str,
+)
+def test_what_belongs_to_no_transport_is_refused(values: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        checked(values)
+    if all(isinstance(name, str) for name in values):
+        with pytest.raises(InputError, match=words):
+            recipe_from({**LEAST, "transport": values}, "a recipe")
+
+
+@given(some.dictionaries(some.text(max_size=20), some.text(max_size=20), max_size=3))
+def test_nothing_but_names_with_the_prefixes_gets_through(values: dict[str, str]) -> None:
+    try:
+        through = checked(values)
+    except ValueError:
+        return
+    assert all(name.startswith(PREFIXES) for name in through)
+    assert all("\n" not in value and "\0" not in value for value in through.values())
+
+
+def test_a_recipe_keeps_its_variables() -> None:
+    recipe = recipe_from({**LEAST, "transport": {"NCCL_IB_DISABLE": 1}}, "a recipe")
+    assert recipe.transport == {"NCCL_IB_DISABLE": "1"}
+    assert "NCCL_IB_DISABLE=1 (recipe)" in shown(recipe.transport)
+
+
+def test_an_interface_that_is_not_there_is_named(tmp_path: Path) -> None:
+    net, cards = interfaces(tmp_path / "net", eth0=1000), tmp_path / "none"
+    assert "no such interface; there are eth0, lo" in found(
+        {"GLOO_SOCKET_IFNAME": "eth9"}, False, net, cards
+    )
+    assert found({"GLOO_SOCKET_IFNAME": "eth0"}, False, net, cards) == ""
+    assert found({}, False, net, cards) == ""
+
+
+def test_several_interfaces_are_listed_with_their_speed(tmp_path: Path) -> None:
+    net = interfaces(tmp_path / "net", eth0=1000, ib0=-1)
+    text = found({}, False, net, tmp_path / "none")
+    assert "eth0 1 Gbit/s, ib0" in text
+    assert "GLOO_SOCKET_IFNAME should name one" in text
+
+
+def test_cards_that_are_switched_off_or_need_an_address_are_hinted_at(tmp_path: Path) -> None:
+    net = interfaces(tmp_path / "net", eth0=1000)
+    cards = card(tmp_path / "cards", "mlx5_0", "Ethernet")
+    text = found({"NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1"}, True, net, cards)
+    assert "while mlx5_0 is there" in text
+    assert "mlx5_0 is RoCE" in text
+    assert "through host memory" in text
+    assert "NCCL_DEBUG=INFO would show" in text
+    assert found({"NCCL_IB_DISABLE": "1"}, False, net, cards) == ""  # gloo doesn't care

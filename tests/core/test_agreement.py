@@ -1,0 +1,60 @@
+"""What ranks tell each other in a step: sums over all, unless the wire has its own way."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import torch
+from torch import Tensor
+
+from hasten.core.agreement import Agreement, EachStep
+from hasten.core.batch import Counts
+from hasten.core.setup import Dense
+from hasten.parts import stream as parts
+from hasten.parts.codecs import codec
+from hasten.techniques.wire_local import Apart, Stream
+from tiny import language_job, run, session_of
+
+
+class ThreeAlike:
+    """A layout of three ranks that all have the same."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        return 3 * values
+
+
+def test_by_default_counts_and_the_wish_to_stop_are_summed_in_one_go() -> None:
+    agreement = EachStep(ThreeAlike())
+    mine = Counts(records=1, tokens=5, slots=8, trained_tokens=4, pairs=25)
+    assert agreement.counts(mine, stop=False) == (Counts(3, 15, 24, 12, 75), False)
+    assert agreement.counts(mine, stop=True)[1]
+    assert agreement.sum(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert agreement.others({"moment": torch.ones(1)}) == []
+
+
+def test_a_wire_that_is_an_agreement_takes_the_place_of_the_default() -> None:
+    session = session_of(language_job())
+    assert not session.setup.agreement.apart
+    session.setup.wire = Apart(session.setup, "stream", lambda parameters: None)  # type: ignore[arg-type,return-value]
+    assert isinstance(session.setup.wire, Agreement)
+    assert session.setup.agreement is session.setup.wire
+    assert not isinstance(Dense(), Agreement)
+
+
+def test_ranks_that_train_apart_take_the_others_to_have_what_they_have() -> None:
+    setup = session_of(language_job()).setup
+    setup.layout.size = 3  # type: ignore[misc]
+    wire = Apart(setup, "stream", lambda weights: parts.Stream(weights, codec("int4"), 2))
+    counts, stop = wire.counts(Counts(1, 5, 8, 4, 25), stop=True)
+    assert astuple(counts) == (3, 15, 24, 12, 75)
+    assert not stop  # until an exchange has told the others
+    assert wire.sum(torch.ones(2)).tolist() == [3.0, 3.0]
+
+
+def test_on_one_rank_nothing_is_settled_and_counts_stay() -> None:
+    session = session_of(language_job(), Stream())
+    run(session)
+    before = session.progress.tokens
+    session.settle()
+    assert session.progress.tokens == before
+    assert isinstance(session.setup.wire, Dense)

@@ -1,0 +1,113 @@
+"""Leaving: signals and notices stop between two steps, are repeated without harm, and end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.core.leaving import HASTE, Notice, ask_to_leave, patient
+from hasten.core.session import Session
+from hasten.core.trainer import Watch, fit
+from tiny import language_job, session_of
+
+
+@pytest.fixture
+def session() -> Session:
+    return session_of(language_job(steps=50))
+
+
+@pytest.mark.parametrize("number", HASTE)
+def test_a_scheduler_s_signal_stops_without_evaluating_however_often_it_comes(
+    session: Session, number: signal.Signals
+) -> None:
+    def ask(metrics: Any) -> None:
+        if metrics.step == 3:
+            for _ in range(5):
+                os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    outcome = fit(session, Watch(on_step=ask))
+    assert (outcome.stopped, session.progress.step, outcome.evaluations) == ("left", 3, [])
+    assert signal.getsignal(number) is before
+    assert outcome.summary(session)["held_out_loss"] is None
+
+
+def test_a_second_interrupt_ends_at_once(session: Session) -> None:
+    def twice(metrics: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(session, Watch(on_step=twice))
+
+
+def test_a_run_that_leaves_is_not_disturbed_and_one_that_does_not_is_as_before(
+    session: Session,
+) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        with patient(lambda: session):
+            session.leaving = True
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert heard == []
+            session.leaving = False
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_thread_can_train_too_without_signals(session: Session) -> None:
+    found: list[str] = []
+
+    def work() -> None:
+        with patient(lambda: session):
+            found.append(fit(session).stopped)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == ["done"]
+
+
+def test_a_file_that_appears_is_a_notice(session: Session, tmp_path: Path) -> None:
+    def write(metrics: Any) -> None:
+        if metrics.step == 2:
+            (tmp_path / "notice").touch()
+            told.wait(10)
+
+    told = threading.Event()
+
+    def leave() -> None:
+        ask_to_leave(session, haste=True)
+        told.set()
+
+    with Notice(leave, tmp_path / "notice", every=0.01):
+        outcome = fit(session, Watch(on_step=write))
+    assert (outcome.stopped, session.progress.step) == ("left", 2)
+
+
+@pytest.mark.parametrize(
+    ("command", "there"),
+    [
+        ([sys.executable, "-c", "pass"], True),
+        ([sys.executable, "-c", "raise SystemExit(1)"], False),
+        (["no such program"], False),
+        ([], False),
+    ],
+)
+def test_a_command_gives_notice_by_its_exit_code(command: list[str], there: bool) -> None:
+    assert Notice(lambda: None, command=command).there() is there
+
+
+def test_a_command_runs_without_a_shell(tmp_path: Path) -> None:
+    marker = tmp_path / "written"
+    assert not Notice(lambda: None, command=[f"touch {marker}; true"]).there()
+    assert not marker.exists()

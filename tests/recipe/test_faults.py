@@ -1,0 +1,111 @@
+"""A recipe's keys for what can go wrong: read, refused with advice, and put where they act."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.core.spikes import SpikePolicy, SpikeWatch
+from hasten.errors import InputError
+from hasten.recipe.faults import set_guards, supervision_of, watch_notices
+from hasten.recipe.schema import recipe_from
+from hasten.run_folder import Lines, clear_the_way, keep_lines_until
+from hasten.techniques.checkpoint import Checkpoints
+from tiny import language_job, session_of
+
+GOOD = {"model": "deepseek-llm-tiny", "dataset": "stdlib", "max_steps": 3}
+
+
+def recipe(**changes: Any) -> Any:
+    return recipe_from({**GOOD, **changes}, "recipe.yaml")
+
+
+def test_the_keys_reach_the_supervisor() -> None:
+    keys = {"max_restarts": 4, "hang_seconds": 9, "start_seconds": 8, "nproc": 3, "min_nproc": 2}
+    found = supervision_of(recipe(**keys))
+    assert (found.max_restarts, found.fewest, found.spares) == (4, 2, None)
+    assert (found.limits.hang, found.limits.start) == (9, 8)
+    assert supervision_of(recipe(warm_restarts=True)).spares == "hasten.cli.spare"
+
+
+def test_loss_spike_takes_its_settings_and_goes_through_yaml() -> None:
+    assert recipe().loss_spike is None
+    assert recipe(loss_spike={}).loss_spike == SpikePolicy()
+    found = recipe(loss_spike={"sigmas": 3, "skip_data": False})
+    assert found.loss_spike == SpikePolicy(sigmas=3, skip_data=False)
+    import yaml
+
+    assert recipe_from(yaml.safe_load(found.to_yaml()), "again") == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_restarts": -1}, "max_restarts"),
+        ({"hang_seconds": 0}, "hang_seconds"),
+        ({"nproc": 2, "min_nproc": 3}, "min_nproc is 3, above nproc, which is 2"),
+        ({"loss_spike": {"sigmaz": 3}}, "loss_spike"),
+        ({"loss_spike": {"lower": 7}}, "lower is 7"),
+        ({"loss_spike": True}, "loss_spike"),
+        ({"leave_command": "rm x"}, "leave_command"),
+        ({"check_replicas": -1}, "check_replicas"),
+        ({"max_skipped": 0}, "max_skipped"),
+        ({"max_restart": 1}, "did you mean 'max_restarts'"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_key(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        recipe(**changes)
+
+
+def test_guards_are_set_and_a_policy_without_checkpoints_is_refused(tmp_path: Path) -> None:
+    bare = session_of(language_job(steps=2))
+    set_guards(bare, recipe(max_skipped=4, check_replicas=6), tmp_path)
+    guards = bare.setup.guards
+    assert (guards.max_skipped, guards.replicas_every) == (4, 6)
+    assert guards.quarantine == tmp_path / "quarantined.jsonl"
+    with pytest.raises(InputError, match="loss_spike goes back to a checkpoint"):
+        set_guards(bare, recipe(loss_spike={}), tmp_path)
+    saving = session_of(language_job(steps=2), Checkpoints(), folder=tmp_path / "checkpoints")
+    set_guards(saving, recipe(loss_spike={"at_most": 9}), tmp_path)
+    assert isinstance(saving.setup.spikes, SpikeWatch)
+    assert saving.setup.spikes.policy.at_most == 9
+
+
+def test_a_file_to_leave_by_that_is_there_already_ends_the_run_before_its_first_step(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "leave").touch()
+    session = session_of(language_job(steps=50))
+    with watch_notices(session, recipe(leave_file=str(tmp_path / "leave"))) as notice:
+        notice._thread.join(10)
+    assert session.leaving
+    assert session.stop_requested
+
+
+def test_lines_of_steps_that_are_done_again_are_taken_out_and_half_a_line_too(
+    tmp_path: Path,
+) -> None:
+    lines = Lines(tmp_path)
+    for step in range(1, 8):
+        lines.step({"step": step, "loss": 1.0})
+    lines.evaluation({"step": 5})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3')
+    keep_lines_until(tmp_path, 4)
+    kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in kept] == [1, 2, 3, 4]
+    assert (tmp_path / "evaluations.jsonl").read_text() == ""
+    keep_lines_until(tmp_path / "empty", 4)  # nothing there, nothing to do
+
+
+def test_what_went_wrong_moves_aside_with_the_run_it_is_of(tmp_path: Path) -> None:
+    for name in ("quarantined.jsonl", "spikes.jsonl", "restarts.jsonl", "metrics.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    (tmp_path / "mine.txt").write_text("not of hasten")
+    clear_the_way(tmp_path, keep_checkpoints=False)
+    assert len(list((tmp_path / "previous" / "1").iterdir())) == 4
+    assert (tmp_path / "mine.txt").exists()
