@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from hasten.parts import fused_experts
 from hasten.parts.kernels import experts, rows
-from tiny import tiny_model
+from hasten.techniques.experts import ExpertsImplementation
+from hasten.techniques.recompute import Recompute
+from tiny import language_job, run, session_of, tiny_model
 
 pytestmark = pytest.mark.skipif(rows.library().library is None, reason=rows.library().reason)
 BOUNDS = {
@@ -156,3 +158,12 @@ def test_registered_operators_pass_torch_s_own_checks(name: str) -> None:
     }
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(getattr(experts, name), given[name], test_utils=checks)
+
+
+@pytest.mark.parametrize("technique", [Recompute(), Recompute(segments=2), Recompute(budget=0.5)])
+def test_experts_under_recompute_learn_the_same(technique: Recompute) -> None:
+    fused = ExpertsImplementation(kind="fused")
+    job = language_job(lambda: tiny_model("deepseek_v3"), steps=3)
+    plain = run(session_of(job, fused, architecture="deepseek_v3"))
+    found = run(session_of(job, fused, technique, architecture="deepseek_v3"))
+    assert [m.loss for m in found] == pytest.approx([m.loss for m in plain], rel=1e-5)

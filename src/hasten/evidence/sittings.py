@@ -267,5 +267,6 @@ class Experiment:
         design, events = self.design, self.record.events
         done = sum(len(e.get("steps", ())) for e in events)
         arms = len(self.plans) - len(self.time.dropped)
-        every = design.warmup * self.time.builds + self._in_all(self.result) * design.steps
+        rounds = max(map(self._in_all, self.plans), default=0)  # of those that haven't failed
+        every = design.warmup * self.time.builds + rounds * design.steps
         self._tell(text, min(1.0, done / max(arms * every, 1)))

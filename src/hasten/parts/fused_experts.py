@@ -92,15 +92,20 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _, weights, gate_up, down, order, places, gate, up, found = ctx.saved_tensors
+        # Once: what recompute kept back is computed again when it is asked for, and then gone.
+        x, weights, gate_up, down, order, places, gate, up, found = ctx.saved_tensors
         starts, inner = ctx.starts, down.shape[2]
         sources = order // places.shape[1]
         flat = weights.float().flatten()
         grad, dw = experts.combine_backward(grads[0], found, sources, flat.index_select(0, order))
         between = experts.products(grad, down, starts, False)
         dgate, dup = rows.swiglu_backward(between, gate, up)
-        dgate_up, ddown = _weight_gradients(ctx, grad, dgate, dup)
-        dx = None
+        dgate_up = ddown = dx = None
+        if ctx.needs_input_grad[4]:
+            ddown = torch.empty_like(down)
+            experts.gradients_(ddown, grad, rows.swiglu(gate, up), starts)
+        if ctx.needs_input_grad[3]:
+            dgate_up = _gate_up_gradient(gate_up, x.index_select(0, sources), dgate, dup, starts)
         if ctx.needs_input_grad[0]:
             given = experts.products(dgate, gate_up[:, :inner], starts, False)
             given += experts.products(dup, gate_up[:, inner:], starts, False)
@@ -109,19 +114,11 @@ class _Experts(torch.autograd.Function):
         return dx, None, dweights.to(weights.dtype), dgate_up, ddown
 
 
-def _weight_gradients(
-    ctx: Any, grad: Tensor, dgate: Tensor, dup: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """Of gate and up, and of down; None where the experts are frozen."""
-    x, _, gate_up, down, order, places, gate, up, _ = ctx.saved_tensors
-    starts, inner = ctx.starts, down.shape[2]
-    dgate_up = ddown = None
-    if ctx.needs_input_grad[4]:
-        ddown = torch.empty_like(down)
-        experts.gradients_(ddown, grad, rows.swiglu(gate, up), starts)
-    if ctx.needs_input_grad[3]:
-        given = x.index_select(0, order // places.shape[1])
-        dgate_up = torch.empty_like(gate_up)
-        experts.gradients_(dgate_up[:, :inner], dgate, given, starts)
-        experts.gradients_(dgate_up[:, inner:], dup, given, starts)
-    return dgate_up, ddown
+def _gate_up_gradient(
+    gate_up: Tensor, given: Tensor, dgate: Tensor, dup: Tensor, starts: tuple[int, ...]
+) -> Tensor:
+    """The gradient of the joined weight of gate and up."""
+    found, inner = torch.empty_like(gate_up), dgate.shape[1]
+    experts.gradients_(found[:, :inner], dgate, given, starts)
+    experts.gradients_(found[:, inner:], dup, given, starts)
+    return found
