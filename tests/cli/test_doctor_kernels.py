@@ -31,6 +31,7 @@ def test_kernels_have_a_line(recipe: Path, capsys: pytest.CaptureFixture[str]) -
     line = kernels_line(capsys)
     assert line.startswith("ok   kernels      rows: ")
     assert ", tiles: " in line
+    assert ", codec: " in line
 
 
 def test_without_a_compiler_the_line_says_why_and_a_plan_without_them_is_fine(

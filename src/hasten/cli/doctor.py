@@ -10,7 +10,7 @@ from hasten.cluster import transport
 from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.errors import InputError
-from hasten.parts.kernels import rows, tiles
+from hasten.parts.kernels import codec, rows, tiles
 from hasten.recipe.build import batch_of, facts_of, job_of, requested_plan
 from hasten.recipe.ceiling import ceiling_of
 from hasten.recipe.material import Material, gather
@@ -77,7 +77,7 @@ def _folder(output: Path) -> tuple[str, None]:
 
 def _kernels() -> str:
     """Which of the processor's kernels run here; without them the plain way does."""
-    libraries = {"rows": rows.library(), "tiles": tiles.library()}
+    libraries = {"rows": rows.library(), "tiles": tiles.library(), "codec": codec.library()}
     return ", ".join(f"{name}: {found.reason or 'compiled'}" for name, found in libraries.items())
 
 
