@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,24 +13,6 @@ import yaml
 from material import small
 
 Hasten = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def hasten(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Hasten:
-    """Run a command in this process; (exit code, standard output, standard error)."""
-    from hasten.cli.main import run
-
-    def command(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["hasten", *map(str, words)])
-        code = 0
-        try:
-            run()
-        except SystemExit as leaving:
-            code = leaving.code if isinstance(leaving.code, int) else 0
-        out, err = capfd.readouterr()
-        return code, out, err
-
-    return command
 
 
 def written(path: Path, **values: Any) -> Path:

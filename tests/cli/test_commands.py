@@ -21,24 +21,6 @@ from material import small
 Hasten = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def hasten(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Hasten:
-    """Run a command in this process; (exit code, standard output, standard error)."""
-    from hasten.cli.main import run
-
-    def command(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["hasten", *map(str, words)])
-        code = 0
-        try:
-            run()
-        except SystemExit as leaving:
-            code = leaving.code if isinstance(leaving.code, int) else 0
-        out, err = capfd.readouterr()
-        return code, out, err
-
-    return command
-
-
 def recipe(folder: Path, **changes: Any) -> Path:
     path = folder / "recipe.yaml"
     values = {k: v for k, v in small(folder, **changes).items() if v is not None}
