@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,14 @@ def pretend(
     kinds: Mapping[str, Kind] | None = None,
     memory: int = 10_000,
     record: Record | None = None,
+    joules: Callable[[], float | None] = lambda: None,
     **more: Any,
 ) -> Measured:
     """Measure; ``arms`` says by name of the arm how it behaves."""
     told = {_name(plans or PLANS, name): how for name, how in (arms or {}).items()}
     recipe = folder / "recipe.json"
     recipe.write_text(json.dumps({"arms": told, "log": str(folder / "log")}))
-    at = Table(recipe, lambda plan: {}, folder, memory, 2, ENTRY)
+    at = Table(recipe, lambda plan: {}, folder, memory, 2, ENTRY, joules)
     return measure_arms(at, plans or PLANS, design, kinds=kinds or KINDS, record=record, **more)
 
 

@@ -79,7 +79,7 @@ def recipe(sums: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rec
     path.write_text(json.dumps({"arms": told, "log": str(tmp_path / "log")}))
     (tmp_path / "log").write_text("")
 
-    def table(at: Path, environ: Any, folder: Path, device: str) -> Table:
+    def table(at: Path, environ: Any, folder: Path, device: str, meter: Any) -> Table:
         assert at.is_file()
         return Table(path, environ, folder, 10_000, 2, ENTRY)
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -27,6 +28,7 @@ from hasten.evidence.ablation import Design, Kind, Which, plans_of, with_second_
 from hasten.evidence.climb import Climb, by_gain, climb
 from hasten.evidence.completion import completed
 from hasten.evidence.controller import Measured, measure_arms, table
+from hasten.evidence.energy import Meter, meter_of_run
 from hasten.evidence.findings import report_of
 from hasten.evidence.record import Record, key_of, source_digest
 from hasten.recipe.ceiling import mfu_words
@@ -40,29 +42,30 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # decide the speed, and stand 
 
 
 class Audience(Protocol):
-    """Whoever is told how an experiment goes on; `hasten.cli.display.Display` is one."""
+    """Whoever is told how an experiment goes on; `hasten.cli.display.Display` is one.
 
-    def tell(self, text: str) -> None:
-        """One line that stays."""
+    ``tell``: a line that stays; ``begin``: a new piece of work; ``show``: its state, and which
+    share (0 to 1) of it is done.
+    """
 
-    def begin(self) -> None:
-        """A new piece of work."""
+    def tell(self, text: str) -> None: ...
 
-    def show(self, text: str, share: float) -> None:
-        """The state of a work of which ``share`` (0 to 1) is done."""
+    def begin(self) -> None: ...
+
+    def show(self, text: str, share: float) -> None: ...
 
 
 class Silence:
     """Nobody is told."""
 
     def tell(self, text: str) -> None:
-        pass
+        return None
 
     def begin(self) -> None:
-        pass
+        return None
 
     def show(self, text: str, share: float) -> None:
-        pass
+        return None
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class Subject:
     known: Facts
     plan: Plan
     data_key: str
+    meter: Meter = field(default_factory=lambda: Meter("not measured"))
 
 
 def ablate(
@@ -96,7 +100,7 @@ def ablate(
         design: how; eight rounds of four steps, and a second baseline, if left out.
         title: of the report.
         command: that repeats it.
-        fresh: measure anew, whatever an earlier start has left.
+        fresh: measure anew, whatever was measured before.
         audience: is told how it goes on.
         also: finds further arguments of `report_of` (guard, invariance, cost) beforehand.
 
@@ -127,17 +131,14 @@ def gradual_optimize(
 ) -> Climb:
     """Switch the recipe's techniques on one at a time, measure each, keep what pays.
 
-    Each decision is an experiment of its own with a record of its own, so that a climb that was
-    interrupted goes on. At the end the plan that is left is measured against the baseline.
+    Each decision is an experiment with a record of its own, so that a climb that was interrupted
+    goes on. At the end the plan that is left is measured against the baseline.
 
     Args:
         recipe: a recipe, or the path of one; its plan lists the techniques in question.
         order: in that of the slots, or by the gain each has alone, which is measured first.
         design: of every experiment; a budget holds for each.
-        title, command, fresh, audience, also: as for `ablate`.
-
-    Raises:
-        InputError: as for `ablate`.
+        title, command, fresh, audience, also, and what is raised: as for `ablate`.
     """
     audience = audience or Silence()
     subject = prepared(recipe, audience)
@@ -197,7 +198,7 @@ def prepared(recipe: Recipe | str | Path, audience: Audience) -> Subject:
         audience.show(f"tokenising {done:,}/{total:,} records", done / max(total, 1))
 
     known, plan, material = ready(recipe, audience.tell, tokenising)
-    return Subject(recipe, known, plan, material.note.key)
+    return Subject(recipe, known, plan, material.note.key, meter_of_run(known))
 
 
 def measured(
@@ -224,10 +225,9 @@ def measured(
             elif record.events:
                 audience.tell(f"going on with {folder}; arms train again from their seed")
             audience.begin()
+            own, path = partial(environment, known=known), folder / "recipe.yaml"
             return measure_arms(
-                table(
-                    folder / "recipe.yaml", lambda p: environment(p, known), folder, known.device
-                ),
+                table(path, own, folder, known.device, meter=subject.meter),
                 plans,
                 design,
                 audience.show,
@@ -294,4 +294,5 @@ def _report(
         price=recipe.price.to_cost(known.world.size) if recipe.price else None,
         preset=preset_of(recipe.plan),
         data=data_files(recipe),
+        energy=subject.meter.source,
     )

@@ -150,7 +150,7 @@ def test_arms_that_do_not_fit_sit_in_groups_that_share_the_baseline(tmp_path: Pa
     assert log(tmp_path).count("start baseline") == 2
     assert [len(arm.rounds) for arm in found.arms] == [3, 3, 3, 3]
     assert all(len(arm.beside) == 3 for arm in found.arms)
-    assert found.arms[2].rounds == [75.0] * 3
+    assert found.arms[2].rounds == pytest.approx([75.0] * 3)
     assert found.arms[2].held_out[-1][0] == found.arms[0].held_out[-1][0]
 
 
@@ -211,3 +211,19 @@ def test_a_budget_decides_over_rounds_and_arms_and_says_what_it_dropped(tmp_path
     assert 5 <= found.design["rounds"] < 30
     assert all(len(arm.rounds) == found.design["rounds"] for arm in found.arms)
     assert all(arm.held_out[-1][0] == arm.losses[-1][0] for arm in found.arms)
+
+
+def test_the_energy_of_an_arm_is_what_the_counter_showed_during_its_own_turns(
+    tmp_path: Path,
+) -> None:
+    readings = iter(range(0, 10_000, 5))  # joules go on between turns too
+    found = pretend(tmp_path, Design(rounds=2, steps=3), joules=lambda: float(next(readings)))
+    for arm in found.arms:
+        tokens = sum(step["tokens"] for step in arm.steps)
+        assert arm.joules_per_token == pytest.approx(2 * 5.0 / tokens)
+
+
+def test_a_counter_that_fails_once_leaves_the_energy_unknown(tmp_path: Path) -> None:
+    readings = iter([0.0, 5.0, 10.0, None])
+    found = pretend(tmp_path, Design(rounds=2, steps=3), joules=lambda: next(readings, None))
+    assert {arm.joules_per_token for arm in found.arms} == {None}

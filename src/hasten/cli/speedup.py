@@ -19,12 +19,14 @@ from hasten.errors import InputError
 from hasten.evidence.ablation import Design, Grouping
 from hasten.evidence.budget import seconds_of
 from hasten.evidence.bundle import pack
+from hasten.evidence.judgement import GUILTY
 from hasten.evidence.report import render_markdown, write_report
 from hasten.experiment import Order, ablate, gradual_optimize
 from hasten.recipe.schema import Recipe, load_recipe
 
 Arms = Literal["plan", "ladder", "alone", "left-out", "all", "climb"]
 NOISE_FROM = 4  # rounds from which a second baseline tells something of the noise
+TWO_BUILDS_FROM = 8  # rounds: then each build of an arm has four, and they can be compared
 MORE_WARMUP = 8  # steps by which a warm-up may grow
 MOST_ROUNDS = 30  # with a budget alone: more change an interval little
 
@@ -40,7 +42,7 @@ class Wishes:
     steps: int
     warmup: int
     budget: str | None
-    builds: int
+    builds: int | None
     noise: bool | None
     max_load: float
     grouping: Grouping
@@ -57,7 +59,7 @@ class Wishes:
             warmup=self.warmup,
             longest_warmup=self.warmup + MORE_WARMUP,
             seed=seed,
-            builds=self.builds,
+            builds=self.builds or (2 if rounds >= TWO_BUILDS_FROM else 1),
             noise=rounds >= NOISE_FROM if self.noise is None else self.noise,
             foreign_load=self.max_load if self.max_load < 1 else None,
             budget_seconds=budget,
@@ -97,7 +99,10 @@ def speedup(
     print(design_line(report["design"]))
     print(f"report: {page}")
     idle = warn_of_idle({a["technique"]: a for a in report["arms"][-1]["acted"]})
-    return FAILED if idle and recipe.require_effect else 0
+    unproven = any(row["verdict"] in GUILTY for row in report["guard"] or ())
+    if unproven:
+        print("a proof of equal quality failed: see the guard's table in the report")
+    return FAILED if unproven or (idle and recipe.require_effect) else 0
 
 
 def _measure(

@@ -41,8 +41,11 @@ def speedup(
         typer.Option(help="what it may take: 90s, 20m, 2h; arms are left out to keep it"),
     ] = None,
     builds: Annotated[
-        int, typer.Option(min=1, max=8, help="fresh builds of each arm, a share of rounds on each")
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=1, max=8, help="fresh builds of each arm, a share of rounds on each; 2 from 8 on"
+        ),
+    ] = None,
     noise: Annotated[
         bool | None,
         typer.Option(

@@ -99,7 +99,7 @@ class Arm:
 
     name: str
     plan: Plan
-    rounds: list[float] = field(default_factory=list)  # tokens per second, median of the turn
+    rounds: list[float] = field(default_factory=list)  # tokens per second of a middling step
     steps: list[dict[str, Any]] = field(default_factory=list)  # measured steps, warm-up left out
     losses: list[tuple[int, float]] = field(default_factory=list)  # (tokens, loss), all steps
     held_out: list[tuple[int, float]] = field(default_factory=list)
@@ -112,6 +112,7 @@ class Arm:
     kind: Kind = "other"
     beside: list[float] = field(default_factory=list)
     foreign_load: list[float] = field(default_factory=list)
+    joules_per_token: float | None = None  # of the rounds that count, where energy was counted
     builds: list[int] = field(default_factory=list)  # which fresh build had the round, from 0
     warmup: dict[str, float | None] = field(default_factory=dict)
     ledger: dict[str, Any] | None = None

@@ -21,6 +21,7 @@ def completed(
     price: Mapping[str, Any] | None = None,
     preset: Mapping[str, Any] | None = None,
     data: Sequence[Path] = (),
+    energy: str = "not measured",
 ) -> dict[str, Any]:
     """The report with all that follows from it; ``bundle.json`` is written into the folder.
 
@@ -32,8 +33,10 @@ def completed(
         price: as `hasten.evidence.cost.cost_of_experiment` takes it.
         preset: the published plan that was measured, if it was one.
         data: the files of the records.
+        energy: which counter the arms' joules are of, or why there is none.
     """
-    cost = cost_of_experiment(report, price)
+    joules = {arm.name: arm.joules_per_token for arm in arms if arm.failed is None}
+    cost = cost_of_experiment(report, price, joules, source=energy)
     if cost is not None:
         report["cost"] = {**cost, **(report["cost"] or {})}
     if preset is not None:

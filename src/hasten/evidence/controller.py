@@ -25,6 +25,7 @@ from hasten.core import facts, processes
 from hasten.core.plan import Plan
 from hasten.evidence import grouping
 from hasten.evidence.ablation import Arm, Design, Kind
+from hasten.evidence.energy import Meter
 from hasten.evidence.record import Event, Record
 from hasten.evidence.rounds import Rounds, arms_of
 from hasten.evidence.sittings import Experiment, Table, Tell
@@ -45,13 +46,15 @@ def table(
     folder: Path,
     device: str = "cpu",
     entry: Sequence[str] = ENTRY,
+    meter: Meter | None = None,
 ) -> Table:
     """The table on this machine: its cores, and the memory of the device as far as it is free."""
     here = facts.hardware()
     memory = processes.available_bytes(here.memory_limit_bytes)
     if not device.startswith("cpu"):
         memory = min((gpu.memory_bytes for gpu in here.accelerators), default=memory)
-    return Table(recipe, environ, folder, memory, here.usable_cores, entry)
+    joules = Meter("none").read if meter is None else meter.read
+    return Table(recipe, environ, folder, memory, here.usable_cores, entry, joules)
 
 
 def measure_arms(

@@ -4,6 +4,10 @@ A **sitting** is a set of arms in fresh processes that take turns. A round is kn
 and its number, and is complete when every arm of the sitting that hadn't failed has had its turn.
 It counts unless others took more of the machine than the design allows. Where too few were calm,
 those with the least foreign load make up the number: chosen by the load, never by the speed.
+
+The steps of a round are unlike each other: one has long records, the next has short ones. All arms
+take the same ones, so what an arm's turn is worth is found step by step beside the others, see
+``rates``.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ class Rounds:
         for e in events:
             if e["event"] == "turn":
                 self.turns.setdefault((e["sitting"], e["round"]), {})[e["arm"]] = e
+        self._rates: dict[Key, dict[str, float]] = {}
         warm: dict[tuple[int, str], int] = {}
         for e in events:
             if e["event"] == "warmup":
@@ -54,6 +59,12 @@ class Rounds:
     def load(self, key: Key) -> float:
         """The heaviest foreign load of a round's turns."""
         return max(float(turn["load"]) for turn in self.turns[key].values())
+
+    def rate(self, key: Key, arm: str) -> float:
+        """What an arm's turn in a round is worth, in tokens per second."""
+        if key not in self._rates:
+            self._rates[key] = rates(self.turns[key])
+        return self._rates[key][arm]
 
     def complete(self, arm: str) -> list[Key]:
         """An arm's rounds in which nobody's turn is missing, in their order."""
@@ -114,12 +125,12 @@ def _arm(arm: Arm, found: Rounds) -> Arm:
     mine = [e for e in found.events if e.get("arm") == arm.name]
     keys = found.counting(arm.name)
     turns = [found.turns[key][arm.name] for key in keys]
-    arm.rounds = [rate(turn) for turn in turns]
-    others = [found.turns[key].get(found.base) for key in keys]
-    known = [rate(turn) for turn in others if turn is not None]
+    arm.rounds = [found.rate(key, arm.name) for key in keys]
+    known = [found.rate(key, found.base) for key in keys if found.base in found.turns[key]]
     arm.beside = known if len(known) == len(keys) else []
     arm.steps = [step for turn in turns for step in turn["steps"]]
     arm.foreign_load = [turn["load"] for turn in turns]
+    arm.joules_per_token = _joules(turns)
     order = sorted({key[0] for key in keys})  # a sitting is a fresh build
     arm.builds = [order.index(key[0]) for key in keys]
     arm.failed = found.failed.get(arm.name)
@@ -133,6 +144,14 @@ def _arm(arm: Arm, found: Rounds) -> Arm:
         elif e["event"] == "unfinished":
             arm.unfinished = e["why"]
     return arm
+
+
+def _joules(turns: Sequence[Event]) -> float | None:
+    """Energy for each token, where every turn's was counted; the others sleep meanwhile."""
+    used = [turn.get("joules") for turn in turns]
+    tokens = sum(step["tokens"] for turn in turns for step in turn["steps"])
+    known = [joules for joules in used if joules is not None]
+    return sum(known) / tokens if tokens and len(known) == len(used) else None
 
 
 def _warmup(pieces: Sequence[Event]) -> dict[str, float | None]:
@@ -176,6 +195,34 @@ def _tokens(events: Sequence[Event]) -> int:
     return sum(step["tokens"] for e in events for step in e.get("steps", ()))
 
 
-def rate(turn: Mapping[str, Any]) -> float:
-    """A turn's value: the median of its steps' tokens per second."""
-    return float(statistics.median(step["tokens_per_second"] for step in turn["steps"]))
+def rates(turns: Mapping[str, Event]) -> dict[str, float]:
+    """What the turns of one round are worth, by arm, in tokens per second of a middling step.
+
+    One pass of median polish (Tukey, Exploratory Data Analysis, 1977, chapter 11) over the
+    logarithms of the steps' rates: each step's own level is the median over the arms, an arm's
+    distance from it the median over the steps. Between two arms this is the median of the ratios
+    of like steps, so one step that was disturbed does not count, and how unlike the steps are does
+    not either. An arm that took other tokens in some step has the median of its own steps.
+    """
+    found = {name: [_step_rate(step) for step in turn["steps"]] for name, turn in turns.items()}
+    work = {name: tuple(step["tokens"] for step in turn["steps"]) for name, turn in turns.items()}
+    commonest = statistics.mode(work.values())
+    alike = [n for n, tokens in work.items() if tokens == commonest and min(found[n]) > 0]
+    levels = [statistics.median(column) for column in _columns(found, alike)]
+    middle = statistics.median(levels) if levels else 0.0
+    worth = {name: float(statistics.median(steps)) for name, steps in found.items()}
+    for name in alike:
+        steps = zip(found[name], levels, strict=True)
+        above = statistics.median(math.log(rate) - level for rate, level in steps)
+        worth[name] = math.exp(middle + above)
+    return worth
+
+
+def _columns(found: Mapping[str, Sequence[float]], names: Sequence[str]) -> list[list[float]]:
+    """For each step the logarithms of the rates of these arms."""
+    rows = [[math.log(rate) for rate in found[name]] for name in names]
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def _step_rate(step: Mapping[str, Any]) -> float:
+    return float(step["tokens_per_second"])

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from hasten.evidence.ablation import Design
 from hasten.evidence.load import foreign_share, look
@@ -22,6 +22,16 @@ PATIENCE_AT_LEAST = 60.0  # seconds
 STATIONARY = 1.25  # of the last two steps the slower takes at most so much longer
 
 
+class Shared(Protocol):
+    """What the arms of a table share."""
+
+    @property
+    def cores(self) -> int: ...
+
+    @property
+    def joules(self) -> Callable[[], float | None]: ...
+
+
 class Seat:
     """An arm at the table.
 
@@ -31,14 +41,14 @@ class Seat:
         sitting: number of the sitting.
         record: where everything goes.
         design: of the experiment.
-        cores: that the arms share.
+        at: the table: the cores that arms share, the counter of their energy.
     """
 
     def __init__(
-        self, name: str, trial: Trial, sitting: int, record: Record, design: Design, cores: int
+        self, name: str, trial: Trial, sitting: int, record: Record, design: Design, at: Shared
     ) -> None:
         self.name, self.trial, self.sitting = name, trial, sitting
-        self._record, self._design, self._cores = record, design, cores
+        self._record, self._design, self._at = record, design, at
         self._began = time.monotonic()
         self.warm: list[dict[str, Any]] = []  # steps so far, before the first round
         self._graphs: list[int] = []  # compiled, after each of the last orders
@@ -91,10 +101,11 @@ class Seat:
         """Its steps of a round, and what others took of the machine meanwhile."""
         slowest = max((step["step_seconds"] for step in self.warm), default=0.0)
         patience = PATIENCE_FACTOR * (count * self.step_seconds + slowest)
-        before = look()
+        before, joules = look(), self._at.joules()
         answer = self.trial.ask("steps", patience=max(patience, PATIENCE_AT_LEAST), count=count)
-        share = foreign_share(before, look(), self._cores)
-        self._note("turn", round=number, steps=answer["steps"], load=round(share, 4))
+        after, share = self._at.joules(), foreign_share(before, look(), self._at.cores)
+        used = None if joules is None or after is None else after - joules
+        self._note("turn", round=number, steps=answer["steps"], load=round(share, 4), joules=used)
 
     def evaluate(self) -> None:
         """Its held-out loss as it is now."""

@@ -36,6 +36,7 @@ class Table:
         memory: bytes the arms may use together.
         cores: that they share.
         entry: the program of an arm's process.
+        joules: a counter of the training device's energy; None where none can be read.
     """
 
     recipe: Path
@@ -44,6 +45,7 @@ class Table:
     memory: int
     cores: int
     entry: Sequence[str] = ENTRY
+    joules: Callable[[], float | None] = lambda: None
 
 
 class Experiment:
@@ -157,7 +159,7 @@ class Experiment:
         trial = stack.enter_context(
             Trial(self.at.recipe, plan, self.at.environ(plan), log, entry=self.at.entry)
         )
-        self.seats[name] = Seat(name, trial, number, self.record, self.design, self.at.cores)
+        self.seats[name] = Seat(name, trial, number, self.record, self.design, self.at)
         self._attempt(name, lambda seat: seat.begin(look_first))
         if name in self.seats and (peak := self.seats[name].peak):
             self.peaks[name] = peak
