@@ -11,6 +11,7 @@ from guard_plants import HalfRate, Here, Leaky, MeanOfMeans, NotExact, Ruinous, 
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.evidence.guard import GuardDesign, guard_report
+from hasten.evidence.guard_lossy import lossy_rows
 from hasten.evidence.guard_rows import FLOAT32, bound_of, failures
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import Accumulate
@@ -131,3 +132,29 @@ def test_a_bound_is_widened_by_the_bare_jobs_own_error_and_not_for_ever() -> Non
 def test_a_number_that_is_not_finite_passes_no_bound() -> None:
     answer = {"error": float("nan"), "worst": 0.0, "loss_error": 0.0, "name": "w"}
     assert bound_of(False, None).excess(answer) > 1
+
+
+def trained(loss: float, accuracy: float) -> dict[str, Any]:
+    return {"held_out_loss": loss, "metrics": {"token_accuracy": accuracy}, "tokens": 100}
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "verdict"), [(0.70, "worse"), (0.80, "not worse"), (0.90, "not worse")]
+)
+def test_a_measure_of_the_jobs_own_counts_beside_the_held_out_loss(
+    accuracy: float, verdict: str
+) -> None:
+    """Without it 0.80 of the tokens are right; the loss is the same in all."""
+
+    def perform(orders: Any) -> list[dict[str, Any]]:
+        jitter = [1 + 0.001 * (order.details["seed"] % 3) for order in orders]
+        with_it = ["compact_adamw" in str(order.plan) for order in orders]
+        return [
+            trained(2.0 * j, j * (accuracy if with_ else 0.80))
+            for j, with_ in zip(jitter, with_it, strict=True)
+        ]
+
+    (row,) = lossy_rows(Plan([CompactAdamW()]), perform, seeds=4, tokens=100, margin=0.01)
+    assert row.verdict == verdict
+    assert "token_accuracy" in row.test
+    assert f"{accuracy:.2f}" in row.text

@@ -1,6 +1,6 @@
 """``hasten checkpoint``: what a folder of checkpoints holds, and whether it is whole.
 
-Nothing here writes into such a folder. The commands import torch only when they run.
+Nothing here writes into such a folder; ``convert`` is for weights of elsewhere. The commands import torch only when they run.
 """
 
 from __future__ import annotations
@@ -107,6 +107,18 @@ def diff(one: One, other: One) -> None:
         if words:
             typer.echo(f"{name}  {words}")
     typer.echo(f"{equal} tensors are equal bit for bit")
+
+
+@app.command("convert")
+def convert(
+    source: Annotated[Path, typer.Argument(help="a model's folder, or a .bin, .pt or .pth file")],
+    to: Annotated[Path, typer.Option("--to", help="the folder to write")],
+) -> None:
+    """Write pickled weights as safetensors; a pickle is read in a process with narrow limits."""
+    from hasten.models.convert import convert as write
+
+    count = write(source, to, typer.echo)
+    typer.echo(f"{count} tensors: {to}")
 
 
 def _difference(one: Tensor | None, other: Tensor | None, left: str, right: str) -> str:

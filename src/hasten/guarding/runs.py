@@ -26,7 +26,7 @@ def losses(bench: Bench, plan: Plan, steps: int) -> dict[str, Any]:
 
 
 def train(bench: Bench, plan: Plan, seed: int, tokens: int) -> dict[str, Any]:
-    """Train until so many tokens; the held-out loss then."""
+    """Train until so many tokens; the held-out loss and the job's own measures then."""
     job = bench.job_of(plan, seed, tokens)
     session = assemble(prepare(job, plan, bench.known, bench.folder / f"arm-{plan.key}-{seed}"))
     before, largest = None, 0
@@ -35,21 +35,25 @@ def train(bench: Bench, plan: Plan, seed: int, tokens: int) -> dict[str, Any]:
         if done < tokens <= done + 1.5 * largest:  # perhaps the last step that ends before
             before = evaluate(session)
     last = evaluate(session)
-    loss, ends = _at(tokens, before, last), min(tokens, last.tokens)
-    return {"held_out_loss": loss, "tokens": ends, "steps": last.step}
+    share, ends = _share(tokens, before, last), min(tokens, last.tokens)
+    first = before or last
+    own = {name: _between(first.metrics[name], last.metrics[name], share) for name in last.metrics}
+    loss = _between(first.held_out_loss, last.held_out_loss, share)
+    return {"held_out_loss": loss, "metrics": own, "tokens": ends, "steps": last.step}
 
 
-def _at(tokens: int, before: Evaluation | None, last: Evaluation) -> float | None:
-    """The held-out loss after exactly so many tokens, on the line between two evaluations.
+def _share(tokens: int, before: Evaluation | None, last: Evaluation) -> float:
+    """Where on the line between two evaluations so many tokens lie; 1: at the last.
 
     Plans have steps of different sizes; a step more or less would be taken for better or worse.
     """
-    if before is None or before.held_out_loss is None or last.held_out_loss is None:
-        return last.held_out_loss
-    if not before.tokens < tokens <= last.tokens:
-        return last.held_out_loss
-    share = (tokens - before.tokens) / (last.tokens - before.tokens)
-    return before.held_out_loss + share * (last.held_out_loss - before.held_out_loss)
+    if before is None or not before.tokens < tokens <= last.tokens:
+        return 1.0
+    return (tokens - before.tokens) / (last.tokens - before.tokens)
+
+
+def _between(before: float | None, last: float | None, share: float) -> float | None:
+    return last if before is None or last is None else before + share * (last - before)
 
 
 def _digest(session: Session) -> str:

@@ -44,7 +44,7 @@ def save_model(
             "this model carries an adapter: save the adapter alone with save_adapter, or merge it "
             "into the weights first"
         )
-    with quiet(), _appearing_at_once(folder) as partial:
+    with quiet(), appearing_at_once(folder) as partial:
         model.save_pretrained(partial)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
@@ -60,7 +60,7 @@ def save_adapter(model: PeftModel, tokenizer: PreTrainedTokenizerBase | None, fo
 
     if not isinstance(model, PeftModel):
         raise InputError("this model carries no adapter: save it whole with save_model")
-    with quiet(), _appearing_at_once(folder) as partial:
+    with quiet(), appearing_at_once(folder) as partial:
         # Embeddings are never adapted here; left to itself, peft asks the hub about their size.
         model.save_pretrained(partial, safe_serialization=True, save_embedding_layers=False)
         # An empty form of a model card, which says nothing about this adapter.
@@ -70,7 +70,7 @@ def save_adapter(model: PeftModel, tokenizer: PreTrainedTokenizerBase | None, fo
 
 
 @contextmanager
-def _appearing_at_once(folder: Path) -> Iterator[Path]:
+def appearing_at_once(folder: Path) -> Iterator[Path]:
     """A new folder that takes the final name when the block ends, and vanishes if it fails."""
     final = folder.resolve()  # a link keeps pointing to where it points
     _check_replaceable(final)

@@ -128,8 +128,8 @@ def _weight_files(folder: Path) -> list[Path]:
     if any(folder.glob("pytorch_model*.bin")):
         raise InputError(
             f"{folder} has its weights as pytorch_model.bin, a pickle that can run code when read: "
-            "convert it once with transformers.AutoModelForCausalLM.from_pretrained(folder)"
-            ".save_pretrained(new_folder) and give the new folder"
+            f"convert it once with `hasten checkpoint convert {folder} --to NEW_FOLDER` and give "
+            "the new folder"
         )
     raise InputError(f"{folder} has no {WEIGHTS}: give a folder with weights or start from scratch")
 

@@ -1,0 +1,107 @@
+"""A model's folder with pickled weights, written anew with safetensors.
+
+Older published models (``pytorch_model.bin``) and files of other trainers (``.pt``, ``.pth``) are
+pickles, which can run code in whoever reads them. Each file is read by a process of its own with
+narrow limits (`hasten.models.pickled`) and handed over as safetensors; nothing here unpickles.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import safe_open
+
+import hasten
+from hasten.errors import InputError
+from hasten.models.pickled import REFUSED, SECONDS, SECONDS_PER_GB
+from hasten.models.save import appearing_at_once
+
+PICKLED = ("*.bin", "*.pt", "*.pth")
+KEPT = ("*.json", "*.jinja", "*.txt", "tokenizer.model")  # what a model's folder has beside weights
+INDEXES = ("pytorch_model.bin.index.json", "model.safetensors.index.json")
+
+
+def convert(source: Path, to: Path, tell: Callable[[str], None] = lambda text: None) -> int:
+    """Write ``source``, a model's folder or one pickled file, as a folder with safetensors.
+
+    Returns the number of tensors. The folder appears under its name when all of it is there.
+
+    Raises:
+        InputError: nothing to convert, a file that holds more than weights, or no room.
+    """
+    files = pickled_files(source)
+    with appearing_at_once(to) as folder:
+        placed: dict[str, str] = {}
+        total = 0
+        for number, file in enumerate(files, start=1):
+            one = len(files) == 1
+            name = "model" if one else f"model-{number:05d}-of-{len(files):05d}"
+            out = folder / f"{name}.safetensors"
+            tell(f"reading {file.name} ({number}/{len(files)}, {file.stat().st_size / 1e9:.2f} GB)")
+            _read_apart(file, out)
+            total += out.stat().st_size
+            with safe_open(out, framework="pt") as found:
+                placed |= dict.fromkeys(found.keys(), out.name)
+        if len(files) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
+            (folder / INDEXES[1]).write_text(json.dumps(index, indent=1))
+        _copy_rest(source, folder)
+    return len(placed)
+
+
+def pickled_files(source: Path) -> list[Path]:
+    """The pickled weights of a folder, in order, or the one file itself."""
+    if source.is_file():
+        return [source]
+    if not source.is_dir():
+        raise InputError(f"{source} doesn't exist; name a model's folder or a file of weights")
+    for pattern in ("pytorch_model*.bin", *PICKLED):
+        found = sorted(p for p in source.glob(pattern) if p.name != "training_args.bin")
+        if found:
+            return found
+    raise InputError(f"{source} has no pickled weights ({', '.join(PICKLED)}): nothing to convert")
+
+
+def _read_apart(file: Path, out: Path) -> None:
+    """Through the process with limits; its one sentence is the error here."""
+    seconds = SECONDS + SECONDS_PER_GB * file.stat().st_size // 2**30
+    paths = [str(path.resolve()) for path in (file, out)]
+    command = [sys.executable, "-P", "-s", "-m", "hasten.models.pickled", *paths]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(hasten.__file__).parents[1])}
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=environment,
+            cwd="/",
+            timeout=2 * seconds,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise InputError(
+            f"{file} wasn't read within {2 * seconds} s: it isn't plain weights"
+        ) from error
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["it said nothing"]
+        if done.returncode == REFUSED:
+            raise InputError(said[-1])
+        raise InputError(
+            f"reading {file} broke the limits of its process or ended with code "
+            f"{done.returncode}: {said[-1][:200]}"
+        )
+
+
+def _copy_rest(source: Path, folder: Path) -> None:
+    """Config, tokenizer and templates; no code, and no index of the old weights."""
+    if source.is_file():
+        return
+    for pattern in KEPT:
+        for file in source.glob(pattern):
+            if file.is_file() and file.name not in INDEXES:
+                shutil.copyfile(file, folder / file.name)

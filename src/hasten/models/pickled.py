@@ -1,0 +1,99 @@
+"""One pickled file of weights to one safetensors file, in a process that can do little else.
+
+Run as ``python -m hasten.models.pickled FILE OUT`` by `hasten.models.convert`. torch.load with
+``weights_only`` builds tensors and plain containers and refuses all else; should that ever be got
+around, this process has limits of memory, time, file size and files, and nothing of the caller's
+environment.
+"""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+REFUSED = 3  # exit code; the reason is the last line of stderr
+AROUND = ("state_dict", "model", "module")  # names under which trainers keep the weights
+LIBRARIES = 12 * 2**30  # of address space, which torch reserves before it does anything
+SECONDS, SECONDS_PER_GB = 120, 30
+
+
+class Refusal(Exception):  # noqa: N818  # it is an answer, not a fault of the program
+    """Why this file isn't read, in one sentence."""
+
+
+def main(file: Path, out: Path) -> int:
+    size = file.stat().st_size
+    limit(size)
+    import torch
+    from safetensors.torch import save_file
+
+    try:
+        check_stored(file, size)
+        try:
+            found = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:
+            said = str(error).strip().splitlines() or [type(error).__name__]
+            raise Refusal(f"{file} isn't weights alone, or is damaged: {said[0][:200]}") from error
+        tensors = weights_of(found, file)
+        # A copy of each: a pickle's tensors may be views of one another's memory.
+        save_file({n: t.contiguous().clone() for n, t in tensors.items()}, out, {"format": "pt"})
+    except Refusal as refusal:
+        print(refusal, file=sys.stderr)
+        return REFUSED
+    return 0
+
+
+def limit(size: int) -> None:
+    """What this process may use from here on, by the size of the file."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return
+    seconds = SECONDS + SECONDS_PER_GB * size // 2**30
+    for kind, most in (
+        (resource.RLIMIT_AS, LIBRARIES + 4 * size),
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_FSIZE, 2 * size + 2**20),
+        (resource.RLIMIT_NOFILE, 256),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _, hard = resource.getrlimit(kind)
+        allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (allowed, allowed))
+
+
+def check_stored(file: Path, size: int) -> None:
+    """torch.save never compresses; an archive that does would unfold to any size."""
+    if not zipfile.is_zipfile(file):
+        return
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise Refusal(f"{file} is a compressed archive, which torch.save doesn't write")
+    if sum(entry.file_size for entry in entries) > size:
+        raise Refusal(f"{file} says that it holds more bytes than it has")
+
+
+def weights_of(found: Any, file: Path) -> Mapping[str, Any]:
+    """The mapping of names to tensors, under one of the usual names or by itself."""
+    import torch
+
+    for _ in range(len(AROUND) + 1):
+        if isinstance(found, Mapping) and found:
+            names = [str(name) for name in found]
+            if all(isinstance(value, torch.Tensor) for value in found.values()):
+                return {str(name): value for name, value in found.items()}
+            inner = next((found[n] for n in AROUND if isinstance(found.get(n), Mapping)), None)
+            if inner is not None:
+                found = inner
+                continue
+            raise Refusal(f"{file} holds {', '.join(names[:5])}, and no weights by name")
+        break
+    raise Refusal(f"{file} holds a {type(found).__name__}, not weights by name")
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))

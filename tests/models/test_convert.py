@@ -1,0 +1,141 @@
+"""Pickled weights become safetensors with every bit, and nothing in a pickle runs."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hasten.errors import InputError
+from hasten.models import pickled
+from hasten.models.convert import convert
+from hasten.models.load import load_model
+from tiny import tiny_model
+
+
+def saved(model: Any, folder: Path, shards: int = 1, tied: bool = False) -> Path:
+    """As older models were published: pickles, an index, and files beside them."""
+    model.config.save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "modeling_own.py").write_text("raise SystemExit('code of the folder ran')")
+    (folder / "pytorch_model.bin.index.json").write_text("{}")
+    names = list(model.state_dict())
+    for index in range(shards):
+        part = {name: model.state_dict()[name] for name in names[index::shards]}
+        name = f"pytorch_model-{index + 1:05d}-of-{shards:05d}.bin"
+        torch.save(part, folder / (name if shards > 1 else "pytorch_model.bin"))
+    return folder
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    theirs = other.state_dict()
+    return all(torch.equal(tensor, theirs[name]) for name, tensor in one.state_dict().items())
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_folder_of_pickles_loads_as_the_same_model(tmp_path: Path, shards: int) -> None:
+    model = tiny_model("llama")
+    source, to = saved(model, tmp_path / "old", shards), tmp_path / "new"
+    assert convert(source, to) == len(model.state_dict())
+    assert same(model, load_model(str(to)))
+    names = {path.name for path in to.iterdir()}
+    assert "tokenizer_config.json" in names
+    assert not any(name.endswith((".py", ".bin")) or "bin.index" in name for name in names)
+
+
+@pytest.mark.parametrize("around", pickled.AROUND)
+def test_the_weights_inside_a_trainers_file_are_found(tmp_path: Path, around: str) -> None:
+    tensors = {"a": torch.arange(6.0).view(2, 3).t(), "b": torch.tensor(7, dtype=torch.bfloat16)}
+    torch.save({around: tensors, "step": 3, "args": {"lr": 0.1}}, tmp_path / "checkpoint.pt")
+    assert convert(tmp_path / "checkpoint.pt", tmp_path / "new") == 2
+    from safetensors.torch import load_file
+
+    found = load_file(tmp_path / "new" / "model.safetensors")
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+class Evil:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+def hostile(kind: str, folder: Path) -> Path:
+    file = folder / "pytorch_model.bin"
+    evil = {"a": torch.ones(2), "b": Evil(folder / "ran")}
+    if kind == "torch":
+        torch.save(evil, file)
+    elif kind == "pickle":
+        file.write_bytes(pickle.dumps(evil))
+    elif kind == "compressed":
+        torch.save({"a": torch.zeros(100_000)}, folder / "plain")
+        with zipfile.ZipFile(folder / "plain") as old:
+            entries = {name: old.read(name) for name in old.namelist()}
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as new:
+            for name, content in entries.items():
+                new.writestr(name, content)
+    elif kind == "cut off":
+        torch.save({"a": torch.zeros(1000)}, file)
+        file.write_bytes(file.read_bytes()[:-500])
+    elif kind == "numbers":
+        torch.save({"a": 1}, file)
+    elif kind == "list":
+        torch.save([torch.ones(1)], file)
+    elif kind == "empty":
+        file.write_bytes(b"")
+    return file
+
+
+@pytest.mark.parametrize(
+    "kind", ["torch", "pickle", "compressed", "cut off", "numbers", "list", "empty"]
+)
+def test_a_file_that_is_more_or_less_than_weights_is_refused_and_nothing_runs(
+    tmp_path: Path, kind: str
+) -> None:
+    file = hostile(kind, tmp_path)
+    with pytest.raises(InputError, match=r"pytorch_model\.bin") as refused:
+        convert(file, tmp_path / "new")
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_without_pickles_or_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="nothing to convert"):
+        convert(tmp_path, tmp_path / "new")
+    with pytest.raises(InputError, match="doesn't exist"):
+        convert(tmp_path / "nowhere", tmp_path / "new")
+    source = saved(tiny_model("llama"), tmp_path / "old")
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "mine.txt").write_text("keep")
+    with pytest.raises(InputError, match=r"mine\.txt"):
+        convert(source, taken)
+    assert (taken / "mine.txt").read_text() == "keep"
+
+
+def test_reading_ends_where_its_process_would_take_too_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limits are the reader's own; here they are set below what torch itself needs."""
+    package = tmp_path / "copy" / "hasten"
+    shutil.copytree(
+        Path(pickled.__file__).parents[1], package, ignore=shutil.ignore_patterns("*.so")
+    )
+    reader = package / "models" / "pickled.py"
+    reader.write_text(reader.read_text().replace("12 * 2**30", "2**28"))
+    import hasten
+
+    monkeypatch.setattr(hasten, "__file__", str(package / "__init__.py"))
+    torch.save({"a": torch.ones(2)}, tmp_path / "weights.pt")
+    with pytest.raises(InputError, match=r"weights\.pt broke the limits"):
+        convert(tmp_path / "weights.pt", tmp_path / "new")
