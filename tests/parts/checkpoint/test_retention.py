@@ -92,3 +92,17 @@ def test_the_bytes_of_a_folder_are_those_of_its_checkpoints(tmp_path: Path) -> N
     files = [p for p in saved(tmp_path, 1, 2).rglob("*") if p.is_file() and p.name != "note"]
     assert bytes_in(tmp_path) == sum(p.stat().st_size for p in files)
     assert bytes_in(tmp_path / "missing") == 0
+
+
+def test_of_checkpoints_set_aside_as_many_are_kept_as_of_the_others(tmp_path: Path) -> None:
+    for _ in range(4):  # goes back to step 1 again and again
+        set_aside(saved(tmp_path, 1, 2), 1)
+    foreign = tmp_path / ".aside-step-00000002-mine"
+    empty = tmp_path / ".aside-step-00000002-1"  # by name ours, and without a manifest
+    foreign.mkdir()
+    empty.mkdir()
+    before = sorted(tmp_path.glob(".aside-step-00000002-??*"), key=lambda p: p.name)
+    checkpoint.prune(tmp_path, 2)
+    left = set(tmp_path.glob(".aside-*"))
+    assert {foreign, empty} <= left
+    assert left - {foreign, empty} == set([p for p in before if p != foreign][-2:])

@@ -23,6 +23,7 @@ from hasten.parts.checkpoint.manifest import (
 )
 from hasten.parts.checkpoint.verify import verify
 
+_ASIDE = re.compile(r"\.aside-step-\d{8,12}-(\d+)")
 _UNDONE = re.compile(r"\.(writing|deleting)-step-\d{8,12}-\d+")
 Known = MutableMapping[str, tuple[Any, ...]]  # name -> how its files stood when they verified
 
@@ -35,8 +36,8 @@ def prune(
 ) -> list[Path]:
     """Delete all but the newest ``keep`` checkpoints that verify; those that are left.
 
-    What a killed process left half done goes too. A checkpoint that others differ from stays as
-    long as they do.
+    What a killed process left half done goes too, and of checkpoints that were set aside all but
+    as many. A checkpoint that others differ from stays as long as they do.
 
     Args:
         known: what verified before isn't read again while size and time of its files stay; kept
@@ -63,7 +64,22 @@ def prune(
     for path in list(folder.iterdir()):
         if _UNDONE.fullmatch(path.name):
             Disk().remove(path)
+    for path in _left_aside(folder)[keep:]:
+        Disk().remove(path)
     return good[::-1]
+
+
+def _left_aside(folder: Path) -> list[Path]:
+    """Checkpoints of ways that weren't taken, whole by their manifest; the newest first."""
+    found = []
+    for path in folder.iterdir():
+        name = _ASIDE.fullmatch(path.name)
+        if name is None or path.is_symlink():
+            continue
+        with contextlib.suppress(DamagedCheckpointError, NewerFormatError):
+            read_manifest(path)
+            found.append((int(name[1]), path))
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 def _verifies(path: Path, known: Known, noted: Callable[[Path, str], None]) -> bool:
