@@ -1,0 +1,81 @@
+"""A recipe's self-test finds a job that resumes well good, and a changed bit wherever it is."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hasten.cli import doctor_faults as module
+from hasten.cli.doctor_faults import BrokenError, SelfTest, doctor_faults
+from hasten.cli.main import FAILED
+from hasten.errors import InputError
+from hasten.recipe.schema import Recipe
+from material import small
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(module, "KILLS", 1)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(Recipe(**small(tmp_path, plan=["packed"])).to_yaml())
+    return path
+
+
+def test_a_job_that_resumes_to_the_bit_passes_and_leaves_nothing(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor_faults(recipe, [], seed=5) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line[:17].split() for line in said[1:]] == [
+        *(["ok", "undisturbed"], ["ok", "kills"]),
+        *(["ok", "bit", "flip"], ["ok", "full", "disk"]),
+    ]
+    assert "killed after steps" in said[2]
+    assert not (tmp_path / "run" / "faults").exists()
+
+
+def test_a_resumed_run_that_differs_in_one_bit_is_told_with_the_step(
+    recipe: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    from hasten.recipe.schema import load_recipe
+
+    test = SelfTest(load_recipe(recipe, []), place, random.Random(1))
+    test.undisturbed()
+    truth = test._truth
+    assert truth is not None
+    output = place / "undisturbed"
+    test._compare(output)
+    wrong = [*truth.losses]
+    wrong[4] += 1e-12
+    test._truth = replace(truth, losses=wrong)
+    test._repeats = lambda: ""  # type: ignore[method-assign]
+    with pytest.raises(BrokenError, match="loss of step 5 differs"):
+        test._compare(output)
+    name, content = next(iter(truth.model.items()))
+    test._truth = replace(truth, model={name: content[:-1] + bytes([content[-1] ^ 1])})
+    with pytest.raises(BrokenError, match="saved model differs in model"):
+        test._compare(output)
+
+
+def test_a_job_that_cannot_train_fails_at_once_and_what_happened_stays(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor_faults(recipe, ["max_records=4", "held_out=3", "cutoff_len=4"]) == FAILED
+    said = capsys.readouterr().out
+    assert "FAIL undisturbed" in said
+    assert "exit code" in said
+    assert (tmp_path / "run" / "faults").is_dir()
+
+
+def test_a_folder_that_is_not_of_the_test_is_not_touched(recipe: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "run" / "faults"
+    mine.mkdir(parents=True)
+    (mine / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match="move it away"):
+        doctor_faults(recipe, [])
+    assert (mine / "notes.txt").read_text() == "mine"
