@@ -1,6 +1,7 @@
 """``hasten checkpoint``: what a folder of checkpoints holds, and whether it is whole.
 
-Nothing here writes into such a folder; ``convert`` is for weights of elsewhere. The commands import torch only when they run.
+Nothing here writes into such a folder; ``convert`` is for weights of elsewhere. The commands import
+torch only when they run.
 """
 
 from __future__ import annotations

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from hasten.errors import InputError
 from hasten.models.adapters import merged
+from hasten.models.card import write_card
 from hasten.models.load import load_tokenizer
 from hasten.models.save import save_model
 from hasten.recipe.build import model_for, requested_plan
@@ -32,6 +34,9 @@ def merge(run: Path, to: Path | None, adapter: str) -> None:
     save_model(merged(model, source, base), tokenizer, target)
     if base:
         print(f"the base was rounded to {base}, as it was while the adapter learned")
+    if (run / "summary.json").is_file():
+        summary = json.loads((run / "summary.json").read_text())
+        write_card(target, recipe.model_dump(mode="json"), summary)
     print(f"saved: {target}")
 
 

@@ -1,0 +1,59 @@
+"""``hasten import``: another trainer's configuration as a recipe, with what became of each key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from hasten.cli.arguments import writable
+from hasten.errors import InputError
+from hasten.recipe.importing import Imported, read
+from hasten.recipe.plain_yaml import read_overrides
+from hasten.recipe.schema import recipe_from
+
+ORDER = {"contradicts": 0, "unmapped": 1, "mapped": 2, "needless": 3}
+TITLES = {
+    "contradicts": "contradicts",
+    "unmapped": "not taken over",
+    "mapped": "taken over",
+    "needless": "not needed",
+}
+
+
+def import_(path: Path, overrides: Sequence[str], output: Path | None, nproc: int) -> None:
+    """Print the table, write the recipe; a recipe that lacks something is written with the gap.
+
+    Raises:
+        InputError: an unusable file, or a recipe that its own keys forbid.
+    """
+    writable("--output", output)
+    found = read(path, nproc)
+    found.values.update(read_overrides(overrides))
+    show(found, path)
+    text = found.to_yaml(path.name)
+    if output is not None:
+        if output.exists():
+            raise InputError(f"{output} exists; name a file that doesn't")
+        output.write_text(text)
+        print(f"saved: {output}")
+    else:
+        print(f"\n{text}", end="")
+    if found.missing:
+        words = ", ".join(found.missing)
+        print(f"to be filled in before it trains: {words}")
+        return
+    recipe_from(found.values, f"the recipe from {path}")
+
+
+def show(found: Imported, path: Path) -> None:
+    """A row for each key, what needs a look first."""
+    table = Table(title=f"{path}: {found.format}", title_justify="left", show_edge=False)
+    for name in ("", "key", "value", "what becomes of it"):
+        table.add_column(name, overflow="fold")
+    for row in sorted(found.rows, key=lambda row: ORDER[row.fate]):
+        table.add_row(TITLES[row.fate], row.key, row.value, row.words)
+    console = Console(highlight=False, width=None if Console().is_terminal else 120)
+    console.print(table, markup=False)

@@ -1,0 +1,145 @@
+"""A model's card: README.md in its folder, from what its run wrote down and nothing else.
+
+The front matter is that of Hugging Face's hub (huggingface.co/docs/hub/model-cards). What nobody
+but the author can say (licence, use, limits) is left open in so many words. A card that somebody
+has written or changed stays: only what carries our mark is written anew.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hasten.models.presets import PRESETS
+
+CARD = "README.md"
+MARK = "<!-- written by hasten from the run's own files; delete this line to keep your changes -->"
+Facts = Mapping[str, Any]
+
+
+def write_card(folder: Path, recipe: Facts, summary: Facts, report: Facts | None = None) -> bool:
+    """Write the card into a model's or adapter's folder; False where a card of others stays.
+
+    Args:
+        folder: with the weights.
+        recipe: the resolved recipe.
+        summary: what ``summary.json`` holds.
+        report: what an experiment's ``report.json`` holds: gains, verdicts, quality.
+    """
+    place = folder / CARD
+    if place.exists() and MARK not in place.read_text(encoding="utf-8", errors="replace"):
+        return False
+    adapter = (folder / "adapter_config.json").is_file()
+    temporary = place.with_name(f".{CARD}.{os.getpid()}")
+    temporary.write_text(card_text(recipe, summary, report, adapter), encoding="utf-8")
+    temporary.replace(place)
+    return True
+
+
+def card_text(recipe: Facts, summary: Facts, report: Facts | None, adapter: bool) -> str:
+    """The card: the same for the same run, whenever it is written."""
+    base = str(recipe["model"])
+    what = "adapter (LoRA) for" if adapter else "language model trained from"
+    parts = [
+        _front_matter(recipe, adapter),
+        MARK,
+        f"# {'Adapter' if adapter else 'Model'} from {_code(base)}",
+        f"A {what} {_code(base)}{_weights(recipe)} on {_data(recipe)}.",
+        "## Training",
+        _table(("", ""), _training(recipe, summary)),
+        "## Techniques",
+        _techniques(summary),
+    ]
+    if report is not None:
+        parts += ["## What each switch gained, measured on this job", _evidence(report)]
+    parts += [
+        "## Left to the author",
+        "Licence, intended use and limits are not known to the trainer; the licences of base model "
+        "and data decide on the first.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _front_matter(recipe: Facts, adapter: bool) -> str:
+    base = str(recipe["model"])
+    meta: dict[str, Any] = {
+        "library_name": "peft" if adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["hasten", *(["lora"] if adapter else [])],
+    }
+    if base not in PRESETS and not base.startswith((".", "/", "~")) and base.count("/") == 1:
+        meta["base_model"] = base  # a hub name; a local path says nothing to others
+    return f"---\n{yaml.safe_dump(meta, sort_keys=False).strip()}\n---"
+
+
+def _weights(recipe: Facts) -> str:
+    random = recipe.get("from_scratch") or recipe["model"] in PRESETS
+    return " (random weights)" if random else ""
+
+
+def _data(recipe: Facts) -> str:
+    found = recipe["dataset"]
+    sources = [found] if isinstance(found, str) else list(found)
+    names = [one if isinstance(one, str) else one["path"] for one in sources]
+    return ", ".join(_code(Path(name).name or name) for name in names)
+
+
+def _training(recipe: Facts, summary: Facts) -> Iterable[tuple[str, str]]:
+    hardware, versions = summary["hardware"], summary["versions"]
+    gpus = hardware["accelerators"]
+    where = f"{len(gpus)} x {gpus[0]['name']}" if gpus else hardware["cpu"]
+    yield "steps", f"{summary['steps']:,} ({summary['stopped']})"
+    yield "tokens", f"{summary['tokens']:,}, of which {summary['trained_tokens']:,} carry loss"
+    yield "time", f"{summary['seconds']:,.0f} s, {summary['tokens_per_second']:,.0f} tokens/s"
+    yield "processes", f"{summary['world_size']} on {where}"
+    yield "peak memory of one", f"{summary['peak_memory_bytes'] / 1e9:,.2f} GB"
+    loss = summary["held_out_loss"]
+    yield "held-out loss", "nothing was held out" if loss is None else f"{loss:.4f} nats a token"
+    for name, value in summary["metrics"].items():
+        yield name.replace("_", " "), f"{value:.4f}"
+    yield "learning rate", f"{recipe['learning_rate']:g}, {recipe['lr_schedule']}"
+    yield "seed", str(summary["seed"])
+    if summary.get("corpus_sha256"):
+        yield "data (SHA-256)", _code(summary["corpus_sha256"])
+    yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _techniques(summary: Facts) -> str:
+    rows = [
+        (_code(name), "acted" if proof["acted"] else "did not act", _cell(proof["evidence"]))
+        for name, proof in summary["acted"].items()
+    ]
+    return _table(("technique", "", "what was seen"), rows) if rows else "None."
+
+
+def _evidence(report: Facts) -> str:
+    rows = []
+    for arm in report["arms"]:
+        values = [arm["ratio"][key] for key in ("median", "low", "high")]
+        known = all(value is not None for value in values)
+        span = "{:.2f}× [{:.2f}, {:.2f}]".format(*values) if known else "–"
+        rows.append((_cell(arm["name"]), span, _cell(arm["verdict"])))
+    said = (report.get("quality") or {}).get("text")
+    table = _table(("arm", "speed [95 %]", "verdict"), rows)
+    return f"{table}\n\n{_cell(said)}" if said else table
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def _cell(text: Any) -> str:
+    """Text of a run in a table's cell: one line, and no markup of its own."""
+    plain = " ".join(str(text).split())
+    for mark in ("\\", "|", "<", "[", "`", "*"):
+        plain = plain.replace(mark, f"\\{mark}")
+    return plain
+
+
+def _code(text: Any) -> str:
+    return f"`{' '.join(str(text).split()).replace('`', '')}`"

@@ -1,0 +1,42 @@
+"""``hasten card`` after a run: the cards are there, and an experiment's findings join."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hasten.cli.card import card
+from hasten.errors import InputError
+from hasten.recipe.schema import Recipe
+from hasten.run import train
+from material import small
+
+
+def test_a_run_writes_its_models_card_and_findings_join_it_later(tmp_path: Path) -> None:
+    train(Recipe(**small(tmp_path, plan=["packed", "weight_average"])), tell=lambda text: None)
+    run, report = tmp_path / "run", tmp_path / "report.json"
+    cards = [run / name / "README.md" for name in ("model", "model_average")]
+    for place in cards:
+        assert "| `packed` |" in place.read_text()
+    span = {"median": 1.5, "low": 1.4, "high": 1.6}
+    arms = [{"name": "packed", "ratio": span, "verdict": "held"}]
+    report.write_text(json.dumps({"arms": arms}))
+    card(run, report)
+    for place in cards:
+        assert "| packed | 1.50× [1.40, 1.60] | held |" in place.read_text()
+    cards[1].write_text("mine")
+    with pytest.raises(InputError, match="somebody else"):
+        card(run, None)
+    assert cards[1].read_text() == "mine"
+
+
+def test_what_is_no_run_or_no_report_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="finished run"):
+        card(tmp_path, None)
+    (tmp_path / "recipe.yaml").write_text(Recipe(**small(tmp_path)).to_yaml())
+    (tmp_path / "summary.json").write_text("{}")
+    (tmp_path / "report.json").write_text("[]")
+    with pytest.raises(InputError, match="holds no object"):
+        card(tmp_path, tmp_path / "report.json")

@@ -1,0 +1,164 @@
+"""Other trainers' files: every key is accounted for, what they mean is kept, and it trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foreign_configs import ACCELERATE, AXOLOTL, LLAMA_FACTORY, TRAINING_ARGUMENTS
+from hasten.cli.import_ import import_
+from hasten.errors import InputError
+from hasten.recipe.importing import FORMATS, Imported, read
+from hasten.recipe.schema import load_recipe
+from hasten.run import train
+from material import dataset
+
+
+def imported(folder: Path, text: str, name: str = "config.yaml", ranks: int = 1) -> Imported:
+    path = folder / name
+    path.write_text(text)
+    return read(path, ranks)
+
+
+def fates(found: Imported) -> dict[str, str]:
+    return {row.key: row.fate for row in found.rows}
+
+
+def test_llama_factory_keys_become_the_recipe_that_they_mean(tmp_path: Path) -> None:
+    text = LLAMA_FACTORY.format(model="deepseek-ai/deepseek-llm-7b-base", folder=tmp_path)
+    found = imported(tmp_path, text, ranks=2)
+    assert found.format == "LLaMA-Factory"
+    expected = {
+        "model": "deepseek-ai/deepseek-llm-7b-base",
+        "dataset": f"{tmp_path}/dataset_info.json:alpaca_en_demo",
+        "finetuning_type": "lora",
+        "lora_rank": 8,
+        "lora_alpha": 16,  # twice the rank, where the file says nothing
+        "lora_targets": "all-linear",
+        "global_batch_size": 2 * 4 * 2,
+        "warmup_steps": 1,  # a tenth of three
+        "held_out": 0.1,
+        "checkpoint_every": 500,
+        "chat_template": "deepseek-llm",
+        "nproc": 2,
+    }
+    assert {key: found.values.get(key) for key in expected} == expected
+    assert found.values["plan"] == [
+        {"autocast": {"dtype": "bf16"}},
+        *("packed", "document_attention"),
+        {"accumulate": {"micro_batch_size": 2}},
+    ]
+    assert fates(found)["trust_remote_code"] == "needless"
+
+
+def test_axolotl_keys_become_the_recipe_that_they_mean(tmp_path: Path) -> None:
+    found = imported(tmp_path, AXOLOTL.format(model="org/base", folder=tmp_path, data="a.json"))
+    assert found.format == "axolotl"
+    assert found.values["lora_base"] == "int8"
+    assert (found.values["global_batch_size"], found.values["cutoff_len"]) == (8, 256)
+    names = [next(iter(e)) if isinstance(e, dict) else e for e in found.values["plan"]]
+    assert {"packed_epoch", "document_attention", "compact_adamw", "recompute"} <= set(names)
+    told = fates(found)
+    assert (told["special_tokens"], told["evals_per_epoch"]) == ("unmapped", "unmapped")
+    assert told["load_in_4bit"] == "needless"
+
+
+def test_accelerate_and_training_arguments_say_what_they_lack(tmp_path: Path) -> None:
+    found = imported(tmp_path, ACCELERATE)
+    assert (found.format, found.values["nproc"]) == ("accelerate", 2)
+    assert found.missing == ["model", "dataset", "max_steps"]
+    found = imported(tmp_path, TRAINING_ARGUMENTS, "args.json")
+    assert found.format == "TrainingArguments"
+    assert (found.values["global_batch_size"], found.values["epochs"]) == (16, 2)
+    told = fates(found)
+    assert told["adam_beta2"] == "unmapped", "another beta is another training"
+    assert told["warmup_ratio"] == "unmapped"
+    assert found.missing == ["model", "dataset"]
+
+
+@pytest.mark.parametrize("text", [LLAMA_FACTORY, AXOLOTL, ACCELERATE, TRAINING_ARGUMENTS])
+def test_no_key_is_passed_over(tmp_path: Path, text: str) -> None:
+    filled = text if text is TRAINING_ARGUMENTS else text.format(model="m", folder="f", data="d")
+    found = imported(tmp_path, filled)
+    assert set(yaml.safe_load(filled)) == set(fates(found)) - {"plan"}
+
+
+def test_two_keys_that_cannot_both_be_meant_are_told(tmp_path: Path) -> None:
+    text = TRAINING_ARGUMENTS.replace('"bf16": false', '"bf16": true')
+    found = imported(tmp_path, text)
+    assert "contradicts" in {row.fate for row in found.rows if row.key == "bf16"}
+
+
+def test_a_ds_config_is_named_by_the_recipe(tmp_path: Path) -> None:
+    text = json.dumps({"zero_optimization": {"stage": 2}, "train_batch_size": 8})
+    found = imported(tmp_path, text, "ds.json")
+    assert found.values["deepspeed"] == str(tmp_path / "ds.json")
+
+
+@pytest.mark.parametrize("name", ["LLaMA-Factory", "axolotl"])
+def test_the_imported_recipe_trains(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = dataset("alpaca_en_demo.json", tmp_path)
+    info = {"alpaca_en_demo": {"file_name": Path(data).name}}
+    (Path(data).parent / "dataset_info.json").write_text(json.dumps(info))
+    form = LLAMA_FACTORY if name == "LLaMA-Factory" else AXOLOTL
+    text = form.format(model="deepseek-llm-tiny", folder=Path(data).parent, data=data)
+    path, recipe = tmp_path / "config.yaml", tmp_path / "recipe.yaml"
+    path.write_text(text)
+    changes = [f"output={tmp_path}/run", "vocabulary=400", "held_out=4", "max_records=40"]
+    import_(path, changes, recipe, 1)
+    assert "taken over" in capsys.readouterr().out
+    summary = train(load_recipe(recipe), tell=lambda text: None)
+    assert summary["steps"] == int(yaml.safe_load(text)["max_steps"])
+    assert (tmp_path / "run" / "adapter" / "adapter_config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: &x [1]\nb: *x\n", "aliases"),
+        ("a: !!python/object/apply:os.system ['touch /tmp/x']\n", "constructor"),
+        ("\n".join(f"key{i}: {i}" for i in range(100_000)), "larger than|more than"),
+        ("stage: sft\nfinetuning_type: full\nx: " + "[" * 40 + "]" * 40, "more than"),
+        ("stage: sft\nstage: pt\n", "stands twice"),
+        ("name: somebody\nage: 3\n", "no configuration of"),
+        ("- a\n- b\n", "holds no keys"),
+        ("", "holds no keys"),
+    ],
+)
+def test_what_is_no_configuration_is_refused_in_a_sentence(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    with pytest.raises(InputError, match=said) as refused:
+        imported(tmp_path, text)
+    assert "\n" not in str(refused.value)
+
+
+plain: Any = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.floats(0, 5) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=5,
+)
+known = st.sampled_from(sorted({key for form in FORMATS for key in form.KEYS}))
+
+
+@settings(max_examples=150, deadline=None)
+@given(values=st.dictionaries(known, plain, min_size=3, max_size=12))
+def test_any_value_under_any_key_is_taken_or_refused_in_a_sentence(
+    tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]
+) -> None:
+    said = ""
+    try:
+        found = imported(tmp_path_factory.mktemp("any"), json.dumps(values))
+    except InputError as error:
+        said = str(error)
+    else:
+        assert isinstance(found.to_yaml("any"), str)
+    assert "\n" not in said
