@@ -14,6 +14,7 @@ from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.state import restore, state_of
 from hasten.core.technique import Technique
+from hasten.parts.compression import hosts
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import Accumulate, AdaptiveBatch
 from hasten.techniques.layout import DDP
@@ -114,6 +115,34 @@ def merged(world: World) -> dict[str, Any]:
     held.load_state_dict({"technique": "quantised", "ranks": states})
     after = held.compressor.state_dict()["travel"]["residual"][name]
     return {"mean": float(after.mean()), "said": wire.probe(found).evidence}
+
+
+def between_hosts(world: World) -> dict[str, Any]:
+    """Four ranks of two faked hosts: a run, one that is resumed, and a state of three ranks."""
+    hosts.host_name = lambda: f"host-{world.rank // 2}"
+    found: dict[str, Any] = {}
+    for wire in (
+        Quantised(bits=4, minimum=0, check_every=1, scope="hosts"),
+        PowerSGD(rank=4, minimum=0, check_every=1, scope="hosts", dense_share=0.0),
+    ):
+        whole = seen(session(world, wire), wire)
+        first = session(world, wire, steps=5)
+        run(first)
+        boxes: list[Any] = [state_of(first)]
+        dist.broadcast_object_list(boxes)
+        again = session(world, wire)
+        restore(again, *boxes[0])
+        held: Any = first.setup.wire
+        back: Any = again.setup.wire
+        mine, read = (w.compressor.state_dict()["travel"]["residual"] for w in (held, back))
+        state = {"technique": wire.name(), "ranks": [{}] * 3}
+        whole["own memory"] = all(torch.equal(mine[k], read[k]) for k in mine)
+        whole["owned"] = len(mine)  # the one bucket belongs to one rank of each host
+        whole["rest"] = [m.loss for m in run(again)]
+        back.load_state_dict(state)
+        whole["other ranks"] = wire.probe(again).evidence
+        found[wire.name()] = whole
+    return found
 
 
 def overflow(world: World) -> dict[str, Any]:

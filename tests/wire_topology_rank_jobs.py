@@ -20,6 +20,7 @@ from hasten.parts import collectives, wire_choice
 from hasten.parts.collective_plan import Route
 from hasten.parts.collectives import TopoAwareCollective
 from hasten.parts.link_model import Cost
+from hasten.parts.roll_call import CollectiveError
 from hasten.parts.routed_buckets import RoutedBuckets
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.layout import DDP
@@ -33,7 +34,8 @@ CODED = Route("hierarchical", between="int4")
 def everything(world: World) -> dict[str, Any]:
     """All jobs of four ranks: a start takes longer than what they do."""
     collectives.host_name = lambda: f"host-{world.rank % 2}"
-    return {job.__name__: job(world) for job in (by_buckets, poisoned, sessions, resumed, tried)}
+    jobs = (by_buckets, poisoned, sessions, resumed, tried, drifted)
+    return {job.__name__: job(world) for job in jobs}
 
 
 def by_buckets(world: World) -> dict[str, Any]:
@@ -161,6 +163,26 @@ def resumed(world: World) -> dict[str, Any]:
     restore(second, *saved)
     rest = [m.loss for m in training(second)]
     return {"whole": whole, "rest": rest, "owed": sum("slot/wire" in name for name in saved[0])}
+
+
+def drifted(world: World) -> dict[str, str]:
+    """One weight of rank 2 changes by itself: what each rank says, by plan."""
+    found = {}
+    plans = (
+        Hierarchical(topology="ethernet", check_every=2),
+        Automatic(topology="dgx_h100", check_every=2),
+    )
+    for technique in plans:
+        session = _session(world, technique)
+        found[technique.name()] = "nothing was seen"
+        try:
+            for metrics in training(session):
+                if metrics.step == 3 and world.rank == 2:
+                    with torch.no_grad():
+                        next(session.module.parameters())[0, 0] += 1.0
+        except CollectiveError as error:
+            found[technique.name()] = str(error)
+    return found
 
 
 def tried(world: World) -> dict[str, Any]:

@@ -9,6 +9,10 @@ class InputError(ValueError):
     """Something the user gave can't be used; the message is one sentence of advice."""
 
 
+class AgreedError(InputError):
+    """The same on every rank, so that the first one says it for all."""
+
+
 class StoppedError(RuntimeError):
     """A run that was ended on purpose, as to go on would be of no use; ``code`` is its exit code.
 

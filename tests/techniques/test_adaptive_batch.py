@@ -11,8 +11,8 @@ from torch import nn
 
 from adaptive_rank_jobs import PLACES, SmallMemory
 from hasten import DynamicBatcher, OptimizedTrainer
+from hasten.core.layout import OneProcess
 from hasten.core.session import Session
-from hasten.core.setup import OneProcess
 from hasten.core.step import training
 from hasten.errors import InputError
 from hasten.parts.losses import WholeLogitsLoss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from hasten.errors import InputError
 from hasten.hosts.optimized_trainer import OptimizedTrainer
 from hasten.parts.gradient_compressor import GradientCompressor
 from hasten.techniques.wire import Half, PowerSGD, Quantised, TopK, technique_of
+from hasten.techniques.wire_local import LocalSteps, Stream
+from hasten.techniques.wire_topology import Automatic
 from ranks import on_ranks
 from tiny import language_job, session_of
 
@@ -58,6 +61,21 @@ def test_another_number_of_ranks_goes_on_with_the_mean(found: list[Any]) -> None
         assert "mean of 3 ranks" in rank["merged"]["said"]
 
 
+def test_between_hosts_a_run_learns_resumes_and_keeps_replicas_alike(tmp_path: Path) -> None:
+    four = on_ranks("compression_session_jobs:between_hosts", tmp_path, world=4)
+    for name in ("quantised", "powersgd"):
+        found = [rank[name] for rank in four]
+        assert len({tuple(rank["weights"]) for rank in found}) == 1
+        for rank in found:
+            assert rank["acted"], rank["said"]
+            assert "by its host to others" in rank["said"]
+            assert rank["losses"][-1] < rank["losses"][0]
+            assert rank["own memory"]
+            assert (rank["owned"] > 0) == (rank in (found[0], found[2]))
+            assert rank["rest"] == pytest.approx(rank["losses"][5:], rel=0.02)
+            assert "the memory of 3 ranks was left behind" in rank["other ranks"]
+
+
 def test_a_step_that_is_infinite_on_one_rank_is_skipped_by_all(found: list[Any]) -> None:
     one, two = (rank["overflow"] for rank in found)
     assert one["skipped"] == two["skipped"] == 1
@@ -96,10 +114,18 @@ def test_one_rank_has_the_plain_wire() -> None:
         ("int4", Quantised(4)),
         ("topk", TopK(0.05, dense_share=0.0)),
         ("powersgd", PowerSGD(dense_share=0.0)),
+        ("diloco", LocalSteps(every=20)),
+        ("stream", Stream()),
+        ("auto", Automatic()),
     ],
 )
 def test_a_compressor_stands_for_its_technique(method: str, technique: Any) -> None:
     assert technique_of(GradientCompressor(0.05, method, "gloo")) == technique
+
+
+def test_a_compressor_between_hosts_stands_for_one_too() -> None:
+    compressor = GradientCompressor(0.1, "topk", "gloo", scope="hosts")
+    assert technique_of(compressor) == TopK(0.1, dense_share=0.0, scope="hosts")
 
 
 def test_a_switch_that_is_no_compression_is_refused() -> None:
@@ -121,6 +147,8 @@ def test_a_switch_that_is_no_compression_is_refused() -> None:
         (TopK, {"momentum": 1.0}),
         (PowerSGD, {"rank": 0}),
         (PowerSGD, {"check_every": -1}),
+        (Half, {"scope": "rack"}),
+        (TopK, {"minimum": -1}),
     ],
 )
 def test_impossible_settings_are_refused(kind: Any, wrong: dict[str, Any]) -> None:

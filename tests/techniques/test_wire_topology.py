@@ -90,6 +90,12 @@ def test_a_trial_keeps_what_is_faster_and_gives_up_what_only_seemed_so(four: lis
         assert len({rank["tried"][name]["reason"] for rank in four}) == 1
 
 
+def test_weights_that_drift_apart_end_the_run_and_name_the_rank(four: list[Any]) -> None:
+    for rank in four:
+        for said in rank["drifted"].values():
+            assert "after step 4 the weights of rank 2 are not those of rank 0" in said
+
+
 def test_only_codecs_are_lossy() -> None:
     assert Hierarchical().fidelity is Fidelity.ROUNDING
     assert Hierarchical(between="int8").fidelity is Fidelity.LOSSY
@@ -109,6 +115,7 @@ def test_a_codec_foretells_what_it_sends() -> None:
         (Hierarchical, {"between": "int3"}, "int8, int4"),
         (Hierarchical, {"topology": "ethernett"}, "did you mean 'ethernet'"),
         (Automatic, {"timeout": -1.0}, "more than 0 seconds"),
+        (Hierarchical, {"check_every": -1}, "0 for never"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused(kind: Any, wrong: Any, words: str) -> None:

@@ -2,7 +2,8 @@
 
 Ranks that hasten starts meet through a file in the run's folder and talk over the loopback
 interface; no port is opened to the network. Under torchrun, Slurm or another launcher the usual
-environment variables are there already, and the ranks meet where those say.
+environment variables are there already, and the ranks meet where those say
+(:mod:`hasten.cluster.joining`).
 """
 
 from __future__ import annotations
@@ -20,36 +21,35 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from hasten.cluster.joining import backend_for, join
+from hasten.cluster.pulse import PARENT
 from hasten.core import facts
 from hasten.core.facts import World
 from hasten.core.leaving import HASTE
 
 GRACE_SECONDS = 10.0  # for the others to end by themselves once a rank has failed or rank 0 is done
 TIMEOUT = datetime.timedelta(minutes=10)
+ADVICE = 2  # exit code of what the user has to mend (docs/metrics.md)
 
 
 @contextlib.contextmanager
 def process_group(
-    world: World, device: str, timeout: datetime.timedelta = TIMEOUT
+    world: World, device: str, timeout: datetime.timedelta = TIMEOUT, backend: str = "auto"
 ) -> Iterator[None]:
     """The default process group for as long as the context lasts; nothing for a single rank.
 
-    ``timeout`` bounds how long a rank waits for the others in an exchange.
+    ``timeout`` bounds how long a rank waits for the others in an exchange, and to meet them.
     Build what uses the group in a function called inside, so that it is gone when the group goes.
+
+    Raises:
+        InputError: the ranks can't meet, or the backend can't reach the device's memory.
     """
     import torch.distributed as dist
 
     if world.size == 1 or dist.is_initialized():
         yield
         return
-    meeting = facts.rendezvous_file()
-    dist.init_process_group(
-        backend="gloo" if device == "cpu" else "nccl",
-        init_method=f"file://{meeting}" if meeting else "env://",
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timeout,
-    )
+    join(world, backend_for(device, backend), timeout)
     try:
         yield
     finally:
@@ -95,6 +95,7 @@ def start(
                 {
                     **rank_environment(rank, count, Path(place), max(1, cores // count)),
                     **environ(rank),
+                    PARENT: str(os.getpid()),  # a rank doesn't outlive this process
                     facts.STARTED_FOR_PLAN: "1",
                 },
                 logs[rank],
@@ -108,7 +109,8 @@ def start(
         code = processes[failed].returncode
         if failed and code > 0:
             words = logs[failed].read_text(errors="replace").strip().splitlines()
-            print(f"rank {failed} failed: {words[-1] if words else ''}", file=sys.stderr)
+            if words or code != ADVICE:  # rank 0 has said what holds for all
+                print(f"rank {failed} failed: {words[-1] if words else ''}", file=sys.stderr)
         return code if code > 0 else 1
 
 

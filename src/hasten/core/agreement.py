@@ -59,7 +59,7 @@ class EachStep:
     def counts(self, mine: Counts, stop: bool) -> tuple[Counts, bool]:
         sums = self._layout.sum(torch.tensor([*astuple(mine), float(stop)], dtype=torch.float64))
         *found, wanted = sums.tolist()
-        return Counts(*(int(v) for v in found)), bool(wanted)
+        return Counts(*(round(v) for v in found)), bool(wanted)
 
     def sum(self, values: Tensor) -> Tensor:
         return self._layout.sum(values)

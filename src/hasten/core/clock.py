@@ -28,6 +28,7 @@ COMMUNICATION, OPTIMIZER = "communication", "optimizer"
 CHECKPOINT, IDLE = "checkpoint", "idle"  # idle: what is left, Python between two parts among it
 PARTS = (DATA, COPY, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, CHECKPOINT, IDLE)
 BETWEEN = "between"  # noting what a step did, which is no part of it
+EXPOSED = "exposed"  # of backward or optimizer: waiting for other ranks; read as communication
 KEPT_STEPS = 4096  # the newest; a run may have millions
 STALLED = 3.0  # times the median step
 
@@ -52,6 +53,9 @@ class Clock(Protocol):
     def mark(self, part: str) -> None:
         """What ran since the mark before was ``part``."""
 
+    def exposed(self, part: str, seconds: float) -> None:
+        """So much of a part that is over was waiting for other ranks."""
+
     def end(self) -> Mapping[str, float]:
         """The step is over: seconds of its parts, empty where nobody counted."""
 
@@ -72,6 +76,9 @@ class Unclocked:
         return None
 
     def mark(self, part: str) -> None:
+        return None
+
+    def exposed(self, part: str, seconds: float) -> None:
         return None
 
     def end(self) -> Mapping[str, float]:
@@ -109,6 +116,13 @@ class HostClock:
         spent, self._last = now - self._last, now
         self._parts[part] = self._parts.get(part, 0.0) + spent
         self.laps.append((part, spent))
+
+    def exposed(self, part: str, seconds: float) -> None:
+        _expose(self._parts, part, seconds)
+        place = max((i for i, (name, _) in enumerate(self.laps) if name == part), default=None)
+        if place is not None:  # where the waiting is in a lap isn't known but for its end
+            rest = max(0.0, self.laps[place][1] - seconds)
+            self.laps[place : place + 1] = [(part, rest), (COMMUNICATION, seconds)]
 
     def end(self) -> Mapping[str, float]:
         self.busy.append(time.process_time() - self._busy)
@@ -151,6 +165,9 @@ class DeviceClock:
         else:
             self._marks.append((part, self._event()))
 
+    def exposed(self, part: str, seconds: float) -> None:
+        _expose(self._parts, part, seconds)
+
     def end(self) -> Mapping[str, float]:
         if not self._marks:  # a step that nobody began
             return {}
@@ -174,6 +191,11 @@ def clock_on(device: str) -> Clock:
     return HostClock() if device.startswith("cpu") else DeviceClock(device)
 
 
+def _expose(parts: dict[str, float], part: str, seconds: float) -> None:
+    parts[part] = parts.get(part, 0.0) - seconds
+    parts[EXPOSED] = parts.get(EXPOSED, 0.0) + seconds
+
+
 def step_total(parts: Mapping[str, float]) -> float:
     """Seconds of a step; noting it, and what CHECKPOINT takes, come between two."""
     return sum(seconds for part, seconds in parts.items() if part not in (BETWEEN, CHECKPOINT))
@@ -187,8 +209,8 @@ def split(
     The mean over the middle half of the steps by their time: as steady as a median, and the parts
     add up to the step, which medians of parts need not. Where the run writes ``checkpoints`` it
     does so now and then, so their mean is over all steps. Waiting for gradients happens inside
-    backward and isn't told apart here, so communication stays None: its other seams alone would be
-    too small a number.
+    backward; where the layout can't tell it apart, communication stays None: its other seams alone
+    would be too small a number.
     """
     if not steps:
         return dict.fromkeys(PARTS)
@@ -200,7 +222,11 @@ def split(
         found[part] = sum(step.get(part, 0.0) for step in middle) / len(middle)
     if checkpoints:
         found[CHECKPOINT] = sum(step.get(CHECKPOINT, 0.0) for step in steps) / len(steps)
-    _into_idle(found, COMMUNICATION)
+    waited = found.pop(EXPOSED, None)
+    if waited is None:
+        _into_idle(found, COMMUNICATION)
+    else:
+        found[COMMUNICATION] = (found[COMMUNICATION] or 0.0) + waited
     if found[FORWARD] is None:  # an engine that doesn't say where forward ends
         _into_idle(found, BACKWARD)
     return found

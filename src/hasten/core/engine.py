@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from hasten.core.batch import MicroBatch
 from hasten.core.clock import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER
+from hasten.core.layout import gradients_of
 from hasten.core.setup import Setup
 
 Sums = tuple[Tensor, Tensor]  # of loss and of what carries it
@@ -73,7 +74,7 @@ class PlainEngine:
         layout, last = self.setup.layout, len(micro_batches)
         sums = torch.zeros(()), torch.zeros(())
         for index, micro_batch in enumerate(micro_batches, start=1):
-            self.setup.precision.before_backward(reduces=index == last and layout.size > 1)
+            self.setup.precision.before_backward(reduces=index == last and layout.averages > 1)
             with layout.sync(self.module, index == last):
                 sums = self._pass(self.module, micro_batch, denominator, sums)
         return self._loss_sum(sums, denominator)
@@ -105,7 +106,7 @@ class PlainEngine:
         """One forward and backward pass; ``sums`` with its own added."""
         # Replicas average; the step wants a sum. norm() takes the loss scale out again.
         # A rank that trains apart may have no token in a step, and then no loss either.
-        scale = self.setup.loss_scale.value * self.setup.layout.size / (denominator or 1.0)
+        scale = self.setup.loss_scale.value * self.setup.layout.averages / (denominator or 1.0)
         with self.setup.precision.region():
             loss, labels = self.setup.routing.forward(module, micro_batch)
         self.setup.clock.mark(FORWARD)
@@ -124,13 +125,13 @@ class PlainEngine:
         """Divide by what the forward passes counted in the place of what was said before them."""
         true_count: float = self.setup.agreement.sum(count.double().cpu()).item()
         factor = denominator / true_count if true_count else 0.0
-        torch._foreach_mul_(_gradients(self.setup.precision.parameters()), factor)
+        torch._foreach_mul_(gradients_of(self.setup.precision.parameters()), factor)
         return factor
 
     def norm(self) -> tuple[float, bool]:
-        found = _gradients(self.setup.precision.parameters())
-        self.setup.loss_scale.unscale(found)
-        self._norm = _total_norm(found)
+        parameters = self.setup.precision.parameters()
+        self.setup.loss_scale.unscale(gradients_of(parameters))
+        self._norm = self.setup.layout.norm(parameters)
         value = self._norm.item()  # the step's one wait for the device: may the weights move?
         self.setup.clock.mark(OPTIMIZER)
         # A flag of its own: a wire need not carry one rank's overflow to the others, and a loss
@@ -173,17 +174,3 @@ class PlainEngine:
         for parameter in self.setup.precision.parameters():
             parameter.grad = None
         self.module.zero_grad(set_to_none=True)
-
-
-def _total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """L2 norm over all tensors; torch's own would give half formats a norm of 8 bits."""
-    half = [g for g in gradients if g.dtype in (torch.bfloat16, torch.float16)]
-    if not half:
-        return torch.nn.utils.get_total_norm(gradients)
-    wide = [g for g in gradients if g.dtype not in (torch.bfloat16, torch.float16)]
-    norms = torch._foreach_norm(half, 2, dtype=torch.float32)
-    return torch.nn.utils.get_total_norm([*norms, *wide])
-
-
-def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    return [p.grad for p in parameters if p.grad is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from hasten.core.order import share
-from hasten.core.session import Session
+from hasten.core.session import Session, without_loss
 
 RECORDS_AT_ONCE = 16
 
@@ -35,12 +36,19 @@ class Evaluation:
 
 
 def evaluate(session: Session) -> Evaluation:
-    """Loss per trained token of the held-out records, and every metric of the job."""
+    """Loss per trained token of the held-out records, and every metric of the job.
+
+    Metrics are for ranks that can have the whole model: the first, and its replicas.
+    """
     session.settle()
     progress, job = session.progress, session.setup.job
+    metrics: dict[str, float] = {}
     with evaluating(session.loss_module):
         loss = held_out_loss(session)
-        metrics = {name: float(metric(session.model)) for name, metric in job.metrics.items()}
+        if job.metrics:
+            with session.setup.layout.gather(session.model) as whole:
+                if whole:
+                    metrics = {n: float(metric(session.model)) for n, metric in job.metrics.items()}
     return Evaluation(progress.step, progress.tokens, loss, metrics)
 
 
@@ -50,12 +58,14 @@ def held_out_loss(session: Session) -> float | None:
     if not len(held_out):
         return None
     collate = setup.collate or setup.job.collate
-    world = setup.facts.world
-    mine = share(range(len(held_out)), world.rank, world.size)
+    ranks = setup.layout.data_size
+    mine = share(range(len(held_out)), setup.layout.data_rank, ranks)
     sums = torch.zeros(2, dtype=torch.float64)
-    for start in range(0, len(mine), RECORDS_AT_ONCE):
+    # Shards meet in every pass: a rank with fewer records takes part without any loss.
+    for start in range(0, math.ceil(len(held_out) / ranks), RECORDS_AT_ONCE):
         records = [held_out[i] for i in mine[start : start + RECORDS_AT_ONCE]]
-        batch = collate(records).to(setup.job.device)
+        batch = collate(records) if records else without_loss(collate([held_out[0]]))
+        batch = batch.to(setup.job.device)
         with setup.precision.region():
             loss, _ = session.loss_module(**batch.inputs)
         sums += torch.tensor([float(loss), batch.counts.trained_tokens], dtype=torch.float64)

@@ -20,6 +20,8 @@ from typing import Any
 import psutil
 import torch
 
+from hasten.core.launchers import meeting_method, place_of
+
 STARTED_FOR_PLAN = "HASTEN_STARTED_FOR_PLAN"  # set in a process that began again for its plan
 INSTRUCTION_SETS = (
     *("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni"),
@@ -82,6 +84,8 @@ class ModelFacts:
     tied_head: bool = False
     experts: int = 0
     sliding_window: bool = False
+    heads: int = 0
+    key_value_heads: int = 0
 
 
 @dataclass(frozen=True)
@@ -145,17 +149,14 @@ def default_device() -> str:
 
 
 def world() -> World:
-    """The rank that torchrun, Slurm or hasten's own starter gave this process."""
-    env = os.environ
-    if "RANK" in env and "WORLD_SIZE" in env:
-        local = int(env.get("LOCAL_RANK", env["RANK"]))
-        return World(int(env["RANK"]), local, int(env["WORLD_SIZE"]))
-    return World()
+    """The rank that torchrun, Slurm, MPI or hasten's own starter gave this process."""
+    found = place_of(os.environ)
+    return World(found.rank, found.local_rank, found.size) if found else World()
 
 
-def rendezvous_file() -> str | None:
-    """The file through which ranks started by hasten on one machine find each other."""
-    return os.environ.get("HASTEN_RENDEZVOUS")
+def meeting() -> tuple[str, str]:
+    """Where ranks find each other, as torch.distributed writes it, and in words."""
+    return meeting_method(os.environ)
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
@@ -184,14 +185,15 @@ def not_yet_so(wanted: Mapping[str, str]) -> dict[str, str]:
 
 
 def ranks_here(world: World) -> int:
-    """Ranks on this machine: torchrun says how many; all of them, where nobody does."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
+    """Ranks on this machine: launchers say how many; all of them, where nobody does."""
+    found = place_of(os.environ)
+    return max(1, found.local_size or found.size) if found else world.size
 
 
 def versions() -> dict[str, str]:
     """Versions of what decides speed and numbers."""
     found = {"python": platform.python_version()}
-    for package in ("hasten", "torch", "transformers", "peft", "numpy"):
+    for package in ("hasten", "torch", "transformers", "peft", "numpy", "deepspeed"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -121,8 +121,8 @@ def records_of_last_step(session: Session) -> list[int] | None:
     setup, progress = session.setup, session.progress
     if setup.job.stream is not None or setup.sampler is None:
         return None
-    world, position = setup.facts.world, progress.step_in_epoch - 1
-    steps = setup.sampler.local_steps(progress.epoch, world.rank, world.size)
+    layout, position = setup.layout, progress.step_in_epoch - 1
+    steps = setup.sampler.local_steps(progress.epoch, layout.data_rank, layout.data_size)
     pieces = next(itertools.islice(steps, position, None), [])
     return [index for piece in pieces for index in piece]
 
@@ -151,6 +151,11 @@ def check_comparable(session: Session, every: int) -> None:
         raise InputError(
             "check_replicas: ranks of this plan train apart, so that their weights differ between "
             "two exchanges; leave it out"
+        )
+    if every and not session.setup.layout.whole:
+        raise InputError(
+            "check_replicas: ranks of this layout hold different parts of the model, so that there "
+            "is nothing to compare; leave it out"
         )
 
 
@@ -210,7 +215,7 @@ def _gathered(session: Session, mine: Sequence[int]) -> list[list[int]]:
     for i, value in enumerate(mine):
         pieces = [value >> (PIECE_BITS * p) & mask for p in range(PIECES)]
         rows[world.rank, i] = torch.tensor(pieces, dtype=torch.float64)
-    total = session.setup.layout.sum(rows.flatten()).reshape(rows.shape).tolist()
+    total = session.setup.layout.everywhere(rows.flatten()).reshape(rows.shape).tolist()
     return [
         [sum(int(piece) << (PIECE_BITS * p) for p, piece in enumerate(v)) for v in row]
         for row in total

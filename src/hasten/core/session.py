@@ -25,6 +25,7 @@ from hasten.core.batch import Counts, MicroBatch, StepBatch
 from hasten.core.checkpointing import NoCheckpoint
 from hasten.core.clock import CHECKPOINT, COMMUNICATION, DATA
 from hasten.core.engine import Assembly, Engine
+from hasten.core.layout import PlacesParts
 from hasten.core.meter import Meter
 from hasten.core.setup import Setup, on_device
 from hasten.errors import InputError
@@ -80,7 +81,7 @@ class Session:
         # Each rank has counted its own work times the number of ranks: the mean is the truth.
         mine = torch.tensor([getattr(self.progress, n) for n in SUMMED], dtype=torch.float64)
         for name, total in zip(SUMMED, self.setup.layout.sum(mine).tolist(), strict=True):
-            setattr(self.progress, name, round(total / self.setup.layout.size))
+            setattr(self.progress, name, round(total / self.setup.layout.data_size))
 
     def finish(self) -> nn.Module:
         """End of training: the model with its true weights, ready to be saved."""
@@ -113,14 +114,21 @@ def assemble(setup: Setup) -> Session:
     setup.recompute(loss_module)
     setup.compile(loss_module)
     setup.precision.prepare(loss_module)
-    loss_module = on_device(loss_module, job.device).train()
-    module = setup.layout.across(loss_module, setup.wire)
+    layout = setup.layout
+    if not isinstance(layout, PlacesParts):
+        loss_module = on_device(loss_module, job.device)
+    module = layout.across(loss_module.train(), setup.wire)
+    if isinstance(layout, PlacesParts):
+        layout.place(module)
     optimizer = setup.optimizer((n, p) for n, p in module.named_parameters() if p.requires_grad)
-    setup.precision.own(optimizer)
+    try:
+        setup.precision.own(optimizer)
+    except ValueError as error:
+        raise InputError(f"plan: {error}") from error
     engine = setup.engine(Assembly(setup, module, optimizer))
     seconds = {"model": built - began, "assembly": time.perf_counter() - built}
-    # Ranks share the weights' seed; dropout must differ between them.
-    torch.manual_seed(job.seed + 1 + setup.facts.world.rank)
+    # Ranks share the weights' seed; dropout must differ between those with different records.
+    torch.manual_seed(job.seed + 1 + setup.layout.data_rank)
     return Session(setup, model, loss_module, module, optimizer, engine, seconds)
 
 
@@ -161,7 +169,22 @@ def _agree(session: Session, local: tuple[MicroBatch, ...]) -> StepBatch | None:
         return None
     if not counts.trained_tokens and not agreement.apart:
         raise InputError("a step has no trained token: look at the records and their loss mask")
-    return StepBatch(local, counts, session.progress.epoch)
+    return StepBatch(_level(session, local), counts, session.progress.epoch)
+
+
+def _level(session: Session, local: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
+    """Ranks that hold parts of a model meet in every pass: all make as many as the busiest.
+
+    What is missing on a rank is its smallest micro-batch once more, without loss.
+    """
+    layout, world = session.setup.layout, session.setup.facts.world
+    if layout.whole:
+        return local
+    passes = torch.zeros(world.size, dtype=torch.float64)
+    passes[world.rank] = len(local)
+    missing = int(layout.everywhere(passes).max()) - len(local)
+    smallest = min(local, key=lambda m: m.counts.slots)
+    return (*local, *[without_loss(smallest)] * missing) if missing else local
 
 
 def _local_steps(setup: Setup, progress: Progress) -> Iterator[tuple[MicroBatch, ...]]:
@@ -177,12 +200,12 @@ def _local_steps(setup: Setup, progress: Progress) -> Iterator[tuple[MicroBatch,
 
 def _local_pieces(setup: Setup, epoch: int, first: int) -> Iterator[list[Sequence[Any]]]:
     """The records of each step from the ``first`` on, in the pieces that BATCH cuts one by one."""
-    job, world = setup.job, setup.facts.world
+    job, layout = setup.job, setup.layout
     if job.stream is not None:
         for records in itertools.islice(job.stream(epoch), first, None):
             yield [records]
     elif setup.sampler is not None:
-        steps = setup.sampler.local_steps(epoch, world.rank, world.size)
+        steps = setup.sampler.local_steps(epoch, layout.data_rank, layout.data_size)
         for pieces in itertools.islice(steps, first, None):
             yield [[job.records[i] for i in piece] for piece in pieces]
 

@@ -22,6 +22,7 @@ from hasten.core.clock import Clock, Unclocked
 from hasten.core.facts import Facts
 from hasten.core.guards import Guards
 from hasten.core.job import Job, OptimizerFactory
+from hasten.core.layout import DealsState, Layout, OneProcess
 from hasten.core.loss_scaling import LossScaling, Unscaled
 from hasten.core.order import Sampler, ShuffledOrder
 from hasten.core.plan import Plan
@@ -64,27 +65,6 @@ class Precision(Protocol):
 
     def finish(self, module: nn.Module) -> None:
         """Give the module its true weights back, for saving."""
-
-
-class Layout(Protocol):
-    """LAYOUT: which rank holds which part; three functions on the model, and sums over ranks."""
-
-    size: int
-
-    def split(self, module: nn.Module) -> nn.Module:
-        """Pipeline stages."""
-
-    def within(self, module: nn.Module) -> nn.Module:
-        """Tensor, sequence, expert, context parallelism."""
-
-    def across(self, module: nn.Module, wire: Wire) -> nn.Module:
-        """Replicas or shards, with the wire's codec."""
-
-    def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        """The context of a micro-batch's backward pass; gradients travel in the last one."""
-
-    def sum(self, values: Tensor) -> Tensor:
-        """The elementwise sum over all ranks of a float64 tensor on the host."""
 
 
 class Wire(Protocol):
@@ -139,27 +119,6 @@ class AsGiven:
 
     def finish(self, module: nn.Module) -> None:
         return None
-
-
-class OneProcess:
-    """Everything on this rank; there is no other."""
-
-    size = 1
-
-    def split(self, module: nn.Module) -> nn.Module:
-        return module
-
-    def within(self, module: nn.Module) -> nn.Module:
-        return module
-
-    def across(self, module: nn.Module, wire: Wire) -> nn.Module:
-        return module
-
-    def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def sum(self, values: Tensor) -> Tensor:
-        return values
 
 
 class Dense:
@@ -259,7 +218,8 @@ def prepare(job: Job, plan: Plan, facts: Facts, folder: Path | None = None) -> S
     """The job's own way of doing everything, then each technique's edit.
 
     Raises:
-        InputError: several ranks, and nothing in the plan says which holds what.
+        InputError: several ranks, and nothing in the plan says which holds what; or checkpoints of
+            ranks that hold different parts.
     """
     setup = Setup(job, plan, facts, folder)
     setup.collate = job.collate
@@ -275,7 +235,24 @@ def prepare(job: Job, plan: Plan, facts: Facts, folder: Path | None = None) -> S
             f"plan: {facts.world.size} ranks are running but the layout is for "
             f"{setup.layout.size}; add a layout technique to the plan"
         )
+    _check_saved(setup)
     return setup
+
+
+def _check_saved(setup: Setup) -> None:
+    """A state that is written has to be a whole one."""
+    if setup.layout.whole or isinstance(setup.checkpoint, NoCheckpoint):
+        return
+    if not isinstance(setup.layout, DealsState):
+        raise InputError(
+            "plan: checkpoints are written of ranks that each hold the whole model, and this "
+            "layout gives them parts; leave checkpoints out, or take ddp as the layout"
+        )
+    if not isinstance(setup.average, NoAverage):
+        raise InputError(
+            "plan: a running average of weights that are dealt out over ranks can't be part of a "
+            "checkpoint; leave checkpoints or the average out, or take ddp as the layout"
+        )
 
 
 def obstacles(plan: Plan, facts: Facts) -> list[str]:

@@ -13,8 +13,9 @@ from dataclasses import asdict, fields
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hasten.core.layout import DealsState
 from hasten.core.session import Progress, Session
 from hasten.core.setup import Setup
 from hasten.errors import InputError
@@ -35,7 +36,7 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights, optimizer state, random state, what the slots remember; progress and plan."""
     session.settle()
     tensors = _random_of_ranks(session)
-    tensors |= _unshared("model", dict(session.loss_module.state_dict()))
+    tensors |= _unshared("model", session.loss_module.state_dict(keep_vars=True))
     masters = {str(i): p for i, p in enumerate(_own_masters(session))}
     tensors |= {f"master/{name}": t.detach() for name, t in masters.items()}
     numbers: dict[str, Any] = {}
@@ -45,6 +46,7 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
                 tensors[f"optimizer/{index}/{key}"] = value
             else:
                 numbers[f"{index}/{key}"] = value
+    tensors = _dealt(session, tensors, gather=True)
     moments = {name: t for name, t in tensors.items() if name.startswith("optimizer/")}
     for rank, state in enumerate(session.setup.agreement.others(moments), start=1):
         tensors |= {f"rank/{rank}/{name}": t for name, t in state.items()}
@@ -71,6 +73,7 @@ def restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) 
         InputError: the state belongs to another model, or to another way of filling a slot, and
             nothing was changed.
     """
+    tensors = _dealt(session, tensors, gather=False)
     saved = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
     _check_same_model(session, saved)
     _check_same_update(session, tensors, meta)
@@ -84,6 +87,27 @@ def restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) 
         held.load_state_dict(_given(state, tensors))
     _restore_random(session, tensors)
     session.progress = Progress(**meta["progress"])
+
+
+def _dealt(session: Session, tensors: dict[str, Tensor], gather: bool) -> dict[str, Tensor]:
+    """A state's tensors brought together on the first rank, or each rank's own part of them.
+
+    So a state is the same whatever the layout, and any layout can go on from it.
+    """
+    layout = session.setup.layout
+    if not isinstance(layout, DealsState):
+        return tensors
+    deal = layout.whole_of if gather else layout.part_of
+    weights = session.loss_module.state_dict(keep_vars=True)
+    owners = {f"model/{name}": weight for name, weight in weights.items()}
+    owners |= {f"master/{i}": weight for i, weight in enumerate(_own_masters(session))}
+    held = [p for group in session.optimizer.param_groups for p in group["params"]]
+    owners |= {f"optimizer/{i}": weight for i, weight in enumerate(held)}
+    found = {}
+    for name, tensor in tensors.items():
+        place = name.rpartition("/")[0] if name.startswith("optimizer/") else name
+        found[name] = deal(owners[place], tensor) if place in owners else tensor
+    return found
 
 
 def _random_of_ranks(session: Session) -> dict[str, Tensor]:
@@ -101,7 +125,7 @@ def _random_of_ranks(session: Session) -> dict[str, Tensor]:
     for name, state in states.items():
         rows = torch.zeros(world.size, len(state), dtype=torch.float64)
         rows[world.rank] = state.double()
-        found[f"random/{name}"] = layout.sum(rows).to(state.dtype)
+        found[f"random/{name}"] = layout.everywhere(rows).to(state.dtype)
     return found
 
 
@@ -186,7 +210,10 @@ def _given(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _own_masters(session: Session) -> list[Tensor]:
-    """True weights that are not the module's own parameters."""
+    """True weights that are not the module's own parameters, nor pieces of them."""
+    layout = session.setup.layout
+    if isinstance(layout, DealsState) and layout.pieces:
+        return []
     own = {id(p) for p in session.loss_module.parameters()}
     return [p for p in session.setup.precision.parameters() if id(p) not in own]
 
@@ -196,14 +223,16 @@ def _unshared(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
     seen: set[int] = set()
     kept = {}
     for name, tensor in state.items():
-        if tensor.data_ptr() not in seen or not tensor.numel():
-            kept[f"{prefix}/{name}"] = tensor
-            seen.add(tensor.data_ptr())
+        plain = type(tensor) in (Tensor, nn.Parameter)  # others have no memory of their own
+        memory = tensor.data_ptr() if plain else id(tensor)
+        if memory not in seen or not tensor.numel():
+            kept[f"{prefix}/{name}"] = tensor.detach()
+            seen.add(memory)
     return kept
 
 
 def _check_same_model(session: Session, saved: dict[str, Tensor]) -> None:
-    here = session.loss_module.state_dict()
+    here = session.loss_module.state_dict(keep_vars=True)
     strange = [n for n, t in saved.items() if n not in here or here[n].shape != t.shape]
     missing = set(_unshared("", dict(here))) - {f"/{name}" for name in saved}
     if strange or missing:

@@ -35,6 +35,7 @@ from hasten.core.clock import (
 )
 from hasten.core.guards import NotFiniteError
 from hasten.core.session import Session, batches
+from hasten.core.traffic import Traffic, traffic_of
 
 __all__ = ["NotFiniteError", "StepMetrics", "train_step", "training"]
 
@@ -45,7 +46,8 @@ class StepMetrics:
 
     ``grad_norm`` is the norm before clipping; a step that was ``skipped`` moved nothing;
     ``model_flops`` and ``mfu`` are None where the session's meter doesn't know them, and the
-    seconds of the step's parts, on this rank, where its clock doesn't count.
+    seconds of the step's parts, on this rank, where its clock doesn't count. What the wire took is
+    this rank's too, None where it isn't known; on one rank nothing travels.
     """
 
     step: int
@@ -68,6 +70,10 @@ class StepMetrics:
     data_seconds: float | None = None
     passes_seconds: float | None = None
     optimizer_seconds: float | None = None
+    wire_seconds: float | None = None
+    exposed_communication_seconds: float | None = None
+    hidden_communication_seconds: float | None = None
+    wire_bytes: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; a number that isn't finite becomes None, which JSON can say."""
@@ -141,6 +147,9 @@ def _note(
     mine = torch.tensor([loss_sum.item(), slots], dtype=torch.float64)  # the device is done: norm()
     total, slots = session.setup.agreement.sum(mine).tolist()  # has waited for it
     session.setup.clock.mark(COMMUNICATION)
+    traffic = traffic_of(session.setup.layout)
+    if traffic is not None:
+        session.setup.clock.exposed(traffic.during, traffic.exposed)
     counts = replace(batch.counts, slots=int(slots))
     seconds = time.perf_counter() - started
     session.setup.clock.mark(IDLE)
@@ -173,4 +182,18 @@ def _note(
         data_seconds=parts.get(DATA),
         passes_seconds=parts.get(FORWARD, 0.0) + parts[BACKWARD] if parts else None,
         optimizer_seconds=parts.get(OPTIMIZER),
+        **_of_the_wire(traffic, parts.get(COMMUNICATION, 0.0)),
     )
+
+
+def _of_the_wire(traffic: Traffic | None, sums: float) -> dict[str, Any]:
+    """The step's fields about traffic; ``sums`` are the seconds of what ranks tell each other."""
+    if traffic is None:
+        return {}
+    exposed, hidden = traffic.exposed + sums, traffic.hidden
+    return {
+        "wire_seconds": None if hidden is None else exposed + hidden,
+        "exposed_communication_seconds": exposed,
+        "hidden_communication_seconds": hidden,
+        "wire_bytes": traffic.sent_bytes,
+    }

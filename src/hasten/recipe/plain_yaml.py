@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +77,14 @@ def first_complaint(error: ValidationError) -> str:
         return f"the key {key!r} is missing"
     given = "" if not found["loc"] else f" (it is {found.get('input')!r})"
     return f"{key}: {text}{given}" if key else text
+
+
+def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """``key=value`` words as a dictionary; values are read as YAML."""
+    found: dict[str, Any] = {}
+    for word in overrides:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise InputError(f"can't read {word!r}: overrides are written key=value")
+        found[key.strip()] = read_yaml(value, f"override {word!r}")
+    return found

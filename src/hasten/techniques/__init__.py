@@ -15,6 +15,12 @@ from hasten.techniques.experts import ExpertsImplementation
 from hasten.techniques.feed import Prefetched
 from hasten.techniques.layers import FusedLayers
 from hasten.techniques.layout import DDP
+from hasten.techniques.layout_deepspeed import DeepSpeed
+from hasten.techniques.layout_experts import ExpertParallel
+from hasten.techniques.layout_hybrid import Hybrid
+from hasten.techniques.layout_pipeline import Pipeline
+from hasten.techniques.layout_sharded import FSDP2
+from hasten.techniques.layout_tensor import TensorParallel
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from hasten.techniques.precision import Autocast, BF16MasterWeights, Float8
@@ -45,6 +51,12 @@ CATALOGUE: tuple[type[Technique], ...] = (
     BF16MasterWeights,
     Float8,
     DDP,
+    FSDP2,
+    TensorParallel,
+    Hybrid,
+    Pipeline,
+    ExpertParallel,
+    DeepSpeed,
     Half,
     Quantised,
     TopK,

@@ -199,7 +199,8 @@ class AdaptiveCut:
         world, room = self.setup.facts.world, self.room
         mine = torch.zeros(world.size, 3, dtype=torch.float64)
         mine[world.rank] = torch.tensor([room.size, room.good, room.ceiling])
-        return {"rooms": [[int(v) for v in row] for row in self.setup.layout.sum(mine).tolist()]}
+        rows = self.setup.layout.everywhere(mine).tolist()
+        return {"rooms": [[int(v) for v in row] for row in rows]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with this rank's size; with the smallest, if the number of ranks has changed."""

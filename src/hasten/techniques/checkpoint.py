@@ -18,6 +18,7 @@ from hasten.core.technique import Fidelity, Proof, Technique, setting
 from hasten.errors import InputError
 from hasten.parts.checkpoint import SmartCheckpointer
 from hasten.parts.checkpoint.protected import moments_to_come
+from hasten.parts.compact_adamw import CompactAdamW
 
 DYNAMIC, EPOCH = "dynamic", "epoch"
 
@@ -132,6 +133,12 @@ class SessionCheckpoints:
             self.keeper.close()
 
     def _open(self, session: Session) -> None:
+        if isinstance(session.optimizer, CompactAdamW) and not self._setup.layout.whole:
+            raise InputError(
+                "checkpoints: compact_adamw keeps moments in blocks of its own, which can't be "
+                "brought together from ranks that hold parts; take another optimizer, or leave "
+                "checkpoints out"
+            )
         weights = {t.data_ptr(): t.nbytes for t in session.loss_module.state_dict().values()}
         with _as_advice():
             self.keeper.open(sum(weights.values()) + moments_to_come(session.optimizer))
@@ -139,7 +146,7 @@ class SessionCheckpoints:
     def _first_rank_says(self, numbers: Sequence[float]) -> Sequence[float]:
         main = self._setup.facts.world.is_main
         values = torch.tensor(list(numbers), dtype=torch.float64)
-        found: list[float] = self._setup.layout.sum(values * float(main)).tolist()
+        found: list[float] = self._setup.layout.everywhere(values * float(main)).tolist()
         return found
 
 

@@ -47,7 +47,7 @@ class Packed(Technique):
         # COMPILE may fill a row up at its end; nothing else puts padding into a packed one.
         collator, passes = session.setup.collate, session.progress.micro_batches
         most = collator.bucket - 1 if isinstance(collator, Bucketed) else 0
-        filler = most * passes * session.setup.facts.world.size
+        filler = most * passes * session.setup.layout.data_size
         acted = slots > 0 and slots - tokens <= filler
         evidence = f"{slots - tokens} of {slots} slots were padding"
         padded = looking.laid_out(session, session.setup.sampler, session.setup.job.collate)

@@ -91,12 +91,12 @@ def laid_out(session: Session, sampler: Sampler | None, collate: Collate) -> Cou
 
     None where there is no order to follow: before the first step, or with a stream of batches.
     """
-    setup, world = session.setup, session.setup.facts.world
+    setup, layout = session.setup, session.setup.layout
     steps = min(session.progress.step, STEPS)
     if sampler is None or not steps or not len(setup.job.records):
         return None
     found = Counts()
-    for pieces in islice(sampler.local_steps(0, world.rank, world.size), steps):
+    for pieces in islice(sampler.local_steps(0, layout.data_rank, layout.data_size), steps):
         found = sum((collate(part).counts for part in _parts(session, pieces)), found)
     return found
 

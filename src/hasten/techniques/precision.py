@@ -17,6 +17,7 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.parts.float8 import RECIPES, SIDE, Float8Layers
+from hasten.parts.layout.local_shards import LocalShards
 from hasten.parts.loss_scale import LossScale
 from hasten.parts.master_weights import MasterWeights
 
@@ -78,7 +79,10 @@ class BF16MasterWeights(Technique):
 
     def probe(self, session: Session) -> Proof:
         working = {p.dtype for p in session.module.parameters() if p.requires_grad}
-        masters = {p.dtype for p in session.setup.precision.parameters()}
+        found = session.setup.precision
+        if isinstance(found, LocalShards) and found.dtype is not None:
+            working = {found.dtype}  # as the blocks are brought together; pieces are the masters
+        masters = {p.dtype for p in found.parameters()}
         return Proof(
             acted=working == {torch.bfloat16} and masters == {torch.float32},
             evidence=f"weights {_names(working)}, masters {_names(masters)}",
@@ -123,7 +127,7 @@ class Autocast(Technique):
         return Forecast(bytes=0.6)
 
     def probe(self, session: Session) -> Proof:
-        found = session.setup.precision
+        found = _format(session)
         seen = found.seen if isinstance(found, AutocastRegion) else set()
         scale = session.setup.loss_scale
         scaled = (
@@ -185,7 +189,7 @@ class Float8(Technique):
         return Forecast(bytes=1.0 if self.emulate else 0.4)
 
     def probe(self, session: Session) -> Proof:
-        found = session.setup.precision
+        found = _format(session)
         layers = found.layers if isinstance(found, AutocastRegion) else None
         if layers is None:
             return Proof(False, "no layer computes in float8")
@@ -240,6 +244,12 @@ class AutocastRegion:
     def finish(self, module: nn.Module) -> None:
         if self.layers is not None:
             self.layers.detach()
+
+
+def _format(session: Session) -> object:
+    """The number format itself, where a layout deals its weights out."""
+    found = session.setup.precision
+    return found.inner if isinstance(found, LocalShards) else found
 
 
 def _names(dtypes: set[torch.dtype]) -> str:

@@ -73,8 +73,8 @@ class PackedEpoch(Technique):
         if not isinstance(order, PackedOrder):
             return Proof(False, "the records were not packed over the epoch")
         # Seen, not planned: a micro-batch that held one record had nothing packed into it.
-        done, world = session.progress, session.setup.facts.world.size
-        passes = max(done.micro_batches * world, 1)
+        done, ranks = session.progress, session.setup.layout.data_size
+        passes = max(done.micro_batches * ranks, 1)
         records, tokens = done.records / passes, done.tokens / passes
         return Proof(
             records > 1,

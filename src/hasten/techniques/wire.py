@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from hasten.core.facts import Facts
 from hasten.core.session import Session
@@ -11,19 +12,14 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.parts.gradient_compressor import GradientCompressor
-from hasten.techniques.wire_compressed import (
-    check,
-    dense_steps,
-    fill,
-    memory,
-    obstacles,
-    proof,
-)
+from hasten.techniques.wire_compressed import CLAIMS, check, fill, memory, obstacles, proof
+from hasten.techniques.wire_local import LocalSteps, Stream
+from hasten.techniques.wire_topology import Automatic
 
-CLAIMS = (Claim("tokens_per_second", 1.12, "the articles' gradient compression: +12 % speed"),)
 DENSE = "share of the run's steps at the start in which gradients travel in full"
 SMALL = "buckets of fewer numbers travel in full"
 CHECK = "steps between two comparisons of all ranks' weights; 0: never"
+SCOPE = "all ranks exchange them so, or hosts: within a host they travel in full"
 RING_BYTES = 8.0  # that a ring of many ranks sends per float32 number
 
 
@@ -35,11 +31,12 @@ class Half(Technique):
     dtype: str = knob("bf16", "format of a number that travels", choices=("bf16", "fp16"))
     minimum: int = setting(4096, SMALL)
     check_every: int = setting(100, CHECK)
+    scope: str = setting("all", SCOPE)
 
     def __post_init__(self) -> None:
         if self.dtype not in ("bf16", "fp16"):
             raise ValueError(f"dtype is {self.dtype!r}; it must be bf16 or fp16")
-        check(self.minimum, self.check_every)
+        check(self)
 
     @property
     def fidelity(self) -> Fidelity:
@@ -49,18 +46,21 @@ class Half(Technique):
     def claims(self) -> tuple[Claim, ...]:
         return CLAIMS
 
+    @property
+    def method(self) -> dict[str, Any]:
+        return {"sparsity_method": "half" if self.dtype == "fp16" else "bf16"}
+
     def apply(self, setup: Setup) -> None:
-        method = "half" if self.dtype == "fp16" else "bf16"
-        fill(setup, self, {"sparsity_method": method, "minimum": self.minimum}, self.check_every)
+        fill(setup, self)
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
         return obstacles()
 
-    def forecast(self, facts: Facts) -> Forecast:
-        return Forecast(wire_bytes=0.5)
-
     def probe(self, session: Session) -> Proof:
         return proof(session, self)
+
+    def forecast(self, facts: Facts) -> Forecast:
+        return Forecast(wire_bytes=0.5)
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,12 @@ class Quantised(Technique):
     dense_share: float = setting(0.0, DENSE)
     minimum: int = setting(4096, SMALL)
     check_every: int = setting(100, CHECK)
+    scope: str = setting("all", SCOPE)
 
     def __post_init__(self) -> None:
         if self.bits not in (8, 4):
             raise ValueError(f"bits is {self.bits}; it must be 8 or 4")
-        check(self.minimum, self.check_every, self.dense_share)
+        check(self)
 
     @property
     def fidelity(self) -> Fidelity:
@@ -86,23 +87,22 @@ class Quantised(Technique):
     def claims(self) -> tuple[Claim, ...]:
         return CLAIMS
 
+    @property
+    def method(self) -> dict[str, Any]:
+        return {"sparsity_method": f"int{self.bits}"}
+
     def apply(self, setup: Setup) -> None:
-        given = {
-            "sparsity_method": f"int{self.bits}",
-            "minimum": self.minimum,
-            "dense_steps": dense_steps(setup, self.dense_share),
-        }
-        fill(setup, self, given, self.check_every)
+        fill(setup, self)
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
         return obstacles()
 
+    def probe(self, session: Session) -> Proof:
+        return proof(session, self)
+
     def forecast(self, facts: Facts) -> Forecast:
         share = (self.bits / 8 + 2 / 256) / 4  # codes, and a bf16 scale for each 256
         return Forecast(wire_bytes=share, resident_bytes=memory(facts))
-
-    def probe(self, session: Session) -> Proof:
-        return proof(session, self)
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,10 @@ class TopK(Technique):
     dense_share: float = setting(0.1, DENSE)
     minimum: int = setting(4096, SMALL)
     check_every: int = setting(100, CHECK)
+    scope: str = setting("all", SCOPE)
 
     def __post_init__(self) -> None:
-        check(self.minimum, self.check_every, self.dense_share)
-        GradientCompressor(self.ratio, "topk", None, momentum=self.momentum)  # refuses nonsense
+        check(self)
 
     @property
     def fidelity(self) -> Fidelity:
@@ -128,26 +128,27 @@ class TopK(Technique):
     def claims(self) -> tuple[Claim, ...]:
         return CLAIMS
 
-    def apply(self, setup: Setup) -> None:
-        given = {
+    @property
+    def method(self) -> dict[str, Any]:
+        return {
             "sparsity_method": "topk",
             "compression_ratio": self.ratio,
             "momentum": self.momentum,
-            "minimum": self.minimum,
-            "dense_steps": dense_steps(setup, self.dense_share),
         }
-        fill(setup, self, given, self.check_every)
+
+    def apply(self, setup: Setup) -> None:
+        fill(setup, self)
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
         return obstacles()
+
+    def probe(self, session: Session) -> Proof:
+        return proof(session, self)
 
     def forecast(self, facts: Facts) -> Forecast:
         # Three bytes for what is kept, from every rank to every other.
         share = 3 * self.ratio * facts.world.size / RING_BYTES
         return Forecast(wire_bytes=share, resident_bytes=memory(facts))
-
-    def probe(self, session: Session) -> Proof:
-        return proof(session, self)
 
 
 @dataclass(frozen=True)
@@ -159,10 +160,10 @@ class PowerSGD(Technique):
     dense_share: float = setting(0.1, DENSE)
     minimum: int = setting(4096, SMALL)
     check_every: int = setting(100, CHECK)
+    scope: str = setting("all", SCOPE)
 
     def __post_init__(self) -> None:
-        check(self.minimum, self.check_every, self.dense_share)
-        GradientCompressor(sparsity_method="powersgd", communication_backend=None, rank=self.rank)
+        check(self)
 
     @property
     def fidelity(self) -> Fidelity:
@@ -172,42 +173,45 @@ class PowerSGD(Technique):
     def claims(self) -> tuple[Claim, ...]:
         return CLAIMS
 
+    @property
+    def method(self) -> dict[str, Any]:
+        return {"sparsity_method": "powersgd", "rank": self.rank}
+
     def apply(self, setup: Setup) -> None:
-        given = {
-            "sparsity_method": "powersgd",
-            "rank": self.rank,
-            "minimum": self.minimum,
-            "dense_steps": dense_steps(setup, self.dense_share),
-        }
-        fill(setup, self, given, self.check_every)
+        fill(setup, self)
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
         return obstacles()
+
+    def probe(self, session: Session) -> Proof:
+        return proof(session, self)
 
     def forecast(self, facts: Facts) -> Forecast:
         # Of a square matrix of the model's width: 2 factors of 2 bytes against 4.
         share = min(1.0, self.rank / max(facts.model.hidden_size, 1))
         return Forecast(wire_bytes=share, resident_bytes=memory(facts))
 
-    def probe(self, session: Session) -> Proof:
-        return proof(session, self)
-
 
 def technique_of(compressor: GradientCompressor) -> Technique:
     """The technique with a compressor's settings; it builds one of its own for each run."""
     given = compressor.settings()
-    method, minimum = given["method"], given["minimum"]
+    method, minimum, scope = given["method"], given["minimum"], given["scope"]
     if given["dense_steps"]:
         raise InputError(
             "a trainer counts its dense start as a share of the run: give a technique with "
             "dense_share in the place of a compressor with dense_steps"
         )
-    if method in ("half", "bf16"):
-        return Half("bf16" if method == "bf16" else "fp16", minimum)
-    if method in ("int8", "int4"):
-        return Quantised(int(method[3:]), 0.0, minimum)
-    if method == "topk":
-        return TopK(given["ratio"], given["momentum"], 0.0, minimum)
-    if method == "powersgd":
-        return PowerSGD(given["rank"], 0.0, minimum)
-    raise InputError("a compressor with sparsity_method 'none' compresses nothing: give False")
+    if method == "none":
+        raise InputError("a compressor with sparsity_method 'none' compresses nothing: give False")
+    found: dict[str, Technique] = {
+        "half": Half("fp16", minimum, scope=scope),
+        "bf16": Half("bf16", minimum, scope=scope),
+        "int8": Quantised(8, 0.0, minimum, scope=scope),
+        "int4": Quantised(4, 0.0, minimum, scope=scope),
+        "topk": TopK(given["ratio"], given["momentum"], 0.0, minimum, scope=scope),
+        "powersgd": PowerSGD(given["rank"], 0.0, minimum, scope=scope),
+        "diloco": LocalSteps(given["every"]),
+        "stream": Stream(),
+        "auto": Automatic(),
+    }
+    return found[method]

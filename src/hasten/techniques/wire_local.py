@@ -17,10 +17,12 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.core.traffic import Traffic
 from hasten.errors import InputError
 from hasten.parts import local_steps, stream
 from hasten.parts.codecs import codec
 from hasten.parts.drift import Buffers, Drift, same_start
+from hasten.techniques.wire_traffic import OfWeights
 
 ON_LINK = "in what format differences travel"
 DDP_BYTES = 8.0  # of gradients that a ring of many ranks sends per weight: 2 x float32
@@ -118,6 +120,8 @@ class Part(Protocol):
     exchanges: int
     message_bytes: int
     waited_seconds: float
+    hidden_seconds: float | None
+    sent_bytes: int
     stop: bool
 
     def after_step(self, tokens: float = 1.0, stop: bool = False) -> bool: ...
@@ -139,6 +143,7 @@ class Apart:
         self.part: Part | None = None
         self._module = nn.Module()
         self._buffers: Buffers | None = None
+        self._traffic: OfWeights | None = None
         self._tokens, self._stop = 0, False
 
     def attach(self, module: nn.Module) -> None:
@@ -170,6 +175,12 @@ class Apart:
         if self.part.settle():
             self.setup.precision.publish()
             self._buffers.average()
+        if self._traffic is not None:
+            self._traffic.begin()  # what was waited for now is no step's
+
+    def traffic(self) -> Traffic | None:
+        """What the step's exchange took; None before the first."""
+        return None if self._traffic is None else self._traffic.traffic()
 
     def others(self, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         """Tensor by tensor, so that a rank beside the first holds no more than its own."""
@@ -201,6 +212,7 @@ class Apart:
         if self.part is None:
             self.part = self._build(self.setup.precision.parameters())
             self._buffers = Buffers(self._module, self.part.drift)
+            self._traffic = OfWeights(self.part)
         return self.part
 
     def _done(self, tokens: int) -> None:

@@ -35,12 +35,13 @@ class Hierarchical(Technique):
     feedback: bool = setting(True, "add what a codec left out between hosts to the next step")
     topology: str = setting("detect", "detect, measure, or a name such as dgx_a100")
     timeout: float = setting(120.0, "seconds a collective may take before the ranks are called")
+    check_every: int = setting(100, "steps between two comparisons of all ranks' weights; 0: never")
 
     def __post_init__(self) -> None:
         for name in ("within", "between"):
             if getattr(self, name) not in CODECS:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give {', '.join(CODECS)}")
-        _check(self.topology, self.timeout)
+        _check(self.topology, self.timeout, self.check_every)
 
     @property
     def fidelity(self) -> Fidelity:
@@ -50,7 +51,7 @@ class Hierarchical(Technique):
     def apply(self, setup: Setup) -> None:
         if setup.facts.world.size > 1:
             route = Route("hierarchical", self.within, self.between)
-            setup.wire = Hierarchy(_buckets(setup, route, self))
+            setup.wire = Hierarchy(_buckets(setup, route, self), self.check_every)
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
         return _obstacles(facts)
@@ -76,9 +77,10 @@ class Automatic(Technique):
     lossy: bool = setting(True, "codecs may be tried, not hierarchy alone")
     topology: str = setting("measure", "detect, measure, or a name such as dgx_a100")
     timeout: float = setting(120.0, "seconds a collective may take before the ranks are called")
+    check_every: int = setting(100, "steps between two comparisons of all ranks' weights; 0: never")
 
     def __post_init__(self) -> None:
-        _check(self.topology, self.timeout)
+        _check(self.topology, self.timeout, self.check_every)
 
     @property
     def fidelity(self) -> Fidelity:
@@ -87,7 +89,8 @@ class Automatic(Technique):
     def apply(self, setup: Setup) -> None:
         if setup.facts.world.size > 1:
             buckets = _buckets(setup, Route(), self)
-            setup.wire = Choosing(WireChoice(buckets, wire_choice.CODECS if self.lossy else ()))
+            choice = WireChoice(buckets, wire_choice.CODECS if self.lossy else ())
+            setup.wire = Choosing(choice, self.check_every)
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
         return _obstacles(facts)
@@ -100,11 +103,28 @@ class Automatic(Technique):
         return Proof(choice.decided, f"{choice.reason}; {_seen(choice.buckets)}")
 
 
+class Checks:
+    """Compares the ranks' weights now and then, so that they never drift apart unseen."""
+
+    def __init__(self, buckets: RoutedBuckets, every: int) -> None:
+        self._buckets, self._every, self._updates = buckets, every, 0
+
+    def updated(self, parameters: Sequence[Tensor]) -> None:
+        self._updates += 1
+        if self._every and self._updates % self._every == 0:
+            self._buckets.check(parameters)
+
+
 class Hierarchy:
     """WIRE: buckets on one route."""
 
-    def __init__(self, buckets: RoutedBuckets) -> None:
+    def __init__(self, buckets: RoutedBuckets, check_every: int) -> None:
         self.buckets = buckets
+        self._checks = Checks(buckets, check_every)
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.buckets.sent_bytes
 
     def attach(self, module: nn.Module) -> None:
         self.buckets.attach(module)
@@ -114,6 +134,7 @@ class Hierarchy:
 
     def after_update(self, parameters: Sequence[Tensor]) -> None:
         self.buckets.commit()
+        self._checks.updated(parameters)
 
     def state_dict(self) -> dict[str, Any]:
         return self.buckets.state_dict()
@@ -125,8 +146,13 @@ class Hierarchy:
 class Choosing:
     """WIRE: buckets on the route that proves to be shorter."""
 
-    def __init__(self, choice: WireChoice) -> None:
+    def __init__(self, choice: WireChoice, check_every: int) -> None:
         self.choice = choice
+        self._checks = Checks(choice.buckets, check_every)
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.choice.buckets.sent_bytes
 
     def attach(self, module: nn.Module) -> None:
         self.choice.attach(module)
@@ -136,6 +162,7 @@ class Choosing:
 
     def after_update(self, parameters: Sequence[Tensor]) -> None:
         self.choice.step()
+        self._checks.updated(parameters)
 
     def state_dict(self) -> dict[str, Any]:
         return self.choice.state_dict()
@@ -161,8 +188,10 @@ def _seen(buckets: RoutedBuckets) -> str:
     )
 
 
-def _check(topology: str, timeout: float) -> None:
+def _check(topology: str, timeout: float, check_every: int) -> None:
     check_name(topology)
+    if check_every < 0:
+        raise ValueError(f"check_every is {check_every}; give a number of steps, or 0 for never")
     if not timeout > 0:
         raise ValueError(f"timeout is {timeout}; it must be more than 0 seconds")
 

@@ -1,0 +1,185 @@
+"""The bubble of each schedule against its closed form, and what early receives hide on a link.
+
+    python benchmarks/bench_pipeline.py bubbles --ranks 4 --micro-batches 8 --seconds 0.06
+    python benchmarks/bench_pipeline.py link --rate 100mbit --kilobytes 256 --seconds 0.04
+
+Stages sleep a fixed time in each pass (forward, gradient of inputs, of weights), so that two cores
+are enough for any number of ranks. ``bubbles`` runs on the loopback interface and prints the
+median of recorded steps; where the papers give no closed form, the order of passes is simulated
+(``hasten.search.schedules``). ``link`` runs on two hosts of a lab (network namespaces with a link
+of that rate): a step with messages of that size, receives posted early, and with torch's plain
+schedule, in turns with a step that sends next to nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+ROUNDS = 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("bubbles", "link"))
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=0.06, help="of each pass of a rank")
+    parser.add_argument("--rate", default="100mbit")
+    parser.add_argument("--kilobytes", type=float, default=256.0)
+    parser.add_argument("--drawings", type=Path, help="a folder for the measured timetables")
+    parser.add_argument("--as-rank", action="store_true", help="used by the script itself")
+    asked = parser.parse_args()
+    if asked.as_rank:
+        _rank(asked)
+        return
+    from hasten.cluster.netlab import Lab
+
+    command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--as-rank"]
+    lab = Lab(1, asked.ranks, mode="loopback") if asked.what == "bubbles" else Lab(2, 1, asked.rate)
+    with lab:
+        results = lab.run(command, seconds=550)
+    if any(r.code for r in results):
+        raise SystemExit("\n".join(r.output for r in results))
+    found = json.loads(results[0].output.splitlines()[-1])
+    (_bubble_table if asked.what == "bubbles" else _link_table)(found, asked)
+
+
+def _bubble_table(found: dict[str, Any], asked: argparse.Namespace) -> None:
+    from hasten.parts.layout.pipeline_events import bubble
+    from hasten.parts.layout.pipeline_schedules import actions, ops, virtual
+    from hasten.search.schedules import StageSeconds, simulate
+
+    print(
+        f"{asked.ranks} ranks, {asked.micro_batches} micro-batches, F = I = W = {asked.seconds} s"
+    )
+    print(f"{'schedule':<14}{'median':>8}{'least':>8}{'expected':>10}{'ratios':>13}  from")
+    for schedule, row in found.items():
+        share, source = statistics.median(row["shares"]), "closed form"
+        try:
+            expected = bubble(schedule, asked.ranks, asked.micro_batches, 1, 1, 1)
+        except ValueError:
+            each, source = virtual(schedule), "simulated order"
+            listed = actions(schedule, asked.ranks, asked.micro_batches)
+            even = StageSeconds.even(asked.ranks * each, 1 / each, 1 / each, 1 / each)
+            cells = [[ops(action) for action in listed[r] if action] for r in listed]
+            expected = simulate([[c for c in of_rank if c] for of_rank in cells], even).idle_share
+        least = min(row["shares"])  # other people's work on the machine only adds
+        ratios = f"{share / expected:.2f} {least / expected:.2f}"
+        print(f"{schedule:<14}{share:>8.4f}{least:>8.4f}{expected:>10.4f}{ratios:>13}  {source}")
+        if asked.drawings:
+            asked.drawings.mkdir(parents=True, exist_ok=True)
+            (asked.drawings / f"{schedule}.svg").write_text(row["drawing"])
+
+
+def _link_table(found: dict[str, Any], asked: argparse.Namespace) -> None:
+    print(
+        f"2 hosts, {asked.rate}, {asked.micro_batches} micro-batches, {asked.kilobytes:g} kB a "
+        f"message, F = I = W = {asked.seconds} s"
+    )
+    print(f"{'schedule':<14}{'receives':<12}{'step s':>8}{'exposed s':>11}{'of it hidden':>14}")
+    for schedule, row in found.items():
+        for way in ("early", "plain"):
+            exposed = [a - b for a, b in zip(row[way], row["no message"], strict=True)]
+            hidden = 1 - statistics.median(exposed) / row["travel"]
+            print(
+                f"{schedule:<14}{way:<12}{statistics.median(row[way]):>8.3f}"
+                f"{statistics.median(exposed):>11.3f}{hidden:>14.0%}"
+            )
+
+
+def _rank(asked: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{os.environ['HASTEN_RENDEZVOUS']}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=datetime.timedelta(seconds=120),
+    )
+    found = _bubbles(asked) if asked.what == "bubbles" else _link(asked)
+    print(json.dumps(found), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _pipeline(schedule: str, asked: argparse.Namespace, width: int, early: bool = True) -> Any:
+    """A step of stages that sleep, with messages of so many numbers; and the pipeline."""
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from torch import nn
+
+    from hasten import AsyncPipeline
+    from hasten.parts.layout.pipeline_schedules import virtual
+    from pipeline_rank_jobs import Asleep
+
+    ranks, each = dist.get_world_size(), virtual(schedule)
+    layers = [Asleep(*[asked.seconds / each] * 3) for _ in range(ranks * each)]
+    pipeline = AsyncPipeline(ranks, 1, early, schedule=schedule)
+    stages = pipeline.partition_model(nn.Sequential(*layers), [1.0] * len(layers))
+    batch = torch.ones(asked.micro_batches, width), torch.ones(asked.micro_batches, width)
+
+    def step() -> None:
+        pipeline.step(stages, batch, F.mse_loss)
+
+    step()  # builds the runtime and connects the ranks
+    return pipeline, stages, step
+
+
+def _bubbles(asked: argparse.Namespace) -> dict[str, Any]:
+    from hasten.parts.layout.pipeline_schedules import SCHEDULES, impossible
+
+    found = {}
+    for schedule in SCHEDULES:
+        if impossible(schedule, asked.ranks, asked.micro_batches):
+            continue
+        pipeline, stages, step = _pipeline(schedule, asked, 2)
+        shares = []
+        for _ in range(ROUNDS):
+            with pipeline.recording(stages):
+                step()
+            shares.append(pipeline.bubble)
+        found[schedule] = {"shares": shares, "drawing": pipeline.timetable()}
+    return found
+
+
+def _link(asked: argparse.Namespace) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from hasten.cluster.netlab.rates import bits_per_second
+
+    width = int(asked.kilobytes * 1000 / 4)
+    travel = 2 * asked.micro_batches * 8000 * asked.kilobytes / (bits_per_second(asked.rate) or 1)
+    found: dict[str, Any] = {}
+    for schedule in ("gpipe", "1f1b"):
+        ways = {
+            "early": _pipeline(schedule, asked, width)[2],
+            "plain": _pipeline(schedule, asked, width, early=False)[2],
+            "no message": _pipeline(schedule, asked, 2)[2],
+        }
+        row: dict[str, Any] = {name: [] for name in ways}
+        for _ in range(ROUNDS):
+            for name, step in ways.items():
+                dist.barrier()
+                began = time.perf_counter()
+                step()
+                row[name].append(time.perf_counter() - began)
+        found[schedule] = {**row, "travel": travel}
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""A layout says which rank holds which part of the model and which records; LAYOUT fills it.
+
+Ranks with the same ``data_rank`` are partners: they see the same records and hold different parts
+of the model (tensor, pipeline). Ranks with different data add up, partners don't. The default is
+one process that holds everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from hasten.core.setup import Wire
+
+
+class Layout(Protocol):
+    """LAYOUT: a mesh, three functions on the model, and sums over ranks.
+
+    Args:
+        size: ranks in all.
+        data_rank: this rank's place among those with different records.
+        data_size: how many shares of a step's records there are.
+        averages: gradients come out of ``across`` divided by this; the loss is multiplied by it.
+        whole: every rank holds the whole model in plain tensors, the same as every other; where
+            not, ranks hold different parts and only ``gather`` brings them together.
+    """
+
+    size: int
+    data_rank: int
+    data_size: int
+    averages: int
+    whole: bool
+
+    def split(self, module: nn.Module) -> nn.Module:
+        """Pipeline stages. The answer maps a micro-batch's inputs to (loss sum, count) as the given
+        module did, in evaluation too, and says the same on all partners."""
+
+    def within(self, module: nn.Module) -> nn.Module:
+        """Tensor, sequence, expert, context parallelism."""
+
+    def across(self, module: nn.Module, wire: Wire) -> nn.Module:
+        """Replicas or shards, with the wire's codec."""
+
+    def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        """The context of a micro-batch's backward pass; gradients travel in the last one."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The elementwise sum over data ranks of a float64 tensor on the host.
+
+        Partners bring the same values and count once (it is the sum over all ranks divided by the
+        number of partners). So a flag that any rank sets is nonzero, though perhaps not 1.
+        """
+
+    def everywhere(self, values: Tensor) -> Tensor:
+        """The same over all ranks, partners each on their own (a row per rank, a broadcast)."""
+
+    def norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """L2 norm of the whole model's gradient, from the ``.grad`` of this rank's true weights.
+
+        The same number on every rank. A weight that several ranks hold counts once.
+        """
+
+    def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
+        """A context in which the first rank's ``model`` can be saved and run as one process's.
+
+        Every rank enters it, between steps, and leaves it. Inside, on the first rank, the
+        parameters are whole plain tensors under the model's own names and its forward pass needs
+        no other rank; True there. Elsewhere the answer says whether the same holds (replicas), and
+        where it doesn't, the model is not to be touched and no memory is taken beyond one weight.
+        Values written inside are lost, unless ``whole``.
+        """
+
+
+@runtime_checkable
+class PlacesParts(Protocol):
+    """A layout that brings the module to the device itself, part by part, so that the whole of it
+    never has to fit there."""
+
+    def place(self, module: nn.Module) -> None:
+        """Called after ``across``, in the place of a move of the whole module before it."""
+
+
+@runtime_checkable
+class DealsState(Protocol):
+    """A layout of parts whose state can be brought together for a checkpoint, and dealt again.
+
+    ``weight`` is one of the module's parameters, a true weight or what the optimizer holds in its
+    place; one that isn't dealt out has values that are whole already, and keeps them.
+
+    Args:
+        pieces: true weights are pieces of the module's own parameters, and no masters beside them.
+    """
+
+    pieces: bool
+
+    def whole_of(self, weight: Tensor, value: Tensor) -> Tensor:
+        """What belongs to a weight, itself or a moment, whole on the first rank.
+
+        All ranks call it for the same weights in the same order, between steps; what the others get
+        means nothing. Raises InputError where the value isn't laid out like its weight.
+        """
+
+    def part_of(self, weight: Tensor, whole: Tensor) -> Tensor:
+        """This rank's part; what isn't of the whole weight's shape comes back as it is."""
+
+
+class OneProcess:
+    """Everything on this rank; there is no other."""
+
+    size = 1
+    data_rank = 0
+    data_size = 1
+    averages = 1
+    whole = True
+
+    def split(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def within(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def across(self, module: nn.Module, wire: Wire) -> nn.Module:
+        return module
+
+    def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values
+
+    def everywhere(self, values: Tensor) -> Tensor:
+        return values
+
+    def norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        return total_norm(gradients_of(parameters))
+
+    def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
+        return nullcontext(True)
+
+
+def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Those that are there."""
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """L2 norm over all tensors; torch's own would give half formats a norm of 8 bits."""
+    half = [g for g in gradients if g.dtype in (torch.bfloat16, torch.float16)]
+    if not half:
+        return torch.nn.utils.get_total_norm(gradients)
+    wide = [g for g in gradients if g.dtype not in (torch.bfloat16, torch.float16)]
+    norms = torch._foreach_norm(half, 2, dtype=torch.float32)
+    return torch.nn.utils.get_total_norm([*norms, *wide])

@@ -1,0 +1,1 @@
+"""Layouts: which rank holds which part of a model, in plain PyTorch."""

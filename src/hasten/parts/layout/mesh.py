@@ -1,0 +1,67 @@
+"""The mesh of ranks: how many copies of a model, in how many shards, its layers cut how often.
+
+    dp     copies that average their gradients
+    shard  pieces of each weight, brought together for a block's pass (FSDP2)
+    tp     pieces of each layer, each computed where it lies (tensor parallel)
+
+Ranks are numbered with ``tp`` innermost and ``dp`` outermost, so that those that talk most are
+neighbours, on one machine where its ranks are numbered in a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+AXES = ("dp", "shard", "tp")
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """Ranks along each axis.
+
+    Raises:
+        ValueError: an axis without a rank.
+    """
+
+    dp: int = 1
+    shard: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            size = getattr(self, axis)
+            if size < 1:
+                raise ValueError(f"{axis} is {size}; it is a number of ranks, at least 1")
+
+    @property
+    def size(self) -> int:
+        return self.dp * self.shard * self.tp
+
+    @property
+    def data_size(self) -> int:
+        """Ranks, or groups of them, that see different records."""
+        return self.dp * self.shard
+
+    def data_rank(self, rank: int) -> int:
+        """Which of them a rank belongs to."""
+        return rank // self.tp
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
+
+    def check(self, world_size: int) -> None:
+        """Raise ValueError unless the axes use up all ranks."""
+        if self.size != world_size:
+            raise ValueError(f"{self} is {self.size} ranks and {world_size} are running")
+
+    def build(self, device_type: str) -> DeviceMesh:
+        """The mesh over all ranks of the process group; each of them calls it."""
+        shape = (self.dp, self.shard, self.tp)
+        return init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """What FSDP2 takes: one axis of shards, or copies x shards where there are copies."""
+    return mesh["dp", "shard"] if mesh["dp"].size() > 1 else mesh["shard"]

@@ -1,0 +1,174 @@
+"""Pipeline schedules: which stages a rank holds, and in which order it works on them.
+
+The orders of interleaved, zero-bubble, ZBV and DualPipeV are those of
+``torch.distributed.pipelining``; GPipe's and 1F1B's are written here, because torch keeps theirs in
+code that runs them and not in a list that could be run (what 2.13 lists of 1F1B is for drawing, and
+leaves out the first forward pass of the last rank).
+
+| schedule    | stages of a rank        | source                                               |
+|-------------|-------------------------|------------------------------------------------------|
+| gpipe       | one                     | Huang et al., arXiv 1811.06965                       |
+| 1f1b        | one                     | Narayanan et al., PipeDream-Flush, arXiv 2006.09503  |
+| interleaved | r, r+P, ...             | Narayanan et al., arXiv 2104.04473                   |
+| zero_bubble | one                     | Qi et al., ZB1P, arXiv 2401.10241                    |
+| zbv         | r and 2P-1-r (a V)      | Qi et al., arXiv 2405.15362                          |
+| dualpipev   | r and 2P-1-r (a V)      | DeepSeek-V3, arXiv 2412.19437, cut in half           |
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from torch import distributed as dist
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
+VIRTUAL = {"interleaved": 2, "zbv": 2, "dualpipev": 2}  # stages of a rank, where not one
+SPLIT = ("zero_bubble", "zbv", "dualpipev")  # a backward pass in two halves, I and W
+TORCH_NAMES = {
+    "interleaved": "Interleaved1F1B",
+    "zero_bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+Op = tuple[str, int, int]  # F forward, B backward, I and W its halves; stage; micro-batch
+Orders = tuple[tuple[Op, ...], ...]  # by rank
+
+
+def virtual(schedule: str) -> int:
+    """Stages that each rank holds."""
+    check(schedule)
+    return VIRTUAL.get(schedule, 1)
+
+
+def check(schedule: str) -> None:
+    """ValueError for a schedule that there is none of."""
+    if schedule not in SCHEDULES:
+        raise ValueError(f"there is no schedule {schedule!r}: take one of {', '.join(SCHEDULES)}")
+
+
+def missing(schedule: str) -> str:
+    """Why this torch can't run a schedule across ranks, in one sentence; empty where it can."""
+    check(schedule)
+    if not dist.is_available():
+        return "this torch was built without torch.distributed"
+    try:
+        from torch.distributed.pipelining import schedules
+    except ImportError:
+        return "this torch has no torch.distributed.pipelining; take torch 2.13"
+    needed = ["_PipelineScheduleRuntime", "_Action"]
+    if schedule in TORCH_NAMES:
+        needed.append(f"Schedule{TORCH_NAMES[schedule]}")
+    absent = [name for name in needed if not hasattr(schedules, name)]
+    if absent:
+        return f"this torch has no {absent[0]}, which {schedule} needs"
+    asked = inspect.signature(schedules.PipelineScheduleMulti.step).parameters
+    return (
+        "" if "return_outputs" in asked else "this torch's pipelines are too old; take torch 2.13"
+    )
+
+
+def homes(schedule: str, ranks: int) -> tuple[int, ...]:
+    """The rank of each stage: in a circle, or down and up again where the schedule is a V."""
+    total = ranks * virtual(schedule)
+    if schedule in ("zbv", "dualpipev"):
+        return tuple(min(stage, total - 1 - stage) for stage in range(total))
+    return tuple(stage % ranks for stage in range(total))
+
+
+def impossible(schedule: str, ranks: int, micro_batches: int) -> str:
+    """Why a schedule can't run so many micro-batches, in one sentence; empty where it can."""
+    check(schedule)
+    if micro_batches < 1:
+        return "a pipeline needs 1 micro-batch at least"
+    rounds = max(1, micro_batches // ranks)
+    if schedule in ("interleaved", "zero_bubble") and micro_batches % rounds:
+        return (
+            f"{schedule} on {ranks} ranks needs micro-batches in multiples of {ranks}, not "
+            f"{micro_batches}"
+        )
+    if schedule == "dualpipev" and micro_batches < 2 * ranks:
+        return (
+            f"dualpipev on {ranks} ranks has {2 * ranks} stages and needs as many micro-batches at "
+            f"least, not {micro_batches}"
+        )
+    return ""
+
+
+def enough(schedule: str, ranks: int, micro_batches: int) -> int:
+    """The smallest number of micro-batches, from the given one on, that the schedule can run."""
+    count = max(1, micro_batches)
+    while impossible(schedule, ranks, count):
+        count += 1
+    return count
+
+
+@lru_cache(maxsize=64)
+def orders(schedule: str, ranks: int, micro_batches: int) -> Orders:
+    """What each rank does, in its order. Raises ValueError where the schedule can't run so many."""
+    if problem := impossible(schedule, ranks, micro_batches):
+        raise ValueError(problem)
+    if schedule == "gpipe":
+        return tuple(
+            tuple((kind, r, m) for kind in "FB" for m in range(micro_batches)) for r in range(ranks)
+        )
+    if schedule == "1f1b":
+        return tuple(_one_forward_one_backward(r, ranks, micro_batches) for r in range(ranks))
+    listed = _of_torch(schedule, ranks, micro_batches)
+    return tuple(tuple(op for a in listed[r] if a for op in ops(a)) for r in range(ranks))
+
+
+def actions(schedule: str, ranks: int, micro_batches: int) -> dict[int, list[Any]]:
+    """The same as torch's runtime takes it; passes that overlap in DualPipeV stay together."""
+    from torch.distributed.pipelining.schedules import _Action, _ComputationType
+
+    if schedule in TORCH_NAMES:
+        return _of_torch(schedule, ranks, micro_batches)
+    kinds = {"F": _ComputationType.FORWARD, "B": _ComputationType.FULL_BACKWARD}
+    listed = orders(schedule, ranks, micro_batches)
+    return {r: [_Action(s, kinds[k], m) for k, s, m in listed[r]] for r in range(ranks)}
+
+
+def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> tuple[Op, ...]:
+    """Forward passes until the first gradient can be there, then one of each in turn."""
+    ahead = min(ranks - 1 - rank, micro_batches)
+    found: list[Op] = [("F", rank, m) for m in range(ahead)]
+    for m in range(micro_batches):
+        if ahead + m < micro_batches:
+            found.append(("F", rank, ahead + m))
+        found.append(("B", rank, m))
+    return tuple(found)
+
+
+@dataclass
+class _Standin:
+    """What torch's schedules read of a stage when they make their order; no group is needed."""
+
+    group_size: int
+    num_stages: int
+    stage_index: int
+    group_rank: int = 0
+    submod: None = None
+    stage_index_to_group_rank: Any = None
+
+
+def _of_torch(schedule: str, ranks: int, micro_batches: int) -> dict[int, list[Any]]:
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    total = ranks * virtual(schedule)
+    own = [s for s, home in enumerate(homes(schedule, ranks)) if home == 0]
+    standins: Any = [_Standin(ranks, total, stage) for stage in own]
+    kind: Any = get_schedule_class(TORCH_NAMES[schedule])
+    listed: dict[int, list[Any]] = kind(standins, micro_batches, None).pipeline_order
+    return listed
+
+
+def ops(action: Any) -> tuple[Op, ...]:
+    """A pass as torch lists it; an overlapped pair is two, what isn't a pass is none."""
+    if action.sub_actions is not None:
+        return tuple(op for sub in action.sub_actions for op in ops(sub))
+    kind = LETTERS.get(action.computation_type.name)
+    return ((kind, action.stage_index, action.microbatch_index),) if kind else ()

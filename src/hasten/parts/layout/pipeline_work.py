@@ -1,0 +1,126 @@
+"""One pass of one stage: with its activations kept or not, in the number format of the run.
+
+Every runner hands each stage's passes to :class:`Work`, so that recomputation, precision and the
+sum of the losses are the same in one process and in many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recomputed
+
+from hasten.parts.layout.pipeline_events import Recorder
+from hasten.parts.layout.pipeline_schedules import SPLIT, check, homes
+
+CHECKPOINTS = ("always", "except_last", "never")
+Inputs = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Seams:
+    """What the training loop around a pipeline does in each pass."""
+
+    region: Callable[[], AbstractContextManager[Any]] = nullcontext  # around a forward pass
+    after_backward: Callable[[], None] = field(default=lambda: None)  # takes gradients over
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a pipeline works, whatever runs it.
+
+    ``ranks`` are the processes (or, in one process, devices) it is laid out for; ``checkpoint``
+    says of which micro-batches a stage keeps its input alone and computes the rest again: of all,
+    of all but the last (whose backward pass follows at once), of none.
+    """
+
+    schedule: str
+    ranks: int
+    checkpoint: str = "never"
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        check(self.schedule)
+        if self.ranks < 1:
+            raise ValueError(f"stages is {self.ranks}; give 1 at least")
+        if self.checkpoint not in CHECKPOINTS:
+            raise ValueError(
+                f"checkpoint is {self.checkpoint!r}; it must be one of {', '.join(CHECKPOINTS)}"
+            )
+        if self.checkpoint != "never" and self.schedule in SPLIT:
+            raise ValueError(
+                f"{self.schedule} runs a backward pass in two halves and would compute the forward "
+                "pass again in each; take checkpoint='never', or the schedule 1f1b"
+            )
+
+    @property
+    def homes(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return homes(self.schedule, self.ranks)
+
+    def recomputes(self, number: int, count: int) -> bool:
+        """Whether micro-batch ``number`` of ``count`` is computed again in its backward pass."""
+        return self.checkpoint == "always" or (
+            self.checkpoint == "except_last" and number < count - 1
+        )
+
+
+class Work:
+    """The micro-batches of a step in progress, and what has come of them on this process."""
+
+    def __init__(self, settings: Settings, seams: Seams, device: torch.device) -> None:
+        self.settings, self.seams = settings, seams
+        self.recorder = Recorder(device)
+        self.last = len(settings.homes) - 1  # the stage whose output is the loss
+        self._device = device
+        self._losses: dict[int, Tensor] = {}  # by micro-batch: torch may try one out beforehand
+        self.recomputed = 0  # passes so far, for whoever asks
+        self._batches: Sequence[Inputs] = ()
+
+    def inputs(self, number: int) -> Inputs:
+        """A micro-batch of the step in progress."""
+        return self._batches[number]
+
+    def begin(self, micro_batches: Sequence[Inputs], group: Any = None) -> None:
+        self._batches = micro_batches
+        self._losses.clear()
+        self.recorder.begin(group)
+
+    @property
+    def total(self) -> Tensor:
+        """The summed loss of the step's micro-batches; zero where the last stage isn't."""
+        if not self._losses:
+            return torch.zeros((), device=self._device)
+        return torch.stack(list(self._losses.values())).sum()
+
+    def forward(self, stage: nn.Module, index: int, number: int, hidden: Tensor | None) -> Tensor:
+        """Hidden states of a micro-batch, or its loss, which is added up."""
+        inputs = self._batches[number]
+        again = torch.is_grad_enabled() and self.settings.recomputes(number, len(self._batches))
+        out: Tensor
+        with self.seams.region():
+            if again:
+                self.recomputed += 1
+                out = recomputed(stage, hidden, inputs, use_reentrant=False)
+            else:
+                out = stage(hidden, inputs)
+        if index == self.last:
+            self._losses[number] = out.detach()
+        return out
+
+
+class Runner(Protocol):
+    """Runs stages over micro-batches in a schedule's order; in one process, or one of many."""
+
+    work: Work
+
+    def run(self, micro_batches: Sequence[Inputs], scale: float) -> Tensor:
+        """Gradients of ``scale`` x the summed losses; the sum itself, unscaled, on every rank."""
+
+    def evaluate(self, inputs: Inputs) -> Tensor:
+        """The loss of one micro-batch, forward passes alone, on every rank."""

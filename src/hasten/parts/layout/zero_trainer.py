@@ -1,0 +1,194 @@
+"""DeepSpeed's ZeRO as four plain calls: pass gradients on, the norm, the update, whole weights.
+
+The caller owns the loop: it says which backward pass is a step's last, looks at the norm of the
+whole gradient before anything moves, and then lets the weights move or gives the step up. ZeRO
+(Rajbhandari et al., arXiv:1910.02054) deals out optimizer state (1), gradients too (2), weights too
+(3); offload keeps optimizer state in host memory (Ren et al., arXiv:2101.06840). Made for DeepSpeed
+0.19: norm and giving up use methods of its optimizers that its documentation doesn't list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+OLD_LOCK_SECONDS = 600.0  # DeepSpeed's largest operator compiles in less
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class ZeroTrainer:
+    """A module under ZeRO; inside a process group, on every rank with the same arguments.
+
+    Args:
+        config: without any "auto"; batch sizes, optimizer and scheduler are the caller's.
+        max_norm: gradients are clipped to it in the update; None: never.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        config: Mapping[str, Any],
+        max_norm: float | None,
+    ) -> None:
+        import deepspeed
+
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        self.module = module
+        self._hooks = {
+            m: {name: dict(getattr(m, name)) for name in HOOKS} for m in module.modules()
+        }
+        self.engine: Any = deepspeed.initialize(
+            model=module, optimizer=optimizer, config=_settings(config, max_norm)
+        )[0]
+        self.stage = int(self.engine.zero_optimization_stage())
+
+    def held(self) -> int:
+        """Trained weights whose optimizer state lies on this rank, padding of pieces included."""
+        if self.stage < 3:
+            pieces = self.engine.optimizer.single_partition_of_fp32_groups
+            return sum(piece.numel() for piece in pieces)
+        learned: list[Any] = [p for p in self.module.parameters() if p.requires_grad]
+        return sum(weight.ds_tensor.numel() for weight in learned)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the loss's gradients, averaged over ranks; ``last`` of this step or not."""
+        self.engine.set_gradient_accumulation_boundary(last)
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    def norm(self) -> float:
+        """L2 norm of the whole gradient, the same on every rank; infinite where it isn't finite."""
+        zero = self.engine.optimizer
+        if self.stage == 3:
+            norms = [float(norm) for norm in zero._get_norm_groups()]
+        else:
+            norms = [float(zero.scaled_global_norm())]
+        if any(norm < 0 or not math.isfinite(norm) for norm in norms):  # -1: not finite
+            return math.inf
+        return math.hypot(*norms) / float(zero.loss_scale)
+
+    def update(self) -> None:
+        """Clip, move the weights, forget the gradients."""
+        self.engine.step()
+
+    def give_up(self) -> None:
+        """Forget the gradients; with fp16 the loss scale falls. DeepSpeed's own way after overflow,
+        made to see one."""
+        zero = self.engine.optimizer
+        name = "_get_norm_groups" if self.stage == 3 else "scaled_global_norm"
+        setattr(zero, name, lambda: [torch.tensor(torch.inf)] if self.stage == 3 else torch.inf)
+        self.engine.set_gradient_accumulation_boundary(True)
+        try:
+            self.engine.step()
+        finally:
+            delattr(zero, name)
+
+    def whole(self, name: str, weight: nn.Parameter) -> Tensor:
+        """A true weight in one piece; every rank calls it, in the same order."""
+        from deepspeed import zero
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        found: Tensor | None = None
+        if weight.requires_grad:
+            found = safe_get_full_fp32_param(weight)
+        if found is not None:
+            return found.detach().to("cpu", copy=True)
+        if not hasattr(weight, "ds_id"):
+            return weight.detach().to("cpu", copy=True)
+        with zero.GatheredParameters([weight]):
+            return weight.detach().to("cpu", copy=True)
+
+    @contextlib.contextmanager
+    def plain(self, model: nn.Module, mine: bool) -> Iterator[bool]:
+        """On the rank where ``mine`` holds, ``model`` has whole plain weights and runs alone.
+
+        Every rank enters and leaves; the others hold one whole weight at a time.
+        """
+        found: dict[int, nn.Parameter] = {}
+        for name, weight in model.named_parameters():
+            value = self.whole(name, weight)
+            if mine:
+                value = value.to(weight.device, torch.float32)
+                found[id(weight)] = nn.Parameter(value, weight.requires_grad)
+        if not mine:
+            yield False
+            return
+        kept = [(m, dict(m.__dict__)) for m in model.modules()]
+        try:
+            for module, fields in kept:
+                module.__dict__["_parameters"] = {
+                    name: None if weight is None else found[id(weight)]
+                    for name, weight in _parameters(fields).items()
+                }
+                module.__dict__.update(
+                    {name: dict(hooks) for name, hooks in self._hooks.get(module, {}).items()}
+                )
+            yield True
+        finally:
+            for module, fields in kept:
+                module.__dict__.update({k: fields[k] for k in ("_parameters", *HOOKS)})
+
+
+def _parameters(fields: Mapping[str, Any]) -> dict[str, nn.Parameter | None]:
+    """DeepSpeed puts a dictionary of its own there, which gathers what it is asked for."""
+    return dict(dict.items(fields["_parameters"]))
+
+
+def _settings(config: Mapping[str, Any], max_norm: float | None) -> dict[str, Any]:
+    """What the caller owns is left out or made neutral."""
+    owned = ("train_batch_size", "optimizer", "scheduler")
+    found = {key: value for key, value in config.items() if key not in owned}
+    found |= {
+        "train_micro_batch_size_per_gpu": 1,  # of use for its logs alone
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": max_norm or 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch's own updates what is offloaded: no compiler
+    }
+    for name in ("bf16", "bfloat16"):
+        if name in found:
+            found[name] = {**found[name], "check_grad_overflow": True}
+    return found
+
+
+def why_not(on_cpu: bool, folder: Path) -> str | None:
+    """Why DeepSpeed can't run here, in one sentence; ``folder`` has what it compiles."""
+    if util.find_spec("deepspeed") is None:
+        return "DeepSpeed isn't installed: pip install 'hasten[deepspeed]'"
+    if on_cpu and not (shutil.which("c++") and shutil.which("ninja")):
+        missing = "c++" if shutil.which("c++") is None else "ninja"
+        return (
+            f"DeepSpeed compiles what carries messages between processes on a processor, and "
+            f"{missing} isn't on the path: install a C++ compiler and ninja"
+        )
+    old = stale_locks(folder)
+    if old:
+        return (
+            f"a build of DeepSpeed's that was killed left {old[0]}, and the next one would wait "
+            "for it for ever: delete that file"
+        )
+    return None
+
+
+def stale_locks(folder: Path, seconds: float = OLD_LOCK_SECONDS) -> list[Path]:
+    """Locks of builds that nothing has been written beside for so long.
+
+    torch.utils.cpp_extension makes one per operator and waits while it exists.
+    """
+    found = []
+    for lock in sorted(folder.glob("**/lock")):
+        newest = max((p.stat().st_mtime for p in lock.parent.iterdir()), default=0.0)
+        if time.time() - newest > seconds:
+            found.append(lock)
+    return found

@@ -1,0 +1,137 @@
+"""``deepspeed: FILE``: a ds_config.json as settings and techniques of a recipe.
+
+They are folded in when a recipe is read, as ``checkpoint_every`` is, so that the resolved recipe
+needs the file no more. What the recipe says itself may repeat what the file says, not contradict
+it. ``hasten doctor --ds-config FILE`` shows what becomes of each key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hasten.core import facts
+from hasten.parts.layout.zero_config import Known, read_config
+from hasten.parts.layout.zero_mapping import Mapped, mapped
+
+ACCUMULATE, SIZE = "accumulate", "micro_batch_size"
+NAMES = {
+    "batch": "global_batch_size",
+    **{n: n for n in ("learning_rate", "weight_decay", "lr_schedule", "warmup_steps")},
+    "max_grad_norm": "max_grad_norm",
+}
+
+
+def with_deepspeed(values: Mapping[str, Any], plan: list[Any]) -> dict[str, Any]:
+    """The recipe's values with the file's in their place, and its techniques in ``plan``.
+
+    Raises:
+        ValueError: the file can't be used, a key has no counterpart, or the two contradict.
+    """
+    file = values["deepspeed"]
+    if not isinstance(file, str) or not file:
+        raise ValueError(f"deepspeed is {file!r}; give the path of a ds_config.json")
+    found = meaning_of(Path(file), values, plan)
+    if found.refused:
+        row = found.refused[0]
+        raise ValueError(f"{file}: {row.key}: {row.words}")
+    merged = _merged(values, found, file)
+    more = [entry for entry in techniques_of(found, values) if entry not in plan]
+    names = {_name(entry) for entry in plan}
+    twice = next((entry for entry in more if _name(entry) in names), None)
+    if twice is not None:
+        raise ValueError(f"{file} asks for {twice} and the plan says {_name(twice)} too; keep one")
+    return {**merged, "plan": [*plan, *more], "deepspeed": None}
+
+
+def beside_deepspeed(values: Mapping[str, Any], plan: list[Any]) -> dict[str, Any]:
+    """The recipe's values where its plan runs DeepSpeed itself: the config's numbers join them.
+
+    Raises:
+        ValueError: as above.
+    """
+    entry = next((e for e in plan if _name(e).replace("_", "") == "deepspeed"), None)
+    file = _setting(entry, "config")
+    if not isinstance(file, str) or not file:
+        return dict(values)
+    found = meaning_of(Path(file), values, plan)
+    merged = _merged(values, found, file)
+    if found.micro_batch is None or _micro_batch(plan) is not None:
+        return merged
+    return {**merged, "plan": [*plan, {ACCUMULATE: {SIZE: found.micro_batch}}]}
+
+
+def meaning_of(file: Path, values: Mapping[str, Any], plan: list[Any]) -> Mapped:
+    """The file read beside a recipe's own words."""
+    return mapped(
+        read_config(file),
+        Known(
+            world=world_of(values),
+            batch=values.get("global_batch_size"),
+            micro_batch=_micro_batch(plan),
+        ),
+    )
+
+
+def techniques_of(found: Mapped, values: Mapping[str, Any]) -> list[Any]:
+    """The plan's entries that do what the file asks for, on the ranks and device there are."""
+    entries: list[Any] = []
+    if found.micro_batch is not None:
+        entries.append({ACCUMULATE: {SIZE: found.micro_batch}})
+    if found.recompute:
+        entries.append("recompute")
+    if found.precision == "bf16":
+        entries.append("bf16_master_weights")
+    elif found.precision == "fp16":
+        settings = {"initial_scale": found.initial_scale, "growth_interval": found.scale_window}
+        entries.append({"autocast": {"dtype": "fp16", **settings}})
+    if found.stage and world_of(values) > 1:  # on one rank there is nothing to deal out
+        # On a processor everything lies in host memory already.
+        on_gpu = values.get("device", "auto") != "cpu" and facts.default_device() != "cpu"
+        settings = {"reshard": found.stage == 3, "offload": found.offload and on_gpu}
+        entries.append({"fsdp2": settings})
+    return entries
+
+
+def _merged(values: Mapping[str, Any], found: Mapped, file: str) -> dict[str, Any]:
+    merged = dict(values)
+    for name, value in settings_of(found).items():
+        said = merged.get(name)
+        if said is not None and said != value:
+            raise ValueError(f"{file} says {name} is {value} and the recipe {said}; keep one")
+        merged[name] = value
+    return merged
+
+
+def settings_of(found: Mapped) -> dict[str, Any]:
+    """The recipe's keys that the file decides."""
+    settings = {NAMES[key]: value for key, value in found.settings.items() if key in NAMES}
+    return settings | ({"max_grad_norm": None} if found.settings.get("no_clipping") else {})
+
+
+def world_of(values: Mapping[str, Any]) -> int:
+    """Ranks of a launcher, or those that the recipe starts itself."""
+    here = facts.world().size
+    asked = values.get("nproc", 1)
+    return here if here > 1 or type(asked) is not int else max(asked, 1)
+
+
+def _micro_batch(plan: list[Any]) -> int | None:
+    entry = next((entry for entry in plan if _name(entry) == ACCUMULATE), None)
+    size = _setting(entry, SIZE)
+    return size if type(size) is int and size > 0 else None
+
+
+def _setting(entry: Any, name: str) -> Any:
+    """A setting of a plan's entry; None where it has none."""
+    if not isinstance(entry, Mapping):
+        return None
+    settings = entry if "technique" in entry else entry[next(iter(entry))]
+    return settings.get(name) if isinstance(settings, Mapping) else None
+
+
+def _name(entry: Any) -> str:
+    if isinstance(entry, Mapping):
+        entry = entry.get("technique") or next(iter(entry), "")
+    return str(entry).lower().replace("-", "_")

@@ -1,0 +1,191 @@
+"""Ranks find their place under any launcher, meet, and refuse to train when they differ."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hasten.cluster.joining import backend_for, join
+from hasten.core.facts import World
+from hasten.core.launchers import (
+    LAUNCHERS,
+    Place,
+    first_node,
+    meeting_method,
+    meeting_place,
+    place_of,
+)
+from hasten.errors import InputError
+from starting_rank_jobs import NAMES, variables
+
+TESTS = Path(__file__).parents[1]
+SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "40017"}
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def met(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Two processes that meet under one launcher's variables after the other."""
+    folder = tmp_path_factory.mktemp("met")
+    ports = json.dumps({launcher: free_port() for launcher in NAMES})
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD", "MASTER"))}
+    files = [folder / f"{rank}.json" for rank in range(2)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(TESTS / "starting_rank_jobs.py"), str(rank), ports, str(file)],
+            env=clean,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, file in enumerate(files)
+    ]
+    errors = [p.communicate(timeout=120)[1] for p in processes]
+    assert [p.returncode for p in processes] == [0, 0], errors
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize("launcher", NAMES)
+def test_ranks_meet_under_the_variables_of(met: list[dict[str, Any]], launcher: str) -> None:
+    assert [found[launcher] for found in met] == [[3.0, 2]] * 2
+
+
+def test_a_rank_with_another_recipe_or_version_is_told_on_all_ranks(
+    met: list[dict[str, Any]],
+) -> None:
+    assert met[0]["said"] == met[1]["said"]
+    recipe, version = met[0]["said"]
+    host = socket.gethostname()
+    assert recipe.startswith(f"rank 1 ({host}) has another recipe than rank 0 ({host}): ")
+    assert "learning_rate is 0.1 there and 0.0 on rank 0" in recipe
+    assert 'torch is "2.12" there and "2.13" on rank 0' in version
+
+
+def test_torchrun_starts_ranks_that_meet(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch, pathlib\n"
+        "from hasten.cluster.ranks import process_group\n"
+        "from hasten.core.facts import world\n"
+        "with process_group(world(), 'cpu'):\n"
+        "    found = torch.tensor([world().rank + 1.0])\n"
+        "    torch.distributed.all_reduce(found)\n"
+        f"pathlib.Path({str(tmp_path)!r}, str(world().rank)).write_text(str(found.item()))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += [f"--master-port={free_port()}", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["3.0", "3.0"]
+
+
+def test_a_port_in_use_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for name, value in variables("PMI", 0, port).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(InputError, match=f"can't listen at 127.0.0.1:{port}, as another"):
+            join(World(0, 0, 2), "gloo", timedelta(seconds=2))
+
+
+def test_a_first_rank_that_is_not_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    for name, value in variables("PMI", 1, port).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=f"rank 1 of 2 didn't meet the others at 127.0.0.1:{port}"):
+        join(World(1, 1, 2), "gloo", timedelta(seconds=1))
+
+
+def test_a_process_of_its_own_is_no_rank() -> None:
+    assert place_of({}) is None
+    assert place_of({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}) is None
+
+
+def test_a_batch_script_is_no_rank_though_slurm_says_so() -> None:
+    assert place_of(SLURM) is None
+    assert place_of({**SLURM, "SLURM_STEP_ID": "0"}) == Place("Slurm", 3, 8, 1, None)
+    with_step = {**SLURM, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+    assert place_of(with_step) == Place("Slurm", 3, 4, 1, None)
+
+
+def test_torchrun_inside_a_slurm_step_comes_first() -> None:
+    both = {**SLURM, "SLURM_STEP_ID": "0", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    assert place_of(both) == Place("torchrun", 1, 2, 1, None)
+
+
+@given(st.sampled_from(sorted(LAUNCHERS)), st.integers(1, 4096), st.data())
+def test_every_launcher_gives_the_place_it_was_told(
+    launcher: str, size: int, data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, size - 1))
+    names = LAUNCHERS[launcher]
+    found = place_of(dict(zip(names, map(str, (rank, size, rank, size)), strict=True)))
+    assert found == Place(launcher, rank, size, rank, size)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is 'one'; it must be a number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE is 2: no such rank"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "x"}, "PMI_SIZE is 'x'"),
+    ],
+)
+def test_variables_that_make_no_sense_are_named(wrong: dict[str, str], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        place_of(wrong)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu07", "gpu07"),
+        ("gpu[07-12,15],login1", "gpu07"),
+        ("gpu[3,5-9]", "gpu3"),
+        ("a1,b[2-3]", "a1"),
+        ("rack[1-2]-node", "rack1-node"),
+    ],
+)
+def test_the_first_of_a_node_list_is_where_ranks_meet(nodes: str, first: str) -> None:
+    assert first_node(nodes) == first
+    step = {**SLURM, "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": nodes}
+    assert meeting_place(step) == (first, 20_000 + 40017 % 10_000)
+
+
+def test_what_the_user_sets_is_where_ranks_meet() -> None:
+    step = {**SLURM, "SLURM_STEP_ID": "0", "MASTER_ADDR": "head", "MASTER_PORT": "1234"}
+    assert meeting_method(step) == ("env://", "head:1234")
+    assert meeting_method({"HASTEN_RENDEZVOUS": "/run/here"})[0] == "file:///run/here"
+
+
+def test_ranks_of_several_machines_need_the_first_one_s_address() -> None:
+    names = LAUNCHERS["Open MPI"]
+    several = dict(zip(names, ("5", "8", "1", "4"), strict=True))
+    with pytest.raises(InputError, match=r"4 of them here, .*set MASTER_ADDR"):
+        meeting_place(several)
+
+
+def test_a_backend_that_can_not_reach_the_device_is_refused() -> None:
+    assert backend_for("cpu") == "gloo"
+    assert backend_for("cuda:0") == "nccl"
+    assert backend_for("cuda:0", "gloo") == "gloo"
+    with pytest.raises(InputError, match="nccl moves a GPU's memory and this run is on cpu"):
+        backend_for("cpu", "nccl")
+    with pytest.raises(InputError, match="it is one of auto, gloo, nccl"):
+        backend_for("cpu", "mpi")

@@ -1,0 +1,75 @@
+"""A model large enough for its state to dwarf small tensors, measured and estimated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hasten.core.facts import World
+from hasten.core.plan import Plan
+from hasten.core.session import assemble
+from hasten.core.setup import prepare
+from hasten.core.step import training
+from hasten.core.technique import Technique
+from hasten.evidence.ledger_memory import memory_of
+from hasten.parts.flops import model_flops
+from hasten.parts.memory_needs import ModelSize
+from hasten.recipe.memory_budget import largest_micro_batch, needs_of
+from hasten.techniques.layout import DDP
+from hasten.techniques.layout_sharded import FSDP2
+from hasten.techniques.optimizer import CompactAdamW
+from hasten.techniques.precision import BF16MasterWeights
+from tiny import job_facts, language_job, records, tiny_config
+
+WIDTH, LAYERS, VOCABULARY = 128, 3, 1000
+ON_RANKS: dict[str, tuple[Technique, ...]] = {
+    "ddp": (DDP(),),
+    "fsdp2": (FSDP2(),),
+    "fsdp2, compact": (FSDP2(), CompactAdamW()),
+    "ddp, bf16": (DDP(), BF16MasterWeights()),
+}
+
+
+def model(architecture: str) -> Any:
+    import transformers as hf
+
+    config = tiny_config(architecture)
+    config.hidden_size, config.intermediate_size, config.moe_intermediate_size = WIDTH, 344, 64
+    config.num_hidden_layers, config.vocab_size = LAYERS, VOCABULARY
+    torch.manual_seed(0)
+    built = hf.AutoModelForCausalLM.from_config(config)
+    built.set_attn_implementation("sdpa")
+    return built
+
+
+def both(
+    architecture: str, techniques: tuple[Technique, ...], world: World | None = None
+) -> dict[str, float]:
+    """Bytes by name, each estimated / measured on this rank."""
+    whole = model(architecture)
+    count = sum(p.numel() for p in whole.parameters())
+    active = model_flops(whole).per_token / 6
+    chosen = 2 if "v3" in architecture else 0
+    size = ModelSize(count, active, WIDTH, LAYERS, VOCABULARY, chosen)
+    job = language_job(lambda: model(architecture), data=records(16, longest=90), steps=1)
+    known = job_facts(job, architecture, world)
+    shape = replace(
+        known.model, parameters=count, hidden_size=WIDTH, layers=LAYERS, vocabulary=VOCABULARY
+    )
+    known = replace(known, model=shape)
+    session = assemble(prepare(job, Plan(techniques), known))
+    list(training(session))
+    needs = needs_of(size, known, Plan(techniques), largest_micro_batch(session.setup))
+    found: dict[str, Any] = memory_of(session)
+    state = found["weights"] + found["gradients"] + found["optimizer"]
+    return {
+        "state": needs.state / state,
+        "activations": needs.activations / found["activations"],
+        "bytes": float(state),
+    }
+
+
+def on_ranks_too(world: World) -> dict[str, Any]:
+    return {name: both("llama", techniques, world) for name, techniques in ON_RANKS.items()}

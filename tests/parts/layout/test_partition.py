@@ -1,0 +1,72 @@
+"""The cut of a model into stages, against every cut there is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from hasten.parts.layout.partition import balanced, bottleneck, ranges, seconds, work
+
+COSTS = st.lists(st.floats(0, 10), min_size=1, max_size=8)
+
+
+def every_cut(layers: int, stages: int) -> list[tuple[int, ...]]:
+    """All ways to give each stage one layer at least."""
+    cuts = itertools.combinations(range(1, layers), stages - 1)
+    return [tuple(b - a for a, b in itertools.pairwise((0, *c, layers))) for c in cuts]
+
+
+@settings(max_examples=150, deadline=None)
+@given(COSTS, st.integers(1, 5), st.floats(0, 10), st.floats(0, 10))
+def test_no_other_cut_has_a_faster_slowest_stage(
+    costs: list[float], stages: int, first: float, last: float
+) -> None:
+    if stages > len(costs):
+        with pytest.raises(ValueError, match=f"{len(costs)} layers can't be cut"):
+            balanced(costs, stages, first, last)
+        return
+    found = balanced(costs, stages, first, last)
+    assert sum(found) == len(costs)
+    assert min(found) >= 1
+    best = min(bottleneck(costs, cut, first, last) for cut in every_cut(len(costs), stages))
+    assert bottleneck(costs, found, first, last) == pytest.approx(best, rel=1e-6, abs=1e-12)
+
+
+def test_of_equal_bottlenecks_the_evenest_cut_is_taken() -> None:
+    assert balanced([1, 1, 1, 5, 1, 1], 3) == (3, 1, 2)  # and not 2, 2, 2 or 1, 3, 2
+    assert balanced([1] * 6, 3) == (2, 2, 2)
+
+
+def test_a_large_head_leaves_the_last_stage_fewer_layers() -> None:
+    assert sorted(balanced([1.0] * 8, 4, 0.0, 2.0)[:3]) == [2, 2, 3]
+    assert balanced([1.0] * 8, 4, 0.0, 2.0)[-1] == balanced([1.0] * 8, 4, 2.0, 0.0)[0] == 1
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0])
+def test_costs_that_are_no_costs_are_refused(wrong: float) -> None:
+    with pytest.raises(ValueError, match="finite"):
+        balanced([1.0, wrong], 2)
+
+
+def test_stages_are_runs_of_layers() -> None:
+    assert ranges((3, 1, 2)) == [range(3), range(3, 4), range(4, 6)]
+
+
+def test_work_counts_matrices_and_the_experts_that_a_token_meets() -> None:
+    layer = nn.Module()
+    layer.experts = nn.ModuleList([nn.Linear(4, 6, bias=False) for _ in range(8)])
+    layer.gate = nn.Linear(4, 8)
+    assert work(layer, active=2 / 8) == 4 * 6 * 2 + 4 * 8
+    assert work(nn.LayerNorm(5)) == 10  # no matrix: what there is
+
+
+def test_a_measured_pass_runs_backward_too() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    assert seconds(lambda: weight * 2, torch.device("cpu"), times=2) > 0
+    assert weight.grad is not None

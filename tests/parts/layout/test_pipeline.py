@@ -1,0 +1,231 @@
+"""AsyncPipeline in one process and over ranks: the gradients of a model in one piece."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from hasten import AsyncPipeline
+from hasten.parts.collate import packed
+from hasten.parts.layout.pipeline_batches import alike
+from hasten.parts.layout.pipeline_events import StageEvent
+from hasten.parts.layout.pipeline_schedules import SCHEDULES, virtual
+from pipeline_rank_jobs import language_batch, language_model, largest_error, plain_loss
+from ranks import on_ranks
+from tiny import ARCHITECTURES, records
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_in_one_process_give_the_gradients_of_the_whole_model(
+    schedule: str, tied: bool
+) -> None:
+    model, reference = (language_model("llama", tied) for _ in range(2))
+    pipeline = AsyncPipeline(stages=2, microbatch_size=2, schedule=schedule)
+    stages = pipeline.partition_model(model)
+    for batch in (language_batch(width=9), language_batch(width=6)):
+        loss = pipeline.step(stages, batch)
+        expected = plain_loss(reference, batch)
+        expected.backward()  # type: ignore[no-untyped-call]
+        assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert largest_error(stages, model, reference) < 1e-14
+    assert len(stages.sizes) == 2 * virtual(schedule)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_every_known_architecture_can_be_cut_and_computed_again(
+    architecture: str, checkpoint: str
+) -> None:
+    model, reference = (language_model(architecture) for _ in range(2))
+    pipeline = AsyncPipeline(stages=4, microbatch_size=4, checkpoint=checkpoint)
+    stages = pipeline.partition_model(model)
+    batch = language_batch()
+    pipeline.step(stages, batch)
+    plain_loss(reference, batch).backward()  # type: ignore[no-untyped-call]
+    assert largest_error(stages, model, reference) < 1e-7  # V3's routers are float32
+    again = {"never": 0, "except_last": 4, "always": 8}  # 4 stages x 2 micro-batches
+    assert stages.runner.work.recomputed == again[checkpoint]
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 8), nn.Tanh(), nn.Linear(8, 3)
+    ).double()
+
+
+def test_any_sequence_of_layers_trains_to_the_same_weights() -> None:
+    model, reference = layers(), layers()
+    pipeline = AsyncPipeline(stages=3, microbatch_size=4)
+    stages = pipeline.partition_model(model)
+    x, y = torch.randn(12, 5).double(), torch.randn(12, 3).double()
+    for found in (stages, reference):
+        optimizer = torch.optim.AdamW(found.parameters(), lr=0.01)
+        for _ in range(5):
+            optimizer.zero_grad()
+            if found is stages:
+                pipeline.step(stages, (x, y), F.mse_loss)
+            else:
+                F.mse_loss(reference(x), y).backward()
+            optimizer.step()
+    for one, two in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-14)
+
+
+def test_measured_costs_leave_no_gradient_and_cut_where_the_time_goes() -> None:
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)], nn.Linear(4, 1))
+    wide = nn.Sequential(nn.Linear(4, 3000), nn.Linear(3000, 3000), nn.Linear(3000, 4))
+    model.insert(0, wide)
+    pipeline = AsyncPipeline(stages=2, microbatch_size=2)
+    stages = pipeline.partition_model(model, "measured", (torch.randn(64, 4), None))
+    assert stages.sizes[0] == 1
+    assert all(p.grad is None for p in model.parameters())
+    language = language_model("deepseek_v2")
+    found = pipeline.partition_model(language, "measured", language_batch(width=9))
+    assert sum(found.sizes) == 5
+    assert all(p.grad is None for p in language.parameters())
+
+
+def test_a_recorded_step_is_drawn_and_its_passes_follow_each_other() -> None:
+    pipeline = AsyncPipeline(stages=2, microbatch_size=2)
+    stages = pipeline.partition_model(layers())
+    batch = torch.randn(8, 5).double(), torch.randn(8, 3).double()
+    with pipeline.recording(stages):
+        pipeline.step(stages, batch, F.mse_loss)
+    assert len(pipeline.events) == 2 * 2 * 4
+    in_order(pipeline.events)
+    assert 0 < pipeline.bubble < 1
+    assert "measured" in pipeline.timetable()
+    pipeline.step(stages, batch, F.mse_loss)
+    assert len(pipeline.events) == 16  # a step that isn't recorded leaves the last one's
+
+
+def in_order(events: Any) -> None:
+    """Each pass begins after the passes it needs have ended."""
+    ends = {("B" if e.kind == "I" else e.kind, e.stage, e.micro_batch): e.end for e in events}
+    last = max(e.stage for e in events)
+    for e in events:
+        needs = [("F", e.stage - 1)] if e.kind == "F" and e.stage else []
+        if e.kind in "BI":
+            needs = [("F", e.stage)] + ([("B", e.stage + 1)] if e.stage < last else [])
+        if e.kind == "W":
+            needs = [("B", e.stage)]
+        assert all(ends[kind, stage, e.micro_batch] <= e.start for kind, stage in needs), e
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: AsyncPipeline(6).partition_model(layers()), "5 layers can't be cut into 6"),
+        (lambda: AsyncPipeline(2, 0), "microbatch_size is 0"),
+        (lambda: AsyncPipeline(2, schedule="gPipe"), "no schedule 'gPipe'"),
+        (lambda: AsyncPipeline(2).partition_model(nn.Linear(2, 2)), "not a Hugging Face causal"),
+        (lambda: AsyncPipeline(2).partition_model(layers(), [1.0]), "each of the 5 layers"),
+        (lambda: AsyncPipeline(2).partition_model(layers(), "measured"), "needs sample"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_in_one_sentence(make: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_batches_that_cannot_be_cut_are_refused_in_one_sentence() -> None:
+    pipeline = AsyncPipeline(stages=2, microbatch_size=5)
+    stages = pipeline.partition_model(layers())
+    x, y = torch.randn(12, 5).double(), torch.randn(12, 3).double()
+    with pytest.raises(ValueError, match="microbatch_size=5 doesn't cut a batch of 12 rows"):
+        pipeline.step(stages, (x, y), F.mse_loss)
+    with pytest.raises(ValueError, match=r"takes\s+\(x, y\) and loss_fn"):
+        pipeline.step(stages, (x, y))
+    with pytest.raises(ValueError, match="what partition_model returned"):
+        pipeline.step(layers(), (x, y), F.mse_loss)  # type: ignore[arg-type]
+    whole = AsyncPipeline(2, 2, schedule="dualpipev")
+    language = whole.partition_model(language_model("llama"))
+    with pytest.raises(ValueError, match="not 2; change the batch or microbatch_size"):
+        whole.step(language, language_batch(rows=4))
+    with pytest.raises(ValueError, match="leave loss_fn out"):
+        whole.step(language, language_batch(), F.mse_loss)
+    with pytest.raises(ValueError, match="needs input_ids and labels"):
+        whole.step(language, {"input_ids": torch.ones(2, 2)})
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(st.integers(3, 12), min_size=1, max_size=3), min_size=1, max_size=4))
+def test_filler_makes_packed_rows_alike_and_stays_a_document_of_its_own(
+    lengths: list[list[int]],
+) -> None:
+    pool = {r.length: r for r in records(400, longest=12)}
+    batches = [packed([pool[n] for n in row]) for row in lengths]
+    found = alike(batches, len(batches) + 1)
+    width = max(sum(row) for row in lengths)
+    for before, after in zip(batches, found, strict=False):
+        size = before["input_ids"].shape[1]
+        assert after["input_ids"].shape == after["position_ids"].shape == (1, width)
+        assert torch.equal(after["input_ids"][:, :size], before["input_ids"])
+        assert bool((after["labels"][:, size:] == -100).all())
+        assert sum(after["document_lengths"]) == width
+        wanted = torch.cat([torch.arange(n) for n in after["document_lengths"]])
+        assert torch.equal(after["position_ids"][0], wanted)
+        assert after["boundaries"].tolist()[-1] == width
+        assert after["boundaries"].dtype == torch.int32
+    assert bool((found[-1]["labels"] == -100).all())
+
+
+def test_inputs_whose_filler_is_not_known_are_refused() -> None:
+    row = torch.ones(1, 3, dtype=torch.long)
+    with pytest.raises(ValueError, match="'pixels'"):
+        alike([{"input_ids": row, "labels": row, "pixels": row}], 1)
+
+
+@pytest.fixture(scope="module")
+def over_ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return on_ranks("pipeline_rank_jobs:everything", tmp_path_factory.mktemp("ranks"))
+
+
+def test_over_ranks_every_schedule_gives_loss_and_gradients_of_one_process(
+    over_ranks: Any,
+) -> None:
+    for found in over_ranks:
+        for case, values in found["schedules"].items():
+            tolerance = 1e-7 if "deepseek" in case else 1e-13
+            assert values["loss"] < tolerance, case
+            assert values["gradient"] < tolerance, case
+    for case, values in over_ranks[0]["schedules"].items():  # no rank holds the whole model
+        if "parameters" in values:
+            assert values["parameters"] < 0.75 * values["all"], case
+            assert values["layers"] in (2, 3), case  # of 5; the rest is gone from memory
+
+
+def test_over_ranks_recorded_passes_are_all_there_and_in_order(over_ranks: Any) -> None:
+    first, second = (found["bubbles"] for found in over_ranks)
+    for schedule, found in first.items():
+        events = [StageEvent(*values) for values in found["events"]]
+        in_order(events)
+        assert found["events"] == second[schedule]["events"]
+        kinds = "".join(sorted({e.kind for e in events}))
+        assert kinds == {"zero_bubble": "FIW", "zbv": "FIW", "dualpipev": "BFIW"}.get(
+            schedule, "BF"
+        )
+        forward = {(e.stage, e.micro_batch) for e in events if e.kind == "F"}
+        assert len(forward) == 2 * virtual(schedule) * 4
+        assert found["drawing"].startswith("<svg")
+        assert 0 < found["share"] < 1
+
+
+def test_a_gradient_that_was_there_is_added_to() -> None:
+    model = layers()
+    pipeline = AsyncPipeline(stages=2, microbatch_size=3)
+    stages = pipeline.partition_model(model)
+    batch: tuple[Tensor, Tensor] = torch.randn(6, 5).double(), torch.randn(6, 3).double()
+    pipeline.step(stages, batch, F.mse_loss)
+    once = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    pipeline.step(stages, batch, F.mse_loss)
+    for before, p in zip(once, model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, 2 * before)

@@ -1,0 +1,152 @@
+"""Orders of passes: complete, possible, and as idle as the papers' closed forms say."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hasten.parts.layout.pipeline_events import StageEvent, bubble, bubble_share, drawing
+from hasten.parts.layout.pipeline_ranks import earlier
+from hasten.parts.layout.pipeline_schedules import (
+    SCHEDULES,
+    SPLIT,
+    actions,
+    enough,
+    homes,
+    impossible,
+    missing,
+    orders,
+    virtual,
+)
+from hasten.parts.layout.pipeline_work import Settings
+from hasten.search.schedules import StageSeconds, Timetable, simulate
+
+schedules = st.sampled_from(SCHEDULES)
+
+
+def timetable(schedule: str, ranks: int, micro_batches: int, weights: float = 1.0) -> Timetable:
+    """The order in a simulator that knows nothing of schedules; it raises if ranks get stuck."""
+    each = virtual(schedule)
+    cells = [[(op,) for op in of_rank] for of_rank in orders(schedule, ranks, micro_batches)]
+    even = StageSeconds.even(ranks * each, 1 / each, 1 / each, weights / each)
+    return simulate(cells, even)
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules, st.integers(1, 4), st.integers(1, 14))
+def test_every_rank_does_each_pass_of_its_stages_once_and_nobody_gets_stuck(
+    schedule: str, ranks: int, wanted: int
+) -> None:
+    count = enough(schedule, ranks, wanted)
+    assert count >= wanted
+    listed = orders(schedule, ranks, count)
+    for rank, of_rank in enumerate(listed):
+        own = [s for s, home in enumerate(homes(schedule, ranks)) if home == rank]
+        assert len(set(of_rank)) == len(of_rank)
+        forward = {(s, m) for kind, s, m in of_rank if kind == "F"}
+        backward = {(s, m) for kind, s, m in of_rank if kind in "BI"}
+        weights = {(s, m) for kind, s, m in of_rank if kind in "BW"}
+        assert forward == backward == weights == {(s, m) for s in own for m in range(count)}
+    assert timetable(schedule, ranks, count).seconds > 0
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (4, 16)])
+def test_the_order_is_as_idle_as_the_closed_form(schedule: str, ranks: int, count: int) -> None:
+    found = timetable(schedule, ranks, count).idle_share
+    assert found == pytest.approx(bubble(schedule, ranks, count, 1, 1, 1))
+
+
+@pytest.mark.parametrize("schedule", SPLIT)
+@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (4, 16)])
+def test_a_backward_pass_in_two_halves_idles_less_than_1f1b(
+    schedule: str, ranks: int, count: int
+) -> None:
+    one_by_one = timetable("1f1b", ranks, count).idle_share
+    assert timetable(schedule, ranks, count).idle_share < one_by_one
+
+
+def test_a_v_begins_and_ends_on_the_same_rank() -> None:
+    assert homes("zbv", 3) == homes("dualpipev", 3) == (0, 1, 2, 2, 1, 0)
+    assert homes("interleaved", 2) == (0, 1, 0, 1)
+    assert homes("1f1b", 3) == (0, 1, 2)
+
+
+def test_numbers_that_a_schedule_cannot_run_are_refused_in_one_sentence() -> None:
+    assert "multiples of 2, not 5" in impossible("interleaved", 2, 5)
+    assert "as many micro-batches at least, not 3" in impossible("dualpipev", 2, 3)
+    assert impossible("gpipe", 4, 1) == ""
+    with pytest.raises(ValueError, match="multiples of 4, not 9"):
+        orders("zero_bubble", 4, 9)
+    with pytest.raises(ValueError, match="no schedule 'chimera': take one of gpipe"):
+        virtual("chimera")
+    with pytest.raises(ValueError, match="no closed form"):
+        bubble("zbv", 2, 4, 1, 1, 1)
+
+
+def test_this_torch_has_all_schedules() -> None:
+    assert [missing(schedule) for schedule in SCHEDULES] == [""] * len(SCHEDULES)
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match="take checkpoint='never'"):
+        Settings("zbv", 2, "always")
+    with pytest.raises(ValueError, match="one of always, except_last, never"):
+        Settings("1f1b", 2, "sometimes")
+    with pytest.raises(ValueError, match="stages is 0"):
+        Settings("1f1b", 0)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_receives_move_up_and_never_past_each_other(schedule: str) -> None:
+    runtime: Any = pytest.importorskip("torch.distributed.pipelining.schedules")
+    listed = actions(schedule, 2, 8)
+    home = homes(schedule, 2)
+    plain = {r: runtime._add_unshard_reshard(listed[r]) for r in listed}
+    sent = runtime._add_send_recv(plain, stage_to_rank=home.__getitem__, num_stages=len(home))
+    for of_rank in sent.values():
+        moved = earlier(of_rank, 2)
+        assert sorted(map(str, moved)) == sorted(map(str, of_rank))
+        for kinds in ("RECV", None):
+            before, after = (
+                [str(a) for a in one if ("RECV" in str(a)) == bool(kinds)]
+                for one in (of_rank, moved)
+            )
+            assert before == after  # receives among themselves, and all else among itself
+        places = [(moved.index(a), of_rank.index(a)) for a in of_rank if "RECV" in str(a)]
+        assert all(new <= old for new, old in places)
+        assert any(new < old for new, old in places)
+
+
+EVENTS = [
+    StageEvent(0, "F", 0, 0, 0.0, 1.0),
+    StageEvent(1, "F", 1, 0, 1.0, 2.0),
+    StageEvent(1, "B", 1, 0, 2.0, 4.0),
+    StageEvent(0, "I", 0, 0, 4.0, 5.0),
+    StageEvent(0, "W", 0, 0, 5.0, 6.0),
+]
+
+
+def test_the_bubble_is_the_time_without_a_pass() -> None:
+    assert bubble_share(EVENTS) == pytest.approx(1 - 6 / 12)
+    later = [dataclasses.replace(e, start=e.start + 7, end=e.end + 7) for e in EVENTS]
+    assert bubble_share(later) == pytest.approx(1 - 6 / 12)
+
+
+def test_the_drawing_is_an_svg_with_a_box_for_each_pass() -> None:
+    root = ElementTree.fromstring(drawing(EVENTS, "two <ranks>"))
+    said = [t.text for t in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert said[0] == "two <ranks>"
+    assert sum("micro-batch 0" in (t or "") for t in said) == len(EVENTS)
+    assert any("50.0%" in (t.text or "") for t in root.iter("{http://www.w3.org/2000/svg}text"))
+
+
+def test_without_events_there_is_no_bubble_and_no_drawing() -> None:
+    for ask in (lambda: bubble_share([]), lambda: drawing([], "none")):
+        with pytest.raises(ValueError, match="record a step first"):
+            ask()

@@ -1,0 +1,182 @@
+"""What the pipeline's tests run on ranks: every schedule against one process, and stages asleep."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+import weakref
+from dataclasses import astuple
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hasten.core.facts import World
+from hasten.parts.layout.pipeline import AsyncPipeline, PipelineModel
+from hasten.parts.layout.pipeline_schedules import SCHEDULES, virtual
+from hasten.parts.losses import WholeLogitsLoss
+from tiny import VOCABULARY, tiny_config
+
+LAYERS = 5  # uneven stages wherever there is more than one
+
+
+def language_model(architecture: str, tied: bool = False) -> Any:
+    """A tiny model in float64 with more layers than the other tests' have."""
+    import transformers as hf
+
+    config = tiny_config(architecture)
+    config.num_hidden_layers, config.tie_word_embeddings = LAYERS, tied
+    if getattr(config, "layer_types", None):
+        config.layer_types = ["full_attention"] * LAYERS
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config)
+    model.set_attn_implementation("sdpa")
+    if "deepseek" in architecture:
+        model.set_experts_implementation("eager")
+    return model.double()
+
+
+def language_batch(rows: int = 8, width: int = 11) -> dict[str, Tensor]:
+    """Trained tokens differ from row to row, so that a mean of means would be wrong."""
+    draw = torch.Generator().manual_seed(4)
+    ids = torch.randint(3, VOCABULARY, (rows, width), generator=draw)
+    labels = ids.clone()
+    labels[:, :4] = -100
+    labels[3:, 5:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def plain_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The mean over all trained tokens of the batch, in one pass."""
+    labels = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    total, count = WholeLogitsLoss(model)(labels=labels, input_ids=batch["input_ids"])
+    return total / count
+
+
+def largest_error(stages: PipelineModel, there: nn.Module, here: nn.Module) -> float:
+    """Of the gradients of this process's stages, against those of the reference."""
+    own = {id(p) for p in stages.parameters()}
+    pairs = zip(there.parameters(), here.parameters(), strict=True)
+    return max(
+        float(((torch.zeros_like(b) if a.grad is None else a.grad) - b.grad).abs().max())
+        for a, b in pairs
+        if id(a) in own and b.grad is not None
+    )
+
+
+def schedules(world: World) -> dict[str, Any]:
+    """Loss and gradients of every schedule, for a model and for a plain sequence of layers."""
+    found: dict[str, Any] = {}
+    cases = [(schedule, "llama", True, "never", True) for schedule in SCHEDULES]
+    cases += [("zbv", "deepseek_v3", False, "never", True)]
+    cases += [(schedule, "qwen2", False, "always", False) for schedule in ("gpipe", "1f1b")]
+    for case in cases:
+        found[", ".join(map(str, case))] = _language(world, *case)
+    for schedule in SCHEDULES:
+        found[f"{schedule}, layers"] = _layers(world, schedule)
+    return found
+
+
+def _language(
+    world: World, schedule: str, architecture: str, tied: bool, checkpoint: str, overlap: bool
+) -> dict[str, float]:
+    model, reference = (language_model(architecture, tied) for _ in range(2))
+    pipeline = AsyncPipeline(world.size, 1, overlap, schedule=schedule, checkpoint=checkpoint)
+    stages = pipeline.partition_model(model)
+    losses, wanted = [], []
+    for width in (11, 7):  # the shape that stages send changes
+        batch = language_batch(width=width)
+        losses.append(float(pipeline.step(stages, batch)))
+        expected = plain_loss(reference, batch)
+        expected.backward()
+        wanted.append(float(expected.detach()))
+    found = {
+        "loss": max(abs(a - b) for a, b in zip(losses, wanted, strict=True)),
+        "gradient": largest_error(stages, model, reference),
+        "parameters": sum(p.numel() for p in stages.parameters()),
+        "all": sum(p.numel() for p in model.parameters()),
+    }
+    layers = [weakref.ref(layer) for layer in model.model.layers]
+    del model
+    gc.collect()
+    return {**found, "layers": sum(layer() is not None for layer in layers)}
+
+
+def _layers(world: World, schedule: str) -> dict[str, float]:
+    def build() -> nn.Sequential:
+        torch.manual_seed(1)
+        wide = (6, 9, 5, 8, 7, 6, 4, 5, 3)
+        layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(wide)]
+        return nn.Sequential(*layers).double()
+
+    model, reference = build(), build()
+    draw = torch.Generator().manual_seed(2)
+    pipeline = AsyncPipeline(world.size, 1, schedule=schedule)
+    stages = pipeline.partition_model(model)
+    error = 0.0
+    for inside in ((), (5,)):  # the shape that stages send changes
+        x = torch.randn(8, *inside, 6, generator=draw).double()
+        y = torch.randn(8, *inside, 3, generator=draw).double()
+        loss = pipeline.step(stages, (x, y), F.mse_loss)
+        expected = F.mse_loss(reference(x), y)
+        expected.backward()
+        error = max(error, abs(float(loss) - float(expected.detach())))
+    return {"loss": error, "gradient": largest_error(stages, model, reference)}
+
+
+class _Sleep(torch.autograd.Function):
+    """Takes its time in the forward pass, and again when a gradient passes through it."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, before: float, after: float) -> Tensor:
+        ctx.after = after
+        time.sleep(before)
+        return value * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        time.sleep(ctx.after)
+        return gradients[0], None, None
+
+
+class Asleep(nn.Module):
+    """A layer whose three passes take fixed times and no processor: F, I and W seconds."""
+
+    def __init__(self, forward: float, inputs: float, weights: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.times = forward, inputs, weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        ahead, inputs, weights = self.times
+        scale: Any = _Sleep.apply(self.scale, 0.0, weights)  # type: ignore[no-untyped-call]
+        out: Any = _Sleep.apply(x * scale, ahead, inputs)  # type: ignore[no-untyped-call]
+        found: Tensor = out
+        return found
+
+
+def everything(world: World) -> dict[str, Any]:
+    """All of it in one start."""
+    return {"schedules": schedules(world), "bubbles": bubbles(world)}
+
+
+def bubbles(world: World, seconds: float = 0.002, micro_batches: int = 4) -> dict[str, Any]:
+    """A recorded step of each schedule, whose stages sleep ``seconds`` in F, in I and in W."""
+    found: dict[str, Any] = {}
+    for schedule in SCHEDULES:
+        each = virtual(schedule)
+        layers = [Asleep(*[seconds / each] * 3) for _ in range(world.size * each)]
+        pipeline = AsyncPipeline(world.size, 1, schedule=schedule)
+        stages = pipeline.partition_model(nn.Sequential(*layers), [1.0] * len(layers))
+        batch = torch.ones(micro_batches, 2), torch.ones(micro_batches, 2)
+        pipeline.step(stages, batch, F.mse_loss)
+        with pipeline.recording(stages):
+            pipeline.step(stages, batch, F.mse_loss)
+        found[schedule] = {
+            "share": pipeline.bubble,
+            "events": [astuple(e) for e in pipeline.events],
+            "drawing": pipeline.timetable(),
+        }
+    return found

@@ -1,0 +1,154 @@
+"""Runs of the pipeline technique on ranks, and the same runs in one process beside them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+
+from hasten.core.evaluate import evaluate
+from hasten.core.facts import World
+from hasten.core.job import Job, Stop
+from hasten.core.plan import Plan
+from hasten.core.session import Session, assemble
+from hasten.core.setup import prepare
+from hasten.core.step import training
+from hasten.core.technique import Technique
+from hasten.techniques.attention import DocumentAttention
+from hasten.techniques.batch import Accumulate
+from hasten.techniques.collate import Packed
+from hasten.techniques.layout_pipeline import Pipeline
+from hasten.techniques.loss import LabelledTokenLoss
+from hasten.techniques.precision import Autocast, BF16MasterWeights
+from pipeline_rank_jobs import language_model
+from tiny import job_facts, language_job, records
+
+STEPS = 5
+Case = tuple[str, bool, tuple[Technique, ...], dict[str, Any]]  # model, tied, plan, of the pipeline
+PACKED = (
+    Packed(),
+    DocumentAttention(),
+    LabelledTokenLoss(chunk=16),
+    Accumulate(micro_batch_size=3),
+)
+CASES: dict[str, Case] = {
+    "plain": ("llama", False, (), {"schedule": "gpipe"}),
+    "tied, accumulated": (
+        *("qwen2", True, (Accumulate(micro_batch_size=3),)),
+        {"micro_batch_size": 2, "checkpoint": "always"},
+    ),
+    "packed, label-only": (
+        *("llama", True, PACKED),
+        {"micro_batch_size": 0, "schedule": "zero_bubble"},
+    ),
+    "experts": ("deepseek_v3", False, (), {"schedule": "zbv"}),
+    "experts, interleaved": ("deepseek_v2", False, (), {"schedule": "interleaved"}),
+    "both ways": ("llama", True, (), {"schedule": "dualpipev"}),
+    "bf16 masters": ("llama", True, (BF16MasterWeights(),), {}),
+    "autocast": ("llama", False, (Autocast(),), {"schedule": "zero_bubble"}),
+}
+
+TWO_PIPELINES = ("tied, accumulated", "experts")  # on four ranks
+
+
+def job(case: str) -> Job:
+    """Nine records in fours: a step has four records or one, fewer than micro-batches are wanted.
+
+    The largest norm is one that acts.
+    """
+    architecture, tied, *_ = CASES[case]
+    dtype = torch.float32 if case in ("bf16 masters", "autocast") else torch.float64
+    return language_job(
+        lambda: language_model(architecture, tied).to(dtype),
+        data=records(9),
+        batch=4,
+        stop=Stop(steps=STEPS),
+        max_grad_norm=0.5,
+        optimizer=torch.optim.SGD,
+        lr=0.3,
+        metrics={"first": lambda model: float(model.lm_head.weight.double().abs().sum())},
+    )
+
+
+def session_on(world: World, case: str) -> Session:
+    architecture, _, plan, settings = CASES[case]
+    if world.size > 1:
+        plan = (*plan, Pipeline(stages=2, **settings))
+    made = job(case)
+    return assemble(prepare(made, Plan(plan), job_facts(made, architecture, world=world)))
+
+
+def result(session: Session) -> dict[str, Any]:
+    """All that must not depend on the layout."""
+    steps = list(training(session))
+    found = evaluate(session)
+    model: Any = session.finish()
+    with session.setup.layout.gather(model) as whole:
+        weights = {n: p.detach().double().clone() for n, p in model.named_parameters()}
+        logits = None
+        if whole:
+            with torch.no_grad():
+                logits = model(torch.arange(3, 12)[None]).logits.double().sum().item()
+    return {
+        "losses": [m.loss for m in steps],
+        "norms": [m.grad_norm for m in steps],
+        "trained": [m.trained_tokens for m in steps],
+        "held_out": found.held_out_loss,
+        "metrics": found.metrics,
+        "weights": weights if whole else {},
+        "logits": logits,
+        "left": sum(p.numel() for p in model.parameters()),
+    }
+
+
+def train_on_two(world: World) -> dict[str, Any]:
+    """Every case as one pipeline."""
+    folder = shared_folder()
+    return {**train_all(world, folder), "folder": folder}
+
+
+def train_on_four(world: World) -> dict[str, Any]:
+    """Some cases as two pipelines side by side."""
+    folder = shared_folder()
+    return {**train_all(world, folder, TWO_PIPELINES), "folder": folder}
+
+
+def shared_folder() -> str:
+    """The folder in which the ranks of this test meet."""
+    return str(Path(os.environ["HASTEN_RENDEZVOUS"]).parent)
+
+
+def train_all(world: World, folder: str, cases: Iterable[str] = CASES) -> dict[str, Any]:
+    """Every case on these ranks; the first of them keeps the weights in a file."""
+    found = {}
+    for case in cases:
+        session = session_on(world, case)
+        result_of = result(session)
+        if world.is_main:
+            torch.save(result_of["weights"], Path(folder) / f"{case}.pt")
+            if case == "tied, accumulated":
+                _saved(session, Path(folder) / "saved")
+        elif case == "tied, accumulated":
+            _saved(session, None)
+        proof = Pipeline().probe(session)
+        found[case] = {
+            **{k: v for k, v in result_of.items() if k != "weights"},
+            "acted": proof.acted,
+            "evidence": proof.evidence,
+        }
+    return found
+
+
+def _saved(session: Session, folder: Path | None) -> None:
+    model: Any = session.model
+    with session.setup.layout.gather(model):
+        if folder is not None:
+            model.save_pretrained(folder)
+
+
+def loaded(folder: Path) -> Any:
+    return hf.AutoModelForCausalLM.from_pretrained(folder)

@@ -1,0 +1,174 @@
+"""Jobs on sharded models; each case is run by one process too, and must come to the same."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from hasten.core.evaluate import evaluate
+from hasten.core.facts import World
+from hasten.core.job import Job, Stop
+from hasten.core.plan import Plan
+from hasten.core.session import Session, assemble
+from hasten.core.setup import prepare
+from hasten.core.step import training
+from hasten.core.technique import Technique
+from hasten.errors import InputError
+from hasten.techniques.adapter import LoRA
+from hasten.techniques.average import WeightAverage
+from hasten.techniques.batch import Accumulate
+from hasten.techniques.checkpoint import Checkpoints
+from hasten.techniques.layout import DDP
+from hasten.techniques.layout_sharded import FSDP2
+from hasten.techniques.loss import LabelledTokenLoss
+from hasten.techniques.optimizer import FusedAdamW, Muon
+from hasten.techniques.precision import BF16MasterWeights
+from hasten.techniques.recompute import Recompute
+from hasten.techniques.wire import Half
+from tiny import job_facts, language_job, records, tiny_model
+
+
+@dataclass(frozen=True)
+class Case:
+    """What trains, and how; ``layout`` is for several ranks only."""
+
+    layout: Technique
+    others: tuple[Technique, ...] = ()
+    architecture: str = "llama"
+    dtype: torch.dtype = torch.float64
+    tied: bool = False
+    model: Callable[[], nn.Module] | None = None
+
+    def build(self) -> nn.Module:
+        if self.model is not None:
+            return self.model()
+        model: Any = tiny_model(self.architecture, dtype=self.dtype)
+        if self.tied:
+            model.config.tie_word_embeddings = True
+            model.lm_head.weight = model.model.embed_tokens.weight
+        return model
+
+    def job(self, **changes: Any) -> Job:
+        """Steps of five records, then of two; the gradient's norm is above the limit."""
+        given = {"stop": Stop(steps=5), "max_grad_norm": 0.05, **changes}
+        return language_job(self.build, data=records(7), batch=5, **given)
+
+    def session(self, world: World, **changes: Any) -> Session:
+        techniques = self.others + ((self.layout,) if world.size > 1 else ())
+        job = self.job(**changes)
+        facts = job_facts(job, self.architecture, world=world)
+        return assemble(prepare(job, Plan(techniques), facts, Path("unused")))
+
+
+def outcome(session: Session, folder: Path | None = None) -> dict[str, Any]:
+    """Losses, norms, held-out loss, proofs and, of the first rank, some of the trained weights.
+
+    ``folder``: the model is saved there, and the weights are read back from it.
+    """
+    steps = list(training(session))
+    held_out = evaluate(session).held_out_loss
+    probes = {t.name(): t.probe(session) for t in session.setup.plan}
+    session.finish()
+    weights: dict[str, Any] = {}
+    with session.setup.layout.gather(session.model) as whole:
+        if whole and session.setup.facts.world.is_main:
+            model: Any = session.model
+            found = dict(model.named_parameters())
+            if folder is not None:
+                model.save_pretrained(folder)
+                found = load_file(folder / "model.safetensors")
+            weights = {name: _some(tensor) for name, tensor in found.items()}
+    return {
+        "losses": [m.loss for m in steps],
+        "norms": [m.grad_norm for m in steps],
+        "tokens": [m.tokens for m in steps],
+        "held_out": held_out,
+        "weights": weights,
+        "proofs": {name: proof.acted for name, proof in probes.items()},
+        "average": probes["weight_average"].evidence if "weight_average" in probes else "",
+        "pieces": sum(p.numel() for p in session.setup.precision.parameters()),
+    }
+
+
+def _some(tensor: torch.Tensor) -> list[float]:
+    flat = tensor.detach().double().flatten()
+    return [*flat[:: max(flat.numel() // 20, 1)].tolist(), float(flat.sum()), float(flat.numel())]
+
+
+EACH = Accumulate(micro_batch_size=1)
+CASES: dict[str, Case] = {
+    "plain": Case(FSDP2()),
+    "accumulated, labels, tied": Case(FSDP2(), (EACH, LabelledTokenLoss(chunk=16)), tied=True),
+    "whole gradients": Case(FSDP2(whole_gradients=True, reshard=False), (EACH,), "deepseek_v3"),
+    "recomputed, averaged": Case(FSDP2(), (Recompute(), WeightAverage()), dtype=torch.float32),
+    "adapters, own kernels": Case(FSDP2(), (LoRA(rank=4), FusedAdamW()), dtype=torch.float32),
+    "half a format": Case(FSDP2(), (BF16MasterWeights(), EACH), dtype=torch.float32),
+}
+REFUSED: dict[str, tuple[Technique, ...]] = {
+    "checkpoints": (Checkpoints(interval=1), WeightAverage()),
+    "wire": (Half(),),
+    "matrices": (Muon(),),
+}
+
+
+def sharded(world: World) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            saves = "adapters" not in name
+            found[name] = outcome(case.session(world), Path(folder) if saves else None)
+    for name, others in REFUSED.items():
+        try:
+            Case(FSDP2(), others).session(world)
+        except InputError as error:
+            found[name] = str(error)
+    return found
+
+
+def held_bytes(world: World) -> dict[str, Any]:
+    """Bytes of weights, gradients and moments that this rank holds, of four layouts."""
+    plain = partial(Case, dtype=torch.float32)
+    layouts = {
+        "ddp": DDP(),
+        "fsdp2": FSDP2(),
+        "copies": FSDP2(replicas=2),
+    }
+    found: dict[str, Any] = {}
+    for name, layout in layouts.items():
+        session = plain(layout).session(world, stop=Stop(steps=2))
+        gradients: list[torch.Tensor] = []
+        before = session.engine.update
+
+        def update(
+            factor: float,
+            session: Any = session,
+            before: Any = before,
+            gradients: list[torch.Tensor] = gradients,
+        ) -> None:
+            gradients[:] = [p.grad for p in session.setup.precision.parameters()]
+            before(factor)
+
+        session.engine.update = update  # type: ignore[method-assign]
+        losses = [m.loss for m in training(session)]
+        pieces = session.setup.precision.parameters()
+        moments = [v for s in session.optimizer.state.values() for v in s.values()]
+        moments = [v for v in moments if isinstance(v, torch.Tensor)]
+        found[name] = {
+            "bytes": _held([*pieces, *gradients, *moments]),
+            "losses": losses,
+            "proof": layout.probe(session).evidence,
+        }
+    return found
+
+
+def _held(tensors: list[torch.Tensor]) -> int:
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())

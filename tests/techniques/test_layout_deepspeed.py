@@ -1,0 +1,144 @@
+"""Under DeepSpeed's ZeRO two ranks train as one process does, and save what it would."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.core.facts import World
+from hasten.core.plan import Plan
+from hasten.core.setup import prepare
+from hasten.core.technique import Technique
+from hasten.errors import InputError
+from hasten.parts.layout import zero_trainer
+from hasten.techniques.checkpoint import Checkpoints
+from hasten.techniques.layout_deepspeed import DeepSpeed
+from hasten.techniques.optimizer import Muon
+from hasten.techniques.precision import Autocast
+from hasten.techniques.wire import TopK
+from ranks import on_ranks
+from tiny import job_facts, language_job, records
+from zero_rank_jobs import CASES, train_all
+
+installed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is an extra: hasten[deepspeed]"
+)
+TWO = World(0, 0, 2)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return on_ranks("zero_rank_jobs:train_all", tmp_path_factory.mktemp("zero"))
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    return train_all(World())
+
+
+@installed
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_train_as_one_process_does(
+    found: list[Any], alone: dict[str, Any], case: str
+) -> None:
+    ours, theirs = found[0][case], alone[case]
+    for key in ("losses", "norms", "held_out", "after", "answer"):
+        assert ours[key] == pytest.approx(theirs[key], rel=2e-5), key
+    assert min(theirs["norms"]) > 0.3, "clipping has to act"
+    assert ours["weights"].keys() == theirs["weights"].keys()
+    for name, (total, norm) in theirs["weights"].items():
+        assert ours["weights"][name] == pytest.approx([total, norm], rel=1e-4, abs=2e-4), name
+    assert ours["acted"].startswith(f"ZeRO-{CASES[case][0]['stage']} on 2 ranks")
+
+
+@installed
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_report_the_same_and_only_the_first_has_the_weights(
+    found: list[Any], case: str
+) -> None:
+    first, second = found[0][case], found[1][case]
+    assert second["weights"] == {}
+    for key in ("losses", "norms", "held_out"):
+        assert first[key] == second[key]
+
+
+@installed
+@pytest.mark.parametrize("case", ["zero 2", "zero 3"])
+def test_a_step_given_up_moves_nothing(found: list[Any], case: str) -> None:
+    assert found[0]["given up"][case] == found[0][case]["losses"]
+
+
+@pytest.mark.parametrize(
+    ("technique", "words"),
+    [
+        (TopK(), "can't go with topk.*its own way .* zero_quantized_gradients"),
+        (Autocast(), "can't go with autocast.*number format is its config's"),
+        (Muon(), "can't go with muon.*flat pieces"),
+        (Checkpoints(), "can't go with checkpoints.*isn't written by hasten"),
+    ],
+    ids=lambda value: value.name() if isinstance(value, Technique) else "",
+)
+def test_what_deep_speed_decides_itself_is_refused_with_a_reason(
+    technique: Technique, words: str, tmp_path: Path
+) -> None:
+    job = language_job(data=records(4))
+    with pytest.raises(InputError, match=words):
+        prepare(job, Plan([technique, DeepSpeed()]), job_facts(job, world=TWO), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"zero_optimization": {"stage": 3}, "gradient_clipping": 5.0}, "max_grad_norm 1.0"),
+        ({"zero_optimization": {"stage": 3, "overlap_com": True}}, "did you mean 'overlap_comm'"),
+        ({"bf16": {"enabled": True}}, "no zero_optimization stage above 0"),
+        (
+            {"zero_optimization": {"stage": 2}, "train_batch_size": 64},
+            "train_batch_size is 64 and global_batch_size is 8",
+        ),
+    ],
+)
+def test_a_config_that_contradicts_is_refused(
+    config: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(config))
+    job = language_job(data=records(4))
+    with pytest.raises(InputError, match=words):
+        prepare(job, Plan([DeepSpeed(config=str(file))]), job_facts(job, world=TWO))
+
+
+def test_it_stands_aside_on_one_rank() -> None:
+    job = language_job(data=records(4))
+    assert prepare(job, Plan([DeepSpeed()]), job_facts(job)).layout.size == 1
+
+
+def test_a_missing_package_or_compiler_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    known = replace(job_facts(language_job(data=records(4))))
+    monkeypatch.setattr(zero_trainer.util, "find_spec", lambda name: None)
+    assert "pip install 'hasten[deepspeed]'" in DeepSpeed().obstacles(known)[0]
+    monkeypatch.setattr(zero_trainer.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(zero_trainer.shutil, "which", lambda name: None)
+    assert "install a C++ compiler" in DeepSpeed().obstacles(known)[0]
+    monkeypatch.setattr(zero_trainer.shutil, "which", lambda name: name)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert DeepSpeed().obstacles(known) == ()
+
+
+def test_the_lock_of_a_killed_build_is_found(tmp_path: Path) -> None:
+    (tmp_path / "op").mkdir()
+    lock = tmp_path / "op" / "lock"
+    lock.touch()
+    assert zero_trainer.stale_locks(tmp_path) == []
+    os.utime(lock, (0, 0))
+    assert zero_trainer.stale_locks(tmp_path) == [lock]
+    (tmp_path / "op" / "main.o").touch()  # somebody is at work
+    assert zero_trainer.stale_locks(tmp_path) == []

@@ -1,0 +1,116 @@
+"""Runs with experts shared out over ranks are those of one process, step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expert_session_jobs import CASES
+from hasten.core.facts import Facts, World
+from hasten.core.plan import Plan
+from hasten.core.setup import prepare
+from hasten.core.technique import Technique
+from hasten.errors import InputError
+from hasten.techniques.layout_experts import ExpertParallel, SharedOut
+from hasten.techniques.recompute import Recompute
+from hasten.techniques.wire_local import LocalSteps
+from ranks import on_ranks
+from tiny import job_facts, language_job, run, session_of, tiny_model
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return on_ranks("expert_session_jobs:on_two", tmp_path_factory.mktemp("two"))
+
+
+def facts_on(ranks: int, architecture: str = "deepseek_v3") -> Facts:
+    return job_facts(language_job(), architecture, World(0, 0, ranks))
+
+
+def check(ranks: list[Any]) -> None:
+    """Losses, held-out loss, norms and weights of the first rank; the same norm on all."""
+    for name, case in ranks[0].items():
+        assert case["losses"] < case["within"], name
+        assert case["norms"] < 10 * case["within"], name
+        assert case["weights"] < case["within"], name
+        assert case["biases"] == 0, name
+        assert case["clipped"], name
+        assert case["acted"], name
+        assert all(rank[name]["norms_here"] == case["norms_here"] for rank in ranks)
+
+
+def test_a_run_on_two_ranks_is_that_of_one_process(found: list[Any]) -> None:
+    """Accumulated, unequal tokens and passes, ranks without a record, clipping, evaluation."""
+    assert len(found[0]) == len(CASES)
+    check(found)
+
+
+def test_a_run_on_four_ranks_is_that_of_one_process(tmp_path: Path) -> None:
+    ranks = on_ranks("expert_session_jobs:on_four", tmp_path, 4)
+    assert {name.rpartition(" ")[2] for name in ranks[0]} == {"2", "4"}
+    check(ranks)
+
+
+@pytest.mark.slow
+def test_it_runs_in_compiled_blocks(tmp_path: Path) -> None:
+    check(on_ranks("expert_session_jobs:compiled", tmp_path))
+
+
+def test_its_probe_says_what_travelled(found: list[Any]) -> None:
+    said = found[0]["v3, float64, groups of 2"]["evidence"]
+    assert said.startswith("2 of 4 experts of each of 1 layers on a rank; ")
+    assert "went to other ranks" in said
+
+
+def test_alone_it_changes_nothing_and_says_so() -> None:
+    job = language_job(lambda: tiny_model("deepseek_v3"))
+    session = session_of(job, ExpertParallel(size=2), architecture="deepseek_v3")
+    run(session)
+    assert not ExpertParallel(size=2).probe(session).acted
+
+
+@pytest.mark.parametrize(
+    ("technique", "facts", "words"),
+    [
+        (ExpertParallel(), facts_on(2, "llama"), "llama has no experts to share out here"),
+        (ExpertParallel(size=3), facts_on(4), "4 ranks can't form groups of 3"),
+        (ExpertParallel(size=8), facts_on(8), "4 experts of a layer can't be shared evenly by 8"),
+        (ExpertParallel(), facts_on(3), "4 experts of a layer can't be shared evenly by 3"),
+        (ExpertParallel(size=3), facts_on(1), "4 experts of a layer can't be shared evenly by 3"),
+    ],
+)
+def test_what_stands_in_its_way_is_one_sentence(
+    technique: Technique, facts: Facts, words: str
+) -> None:
+    (reason,) = technique.obstacles(facts)
+    assert reason.startswith(words)
+
+
+def test_ranks_that_divide_have_nothing_in_the_way() -> None:
+    assert not ExpertParallel(size=2).obstacles(facts_on(4))
+    assert not ExpertParallel().obstacles(facts_on(4))
+
+
+@pytest.mark.parametrize("settings", [{"size": -1}, {"bucket_cap_mb": 0}])
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="give a number of ranks, or 0 for all"):
+        dataclasses.replace(ExpertParallel(), **settings)
+
+
+def test_ranks_that_choose_their_own_blocks_are_refused() -> None:
+    """Tokens travel in recomputed passes too: ranks have to make the same ones."""
+    job = language_job(lambda: tiny_model("deepseek_v3"))
+    plan = Plan((ExpertParallel(), Recompute(budget=0.5)))
+    with pytest.raises(InputError, match="leave budget out"):
+        prepare(job, plan, facts_on(2))
+
+
+def test_ranks_that_train_apart_are_refused() -> None:
+    job = language_job(lambda: tiny_model("deepseek_v3"))
+    setup = prepare(job, Plan((ExpertParallel(), LocalSteps())), facts_on(2))
+    assert isinstance(setup.layout, SharedOut)
+    with pytest.raises(InputError, match="ranks can't train apart"):
+        setup.layout.across(tiny_model("deepseek_v3"), setup.wire)

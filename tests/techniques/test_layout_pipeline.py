@@ -1,0 +1,159 @@
+"""Pipelines on ranks come to what one process comes to, and refuse what they can't do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hasten.core.facts import World
+from hasten.core.plan import Plan
+from hasten.core.setup import prepare
+from hasten.core.technique import Technique
+from hasten.errors import InputError
+from hasten.parts.layout.pipeline_work import Settings
+from hasten.techniques.batch import AdaptiveBatch
+from hasten.techniques.checkpoint import Checkpoints
+from hasten.techniques.compile import Compiled
+from hasten.techniques.layout_pipeline import Pipeline
+from hasten.techniques.layout_stages import Stages, check_company
+from hasten.techniques.recompute import Recompute
+from hasten.techniques.routing import BalancedRouting
+from pipeline_session_jobs import CASES, TWO_PIPELINES, loaded, train_all
+from ranks import on_ranks
+from tiny import job_facts, language_job, run, session_of
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Every case in one process."""
+    folder = tmp_path_factory.mktemp("one")
+    return with_weights(train_all(World(), str(folder)), folder)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The same on two ranks."""
+    return trained("train_on_two", tmp_path_factory.mktemp("two"), 2)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Some of it on four."""
+    return trained("train_on_four", tmp_path_factory.mktemp("four"), 4)
+
+
+def trained(job: str, folder: Path, world: int) -> list[dict[str, Any]]:
+    results = on_ranks(f"pipeline_session_jobs:{job}", folder, world)
+    return [with_weights(results[0], Path(results[0]["folder"])), *results[1:]]
+
+
+def with_weights(found: dict[str, Any], folder: Path) -> dict[str, Any]:
+    for case in set(found) - {"folder"}:
+        found[case]["weights"] = torch.load(folder / f"{case}.pt")
+    return {**found, "folder": str(folder)}
+
+
+ALL = [("two", case) for case in CASES] + [("four", case) for case in TWO_PIPELINES]
+
+
+@pytest.mark.parametrize(("world", "case"), ALL)
+def test_losses_norms_and_weights_are_those_of_one_process(
+    one: dict[str, Any], request: pytest.FixtureRequest, world: str, case: str
+) -> None:
+    alone, ranks = one[case], request.getfixturevalue(world)
+    near = 1e-2 if case in ("bf16 masters", "autocast") else 1e-6 if "expert" in case else 1e-12
+    for rank in ranks:
+        assert rank[case]["losses"] == pytest.approx(alone["losses"], rel=near)
+        assert rank[case]["norms"] == pytest.approx(alone["norms"], rel=near)
+        assert rank[case]["held_out"] == pytest.approx(alone["held_out"], rel=near)
+        assert rank[case]["trained"] == alone["trained"]
+    assert min(alone["norms"]) > 0.5  # so that clipping acted
+    weights = ranks[0][case]["weights"]
+    assert list(weights) == list(alone["weights"])
+    for name, there in alone["weights"].items():
+        torch.testing.assert_close(weights[name], there, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize(("world", "case"), ALL)
+def test_the_first_rank_has_the_whole_model_where_it_is_gathered_and_only_there(
+    one: dict[str, Any], request: pytest.FixtureRequest, world: str, case: str
+) -> None:
+    alone, ranks = one[case], request.getfixturevalue(world)
+    near = 5e-2 if case in ("bf16 masters", "autocast") else 1e-5
+    assert ranks[0][case]["logits"] == pytest.approx(alone["logits"], rel=near, abs=near)
+    assert ranks[0][case]["metrics"] == pytest.approx(alone["metrics"], rel=1e-2)
+    assert all(rank[case]["logits"] is None for rank in ranks[1:])
+    for rank in ranks:  # what came for saving has gone again
+        assert rank[case]["left"] < 0.8 * alone["left"]
+        assert rank[case]["acted"], rank[case]["evidence"]
+    assert not alone["acted"]
+
+
+def test_what_is_saved_is_the_same_hugging_face_folder(
+    one: dict[str, Any], two: list[dict[str, Any]], four: list[dict[str, Any]]
+) -> None:
+    folders = [Path(found["folder"]) / "saved" for found in (one, two[0], four[0])]
+    names = [sorted(path.name for path in folder.iterdir()) for folder in folders]
+    assert names[0] == names[1] == names[2]
+    first, *others = (loaded(folder).state_dict() for folder in folders)
+    for other in others:
+        assert list(other) == list(first)
+        for name, tensor in first.items():
+            torch.testing.assert_close(other[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+def test_on_one_rank_it_is_one_process() -> None:
+    session = session_of(language_job(steps=1), Pipeline())
+    run(session)
+    assert not Pipeline().probe(session).acted
+
+
+@pytest.mark.parametrize(
+    ("technique", "size", "architecture", "said"),
+    [
+        (Pipeline(stages=4), 4, "llama", "needs 4 stages and llama has 2 layers"),
+        (Pipeline(schedule="zbv"), 2, "llama", "zbv on 2 ranks needs 4 stages"),
+        (Pipeline(stages=2), 3, "llama", "3 ranks can't be dealt into pipelines of 2"),
+        (Pipeline(), 2, "gemma2", "gemma2 can't be cut"),
+    ],
+)
+def test_what_cannot_work_on_a_job_is_said_in_one_sentence(
+    technique: Pipeline, size: int, architecture: str, said: str
+) -> None:
+    facts = job_facts(language_job(), architecture, World(0, 0, size))
+    reasons = technique.obstacles(facts)
+    assert any(said in reason for reason in reasons)
+    assert Pipeline(stages=2).obstacles(job_facts(language_job(), world=World(0, 0, 4))) == ()
+
+
+@pytest.mark.parametrize("wrong", [{"stages": -1}, {"schedule": "gypipe"}, {"checkpoint": "no"}])
+def test_settings_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"negative|no schedule|checkpoint is"):
+        Pipeline(**wrong)
+
+
+@pytest.mark.parametrize(
+    "other", [Recompute(), Compiled(), AdaptiveBatch(), BalancedRouting(), Checkpoints()]
+)
+def test_techniques_that_reach_into_passes_are_refused_by_name(
+    other: Technique, tmp_path: Path
+) -> None:
+    job = language_job()
+    setup = prepare(job, Plan([other]), job_facts(job), tmp_path)
+    with pytest.raises(InputError, match=f"{other.name()} doesn't work under pipeline"):
+        check_company(setup)
+
+
+def test_a_wire_is_refused_and_so_are_ranks_left_over() -> None:
+    job = language_job()
+    layout = Stages(prepare(job, Plan([]), job_facts(job)), Settings("1f1b", 1))
+    wire: Any = object()  # any but the default
+    with pytest.raises(InputError, match="leave the wire's technique out"):
+        layout.across(torch.nn.Linear(1, 1), wire)
+    odd = prepare(job, Plan([]), job_facts(job))
+    odd.facts = job_facts(job, world=World(0, 0, 3))
+    with pytest.raises(InputError, match="make nproc a multiple of stages"):
+        Stages(odd, Settings("1f1b", 2))

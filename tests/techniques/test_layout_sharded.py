@@ -1,0 +1,90 @@
+"""FSDP2: the same losses, norms and weights as one process, in a fraction of its memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.core.facts import World
+from hasten.techniques.layout_sharded import FSDP2
+from ranks import on_ranks
+from sharded_rank_jobs import CASES, Case, held_bytes, outcome, sharded
+from tiny import job_facts
+
+# Of float32 and less; elsewhere all is float64, save for what a router computes in float32.
+TOLERANCE = {"half a format": 2e-2, "recomputed, averaged": 2e-5, "adapters, own kernels": 2e-5}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("sharded")
+    return on_ranks(f"sharded_rank_jobs:{sharded.__name__}", folder, 2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_with_pieces_come_to_what_one_process_comes_to(
+    ranks: list[Any], name: str, tmp_path: Path
+) -> None:
+    found, close = ranks[0][name], TOLERANCE.get(name, 1e-7 if "whole" in name else 1e-12)
+    alone = outcome(CASES[name].session(World()), None if "adapters" in name else tmp_path)
+    for key in ("losses", "norms", "held_out"):
+        assert found[key] == pytest.approx(alone[key], rel=close), key
+    assert found["tokens"] == alone["tokens"]
+    assert set(found["weights"]) == set(alone["weights"])
+    for weight, numbers in found["weights"].items():
+        assert numbers == pytest.approx(alone["weights"][weight], rel=close, abs=close), weight
+    assert found["norms"][0] > CASES[name].job().max_grad_norm  # type: ignore[operator]
+    assert all(found["proofs"].values())
+
+
+def test_the_held_out_loss_of_averaged_pieces_is_that_of_averaged_weights(
+    ranks: list[Any],
+) -> None:
+    alone = outcome(CASES["recomputed, averaged"].session(World()))["average"]
+    said = ranks[0]["recomputed, averaged"]["average"]
+    assert "held-out loss" in alone
+    assert said.split("; ")[1] == alone.split("; ")[1]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_agree_and_each_holds_a_part(ranks: list[Any], name: str) -> None:
+    first, second = (r[name] for r in ranks)
+    assert first["losses"] == second["losses"]
+    assert first["norms"] == second["norms"]
+    alone = CASES[name].session(World())
+    learns = sum(p.numel() for p in alone.model.parameters() if p.requires_grad)
+    assert first["pieces"] + second["pieces"] == learns
+
+
+def test_what_cannot_work_on_pieces_is_refused_on_every_rank(ranks: list[Any]) -> None:
+    for found in ranks:
+        assert "take ddp as the layout" in found["checkpoints"]
+        assert "leave the wire's technique out" in found["wire"]
+        assert "needs whole matrices" in found["matrices"]
+
+
+def test_four_ranks_hold_a_quarter_and_two_copies_a_half(tmp_path: Path) -> None:
+    for found in on_ranks(f"sharded_rank_jobs:{held_bytes.__name__}", tmp_path, 4):
+        whole = found["ddp"]["bytes"]
+        assert found["fsdp2"]["bytes"] <= 0.35 * whole
+        assert found["copies"]["bytes"] <= 0.6 * whole
+        assert "2 x 2 rank(s)" in found["copies"]["proof"]
+        for name in ("fsdp2", "copies"):
+            assert found[name]["losses"] == pytest.approx(found["ddp"]["losses"], rel=1e-5)
+
+
+def test_ranks_that_cannot_be_dealt_into_copies_are_an_obstacle() -> None:
+    facts = job_facts(Case(FSDP2()).job(), world=World(size=3))
+    (reason,) = FSDP2(replicas=2).obstacles(facts)
+    assert "3 ranks can't be dealt into 2 copies" in reason
+    assert "leave offload out" in FSDP2(offload=True).obstacles(facts)[0]
+    with pytest.raises(ValueError, match="at least 1"):
+        FSDP2(replicas=0)
+
+
+def test_one_rank_needs_no_pieces() -> None:
+    session = Case(FSDP2()).session(World())
+    assert not FSDP2().probe(session).acted
+    assert FSDP2().forecast(session.setup.facts).wire_bytes == 1.0

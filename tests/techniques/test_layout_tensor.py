@@ -1,0 +1,116 @@
+"""Layers cut over ranks: the same losses, norms and weights as one process, whatever is cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hasten.core.facts import Facts, World
+from hasten.core.technique import Technique
+from hasten.techniques.layout_hybrid import Hybrid
+from hasten.techniques.layout_tensor import TensorParallel
+from ranks import on_ranks
+from sharded_rank_jobs import Case, outcome
+from tensor_rank_jobs import CASES, MESHES, TERMS, cut, meshes, reference
+from tiny import job_facts
+
+# Routers and DeepSeek V2's rotary embedding compute in float32 whatever the model's format is.
+CLOSE, CLOSE_EXPERTS = 1e-12, 1e-5
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return on_ranks(f"tensor_rank_jobs:{cut.__name__}", tmp_path_factory.mktemp("two"), 2)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return on_ranks(f"tensor_rank_jobs:{meshes.__name__}", tmp_path_factory.mktemp("four"), 4)
+
+
+def same(found: list[Any], case: Case, name: str) -> None:
+    alone, close = outcome(case.session(World())), CLOSE
+    if "deepseek" in case.architecture:
+        close = CLOSE_EXPERTS if case.dtype is torch.float64 else 1e-4
+    one = found[0][name]
+    for key in ("losses", "norms", "held_out"):
+        assert one[key] == pytest.approx(alone[key], rel=close), key
+    assert one["tokens"] == alone["tokens"]
+    assert set(one["weights"]) == set(alone["weights"])
+    for weight, numbers in one["weights"].items():
+        assert numbers == pytest.approx(alone["weights"][weight], rel=close, abs=close), weight
+    for other in found[1:]:
+        assert other[name]["losses"] == one["losses"]
+        assert other[name]["norms"] == one["norms"]
+    assert all(one["proofs"].values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_with_half_of_every_layer_come_to_what_one_comes_to(
+    two: list[Any], name: str
+) -> None:
+    same(two, CASES[name], name)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_products_of_layouts_on_four_ranks_come_to_the_same(four: list[Any], name: str) -> None:
+    same(four, MESHES[name], name)
+
+
+@pytest.mark.parametrize("index", range(2 * len(TERMS)))
+def test_cross_entropy_over_a_dealt_out_vocabulary_is_that_of_whole_logits(
+    two: list[Any], index: int
+) -> None:
+    wanted = reference(TERMS[index // 2])
+    for rank in two:
+        for found, expected in zip(rank["vocabulary"][index], wanted, strict=True):
+            assert found == pytest.approx(expected, rel=1e-12, abs=1e-13)
+
+
+def test_code_that_reads_whole_weights_is_refused_on_every_rank(two: list[Any]) -> None:
+    for found in two:
+        assert "fused_layers puts code of its own" in found["kernels"]
+        assert "layers with adapters can't be cut" in found["adapters"]
+
+
+def known(world: int, heads: int = 4, architecture: str = "llama") -> Facts:
+    found = job_facts(Case(TensorParallel()).job(), architecture, World(size=world))
+    model = replace(found.model, heads=heads, key_value_heads=2)
+    return replace(found, model=model)
+
+
+@pytest.mark.parametrize(
+    ("technique", "facts", "says"),
+    [
+        (TensorParallel(), known(3), "the 4 attention heads of this llama can't be dealt out"),
+        (TensorParallel(), known(4), "the 2 key and value heads"),
+        (TensorParallel(size=2), known(4), "say hybrid with tp: 2"),
+        (TensorParallel(), known(2, architecture="gemma2"), "the layers of gemma2 isn't known"),
+        (Hybrid(dp=2, tp=2), known(2), "dp 2 x shard 1 x tp 2 x pp 1 is 4 ranks and 2 are running"),
+        (Hybrid(dp=2, pp=3), known(6), "3 stages and llama has 2 layers"),
+        (Hybrid(dp=2, ep=2), known(2), "no experts to share out"),
+    ],
+)
+def test_what_cannot_be_cut_is_said_in_one_sentence(
+    technique: Technique, facts: Facts, says: str
+) -> None:
+    reasons = technique.obstacles(facts)
+    assert says in reasons[0]
+    assert ". " not in reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"dp": 0}, "dp is 0"),
+        ({"pp": 2, "tp": 2}, "pp stands beside dp alone, and tp is given too"),
+        ({"pp": 2, "ep": 2, "dp": 2}, "and ep is given too"),
+        ({"ep": 2, "dp": 3}, "must divide dp"),
+    ],
+)
+def test_sizes_that_make_no_mesh_are_refused(settings: dict[str, int], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Hybrid(**settings)

@@ -1,0 +1,123 @@
+"""Jobs with layers cut over ranks; each is run by one process too, and must come to the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from hasten.core.facts import World
+from hasten.core.technique import Technique
+from hasten.errors import InputError
+from hasten.parts.cross_entropy import IGNORED, LossTerms, whole_cross_entropy
+from hasten.parts.layout.vocabulary_parallel import VocabularyParallelHead
+from hasten.techniques.adapter import LoRA
+from hasten.techniques.attention import DocumentAttention
+from hasten.techniques.batch import Accumulate
+from hasten.techniques.collate import Packed
+from hasten.techniques.layers import FusedLayers
+from hasten.techniques.layout_hybrid import Hybrid
+from hasten.techniques.layout_tensor import TensorParallel
+from hasten.techniques.loss import LabelledTokenLoss
+from hasten.techniques.recompute import Recompute
+from sharded_rank_jobs import Case, outcome
+from tiny import COMMON
+
+TWO = Accumulate(micro_batch_size=2)
+LABELS = LabelledTokenLoss(chunk=16)
+WHOLE_SEQUENCE = TensorParallel(sequence=False)
+
+
+def tiny_qwen3() -> nn.Module:
+    """Norms of each head by itself, few key and value heads."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    config = hf.Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=8)
+    model = hf.AutoModelForCausalLM.from_config(config)
+    model.set_attn_implementation("sdpa")
+    built: nn.Module = model.double()
+    return built
+
+
+PACKED: tuple[Technique, ...] = (Packed(), DocumentAttention(), Recompute())
+CASES: dict[str, Case] = {
+    "whole sequence": Case(WHOLE_SEQUENCE),
+    "whole head": Case(TensorParallel(parallel_loss=False), (TWO,)),
+    "labels, accumulated, tied": Case(TensorParallel(), (TWO, LABELS), tied=True),
+    "packed, recomputed": Case(TensorParallel(), PACKED),
+    "biases": Case(TensorParallel(), (TWO,), "qwen2"),
+    "norms of heads": Case(TensorParallel(), (), "qwen3", model=tiny_qwen3),
+    "latents and experts": Case(TensorParallel(), (TWO,), "deepseek_v3"),
+    "latents, whole sequence": Case(WHOLE_SEQUENCE, (), "deepseek_v2"),
+}
+MESHES: dict[str, Case] = {
+    "shards": Case(Hybrid(shard=2, tp=2), (TWO,), tied=True),
+    "copies": Case(Hybrid(dp=2, tp=2), (TWO, LABELS)),
+    "experts": Case(Hybrid(shard=2, tp=2, whole_gradients=True), (), "deepseek_v3"),
+    "pipelines": Case(Hybrid(dp=2, pp=2)),
+    "experts of copies": Case(Hybrid(dp=4, ep=2), (), "deepseek_v3", torch.float32),
+}
+REFUSED: dict[str, tuple[Technique, ...]] = {
+    "kernels": (FusedLayers(),),
+    "adapters": (LoRA(rank=4),),
+}
+TERMS = (
+    LossTerms(),
+    LossTerms(label_smoothing=0.1, z_loss=1e-2),
+    LossTerms(softcap=3.0, z_loss=1e-3),
+)
+
+
+def cut(world: World) -> dict[str, Any]:
+    found: dict[str, Any] = {name: outcome(case.session(world)) for name, case in CASES.items()}
+    for name, others in REFUSED.items():
+        try:
+            Case(TensorParallel(), others).session(world)
+        except InputError as error:
+            found[name] = str(error)
+    found["vocabulary"] = [_vocabulary(terms, chunk) for terms in TERMS for chunk in (4, 64)]
+    return found
+
+
+def meshes(world: World) -> dict[str, Any]:
+    return {name: outcome(case.session(world)) for name, case in MESHES.items()}
+
+
+def drawn() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, a head with a bias of an odd number of rows, and labels, some of them none."""
+    draw = torch.Generator().manual_seed(5)
+    hidden = torch.randn(11, 8, generator=draw, dtype=torch.float64)
+    weight = torch.randn(13, 8, generator=draw, dtype=torch.float64)
+    bias = torch.randn(13, generator=draw, dtype=torch.float64)
+    labels = torch.randint(0, 13, (11,), generator=draw)
+    labels[3] = IGNORED
+    return hidden, weight, bias, labels
+
+
+def reference(terms: LossTerms) -> list[list[float]]:
+    """Loss and gradients through autograd, of logits that are there."""
+    hidden, weight, bias, labels = drawn()
+    leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
+    loss = whole_cross_entropy(torch.nn.functional.linear(hidden, weight, bias), labels, terms)
+    (2 * loss).backward()
+    return [[loss.item()], *(leaf.grad.flatten().tolist() for leaf in leaves)]  # type: ignore[union-attr]
+
+
+def _vocabulary(terms: LossTerms, chunk: int) -> list[list[float]]:
+    """The same with the head's rows dealt out."""
+    mesh = init_device_mesh("cpu", (2,))
+    hidden, weight, bias, labels = drawn()
+    hidden.requires_grad_()
+    head = VocabularyParallelHead(
+        nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])),
+        nn.Parameter(distribute_tensor(bias, mesh, [Shard(0)])),
+        mesh,
+    )
+    loss = head(hidden, labels, chunk, terms)
+    (2 * loss).backward()
+    gradients = [hidden.grad, head.weight.grad.full_tensor(), head.bias.grad.full_tensor()]  # type: ignore[union-attr]
+    return [[loss.item()], *(g.flatten().tolist() for g in gradients)]  # type: ignore[union-attr]

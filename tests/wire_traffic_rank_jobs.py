@@ -1,0 +1,98 @@
+"""What steps on several ranks say of their traffic, by plan; plain JSON values."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hasten.core.clock import HostClock, split
+from hasten.core.facts import World
+from hasten.core.plan import Plan
+from hasten.core.session import Session, assemble
+from hasten.core.setup import prepare
+from hasten.core.technique import Technique
+from hasten.parts.losses import WholeLogitsLoss
+from hasten.techniques.batch import Accumulate, AdaptiveBatch
+from hasten.techniques.layout import DDP
+from hasten.techniques.wire import Quantised
+from hasten.techniques.wire_local import LocalSteps, Stream
+from hasten.techniques.wire_topology import Automatic, Hierarchical
+from tiny import job_facts, language_job, records, run, tiny_model
+
+NAP, STEPS = 0.1, 6
+PLANS: dict[str, tuple[Technique, ...]] = {
+    "plain": (),
+    "accumulated": (Accumulate(micro_batch_size=2),),
+    "late": (AdaptiveBatch(initial_size=2),),
+    "int4": (Quantised(bits=4, minimum=0),),
+    "hierarchical": (Hierarchical(topology="ethernet"),),
+    "automatic": (Automatic(topology="dgx_h100"),),
+    "local_steps": (LocalSteps(every=3),),
+    "stream": (Stream(fragments=2),),
+}
+
+
+class Late(nn.Module):
+    """The plain loss; one rank sleeps before its backward pass."""
+
+    def __init__(self, model: nn.Module, seconds: float) -> None:
+        super().__init__()
+        self.inner, self.seconds = WholeLogitsLoss(model), seconds
+
+    def forward(self, **inputs: Any) -> Any:
+        loss, count = self.inner(**inputs)
+        loss.register_hook(lambda grad: time.sleep(self.seconds))
+        return loss, count
+
+
+def session_on(world: World, *techniques: Technique, nap: float = 0.0) -> Session:
+    job = language_job(
+        tiny_model, data=records(32), steps=STEPS, loss=lambda model: Late(model, nap)
+    )
+    plan = Plan((DDP(bucket_cap_mb=1), *techniques))
+    session = assemble(prepare(job, plan, job_facts(job, world=world)))
+    session.setup.clock = HostClock()
+    return session
+
+
+def told(world: World) -> dict[str, Any]:
+    """Of every plan the steps' figures, and what they should have sent."""
+    found: dict[str, Any] = {}
+    for name, techniques in PLANS.items():
+        session = session_on(world, *techniques)
+        found[name] = {"steps": [m.to_dict() for m in run(session)], "sent": _expected(session)}
+        found[name]["split"] = split(list(session.setup.clock.steps))
+    slow = session_on(world, nap=NAP * world.rank)
+    found["one is slow"] = {"steps": [m.to_dict() for m in run(slow)]}
+    found["unclocked"] = _unclocked(world)
+    job = language_job(tiny_model, data=records(32), steps=2)
+    plan = Plan((DDP(bucket_cap_mb=0),))
+    measured = assemble(prepare(job, plan, job_facts(job, world=world)))
+    run(measured)
+    found["buckets"] = DDP(bucket_cap_mb=0).probe(measured).evidence
+    return found
+
+
+def _expected(session: Session) -> Any:
+    """Bytes of a step, from the wire's own prediction or the ring's formula."""
+    wire: Any = session.setup.wire
+    trained = [p for p in session.loss_module.parameters() if p.requires_grad]
+    if hasattr(wire, "compressor"):
+        return wire.compressor.predicted(trained)
+    if hasattr(wire, "part"):
+        return wire.part.predicted_bytes
+    world = dist.get_world_size()
+    return 2 * (world - 1) * sum(p.nbytes for p in trained) // world
+
+
+def _unclocked(world: World) -> dict[str, Any]:
+    from hasten.core.clock import Unclocked
+
+    session = session_on(world)
+    session.setup.clock = Unclocked()
+    torch.manual_seed(0)
+    return run(session)[-1].to_dict()

@@ -1,0 +1,132 @@
+"""What test_layout_deepspeed runs on two ranks and alone; plain JSON values."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hasten.core.evaluate import evaluate
+from hasten.core.facts import World
+from hasten.core.job import Stop
+from hasten.core.plan import Plan
+from hasten.core.session import Session, assemble
+from hasten.core.setup import prepare
+from hasten.core.step import training
+from hasten.core.technique import Technique
+from hasten.techniques.batch import Accumulate
+from hasten.techniques.layout_deepspeed import DeepSpeed
+from hasten.techniques.loss import LabelledTokenLoss
+from tiny import job_facts, language_job, records, tiny_config, tiny_model
+
+NO_BUCKET = 10_000  # elements: smaller than the model, so that several leave
+# name -> zero_optimization, architecture, techniques beside it
+CASES: dict[str, tuple[dict[str, Any], str, tuple[Technique, ...]]] = {
+    "zero 1": ({"stage": 1}, "llama", ()),
+    "zero 2": ({"stage": 2, "reduce_bucket_size": NO_BUCKET}, "llama", (Accumulate(2),)),
+    "zero 2, offload": (
+        {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "llama",
+        (Accumulate(2),),
+    ),
+    "zero 3": (
+        {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "llama",
+        (Accumulate(2), LabelledTokenLoss(chunk=16)),
+    ),
+    "zero 3, offload, auto": (
+        {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "cpu"},
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+        },
+        "deepseek_v3",
+        (Accumulate(2),),
+    ),
+    "zero 3, tied": ({"stage": 3, "stage3_param_persistence_threshold": 0}, "tied", ()),
+}
+
+
+def model_of(architecture: str) -> Any:
+    if architecture != "tied":
+        return tiny_model(architecture)
+    import transformers as hf
+
+    torch.manual_seed(0)
+    config = tiny_config("llama")
+    config.tie_word_embeddings = True
+    model = hf.AutoModelForCausalLM.from_config(config)
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def session_on(world: World, case: str, **changes: Any) -> Session:
+    zero, architecture, techniques = CASES[case]
+    if world.size > 1:
+        file = Path(os.environ.get("HASTEN_RENDEZVOUS", ".")).with_name(f"ds-{world.rank}.json")
+        file.write_text(json.dumps({"zero_optimization": zero, "gradient_clipping": "auto"}))
+        techniques = (*techniques, DeepSpeed(config=str(file)))
+    settings = {"batch": 4, "stop": Stop(steps=5), "max_grad_norm": 0.3, "lr": 1e-3, **changes}
+    job = language_job(lambda: model_of(architecture), data=records(9), **settings)
+    known = job_facts(job, architecture, world)
+    return assemble(prepare(job, Plan(techniques), known))
+
+
+def train_all(world: World) -> dict[str, Any]:
+    """Losses, norms, held-out loss and whole weights of every case."""
+    found = {}
+    for case in CASES:
+        session = session_on(world, case)
+        steps = list(training(session))
+        held_out = evaluate(session).held_out_loss
+        with session.setup.layout.gather(session.model) as mine:
+            weights = _sums(session.model) if mine else {}
+            answer = _answer(session.model) if mine else 0.0
+        found[case] = {
+            "losses": [m.loss for m in steps],
+            "norms": [m.grad_norm for m in steps],
+            "held_out": held_out,
+            "weights": weights,
+            "answer": answer,
+            "after": evaluate(session).held_out_loss,
+            "acted": DeepSpeed().probe(session).evidence,
+        }
+    if world.size > 1:
+        found["given up"] = _given_up(world)
+    return found
+
+
+def _sums(model: Any) -> dict[str, list[float]]:
+    """Two numbers of each weight, by name."""
+    weights = model.state_dict()
+    return {n: [w.double().sum().item(), w.double().norm().item()] for n, w in weights.items()}
+
+
+def _answer(model: Any) -> float:
+    """The model runs here alone."""
+    with torch.no_grad():
+        return float(model(input_ids=torch.arange(3, 12)[None]).logits.double().norm())
+
+
+def _given_up(world: World) -> dict[str, Any]:
+    """A step that is given up moves nothing, and the next is as if it hadn't been."""
+    found = {}
+    for case in ("zero 2", "zero 3"):
+        session = session_on(world, case)
+        steps = training(session)
+        losses = [next(steps).loss]
+        batch = torch.randint(3, 90, (1, 8))
+        loss, _ = session.engine.zero.engine(input_ids=batch, labels=batch)
+        session.engine.zero.backward(loss, True)
+        session.engine.discard()
+        losses += [m.loss for m in steps]
+        found[case] = losses
+    return found
