@@ -159,7 +159,9 @@ def _local(tensor: Tensor) -> Iterator[Tensor]:
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
-            yield from _local(getattr(tensor, name))
+            inner = getattr(tensor, name)
+            if isinstance(inner, Tensor):  # a mesh of ranks may be named among them
+                yield from _local(inner)
     else:
         yield tensor
 

@@ -1,7 +1,8 @@
-"""One job of `hasten.evidence.loops` in its process: ``python -m ... JOB PATHS IN OUT``.
+"""One job of `hasten.evidence.loops` in its process: ``python -m ... JOB PATHS IN OUT SETTINGS``.
 
 JOB is ``module:function`` or ``script.py:function``, PATHS the caller's ``sys.path`` as JSON, IN
-and OUT are pipes with one JSON object per line. The job is built once; then it answers orders:
+and OUT are pipes with one JSON object per line, SETTINGS the factory's arguments as JSON. The job
+is built once; then it answers orders:
 
     {"do": "steps", "count": 4}  ->  {"steps": [[items, seconds, loss or null], ...]}
     {"do": "finish"}             ->  {"peak_memory_bytes": ...} and the process ends
@@ -16,19 +17,19 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 SCRIPT = "__hasten_loop__"  # a script's name here, so that it isn't __main__ a second time
 
 
-def main(target: str, paths: str, orders: int, answers: int) -> int:
+def main(target: str, paths: str, orders: int, answers: int, settings: str = "{}") -> int:
     """Build the job, then do as told until the orders end."""
     sys.path[:] = json.loads(paths)
     with os.fdopen(orders, "r") as inbox, os.fdopen(answers, "w", buffering=1) as outbox:
         try:
             began = time.perf_counter()
-            step = build(target)
+            step = build(target, json.loads(settings))
             _say(outbox, {"seconds": time.perf_counter() - began})
             for line in inbox:
                 order = json.loads(line)
@@ -42,8 +43,8 @@ def main(target: str, paths: str, orders: int, answers: int) -> int:
     return 0
 
 
-def build(target: str) -> Callable[[], Any]:
-    """Load the factory and call it."""
+def build(target: str, settings: Mapping[str, Any] | None = None) -> Callable[[], Any]:
+    """Load the factory and call it, with these arguments."""
     place, _, name = target.rpartition(":")
     if place.endswith(".py"):
         sys.path.insert(0, os.path.dirname(place))  # a script's neighbours, as Python has it
@@ -58,7 +59,7 @@ def build(target: str) -> Callable[[], Any]:
     factory = getattr(module, name, None)
     if not callable(factory):
         raise ValueError(f"{place} has no function {name}")
-    step = factory()
+    step = factory(**(settings or {}))
     if not callable(step):
         raise ValueError(f"{name}() returned a {type(step).__name__}; it must return a function")
     made: Callable[[], Any] = step
@@ -102,4 +103,4 @@ def _say(outbox: Any, answer: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
+    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:]))

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -128,10 +128,10 @@ def compare(
     references = [reference(job) for job in (job_a, job_b)]
     called = names or (_name(references[0]), _name(references[1]))
     with contextlib.ExitStack() as stack:
-        found: list[_Loop] = []
+        found: list[LoopProcess] = []
         for place, (name, target) in enumerate(zip(called, references, strict=True)):
             log = stack.enter_context(tempfile.TemporaryFile())
-            loop = _Loop(name, target, log, patience_seconds)
+            loop = LoopProcess(name, target, log, patience_seconds)
             stack.enter_context(loop)
             loop.begin(warmup)
             found.insert(place, loop)
@@ -172,21 +172,23 @@ def reference(job: Job) -> str:
 
 
 @dataclass
-class _Loop:
+class LoopProcess:
     """One job's process, asleep between its turns."""
 
     name: str
     target: str
     log: IO[bytes]
     patience: float
+    settings: Mapping[str, Any] = field(default_factory=dict)  # the factory's arguments
     rounds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     build_seconds: float | None = None
 
-    def __enter__(self) -> _Loop:
+    def __enter__(self) -> LoopProcess:
         orders, self._orders = os.pipe()
         self._answers, answers = os.pipe()
-        arguments = [self.target, json.dumps(sys.path), str(orders), str(answers)]
+        asked = json.dumps(dict(self.settings))
+        arguments = [self.target, json.dumps(sys.path), str(orders), str(answers), asked]
         self._process = subprocess.Popen(
             [sys.executable, "-m", ENTRY, *arguments],
             pass_fds=(orders, answers),
@@ -219,8 +221,12 @@ class _Loop:
         if warmup:
             self._ask({"do": "steps", "count": warmup})
 
+    def steps(self, count: int) -> list[tuple[float, float, float | None]]:
+        """So many steps: items, seconds, loss of each."""
+        return [(i, s, loss) for i, s, loss in self._ask({"do": "steps", "count": count})["steps"]]
+
     def turn(self, count: int) -> None:
-        steps = self._ask({"do": "steps", "count": count})["steps"]
+        steps = self.steps(count)
         self.rounds.append(statistics.median(items / seconds for items, seconds, _ in steps))
         self.losses += [loss for *_, loss in steps if loss is not None]
 

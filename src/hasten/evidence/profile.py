@@ -35,8 +35,9 @@ from hasten.core.clock import (
     split,
 )
 from hasten.core.engine import PlainEngine, SendsLate
+from hasten.core.layout import OneProcess
 from hasten.core.session import Progress, Session
-from hasten.core.setup import Dense, OneProcess
+from hasten.core.setup import Dense
 from hasten.core.step import StepMetrics, training
 from hasten.errors import InputError
 from hasten.evidence.ledger import ledger_of
@@ -87,6 +88,7 @@ def measure(
             "seconds": sum(m.step_seconds for m in measured),
             "data_stall_share": data_stall(counted),
             "step": split(counted, session.saves),
+            "wire": wire_of(measured),
         }
     )
     return {
@@ -121,6 +123,20 @@ def _figures(measured: Sequence[StepMetrics]) -> dict[str, Any]:
         "mfu": statistics.median(known) if known else None,
         "peak_memory_bytes": max(m.peak_memory_bytes for m in measured),
     }
+
+
+def wire_of(measured: Sequence[StepMetrics]) -> dict[str, float] | None:
+    """Means over the steps of what this rank's wire took; None where the layout can't tell."""
+    known = [m for m in measured if m.exposed_communication_seconds is not None]
+    if not known:
+        return None
+    names = ("wire_seconds", "exposed_communication_seconds", "hidden_communication_seconds")
+    found: dict[str, float] = {}
+    for name in (*names, "wire_bytes"):
+        values = [getattr(m, name) for m in known]
+        if all(value is not None for value in values):
+            found[name] = statistics.fmean(values)
+    return found
 
 
 def _profiled(session: Session, run: Any, folder: Path) -> dict[str, Any]:

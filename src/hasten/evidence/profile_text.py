@@ -79,13 +79,14 @@ def _owners(profile: Mapping[str, Any]) -> list[list[str]]:
 def _ranks(profile: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
     if profile["parallel"] is None:
         return []
-    shown = ("data", "forward", "backward", "optimizer", "idle")
+    shown = ("data", "forward", "backward", "communication", "optimizer", "idle")
     rows = [
         [str(r["rank"]), *(time_text(r["step"][part]) for part in shown)] for r in profile["ranks"]
     ]
-    found = profile["parallel"]
+    found, wires = profile["parallel"], _wires(profile["ranks"])
     if "text" in found:
-        return [("Ranks", ["rank", *shown], rows), ("Efficiency", ["", ""], [["", found["text"]]])]
+        words = ("Efficiency", ["", ""], [["", found["text"]]])
+        return [("Ranks", ["rank", *shown], rows), *wires, words]
     speeds = [
         ["all ranks", _rate(found["tokens_per_second"]), ""],
         [
@@ -105,8 +106,27 @@ def _ranks(profile: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[s
     )
     return [
         ("Where each rank's time goes", ["rank", *shown], rows),
+        *wires,
         (title, ["against", "tokens/s", "efficiency"], speeds),
     ]
+
+
+def _wires(
+    ranks: Sequence[Mapping[str, Any]],
+) -> list[tuple[str, list[str], list[list[str]]]]:
+    """What each rank's wire took in a step."""
+    names = ("wire_seconds", "exposed_communication_seconds", "hidden_communication_seconds")
+    rows = [
+        [
+            str(r["rank"]),
+            *(time_text(r["wire"].get(name)) for name in names),
+            _size(r["wire"].get("wire_bytes")),
+        ]
+        for r in ranks
+        if r.get("wire")
+    ]
+    columns = ["rank", "under way", "exposed", "hidden", "sent"]
+    return [("What travels in a step", columns, rows)] if rows else []
 
 
 def _aligned(rows: Rows) -> list[str]:

@@ -1,21 +1,22 @@
-"""The search for a good plan: what a layout on a cluster costs, predicted before renting.
+"""The search for a good plan: predicted before renting (``plan``), or measured on a job (``tune``).
 
-``hasten.search.plan`` is imported on first use.
+Both are imported on first use.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hasten.search.planning import plan
 
-__all__ = ["plan"]
+# What starts from a recipe lives above this room, in `hasten.tuning`.
+_HOMES = {"plan": "hasten.search.planning", "tune": "hasten.tuning.api"}
+__all__ = ["plan", "tune"]  # tune is found by __getattr__
 
 
 def __getattr__(name: str) -> Any:
-    if name == "plan":
-        from hasten.search.planning import plan
-
-        return plan
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'hasten.search' has no attribute {name!r}")

@@ -1,0 +1,120 @@
+"""``hasten tune``: the best settings of a recipe on this machine, within a budget of time."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hasten.cli.arguments import writable
+from hasten.cli.display import Display, duration, size
+from hasten.cli.guard import guarded
+from hasten.core.plan import Plan
+from hasten.evidence.guard import GuardDesign
+from hasten.evidence.guard_rows import failures
+from hasten.experiment import Subject
+from hasten.recipe.schema import load_recipe
+from hasten.search.tuner.choosing import Sampler
+from hasten.search.tuner.study import Objective
+from hasten.tuning.api import Tuned, replace_file
+from hasten.tuning.api import tune as tune_job
+from hasten.tuning.subject import Wishes
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command's options, as they were given."""
+
+    budget: str
+    sampler: Sampler
+    objective: Objective
+    only: str | None
+    lossy: bool
+    seeds: int
+    trials: int | None
+    steps: int
+    fresh: bool
+
+
+def tune(
+    path: Path,
+    overrides: Sequence[str],
+    asked: Asked,
+    output: Path | None,
+    json_out: Path | None,
+) -> int:
+    """Search, print the table, write the winning recipe; the exit code."""
+    writable("--json", json_out)
+    writable("--output", output)
+    recipe = load_recipe(path, overrides)
+    only = tuple(n.strip() for n in (asked.only or "").split(",") if n.strip())
+    wishes = Wishes(
+        asked.sampler,
+        asked.objective,
+        asked.lossy,
+        only,
+        asked.trials,
+        recipe.seed,
+        asked.steps,
+        asked.fresh,
+    )
+    with Display() as display:
+
+        def prove(subject: Subject, plan: Plan) -> Sequence[str]:
+            display.tell("the guard looks at the winner; its trainings are beyond the budget")
+            design = GuardDesign(seeds=asked.seeds)
+            shown = subject.recipe.model_copy(update={"plan": plan.to_list()})
+            found = guarded(
+                shown, subject.known, plan, subject.data_key, design, display.tell, asked.fresh
+            )
+            untested = [row for row in found["guard"] if row["verdict"] in ("not tested",)]
+            return [*failures(found), *(f"{r['technique']}: {r['text']}" for r in untested)]
+
+        found = tune_job(recipe, asked.budget, wishes, audience=display, prove=prove)
+    target = output or Path(recipe.output) / "tuned.yaml"
+    replace_file(target, found.text)
+    if json_out is not None:
+        shutil.copyfile(found.folder / "study.json", json_out)
+    show(found, recipe.price.per_device_hour if recipe.price else None)
+    print(f"\nrecipe: {target}\nstudy: {found.folder / 'study.html'}")
+    return 0
+
+
+def show(found: Tuned, per_hour: float | None = None) -> None:
+    """The duel as a table, and the result in a sentence."""
+    report = found.report
+    duel = report["duel"]
+    if duel is not None:
+        for row in duel["arms"]:
+            print("  ".join((f"{row['name']:15}", _ratio(row), row["verdict"])))
+            if row.get("settings"):
+                print(f"{'':17}{_changes(row['settings'], report['start']['settings'])}")
+    print(f"\n{found}")
+    winner = report["winner"]
+    if winner and per_hour is not None and winner["ratio"]["median"]:
+        before = per_hour / 3600 / report["start"]["rate"] * 1e6
+        after = before / winner["ratio"]["median"]
+        print(f"a million tokens: {before:.4g} before, {after:.4g} after, in the recipe's currency")
+    if report["objective"] == "pareto":
+        for place in report["front"]:
+            trial = report["trials"][place]
+            changed = ", ".join(f"{k}={v}" for k, v in trial["changes"].items())
+            speed = trial["rate"] / report["start"]["rate"]
+            print(f"front: {speed:.2f} of the speed, {size(trial['memory'])}: {changed}")
+    print(f"in {duration(report['seconds'])} of {duration(report['budget_seconds'])}")
+
+
+def _ratio(row: dict[str, Any]) -> str:
+    ratio = row["ratio"] or {"median": None, "low": None}
+    if ratio["median"] is None:
+        return f"{'':22}"
+    text = f"{ratio['median']:.3f}"
+    if ratio["low"] is not None:
+        text += f" [{ratio['low']:.3f}, {ratio['high']:.3f}]"
+    return f"{text:22}"
+
+
+def _changes(settings: dict[str, Any], start: dict[str, Any]) -> str:
+    return ", ".join(f"{k}={v}" for k, v in settings.items() if start.get(k) != v)

@@ -1,0 +1,222 @@
+"""Who says what is tried next: hasten's own order, and samplers that know nothing beforehand.
+
+A proposer is asked for a point and told what came of it. It never proposes a point twice, nor one
+that the space refuses, nor one that ran out of memory. `auto` is hasten's own:
+
+  1. the first trials follow the forecast: the best point that it sees within memory
+  2. every result corrects the belief (`belief`), and the point is tried from which most is
+     expected; memory is believed in the same way, from the peaks that were seen, and what is likely
+     to exceed it isn't tried
+  3. each trial that ran out of memory all the same makes the next ones more careful
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from hasten.search.tuner.belief import Belief, below, expected_improvement
+from hasten.search.tuner.space import Point, Space
+
+State = Literal["ok", "out of memory", "failed"]
+CAREFUL = (0.3, 0.02, 0.001)  # risk of running out of memory taken after 0, 1, 2 such trials
+LAST_RISK = 0.25  # of the safest point that is left, beyond which nothing is tried
+PEAK_SCALES = (0.05, 0.2, 0.6)  # of what a choice adds to the logarithm of the peak
+BEYOND = 0.15  # by which a point that ran out of memory is taken to exceed the limit
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What came of a point: the logarithm of its value over the start's, more is better."""
+
+    point: Point
+    state: State
+    value: float | None = None
+    memory: float | None = None
+
+
+@dataclass(frozen=True)
+class Beforehand:
+    """What is known of a job before anything is measured.
+
+    Args:
+        gain: expected logarithm of the value over the start's.
+        memory: expected peak in bytes; None where nobody knows.
+        limit: of that peak; None: there is none worth minding.
+        noise: standard deviation of one measurement, as a logarithm.
+    """
+
+    gain: Callable[[Point], float] = lambda point: 0.0
+    memory: Callable[[Point], float] | None = None
+    limit: float | None = None
+    noise: float = 0.02
+
+
+class Proposer(Protocol):
+    """Asked and told in turns."""
+
+    def ask(self) -> Point | None:
+        """The next point; None when there is none left."""
+
+    def tell(self, tried: Tried) -> None:
+        """What came of a point, whoever proposed it."""
+
+
+class Own:
+    """Forecast first, then what was learnt: hasten's own order.
+
+    Args:
+        space: what may be chosen.
+        known: beforehand.
+        seed: of the choice among equals.
+    """
+
+    def __init__(self, space: Space, known: Beforehand, seed: int = 0) -> None:
+        self._points = space.points(seed)
+        random.Random(seed).shuffle(self._points)
+        self._start, self._known = space.start, known
+        self._speed = Belief(space, known.gain, known.noise)
+        relative = self._relative(known)
+        self._memory = Belief(space, relative, 0.0, scales=PEAK_SCALES)
+        self.history: list[Tried] = []
+
+    def ask(self) -> Point | None:
+        left = self._left()
+        if not left:
+            return None
+        risk = self._risks(left)
+        worth = self._worth(left)
+        fine = risk <= max(self._allowed, float(risk.min()))  # where all are doubtful, the least
+        if risk.min() > LAST_RISK:
+            return None
+        score = np.where(fine, worth * (1 - risk), -1.0)
+        return left[int(np.argmax(score))]
+
+    def tell(self, tried: Tried) -> None:
+        self.history.append(tried)
+
+    def promise(self) -> float:
+        """The most by which an untried point is expected to beat the best one, as a logarithm."""
+        left = self._left()
+        if not left:
+            return 0.0
+        worth = np.where(self._risks(left) <= self._allowed, self._worth(left), 0.0)
+        return float(worth.max())
+
+    def _left(self) -> list[Point]:
+        done = {t.point for t in self.history} | {self._start}
+        return [p for p in self._points if p not in done]
+
+    @property
+    def _allowed(self) -> float:
+        failures = sum(t.state == "out of memory" for t in self.history)
+        return CAREFUL[min(failures, len(CAREFUL) - 1)]
+
+    def _worth(self, left: Sequence[Point]) -> np.ndarray:
+        seen, values = self._measured()
+        together = self._speed.at([*left, *seen], seen, values)
+        best = float(together.mean[len(left) :].max())
+        found = type(together)(together.mean[: len(left)], together.deviation[: len(left)])
+        return expected_improvement(found, best)
+
+    def _measured(self) -> tuple[list[Point], list[float]]:
+        pairs = [(self._start, 0.0)] * all(t.point != self._start for t in self.history)
+        pairs += [(t.point, t.value) for t in self.history if t.value is not None]
+        failed = [t.point for t in self.history if t.state == "failed"]
+        worst = min(value for _, value in pairs)
+        pairs += [(point, worst - 0.1) for point in failed]  # near it others may fail, too
+        return [p for p, _ in pairs], [v for _, v in pairs]
+
+    def _risks(self, left: Sequence[Point]) -> np.ndarray:
+        """The chance of each point to exceed the limit."""
+        limit = self._known.limit
+        if limit is None:
+            return np.zeros(len(left))
+        seen = [(t.point, math.log(t.memory)) for t in self.history if t.memory]
+        edge = math.log(limit)
+        seen += [(t.point, edge + BEYOND) for t in self.history if t.state == "out of memory"]
+        if self._known.memory is None and not any(t.memory for t in self.history):
+            return np.zeros(len(left))
+        offset = self._offset
+        found = self._memory.at(left, [p for p, _ in seen], [v - offset for _, v in seen])
+        return 1 - below((edge - offset - found.mean) / found.deviation)
+
+    def _relative(self, known: Beforehand) -> Callable[[Point], float]:
+        """The predicted peak over the start's, as a logarithm."""
+        memory = known.memory
+        if memory is None:
+            return lambda point: 0.0
+        first = math.log(memory(self._start))
+        return lambda point: math.log(memory(point)) - first
+
+    @property
+    def _offset(self) -> float:
+        """The logarithm of the start's peak: measured, else predicted, else the least seen."""
+        for t in self.history:
+            if t.point == self._start and t.memory:
+                return math.log(t.memory)
+        if self._known.memory is not None:
+            return math.log(self._known.memory(self._start))
+        return min((math.log(t.memory) for t in self.history if t.memory), default=0.0)
+
+
+class Shuffled:
+    """Every point once, in an order drawn by the seed."""
+
+    def __init__(self, space: Space, seed: int = 0) -> None:
+        self._points = [p for p in space.points(seed) if p != space.start]
+        random.Random(seed).shuffle(self._points)
+        self._done: set[Point] = set()
+
+    def ask(self) -> Point | None:
+        return next((p for p in self._points if p not in self._done), None)
+
+    def tell(self, tried: Tried) -> None:
+        self._done.add(tried.point)
+
+
+class Bandit:
+    """Each dimension a bandit of its own: values are drawn by Thompson's rule.
+
+    Thompson (1933): a value is chosen as often as it is believed to be the best. What is
+    believed of a value is the mean of its points' results, the more vague the fewer these are.
+    """
+
+    WIDTH = 0.15  # of a value that was never tried, as a logarithm
+
+    def __init__(self, space: Space, seed: int = 0) -> None:
+        self._space, self._draw = space, random.Random(seed)
+        self._results: dict[tuple[int, int], list[float]] = {}
+        self._done: set[Point] = {space.start}
+        self._rest = Shuffled(space, seed)
+        self._worst = 0.0
+
+    def ask(self) -> Point | None:
+        for _ in range(200):
+            point = self._space.canonical(
+                tuple(self._pull(i, len(d.values)) for i, d in enumerate(self._space.dimensions))
+            )
+            if point not in self._done and self._space.refuse(point) is None:
+                return point
+        return self._rest.ask()
+
+    def tell(self, tried: Tried) -> None:
+        self._done.add(tried.point)
+        self._rest.tell(tried)
+        self._worst = min(self._worst, tried.value or 0.0)
+        value = tried.value if tried.value is not None else self._worst - 0.1
+        for place in enumerate(tried.point):
+            self._results.setdefault(place, []).append(value)
+
+    def _pull(self, dimension: int, values: int) -> int:
+        def drawn(value: int) -> float:
+            seen = self._results.get((dimension, value), [])
+            mean = sum(seen) / (len(seen) + 1)  # a result of 0, the start's, stands beside them
+            return self._draw.gauss(mean, self.WIDTH / math.sqrt(1 + len(seen)))
+
+        return max(range(values), key=drawn)

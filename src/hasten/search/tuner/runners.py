@@ -1,0 +1,87 @@
+"""Runners: processes in which points are measured, of a recipe's plan or a loop of anybody's."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hasten.core.plan import Plan
+from hasten.evidence.loops import LoopFailedError, LoopProcess
+from hasten.evidence.trial import Trial, TrialFailedError
+from hasten.search.tuner.bench import RunnerFailedError, Step
+
+
+class PlanRunner:
+    """A recipe under one plan, as `hasten.trial` trains it.
+
+    Args:
+        recipe: a resolved recipe whose data is ready and which has steps enough.
+        plan: the techniques.
+        environ: variables that the process needs.
+        log: where its own words go.
+    """
+
+    def __init__(self, recipe: Path, plan: Plan, environ: Mapping[str, str], log: Path) -> None:
+        self._trial = Trial(recipe, plan, environ, log)
+
+    def begin(self, patience: float) -> None:
+        try:
+            self._trial.answer(patience)
+        except TrialFailedError as error:
+            raise RunnerFailedError(str(error)) from error
+
+    def steps(self, count: int, patience: float) -> list[Step]:
+        try:
+            answer = self._trial.ask("steps", patience=patience, count=count)
+        except TrialFailedError as error:
+            raise RunnerFailedError(str(error)) from error
+        return [_step(entry) for entry in answer["steps"]]
+
+    def end(self, at_once: bool = False) -> None:
+        self._trial.end(at_once)
+
+
+def _step(entry: Mapping[str, Any]) -> Step:
+    loss = entry.get("loss")
+    sound = loss is None or math.isfinite(loss)
+    return Step(entry["tokens"], entry["step_seconds"], entry.get("peak_memory_bytes"), sound)
+
+
+class LoopRunner:
+    """A training loop of anybody's under one setting of its factory's arguments.
+
+    Args:
+        target: ``module:function`` or ``script.py:function``.
+        settings: the arguments.
+    """
+
+    def __init__(self, target: str, settings: Mapping[str, Any]) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed in `end`
+        self._loop = LoopProcess(target.rpartition(":")[2], target, self._log, 600.0, settings)
+        self._loop.__enter__()
+        self._ended = False
+
+    def begin(self, patience: float) -> None:
+        self._loop.patience = patience
+        try:
+            self._loop.begin(warmup=0)
+        except LoopFailedError as error:
+            raise RunnerFailedError(str(error)) from error
+
+    def steps(self, count: int, patience: float) -> list[Step]:
+        self._loop.patience = patience
+        try:
+            found = self._loop.steps(count)
+        except LoopFailedError as error:
+            raise RunnerFailedError(str(error)) from error
+        return [Step(items, seconds) for items, seconds, _ in found]
+
+    def end(self, at_once: bool = False) -> None:
+        if not self._ended:
+            self._ended = True
+            kind = RunnerFailedError if at_once else None
+            self._loop.__exit__(kind, None, None)
+            self._log.close()

@@ -1,0 +1,86 @@
+"""What can be tuned, seen from the study: a space, processes to measure in, a duel, a result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hasten.errors import InputError
+from hasten.search.tuner.bench import Runner
+from hasten.search.tuner.choosing import Sampler, check_sampler
+from hasten.search.tuner.proposers import Beforehand
+from hasten.search.tuner.space import Point, Space
+from hasten.search.tuner.study import OBJECTIVES, Objective
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """How to tune.
+
+    Args:
+        sampler: who proposes; auto: hasten's own order.
+        objective: tokens per second; memory; money, which is time told as a price; pareto: speed
+            and memory, and the front between them.
+        lossy: let techniques of other mathematics take part, behind the guard.
+        only: slots or techniques by name that are tuned.
+        trials: at most; None: as many as the budget holds.
+        seed: of everything that is drawn.
+        steps: of a turn.
+        fresh: measure anew, whatever an earlier start has left.
+
+    Raises:
+        InputError: an unknown sampler or objective, or a number that can't be.
+    """
+
+    sampler: Sampler = "auto"
+    objective: Objective = "tokens"
+    lossy: bool = False
+    only: tuple[str, ...] = ()
+    trials: int | None = None
+    seed: int = 0
+    steps: int = 4
+    fresh: bool = False
+
+    def __post_init__(self) -> None:
+        check_sampler(self.sampler)
+        if self.objective not in OBJECTIVES:
+            known = ", ".join(OBJECTIVES)
+            raise InputError(f"objective: there is no {self.objective!r}; there are {known}")
+        for name, value in (("trials", self.trials), ("steps", self.steps)):
+            if value is not None and value < 1:
+                raise InputError(f"{name} is {value}; it must be 1 at least")
+
+
+class Subject(Protocol):
+    """A job that is tuned."""
+
+    space: Space
+    folder: Path  # of all its studies
+    title: str
+    unit: str  # what its speed counts
+    about: dict[str, Any]  # what similar jobs share
+
+    def key(self) -> dict[str, Any]:
+        """Everything that decides its numbers."""
+
+    def open(self, folder: Path) -> None:
+        """Told where this study's files are, before any process starts."""
+
+    def known(self, noise: float, memory: float | None) -> Beforehand:
+        """What is known before the first trial, now that the start was measured."""
+
+    def start(self, point: Point) -> Runner:
+        """The process of a point."""
+
+    def duel(
+        self, leaders: Sequence[Point], seconds: float, tell: Callable[[str], None]
+    ) -> dict[str, Any]:
+        """The duel's rows (`search.tuner.duel.judged`): the start, again, then the leaders."""
+
+    def refusal(self, point: Point) -> str | None:
+        """Why a winner can't be taken after all; None if it can."""
+
+    def text(self, point: Point, words: Sequence[str]) -> str:
+        """The settings as a file of the user's, with words as comments at its head."""

@@ -1,0 +1,191 @@
+"""Proposers and the belief behind hasten's own: what they try, what they never try."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import random
+
+import numpy as np
+import pytest
+
+from hasten.errors import InputError
+from hasten.search.tuner.belief import Belief, Posterior, expected_improvement
+from hasten.search.tuner.choosing import proposer_of
+from hasten.search.tuner.proposers import Beforehand, Own, Proposer, Tried
+from hasten.search.tuner.space import Dimension, Point, Space, of_values
+
+KNOBS = {"a": [0, 1, 2, 3], "b": [False, True], "c": ["x", "y", "z"], "d": [False, True]}
+SPACE = of_values(KNOBS)
+NAMES = ("auto", "tpe", "gp", "random", "genetic", "cmaes", "bandit")
+
+
+def truth(point: Point) -> float:
+    """Additive, with one pair that helps each other."""
+    s = SPACE.settings(point)
+    found = 0.08 * s["a"] + 0.1 * s["b"] + {"x": 0.0, "y": 0.15, "z": -0.1}[s["c"]]
+    return found + (0.05 if s["b"] and s["d"] else -0.02 * s["d"])
+
+
+def study(proposer: Proposer, trials: int, noise: float = 0.0) -> list[Tried]:
+    draw, found = random.Random(1), []
+    proposer.tell(Tried(SPACE.start, "ok", 0.0))
+    for _ in range(trials):
+        point = proposer.ask()
+        if point is None:
+            break
+        found.append(Tried(point, "ok", truth(point) + draw.gauss(0, noise)))
+        proposer.tell(found[-1])
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_point_is_proposed_twice_nor_the_start(name: str) -> None:
+    found = [t.point for t in study(proposer_of(name, SPACE, Beforehand()), 12)]
+    assert len(found) == len(set(found)) == 12
+    assert SPACE.start not in found
+
+
+@pytest.mark.parametrize("name", ["auto", "random", "genetic", "bandit"])
+def test_when_every_point_was_tried_the_end_is_told(name: str) -> None:
+    found = [t.point for t in study(proposer_of(name, SPACE, Beforehand()), 60)]
+    assert len(found) == len(set(found)) == len(SPACE.points()) - 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_space_refuses_is_never_proposed(name: str) -> None:
+    space = Space(SPACE.dimensions, SPACE.start, lambda p: "no" if p[0] == 3 else None)
+    proposer = proposer_of(name, space, Beforehand())
+    proposer.tell(Tried(space.start, "ok", 0.0))
+    for _ in range(8):
+        point = proposer.ask()
+        assert point is not None
+        assert point[0] < 3
+        proposer.tell(Tried(point, "failed"))
+
+
+@pytest.mark.parametrize("name", ["auto", "random", "tpe", "bandit"])
+def test_the_same_seed_proposes_the_same(name: str) -> None:
+    runs = [
+        [t.point for t in study(proposer_of(name, SPACE, Beforehand(), seed=3), 12)] for _ in "ab"
+    ]
+    assert runs[0] == runs[1]
+
+
+def test_hastens_own_finds_the_best_of_48_within_eight_noisy_trials() -> None:
+    best = max(truth(p) for p in SPACE.points())
+    for seed in range(5):
+        tried = study(Own(SPACE, Beforehand(noise=0.01), seed), 8, noise=0.01)
+        assert max(truth(t.point) for t in tried) > best + math.log(0.97)
+
+
+def test_the_first_trial_follows_the_forecast() -> None:
+    own = Own(SPACE, Beforehand(gain=truth))
+    best = max(SPACE.points(), key=truth)
+    assert own.ask() == best
+
+
+def test_a_forecast_that_is_wrong_is_overruled_by_what_is_measured() -> None:
+    own = Own(SPACE, Beforehand(gain=lambda p: -truth(p), noise=0.01))
+    best = max(truth(p) for p in SPACE.points())
+    tried = study(own, 20)
+    assert max(truth(t.point) for t in tried) > best + math.log(0.97)
+
+
+def test_what_is_predicted_to_exceed_memory_is_not_tried() -> None:
+    def bytes_of(point: Point) -> float:
+        return 1e9 * (1 + 2 * point[0])
+
+    own = Own(SPACE, Beforehand(memory=bytes_of, limit=4e9, gain=truth))
+    assert all(t.point[0] <= 1 for t in study(own, 60))
+
+
+def test_after_one_trial_out_of_memory_the_like_of_it_is_left_alone() -> None:
+    def memory(point: Point) -> float:
+        return 1e9 * 2.0 ** point[0]
+
+    own = Own(SPACE, Beforehand(gain=truth, limit=3e9))
+    own.tell(Tried(SPACE.start, "ok", 0.0, memory(SPACE.start)))
+    failures = 0
+    for _ in range(30):
+        point = own.ask()
+        if point is None:
+            break
+        if memory(point) > 3e9:
+            failures += 1
+            own.tell(Tried(point, "out of memory"))
+        else:
+            own.tell(Tried(point, "ok", truth(point), memory(point)))
+    assert failures <= 2  # nothing was predicted beforehand: one to learn it, one at the edge
+    assert len(own.history) > 10
+
+
+def test_the_promise_ends_when_all_is_known() -> None:
+    own = Own(SPACE, Beforehand(noise=0.01))
+    first = own.promise()
+    study(own, 25)
+    assert own.promise() < 0.1 * first
+
+
+def test_the_belief_is_a_plain_gaussian_regression() -> None:
+    """Against the textbook formula (Rasmussen and Williams 2006, 2.23 and 2.24) in float64."""
+    space = of_values({"a": [0, 1], "b": [0, 1]})
+    seen, values = [(0, 0), (1, 0), (0, 1)], [0.0, 0.2, 0.1]
+    belief = Belief(space, noise=0.02, aparts=(0.01,), scales=(0.1,))
+    found = belief.at([(1, 1)], seen, values)
+
+    def posterior(share: float) -> tuple[float, float, float]:
+        def kernel(p: Point, q: Point) -> float:
+            same = [float(i == j) for i, j in zip(p, q, strict=True)]
+            return 0.1**2 * (sum(same) + share**2 * same[0] * same[1])
+
+        k = np.array([[kernel(p, q) for q in seen] for p in seen]) + (0.02**2 + 0.01**2) * np.eye(3)
+        across = np.array([kernel((1, 1), q) for q in seen])
+        y, inverse = np.array(values), np.linalg.inv(k)
+        likelihood = -0.5 * y @ inverse @ y - 0.5 * np.linalg.slogdet(k)[1]
+        spread = kernel((1, 1), (1, 1)) - across @ inverse @ across + 0.01**2
+        return likelihood, across @ inverse @ y, math.sqrt(spread)
+
+    _, mean, deviation = max(posterior(share) for share in (0.15, 0.4, 0.8))
+    assert found.mean[0] == pytest.approx(mean, rel=1e-9)
+    assert found.deviation[0] == pytest.approx(deviation, rel=1e-9)
+
+
+def test_expected_improvement_is_the_mean_of_what_lies_above() -> None:
+    draws = np.random.default_rng(0).normal(0.3, 0.2, 400_000)
+    found = expected_improvement(Posterior(np.array([0.3]), np.array([0.2])), 0.4)
+    assert found[0] == pytest.approx(np.maximum(draws - 0.4, 0).mean(), rel=0.01)
+
+
+def test_an_unknown_sampler_is_refused_with_the_nearest() -> None:
+    with pytest.raises(InputError, match="did you mean 'genetic'"):
+        proposer_of("genetics", SPACE, Beforehand())
+
+
+def test_a_sampler_without_its_library_says_so_and_tpe_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "scipy" else there(name)
+    )
+    told: list[str] = []
+    assert study(proposer_of("gp", SPACE, Beforehand(), tell=told.append), 3)
+    assert told == ["sampler: gp needs scipy, which isn't installed; going on with tpe"]
+
+
+def test_a_conditional_decision_is_learnt_under_its_own_choice_alone() -> None:
+    space = Space(
+        (
+            Dimension("way", ("none", "graph")),
+            Dimension("bucket", (1, 2, 3), ordered=True, needs=("way", "graph")),
+        ),
+        (0, 0),
+    )
+    own = Own(space, Beforehand(noise=0.01))
+    seen = []
+    own.tell(Tried(space.start, "ok", 0.0))
+    while (point := own.ask()) is not None:
+        seen.append(point)
+        own.tell(Tried(point, "ok", 0.1 * point[1]))
+    assert sorted(seen) == [(1, 0), (1, 1), (1, 2)]

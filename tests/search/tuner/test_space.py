@@ -1,0 +1,133 @@
+"""Spaces and plans: what may be chosen, what is equal, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hasten.core.plan import Plan
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Knob
+from hasten.errors import InputError
+from hasten.recipe.build import catalogue
+from hasten.search.tuner.plans import NONE, plan_space, values_of
+from hasten.search.tuner.space import Dimension, Space, of_values
+from tiny import job_facts, language_job
+
+FACTS = job_facts(language_job())
+NESTED = Space(
+    (
+        Dimension("way", ("none", "graph")),
+        Dimension("bucket", (64, 128, 256), ordered=True, needs=("way", "graph")),
+        Dimension("threads", (1, 2, 4), ordered=True),
+    ),
+    (0, 0, 0),
+)
+
+
+def test_a_value_that_does_not_matter_makes_no_other_point() -> None:
+    assert NESTED.canonical((0, 2, 1)) == (0, 0, 1)
+    assert NESTED.settings((0, 2, 1)) == {"way": "none", "threads": 2}
+    assert len(NESTED.points()) == (1 + 3) * 3 < NESTED.size
+
+
+@given(st.tuples(st.integers(0, 1), st.integers(0, 2), st.integers(0, 2)))
+def test_settings_name_their_point(raw: tuple[int, int, int]) -> None:
+    point = NESTED.canonical(raw)
+    assert NESTED.point(NESTED.settings(point)) == point
+    assert NESTED.canonical(point) == point
+
+
+@given(
+    st.dictionaries(
+        st.text("abc", min_size=1, max_size=3),
+        st.lists(st.integers(), min_size=1, max_size=4, unique=True),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_a_plain_space_has_every_combination_once(knobs: dict[str, list[int]]) -> None:
+    space = of_values(knobs)
+    points = space.points()
+    assert len(points) == len(set(points)) == space.size
+    assert points[0] == space.start
+
+
+def test_neighbours_differ_in_one_decision_and_sizes_by_one_place() -> None:
+    near = [NESTED.settings(p) for p in NESTED.neighbours((1, 1, 0))]
+    assert {"way": "graph", "bucket": 64, "threads": 1} in near
+    assert {"way": "graph", "bucket": 128, "threads": 4} not in near
+    assert {"way": "none", "threads": 1} in near
+
+
+def test_refused_points_are_not_offered() -> None:
+    def refuse(point: tuple[int, ...]) -> str | None:
+        return "no" if point[2] == 2 else None
+
+    space = dataclasses.replace(NESTED, refuse=refuse)
+    assert all(p[2] < 2 for p in space.points())
+    assert all(p[2] < 2 for p in space.neighbours((0, 0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "start", "said"),
+    [
+        ({"a": 3}, None, "list of values"),
+        ({"a": [1, 1]}, None, "twice"),
+        ({}, None, "nothing to choose"),
+        ({"batch": [1, 2]}, {"bach": 1}, "did you mean 'batch'"),
+        ({"a": [1, 2]}, {"a": 3}, "can't be 3"),
+    ],
+)
+def test_what_is_no_space_is_refused_with_a_sentence(knobs: dict, start: dict, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        of_values(knobs, start)
+
+
+def test_ranges_become_a_few_values_and_keep_the_own_one() -> None:
+    assert values_of(Knob(low=1, high=512), 8, (1, 16)) == (1, 2, 4, 8, 16)
+    assert len(values_of(Knob(low=1, high=2**20), 24)) == 7
+    assert values_of(Knob(choices=(True, False)), False) == (False, True)
+    assert values_of(Knob(low=256, high=65536), 0, (1, 0)) == (0,)
+    assert values_of(Knob(low=0.01, high=0.16, log=True), 0.02)[:2] == (0.01, 0.02)
+
+
+def test_every_point_of_a_plan_space_is_a_plan_without_obstacles() -> None:
+    found = plan_space(catalogue(), Plan(), FACTS, only=("precision", "recompute", "layers"))
+    points = found.space.points()
+    assert len(points) > 10
+    for point in points:
+        plan = found.plan(point)
+        assert not [o for t in plan for o in t.obstacles(FACTS)]
+        assert all(t.fidelity is not Fidelity.LOSSY for t in plan)
+
+
+def test_other_mathematics_takes_part_only_on_request() -> None:
+    exact, all_ = (plan_space(catalogue(), Plan(), FACTS, lossy=lossy) for lossy in (False, True))
+    assert set(exact.kinds) < set(all_.kinds)
+    lossy = [n for n, t in all_.kinds.items() if t.fidelity is Fidelity.LOSSY]
+    assert lossy
+    assert not set(lossy) & set(exact.kinds)
+
+
+def test_the_search_starts_from_the_recipe_and_keeps_what_is_not_tuned() -> None:
+    known = {kind.name(): kind for kind in catalogue()}
+    base = Plan([known["weight_average"](), known["autocast"]()])
+    found = plan_space(catalogue(), base, FACTS)
+    assert found.plan(found.space.start) == base
+    assert found.space.settings(found.space.start)[Slot.PRECISION.name] == "autocast"
+    other = found.space.point({Slot.PRECISION.name: NONE})
+    assert [t.name() for t in found.plan(other)] == ["weight_average"]
+
+
+def test_the_start_is_expected_to_gain_nothing_over_itself() -> None:
+    found = plan_space(catalogue(), Plan(), FACTS)
+    assert found.gain(found.space.start) == 0
+
+
+def test_an_unknown_name_in_only_is_refused() -> None:
+    with pytest.raises(InputError, match="neither a technique nor a slot"):
+        plan_space(catalogue(), Plan(), FACTS, only=("fused",))

@@ -1,0 +1,230 @@
+"""Studies on a machine that is made up: budget, noise, failures, resumption, early end."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.errors import InputError
+from hasten.evidence.record import Record
+from hasten.search.tuner.bench import Bench, OutOfTimeError
+from hasten.search.tuner.earlier import learnt, similar_trials
+from hasten.search.tuner.output import document, lead, page
+from hasten.search.tuner.proposers import Beforehand, Own, Shuffled
+from hasten.search.tuner.space import of_values
+from hasten.search.tuner.study import Search, Study, importance
+from search.tuner.simulated import Machine
+
+SPACE = of_values({"batch": [1, 2, 4, 8], "fused": [False, True], "dtype": ["fp32", "bf16"]})
+
+
+def seconds(s: dict[str, Any]) -> float:
+    return (
+        (1.0 + 1.0 / s["batch"]) * (0.8 if s["fused"] else 1) * (0.6 if s["dtype"] == "bf16" else 1)
+    )
+
+
+def any_order(noise: float, memory: float | None) -> Shuffled:
+    return Shuffled(SPACE, 1)
+
+
+def searched(
+    machine: Machine, budget: float = 2000.0, record: Record | None = None, **more: Any
+) -> Study:
+    def own(noise: float, memory: float | None) -> Own:
+        return Own(SPACE, Beforehand(noise=noise, limit=machine.limit))
+
+    clock = machine.clock
+    with Bench(machine.start, SPACE.start, 2, steps=2, clock=clock) as bench:
+        more = {"proposer": own, **more}
+        proposer = more.pop("proposer")
+        search = Search(
+            SPACE, proposer, bench, record or Record(), budget_seconds=budget, clock=clock, **more
+        )
+        return search.run()
+
+
+def test_the_fastest_settings_lead_and_no_process_is_left() -> None:
+    machine = Machine(SPACE, seconds, noise=0.01)
+    study = searched(machine)
+    assert SPACE.settings(study.leaders()[0]) == {"batch": 8, "fused": True, "dtype": "bf16"}
+    assert machine.alive == 0
+    assert 0.003 < study.noise < 0.05
+
+
+def test_trials_leave_the_duel_its_part_of_the_budget() -> None:
+    machine = Machine(SPACE, seconds, noise=0.01)
+    study = searched(machine, budget=160.0)
+    assert study.ended == "the budget's time for trials was used"
+    assert machine.clock.now <= 160 * 0.75
+    assert len(study.rows) >= 2
+
+
+def test_it_ends_early_when_nothing_more_is_expected() -> None:
+    study = searched(Machine(SPACE, lambda s: 1.0, noise=0.001), budget=1e5)
+    assert "no untried point" in study.ended
+    assert len(study.rows) < len(SPACE.points()) - 1
+
+
+def test_a_machine_that_slows_down_slows_both() -> None:
+    machine = Machine(SPACE, seconds)
+    machine.seconds = lambda s: seconds(s) * (1 + machine.clock.now / 500)
+    study = searched(machine)
+    row = next(r for r in study.rows if r["state"] == "ok")
+    expected = math.log(seconds(SPACE.settings(SPACE.start)) / seconds(row["settings"]))
+    assert row["log_rate"] == pytest.approx(expected, abs=0.05)
+
+
+def test_out_of_memory_is_noted_and_never_repeated() -> None:
+    machine = Machine(SPACE, seconds, memory=lambda s: 1e9 * s["batch"], limit=3e9)
+    study = searched(machine)
+    gone = [r["settings"] for r in study.rows if r["state"] == "out of memory"]
+    assert 1 <= len(gone) <= 2
+    assert len(machine.started) == len(study.rows) + 2  # the start, and it against itself
+    assert all(SPACE.settings(p)["batch"] <= 2 for p in study.leaders())
+
+
+@pytest.mark.parametrize("why", ["OutOfMemoryError: CUDA out of memory", "std::bad_alloc"])
+def test_words_of_memory_are_understood(why: str) -> None:
+    machine = Machine(SPACE, seconds, fails=lambda s: why if s["fused"] else None)
+    study = searched(machine)
+    assert {r["state"] for r in study.rows if r["settings"]["fused"]} == {"out of memory"}
+
+
+def test_a_job_that_fails_as_it_is_is_refused() -> None:
+    machine = Machine(SPACE, seconds, fails=lambda s: "ValueError: no such column")
+    with pytest.raises(InputError, match=r"fails as it is.*no such column"):
+        searched(machine)
+    assert machine.alive == 0
+
+
+def test_a_job_that_fails_in_every_trial_is_told_with_the_last_reason() -> None:
+    first = SPACE.settings(SPACE.start)
+    machine = Machine(SPACE, seconds, fails=lambda s: None if s == first else "no kernel")
+    with pytest.raises(InputError, match="trials failed, the last with: no kernel"):
+        searched(machine)
+
+
+def test_a_loss_that_is_no_number_fails_the_trial_and_not_the_study() -> None:
+    machine = Machine(SPACE, seconds, loss=lambda s: s["dtype"] == "fp32")
+    study = searched(machine)
+    bad = [r for r in study.rows if r["settings"]["dtype"] == "bf16"]
+    assert bad
+    assert all(r["why"] == "its loss is not a finite number" for r in bad)
+    assert SPACE.settings(study.leaders()[0])["dtype"] == "fp32"
+
+
+def test_a_start_whose_loss_is_no_number_is_refused() -> None:
+    with pytest.raises(InputError, match="before any change: its loss is not a finite number"):
+        searched(Machine(SPACE, seconds, loss=lambda s: False))
+
+
+@pytest.mark.parametrize("budget", [1.0, 8.0, 40.0])
+def test_a_budget_that_is_too_short_is_refused_with_the_time_needed(budget: float) -> None:
+    machine = Machine(SPACE, seconds)
+    with pytest.raises(InputError, match=r"budget: .* is too short"):
+        searched(machine, budget=budget)
+    assert machine.clock.now <= budget
+    assert machine.alive == 0
+
+
+def test_a_trial_that_hangs_is_given_up_and_the_study_goes_on() -> None:
+    slow = {"batch": 8, "fused": True, "dtype": "bf16"}
+    machine = Machine(SPACE, lambda s: 1e6 if s == slow else seconds(s))
+    study = searched(machine, budget=900.0)
+    given_up = [r for r in study.rows if r["state"] == "failed"]
+    assert [r["settings"] for r in given_up] == [slow]
+    assert given_up[0]["why"] == "given up: far too slow"
+    assert machine.clock.now <= 900 * 0.75
+    assert machine.alive == 0
+
+
+def test_the_time_being_up_is_no_measurement() -> None:
+    machine = Machine(SPACE, seconds)
+    with Bench(machine.start, SPACE.start, 2, clock=machine.clock) as bench:
+        bench.open(100.0)
+        with pytest.raises(OutOfTimeError):
+            bench.measure(SPACE.start, machine.clock.now + 1.0)
+
+
+def test_a_study_that_was_killed_goes_on_and_measures_nothing_twice(tmp_path: Path) -> None:
+    machine = Machine(SPACE, seconds, noise=0.01)
+    path = tmp_path / "record.jsonl"
+    with Record(path, "key") as record:
+        first = searched(machine, record=record, most=4, proposer=any_order)
+    with path.open("ab") as file:
+        file.write(b'{"event": "tried", "settings": {"bat')  # the line in which it was killed
+    again = Machine(SPACE, seconds, noise=0.01)
+    with Record(path, "key") as record:
+        second = searched(again, record=record, most=7, proposer=any_order)
+    assert second.rows[:4] == first.rows
+    assert len(again.started) == 1 + 3  # the start, no noise again, three new trials
+    points = [t.point for t in second.tried]
+    assert len(points) == len(set(points)) == 7
+
+
+def test_the_best_so_far_is_handed_out_after_every_trial() -> None:
+    seen: list[float] = []
+    searched(
+        Machine(SPACE, seconds, noise=0.01),
+        most=5,
+        found=lambda study: seen.append(max(t.value or 0 for t in study.tried)),
+    )
+    assert len(seen) == 5
+    assert seen == sorted(seen)
+
+
+def test_memory_as_objective_leads_to_the_smallest() -> None:
+    machine = Machine(SPACE, seconds, memory=lambda s: 1e9 * (8 - s["batch"] / 2))
+    study = searched(machine, objective="memory", most=15)
+    assert SPACE.settings(study.leaders()[0])["batch"] == 8
+
+
+def test_the_front_holds_what_nothing_beats_in_both() -> None:
+    machine = Machine(SPACE, seconds, memory=lambda s: 1e9 * s["batch"])
+    study = searched(machine, objective="pareto", most=15)
+    front = [study.rows[i] for i in study.front()]
+    assert front
+    for row in front:
+        for other in study.rows:
+            better = other["log_rate"] > row["log_rate"] and other["memory"] <= row["memory"]
+            assert not better
+
+
+def test_importance_names_the_decision_that_matters_and_adds_up() -> None:
+    study = searched(Machine(SPACE, seconds))
+    shares = importance(
+        SPACE, study, lambda points: [-math.log(seconds(SPACE.settings(p))) for p in points]
+    )
+    assert next(iter(shares)) == "batch" if shares["batch"] > shares["dtype"] else "dtype"
+    assert math.fsum(shares.values()) == pytest.approx(1, abs=1e-3)
+
+
+def test_earlier_studies_of_similar_jobs_are_a_forecast(tmp_path: Path) -> None:
+    machine, about = Machine(SPACE, seconds), {"loop": "a"}
+    for name, what in (("one", about), ("two", {"loop": "b"})):
+        with Record(tmp_path / name / "record.jsonl", name) as record:
+            record.append("about", what=what)
+            searched(machine, record=record, most=5)
+    (tmp_path / "three").mkdir()
+    (tmp_path / "three" / "record.jsonl").write_text("no record")
+    trials = similar_trials(tmp_path, about, but="four")
+    assert len(trials) == 5
+    gain = learnt(SPACE, trials, lambda p: 0.0)
+    fast = SPACE.point({"batch": 8, "fused": True, "dtype": "bf16"})
+    assert gain(fast) > gain(SPACE.start) + 0.1
+    assert learnt(SPACE, trials[:2], gain) is gain  # too few to learn from
+
+
+def test_the_page_draws_and_escapes(tmp_path: Path) -> None:
+    study = searched(Machine(SPACE, seconds, fails=lambda s: "<b>" if s["batch"] == 2 else None))
+    found = document(study, SPACE, None, None, {"batch": 0.7, "<i>": 0.3}, {"title": "t"})
+    text = page(found, "a & b")
+    assert "a &amp; b" in text
+    assert "<b>" not in text
+    assert "<i>" not in text
+    assert text.count("<svg") == 2
+    assert "keep the settings" in lead(found)

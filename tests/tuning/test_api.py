@@ -1,0 +1,126 @@
+"""Tuning as a user calls it: real processes of loops that wait, and what is left on the disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hasten.errors import InputError
+from hasten.search import tune
+from hasten.tuning.api import replace_file
+from hasten.tuning.subject import Wishes
+
+JOBS = f"{Path(__file__).parent / 'loop_jobs.py'}"
+SPACE = {"batch": [1, 2, 3], "fused": [False, True]}
+
+
+def test_a_loop_is_tuned_proven_and_answered_at_once_the_second_time(tmp_path: Path) -> None:
+    found = tune(f"{JOBS}:job", 60, Wishes(trials=3), space=SPACE, folder=tmp_path)
+    assert found.better, str(found)
+    ratio = found.report["winner"]["ratio"]
+    assert 1 < ratio["low"] < ratio["median"]
+    assert json.loads(found.text).items() >= found.settings.items()
+    assert found.settings != {"batch": 1, "fused": False}
+    kept = json.loads((found.folder / "study.json").read_text())
+    assert kept["winner"] == found.report["winner"]
+    assert len(kept["trials"]) == 3
+    assert "<svg" in (found.folder / "study.html").read_text()
+    again = tune(f"{JOBS}:job", 60, Wishes(trials=3), space=SPACE, folder=tmp_path)
+    assert again.report == kept
+
+
+def test_settings_that_change_nothing_are_not_called_better(tmp_path: Path) -> None:
+    space = {"batch": [1, 2]}
+    found = tune(f"{JOBS}:alike", 20, Wishes(trials=1), space=space, folder=tmp_path)
+    if found.report["duel"] is not None:  # by luck the trial may lie below the start
+        assert not found.better or found.report["winner"]["ratio"]["low"] < 1.1
+    assert found.settings["batch"] in (1, 2)
+
+
+def test_what_runs_out_of_memory_is_a_constraint(tmp_path: Path) -> None:
+    space = {"batch": [1, 2, 4]}
+    found = tune(f"{JOBS}:greedy", 60, Wishes(trials=2), space=space, folder=tmp_path)
+    states = {t["settings"]["batch"]: t["state"] for t in found.report["trials"]}
+    assert states.get(4, "out of memory") == "out of memory"
+    assert found.settings["batch"] != 4
+
+
+def test_a_loop_that_fails_in_every_trial_says_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"all 1 trials failed.*no kernel for 2"):
+        tune(f"{JOBS}:failing", 60, space={"batch": [1, 2]}, folder=tmp_path)
+
+
+def test_a_process_that_is_killed_leaves_its_trials_and_the_best_settings(tmp_path: Path) -> None:
+    code = (
+        "from hasten.search import tune; from hasten.tuning.subject import Wishes\n"
+        f"tune({JOBS + ':job'!r}, 300, Wishes(trials=5), space={SPACE!r}, folder={str(tmp_path)!r})"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    try:
+        record = _wait_for(tmp_path, process)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    before = record.read_text().count('"tried"')
+    best = json.loads((record.parent / "best.yaml").read_text())
+    assert set(best) == {"_measured", "batch", "fused"}
+    found = tune(f"{JOBS}:job", 300, Wishes(trials=5), space=SPACE, folder=tmp_path)
+    assert len(found.report["trials"]) == 5 > before >= 2
+    places = [json.dumps(t["settings"]) for t in found.report["trials"]]
+    assert len(set(places)) == 5
+
+
+def _wait_for(folder: Path, process: subprocess.Popen[bytes]) -> Path:
+    import time
+
+    while process.poll() is None:
+        for path in folder.glob("*/record.jsonl"):
+            if path.read_text().count('"tried"') >= 2:
+                return path
+        time.sleep(0.02)
+    raise AssertionError("it ended before two trials")
+
+
+@pytest.mark.parametrize(
+    ("budget", "wishes", "said"),
+    [
+        ("soon", {}, "budget: can't read 'soon'"),
+        ("1s", {}, "is too short"),
+        ("60s", {"sampler": "tpee"}, "did you mean 'tpe'"),
+        ("60s", {"objective": "speed"}, "objective: there is no 'speed'"),
+        ("60s", {"objective": "memory"}, "only its speed is known"),
+        ("60s", {"trials": 0}, "trials is 0"),
+    ],
+)
+def test_bad_input_is_a_sentence(budget: str, wishes: dict, said: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=said):
+        tune(f"{JOBS}:job", budget, Wishes(**wishes), space=SPACE, folder=tmp_path)
+
+
+def test_a_loop_without_a_space_and_a_recipe_with_one_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="which arguments"):
+        tune(f"{JOBS}:job", folder=tmp_path)
+    with pytest.raises(InputError, match="leave it out"):
+        tune("recipe.yaml", space=SPACE)
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "best.yaml"
+    replace_file(path, "old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        replace_file(path, "new")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["best.yaml"]

@@ -1,0 +1,172 @@
+"""A recipe as a subject: its space, its winners as recipes, the proof that a lossy winner owes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.core.plan import Plan
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity
+from hasten.errors import InputError
+from hasten.evidence.ablation import AGAIN, BASELINE, Arm
+from hasten.evidence.controller import Measured
+from hasten.experiment import Silence, Subject, prepared
+from hasten.recipe.build import requested_plan
+from hasten.recipe.schema import load_recipe, recipe_from
+from hasten.search.tuner.bench import Runner
+from hasten.search.tuner.space import Point
+from hasten.tuning import api, recipes
+from hasten.tuning.recipes import RecipeSubject
+from hasten.tuning.subject import Wishes
+from search.tuner.simulated import Machine
+
+RECIPE = {
+    "model": "deepseek-llm-tiny",
+    "dataset": "stdlib",
+    "held_out": 4,
+    "vocabulary": 512,
+    "max_records": 40,
+    "cutoff_len": 64,
+    "max_steps": 10,
+    "global_batch_size": 8,
+    "plan": ["fused_adamw"],
+    "on_obstacle": "skip",
+}
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    output = str(tmp_path_factory.mktemp("tuned"))
+    return prepared(recipe_from({**RECIPE, "output": output}, "test"), Silence())
+
+
+def subject(given: Subject, **wishes: Any) -> RecipeSubject:
+    return RecipeSubject(given, Wishes(**wishes), Silence())
+
+
+def test_the_winner_is_a_recipe_with_its_gain_at_the_head(given: Subject, tmp_path: Path) -> None:
+    found = subject(given)
+    point = found.space.point(
+        {"PRECISION": "autocast", "BATCH": "accumulate", "accumulate.micro_batch_size": 2}
+    )
+    text = found.text(point, ["1.300× [1.2, 1.4] of the speed " * 5])
+    assert text.startswith("# 1.300×")
+    (tmp_path / "tuned.yaml").write_text(text)
+    recipe = load_recipe(tmp_path / "tuned.yaml")
+    same = recipe.model_copy(update={"plan": given.recipe.plan})
+    assert same.model_dump() == given.recipe.model_dump()
+    plan = requested_plan(recipe)
+    assert {t.name() for t in plan} == {"fused_adamw", "autocast", "accumulate"}
+    assert next(t for t in plan if t.slot is Slot.BATCH).settings()["micro_batch_size"] == 2
+
+
+def test_a_micro_batch_is_never_larger_than_half_a_step(given: Subject) -> None:
+    (sizes,) = [d for d in subject(given).space.dimensions if d.name.endswith("batch_size")]
+    assert max(v for v in sizes.values if v != 8) <= 4
+
+
+def test_only_narrows_and_the_rest_stays_as_it_is(given: Subject) -> None:
+    found = subject(given, only=("precision",))
+    assert {d.name for d in found.space.dimensions} == {"PRECISION"}
+    for point in found.space.points():
+        text = found.text(point, ["x"])
+        assert "fused_adamw" in text
+
+
+def test_money_needs_a_price(given: Subject) -> None:
+    with pytest.raises(InputError, match="needs a price"):
+        subject(given, objective="money")
+
+
+def test_a_lossy_winner_is_taken_only_with_proof(given: Subject) -> None:
+    wishes = Wishes(lossy=True)
+    said: list[Sequence[str]] = [["muon: worse by 3 %"], []]
+    proven = RecipeSubject(given, wishes, Silence(), prove=lambda s, plan: said.pop(0))
+    point = next(
+        p
+        for p in proven.space.neighbours(proven.space.start)
+        if any(t.fidelity is Fidelity.LOSSY for t in proven._plans.plan(p))
+    )
+    assert proven.refusal(point) == "muon: worse by 3 %"
+    assert proven.refusal(point) is None
+    assert "nobody was asked" in str(RecipeSubject(given, wishes, Silence()).refusal(point))
+    assert proven.refusal(proven.space.start) is None
+
+
+def test_the_key_changes_with_what_decides_the_numbers(given: Subject) -> None:
+    assert subject(given).key() == subject(given).key()
+    assert subject(given).key() != subject(given, only=("precision",)).key()
+
+
+class Pretended:
+    """The duel as `hasten speedup` would measure it, from what is known of the plans."""
+
+    def __init__(self, ratios: Mapping[str, float]) -> None:
+        self.ratios = ratios
+
+    def __call__(self, given: Subject, plans: Mapping[str, Plan], kinds: Any, *_: Any) -> Measured:
+        arms = []
+        for name, plan in plans.items():
+            factor = 1.0
+            for technique in plan:
+                factor *= self.ratios.get(technique.name(), 1.0)
+            rounds = [100 * factor * (1 + 0.001 * i) for i in range(6)]
+            arms.append(Arm(name, plan, rounds=rounds, kind=kinds[name]))
+        base = arms[0].rounds
+        for arm in arms:
+            arm.beside = base
+            arm.acted = [{"technique": t.name(), "acted": True, "evidence": ""} for t in arm.plan]
+        assert [a.name for a in arms[:2]] == [BASELINE, AGAIN]
+        return Measured(arms, {"rounds": 6})
+
+
+@pytest.mark.parametrize(("faster", "better"), [(1.5, True), (1.0, False)])
+def test_a_recipe_is_tuned_from_trials_to_its_winner(
+    given: Subject, faster: float, better: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ratios = {"autocast": faster}
+    monkeypatch.setattr(recipes, "measured", Pretended(ratios))
+    monkeypatch.setattr(api, "prepared", lambda recipe, audience: given)
+    machines: list[Machine] = []
+
+    def start(self: RecipeSubject, point: Point) -> Runner:
+        if not machines:
+            machines.append(Machine(self.space, lambda s: 0.01, start=0.0))
+            machines[0].seconds = lambda s: 0.012 if s["PRECISION"] == "none" else 0.012 / faster
+        return machines[0].start(point)
+
+    monkeypatch.setattr(RecipeSubject, "start", start)
+    wishes = Wishes(only=("precision",), fresh=True)
+    found = api.tune(given.recipe, 60, wishes)
+    assert found.better is better
+    assert ("autocast" in found.text) is (better and "autocast" in str(found.settings))
+    assert (found.folder / "best.yaml").read_text() == found.text
+    if not better:
+        assert "keep the settings" in str(found)
+        assert found.settings == {"PRECISION": "none"}
+
+
+def test_a_duel_without_time_proves_nothing_and_loses_nothing(
+    given: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_short(*_: Any) -> Measured:
+        raise InputError("budget: 9 s is too short")
+
+    monkeypatch.setattr(recipes, "measured", too_short)
+    monkeypatch.setattr(api, "prepared", lambda recipe, audience: given)
+    space = subject(given, only=("precision",)).space
+    machine = Machine(space, lambda s: 0.02 if s["PRECISION"] == "none" else 0.01, start=0.0)
+    monkeypatch.setattr(RecipeSubject, "start", lambda self, point: machine.start(point))
+    found = api.tune(given.recipe, 60, Wishes(only=("precision",), fresh=True, seed=5))
+    assert not found.better
+    assert found.settings == {"PRECISION": "none"}
+    assert "Not proven (no duel: budget: 9 s is too short)" in str(found)
+    best = (found.folder / "best.yaml").read_text()
+    assert "not proven by a duel" in best
+    assert "plan:" in best
+    assert best != found.text
+    assert '"done"' not in (found.folder / "record.jsonl").read_text()
