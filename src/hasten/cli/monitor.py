@@ -1,0 +1,65 @@
+"""``hasten monitor``: a page, or panels in the terminal, on runs that go on or are over."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hasten.errors import InputError
+from hasten.monitor.alerts import Alerts, Command, Limits, checked_command
+from hasten.monitor.finding import check_places
+from hasten.monitor.run import Run
+from hasten.monitor.watching import Watching
+from hasten.recipe.plain_yaml import read_yaml
+
+FEWEST = 16  # characters of a token: fewer could be guessed
+
+
+def monitor(
+    places: Sequence[Path],
+    terminal: bool,
+    where: tuple[str, int, str | None],
+    alert: str | None,
+    limits: Limits,
+) -> None:
+    """Watch until interrupted; ``where`` is address, port and token."""
+    host, port, token = where
+    if token is not None and not re.fullmatch(rf"[A-Za-z0-9_.~-]{{{FEWEST},200}}", token):
+        raise InputError(
+            f"--token must be {FEWEST} to 200 letters, digits, or - _ . ~; without it "
+            "there is a new one each time"
+        )
+    check_places(places)
+    watching = Watching(places, _after_look(alert, limits))
+    if terminal:
+        from hasten.monitor.terminal import watch_in_terminal
+
+        watch_in_terminal(watching)
+        return
+    _serve(watching, host, port, token or secrets.token_urlsafe(24))
+
+
+def _after_look(alert: str | None, limits: Limits) -> Callable[[Run], None]:
+    if alert is None:
+        return lambda run: None
+    return Alerts(Command(checked_command(read_yaml(alert, "--alert"))), limits).look
+
+
+def _serve(watching: Watching, host: str, port: int, token: str) -> None:
+    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InputError(
+            f"the page needs {' and '.join(missing)}: pip install 'hasten[monitor]', or use "
+            "--terminal"
+        )
+    from hasten.monitor.server import Server
+
+    server = Server(watching, host, port, token)
+    with watching:
+        print(f"{server.url}?token={token}", flush=True)
+        print("Ctrl-C ends it; the runs go on without it.", file=sys.stderr)
+        server.run()

@@ -1,0 +1,161 @@
+"""Alerts: what somebody should be told of a run, once, by a command of their own.
+
+    stall      no step for long, while the run should be training
+    nan        a step's loss or gradients weren't finite
+    slow_rank  one rank's own work takes half as long again as the others'
+    disk       little room where the run writes
+    ended      the run's process is gone and left no summary
+
+The command is a list of arguments; the sentence is put behind them as one more, and no shell sees
+it: a run's name can't become a command. An alert is given again only after its cause had gone.
+"""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hasten.errors import InputError
+from hasten.monitor.run import Run
+from hasten.monitor.standing import duration
+
+KINDS = ("stall", "nan", "slow_rank", "disk", "ended")
+COMMAND_SECONDS = 30.0
+WAITING = 100  # alerts that wait for the command; more are dropped, and it is said
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """From when on something is an alert."""
+
+    stall_seconds: float = 300.0
+    stall_steps: float = 20.0  # median steps, where that is longer
+    slow_rank: float = 1.5  # times the median of the other ranks
+    disk_bytes: float = 5e9
+
+
+@dataclass(frozen=True)
+class Alert:
+    """One thing to be told."""
+
+    run: str
+    kind: str
+    text: str
+
+
+class Alerts:
+    """Told of each run after it was read; gives what is new to ``give``."""
+
+    def __init__(self, give: Callable[[Alert], None], limits: Limits | None = None) -> None:
+        self._give, self._limits = give, limits or Limits()
+        self._active: set[tuple[str, str]] = set()
+        self._skipped: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def look(self, run: Run, now: float | None = None) -> None:
+        """Compare where the run stands with the limits."""
+        now = time.time() if now is None else now
+        with run.lock:
+            found = run.standing(now)
+        with self._lock:
+            causes = self._causes(run.name, found, now)
+            for kind in KINDS:
+                key, cause = (run.name, kind), causes.get(kind)
+                if cause is None:
+                    self._active.discard(key)
+                elif key not in self._active:
+                    self._active.add(key)
+                    self._give(Alert(run.name, kind, f"{kind}: {run.name}: {cause}"))
+
+    def _causes(self, name: str, found: dict[str, Any], now: float) -> dict[str, str]:
+        causes = {}
+        status, limits = found["status"], self._limits
+        if status in ("running", "silent"):
+            patience = max(
+                limits.stall_seconds, limits.stall_steps * (found["step_seconds_median"] or 0.0)
+            )
+            if found["last_sign"] is not None and now - found["last_sign"] > patience:
+                causes["stall"] = f"no step for {duration(now - found['last_sign'])}"
+            free = found["disk_free_bytes"]
+            if free is not None and free < limits.disk_bytes:
+                causes["disk"] = f"{free / 1e9:.1f} GB are free where it writes"
+            ratio = found["slowest_rank_ratio"]
+            if ratio is not None and ratio > limits.slow_rank:
+                causes["slow_rank"] = (
+                    f"rank {found['slowest_rank']} takes {ratio:.1f} times as long as the others"
+                )
+        before = self._skipped.get(name)
+        if status != "reading":  # what was skipped before anybody looked is no news
+            self._skipped[name] = found["skipped_steps"]
+            if before is not None and found["skipped_steps"] > before:
+                causes["nan"] = f"step {found['step']:.0f} or one before it wasn't finite"
+        if status == "ended":
+            causes["ended"] = found["words"]
+        return causes
+
+
+class Command:
+    """Runs a command for each alert, one at a time, behind the back of whoever gives them."""
+
+    def __init__(self, words: Sequence[str], say: Say | None = None) -> None:
+        self._words = list(words)
+        self._say = say or _complain
+        self._waiting: queue.Queue[Alert] = queue.Queue(WAITING)
+        threading.Thread(target=self._work, daemon=True, name="alerts").start()
+
+    def __call__(self, alert: Alert) -> None:
+        try:
+            self._waiting.put_nowait(alert)
+        except queue.Full:
+            self._say(f"alerts come faster than {self._words[0]!r} takes them: one was dropped")
+
+    def wait(self) -> None:
+        """Until all alerts so far were given."""
+        self._waiting.join()
+
+    def _work(self) -> None:
+        while True:
+            alert = self._waiting.get()
+            try:
+                self._run(alert)
+            finally:
+                self._waiting.task_done()
+
+    def _run(self, alert: Alert) -> None:
+        text = "".join(c if c.isprintable() else " " for c in alert.text)
+        try:
+            subprocess.run(
+                [*self._words, text],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                timeout=COMMAND_SECONDS,
+                check=True,
+            )
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            self._say(f"the alert {alert.kind!r} was not given: {error}")
+
+
+def checked_command(value: object) -> list[str]:
+    """A command as a list of texts.
+
+    Raises:
+        InputError: it is something else; a line of text would need a shell.
+    """
+    words = value if isinstance(value, list) else []
+    if words and words[0] and all(isinstance(word, str) and "\0" not in word for word in words):
+        return words
+    raise InputError(
+        f"--alert is {value!r}; give the command as a list, the sentence is put behind it: "
+        '\'["notify-send", "hasten"]\''
+    )
+
+
+def _complain(text: str) -> None:
+    print(f"hasten monitor: {text}", file=sys.stderr)

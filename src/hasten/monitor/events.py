@@ -1,0 +1,119 @@
+"""What happened to a run, in a sentence each: restarts, skipped steps, spikes, another plan.
+
+Sentences are made of what lies in the run's files, which anybody may have written: texts are cut,
+and whoever shows them must not take them for code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hasten.monitor.series import number
+
+KEPT = 200  # of each kind, the newest
+LONGEST = 300  # characters
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Event:
+    """``kind`` is the file or cause it comes from; ``bad`` what somebody should look at."""
+
+    kind: str
+    step: float | None
+    text: str
+    bad: bool = False
+
+
+class Events:
+    """The newest events of each kind."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, deque[Event]] = {}
+        self.count = 0
+
+    def add(self, event: Event) -> None:
+        self._kinds.setdefault(event.kind, deque(maxlen=KEPT)).append(event)
+        self.count += 1
+
+    def forget(self, kind: str) -> None:
+        if self._kinds.pop(kind, None):
+            self.count += 1
+
+    def newest(self, most: int = KEPT) -> list[dict[str, Any]]:
+        """All kinds together, the last step first; those of no step lead."""
+        found = [event for kind in self._kinds.values() for event in kind]
+        found.sort(key=lambda e: float("inf") if e.step is None else e.step, reverse=True)
+        return [asdict(event) for event in found[:most]]
+
+
+def of_restart(line: Line) -> Event:
+    rank = line.get("rank")
+    who = "a rank" if rank is None else f"rank {short(rank)}"
+    cause = short(line.get("cause") or "no cause was written down")
+    text = f"attempt {short(line.get('attempt'))} failed, {who}: {cause}"
+    return Event("restart", number(line.get("step")), text, True)
+
+
+def of_spike(line: Line) -> Event:
+    limit = number(line.get("limit"))
+    above = "" if limit is None else f" above {limit:.4g}"
+    return Event("spike", number(line.get("step")), f"loss{above}: {short(line.get('did'))}", True)
+
+
+def of_quarantine(line: Line) -> Event:
+    records = line.get("records")
+    count = f"{len(records)} records" if isinstance(records, list) else "its records"
+    text = f"rank {short(line.get('rank'))}: not finite, {count} written down"
+    return Event("quarantined", number(line.get("step")), text, True)
+
+
+def of_skipped(line: Line) -> Event:
+    return Event("skipped", number(line.get("step")), "gradients not finite: nothing moved", True)
+
+
+def of_plan(now: Any, before: Any) -> Event | None:
+    """Which techniques came, went or have other settings than in the run before; None: none."""
+    here, there = techniques(now), techniques(before)
+    if here == there:
+        return None
+    words = [f"+ {name}" for name in here if name not in there]
+    words += [f"- {name}" for name in there if name not in here]
+    words += [
+        f"{name}: {short(there[name])} -> {short(here[name])}"
+        for name in here
+        if name in there and here[name] != there[name]
+    ]
+    return Event("plan", None, short(f"other switches than the run before: {', '.join(words)}"))
+
+
+def techniques(plan: Any) -> dict[str, Any]:
+    """Of a plan as files have it (``technique`` and its settings), name -> settings."""
+    found: dict[str, Any] = {}
+    for entry in plan if isinstance(plan, list) else ():
+        if isinstance(entry, dict) and isinstance(entry.get("technique"), str):
+            settings = dict(entry)
+            found[settings.pop("technique")] = settings
+    return found
+
+
+def earlier_plan(folder: Path) -> Any:
+    """The plan of the newest run that was moved to ``previous/N``; None without one."""
+    try:
+        numbers = [int(p.name) for p in (folder / "previous").iterdir() if p.name.isdigit()]
+        text = (folder / "previous" / str(max(numbers)) / "run.json").read_text()
+        return json.loads(text)["plan"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def short(value: Any) -> str:
+    """A value as text on one line, not too long."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    text = " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * LONGEST]).split())
+    return text if len(text) <= LONGEST else text[: LONGEST - 4] + " ..."

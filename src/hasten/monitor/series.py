@@ -1,0 +1,145 @@
+"""Numbers of millions of steps in bounded memory: buckets that know mean, lowest and highest.
+
+  1. each line goes into the last bucket, until that has as many lines as a bucket holds
+  2. when there are twice as many buckets as wanted, each two become one that holds twice as many
+
+So one pass costs a constant time per line on average, nothing that stood out is lost (a spike of
+one step stays the highest of its bucket), and a chart of any width has enough points.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MOST = 1024  # buckets before they are joined, doubled: what a wide screen can show
+DIGITS = 6
+
+
+class Bucket:
+    """Some lines in a row: where they begin and end, and of each column what is known."""
+
+    __slots__ = ("cells", "count", "first", "last")
+
+    def __init__(self, width: int, x: float) -> None:
+        self.first = self.last = x
+        self.count = 0
+        self.cells: list[list[float] | None] = [None] * width  # [how many, sum, lowest, highest]
+
+    def add(self, x: float, values: Sequence[float | None]) -> None:
+        self.last = x
+        self.count += 1
+        for index, value in enumerate(values):
+            if value is None:
+                continue
+            cell = self.cells[index]
+            if cell is None:
+                self.cells[index] = [1, value, value, value]
+                continue
+            cell[0] += 1
+            cell[1] += value
+            if value < cell[2]:
+                cell[2] = value
+            elif value > cell[3]:
+                cell[3] = value
+
+    def join(self, other: Bucket) -> None:
+        """Take in the bucket after this one."""
+        self.last = other.last
+        self.count += other.count
+        for index, more in enumerate(other.cells):
+            cell = self.cells[index]
+            if cell is None:
+                self.cells[index] = more
+            elif more is not None:
+                cell[0] += more[0]
+                cell[1] += more[1]
+                cell[2], cell[3] = min(cell[2], more[2]), max(cell[3], more[3])
+
+
+class Series:
+    """Columns over one axis. ``generation`` changes when buckets were joined or forgotten."""
+
+    def __init__(self, columns: Sequence[str], most: int = MOST) -> None:
+        self.columns = tuple(columns)
+        self.generation = 0
+        self._most = most
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.generation += 1
+        self.stride = 1
+        self.lines = 0
+        self._buckets: list[Bucket] = []
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def add(self, x: float, line: Mapping[str, Any]) -> None:
+        """A line's numbers; what is missing, no number, or not finite leaves a gap."""
+        values = [number(line.get(name)) for name in self.columns]
+        self.lines += 1
+        if not self._buckets or self._buckets[-1].count >= self.stride:
+            if len(self._buckets) >= 2 * self._most:
+                self._halve()
+            self._buckets.append(Bucket(len(self.columns), x))
+        self._buckets[-1].add(x, values)
+
+    def since(self, generation: int, start: int) -> dict[str, Any]:
+        """What somebody lacks who has the first ``start`` buckets of a generation.
+
+        Returns:
+            ``generation``, ``start`` (0: replace everything), ``stride``, ``x`` (the last step of
+            each bucket) and ``columns`` (each a list of means, lowest, highest; where a bucket is
+            one line, the means alone), from ``start`` on. Columns without any number are left out.
+        """
+        if generation != self.generation or start > len(self._buckets):
+            start = 0
+        rows = self._buckets[start:]
+        columns = {}
+        for index, name in enumerate(self.columns):
+            cells = [bucket.cells[index] for bucket in rows]
+            if all(cell is None for cell in cells) and not self._ever(index):
+                continue
+            found = [[_short(c[1] / c[0]) if c else None for c in cells]]
+            if self.stride > 1:
+                found += [[_short(c[k]) if c else None for c in cells] for k in (2, 3)]
+            columns[name] = found
+        return {
+            "generation": self.generation,
+            "start": start,
+            "stride": self.stride,
+            "x": [_short(bucket.last, 12) for bucket in rows],
+            "columns": columns,
+        }
+
+    def _ever(self, index: int) -> bool:
+        return any(bucket.cells[index] is not None for bucket in self._buckets)
+
+    def _halve(self) -> None:
+        for one, other in zip(self._buckets[::2], self._buckets[1::2], strict=True):
+            one.join(other)
+        self._buckets = self._buckets[::2]
+        self.stride *= 2
+        self.generation += 1
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None; true and false are 1 and 0."""
+    if not isinstance(value, int | float):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:  # JSON may have integers of any length
+        return None
+    return found if math.isfinite(found) else None
+
+
+def _short(value: float, digits: int = DIGITS) -> float | int:
+    """The number with few digits: a page of 2,000 points is sent in kilobytes."""
+    if value == 0 or not math.isfinite(value):
+        return 0 if value == 0 else math.copysign(1.7e308, value)
+    found = float(f"{value:.{digits}g}")
+    return int(found) if found.is_integer() and abs(found) < 1e15 else found

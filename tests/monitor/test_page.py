@@ -1,0 +1,205 @@
+"""The page in a real browser: live, reloaded, at 100,000 steps, by keyboard, on a telephone."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from browser import Browser, browser
+from hasten.monitor.server import Server
+from watched import TOKEN, append, serving, step_line, write_run
+
+PAGE = resources.files("hasten.monitor").joinpath("page.html").read_text(encoding="utf-8")
+TEXTS = ("ink", "muted", "accent", "good", "warn", "bad")  # colours that text or keys have
+RUNS = tuple(f"run{number}" for number in range(8))
+STEP = "runs.get(chosen).standing.step"
+
+
+def colours(dark: bool) -> dict[str, str]:
+    light, night = re.findall(r":root \{(.*?)\n *\}", PAGE, re.DOTALL)
+    found = dict(re.findall(r"--(\w[\w-]*): (#\w{6});", light))
+    if dark:
+        found |= dict(re.findall(r"--(\w[\w-]*): (#\w{6});", night))
+    return found
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance (WCAG 2.2, definitions)."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_the_contrast_formula_knows_black_and_white() -> None:
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_texts_have_contrast_aa(dark: bool) -> None:
+    found = colours(dark)
+    for name in TEXTS:
+        assert contrast(found[name], found["page"]) >= 4.5, name
+    assert contrast(found["ink"], found["bad-soft"]) >= 4.5
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_lines_and_edges_have_contrast_aa(dark: bool) -> None:
+    found = colours(dark)
+    for name in (*RUNS, "edge"):
+        assert contrast(found[name], found["page"]) >= 3, name
+    assert len({found[name] for name in RUNS}) == len(RUNS)
+
+
+def test_the_page_takes_no_text_for_markup_and_nothing_from_elsewhere() -> None:
+    for word in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "src="):
+        assert word not in PAGE
+    assert not re.findall(r"<[^>]+\sstyle=|<[^>]+\son\w+=", PAGE)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browser() as found:
+        yield found
+
+
+def shown(chromium: Browser, server: Server, step: int) -> None:
+    chromium.complaints.clear()
+    chromium.open(f"http://127.0.0.1:{server.port}/?token={TOKEN}")
+    chromium.until(f"chosen !== null && {STEP} === {step} && !CHARTS[0].figure.hidden")
+
+
+def test_new_steps_appear_without_a_reload_and_stay_after_one(
+    chromium: Browser, tmp_path: Path
+) -> None:
+    folder = write_run(tmp_path / "live", 20)
+    with serving([folder]) as server:
+        chromium.size(1280, 900)
+        shown(chromium, server, 20)
+        assert chromium.value("location.search") == ""  # the token isn't in the history
+        append(folder / "metrics.jsonl", *(step_line(step) for step in range(21, 31)))
+        chromium.until(f"{STEP} === 30")
+        assert chromium.value("column(runs.get('live'), ['steps', 'loss']).x.length") == 30
+        chromium.call("Page.reload")
+        chromium.until(f"typeof runs !== 'undefined' && chosen !== null && {STEP} === 30")
+        write_run(tmp_path / "live", 30, finished=True)
+        chromium.until("runs.get('live').standing.status === 'done'")
+    assert chromium.complaints == []
+
+
+def test_a_page_whose_monitor_goes_away_says_so_and_finds_it_again(
+    chromium: Browser, tmp_path: Path
+) -> None:
+    folder = write_run(tmp_path / "run", 5)
+    with serving([folder]) as server:
+        shown(chromium, server, 5)
+    chromium.until("!document.getElementById('lost').hidden")
+    assert chromium.value(STEP) == 5
+
+
+def test_100_000_steps_are_drawn_from_few_points(chromium: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "long", 100_000)
+    with serving([folder]) as server:
+        shown(chromium, server, 100_000)
+        points = chromium.value("column(runs.get('long'), ['steps', 'loss']).mean.length")
+        assert 1000 <= points <= 2048
+        append(folder / "metrics.jsonl", step_line(100_001))
+        chromium.until(f"{STEP} === 100001")
+    assert chromium.complaints == []
+
+
+def test_a_chart_is_read_with_the_arrow_keys(chromium: Browser, tmp_path: Path) -> None:
+    with serving([write_run(tmp_path / "run", 20)]) as server:
+        shown(chromium, server, 20)
+        chromium.value("CHARTS[0].canvas.focus()")
+        read = "CHARTS[0].read.textContent"
+        for key, step in (("ArrowRight", 20), ("ArrowLeft", 19), ("Home", 1), ("ArrowRight", 2)):
+            chromium.press(key)
+            chromium.until(f"{read}.endsWith('at step {step}')")
+        label = "CHARTS[0].canvas.getAttribute('aria-label')"
+        assert "at step 2" in chromium.value(label)
+
+
+def test_everything_that_can_be_used_is_reached_by_tab_and_has_a_name(
+    chromium: Browser, tmp_path: Path
+) -> None:
+    write_run(tmp_path / "one", 20)
+    write_run(tmp_path / "two", 10)
+    with serving([tmp_path]) as server:
+        chromium.complaints.clear()
+        chromium.open(f"http://127.0.0.1:{server.port}/?token={TOKEN}")
+        chromium.until("runs.size === 2 && !CHARTS[0].figure.hidden")
+        reached = []
+        for _ in range(40):
+            chromium.press("Tab")
+            reached.append(
+                chromium.value(
+                    "(() => { const e = document.activeElement; return [e.tagName, e.type || '',"
+                    " e.getAttribute('aria-label') || (e.labels && e.labels[0] &&"
+                    " e.labels[0].textContent.trim()) || e.textContent.trim()] })()"
+                )
+            )
+        kinds = {(tag, kind) for tag, kind, _ in reached}
+        assert {("INPUT", "checkbox"), ("INPUT", "radio"), ("SELECT", "select-one")} <= kinds
+        assert ("CANVAS", "") in kinds
+        assert all(name for tag, _, name in reached if tag != "BODY")
+        chromium.value("document.querySelector('input[type=checkbox]').focus()")
+        chromium.press(" ")
+        chromium.until("[...runs.values()].filter((run) => run.shown).length === 1")
+    assert chromium.complaints == []
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, True), (768, False), (360, True), (320, False)])
+def test_nothing_is_wider_than_the_screen(
+    chromium: Browser, tmp_path: Path, width: int, dark: bool
+) -> None:
+    write_run(tmp_path / "a-run-with-a-name-that-is-far-too-long-for-any-telephone", 20)
+    with serving([tmp_path]) as server:
+        chromium.size(width, 800)
+        chromium.dark(dark)
+        shown(chromium, server, 20)
+        time.sleep(0.2)
+        assert chromium.value("document.documentElement.scrollWidth") <= width
+        background = chromium.value("getComputedStyle(document.body).backgroundColor")
+        wanted = colours(dark)["page"]
+        assert background == "rgb({}, {}, {})".format(
+            *(int(wanted[i : i + 2], 16) for i in (1, 3, 5))
+        )
+    assert chromium.complaints == []
+
+
+def test_names_and_texts_from_files_are_shown_as_they_are(
+    chromium: Browser, tmp_path: Path
+) -> None:
+    evil = "<img src=x onerror=document.title='evil'>"
+    folder = write_run(tmp_path / "<b>run", 5, hardware=evil, currency=evil)
+    append(folder / "restarts.jsonl", {"attempt": evil, "cause": evil, "rank": evil, "step": 1})
+    with serving([folder]) as server:
+        chromium.size(1280, 900)
+        shown(chromium, server, 5)
+        assert chromium.value("document.querySelector('#runs img, #events img, h2 img')") is None
+        assert evil in chromium.value("document.getElementById('events').textContent")
+        assert chromium.value("document.title") == "hasten monitor"
+    assert chromium.complaints == []
+
+
+def test_what_is_not_known_is_said(chromium: Browser, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": None}) + "\n")
+    with serving([tmp_path]) as server:
+        shown_step = f"chosen !== null && {STEP} === 1"
+        chromium.complaints.clear()
+        chromium.open(f"http://127.0.0.1:{server.port}/?token={TOKEN}")
+        chromium.until(shown_step)
+        assert "not known" in chromium.value("document.getElementById('tiles').textContent")
+    assert chromium.complaints == []

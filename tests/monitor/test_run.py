@@ -1,0 +1,227 @@
+"""A run's standing is what its files say, while they grow, break and vanish."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.monitor.events import of_plan, short
+from hasten.monitor.run import Run
+from watched import append, step_line, write_run
+
+
+def read(run: Run, now: float | None = None) -> dict[str, Any]:
+    while run.look():
+        pass
+    with run.lock:
+        return run.standing(now)
+
+
+def test_a_running_run_has_rates_cost_and_eta(tmp_path: Path) -> None:
+    found = read(Run("r", write_run(tmp_path, 20)))
+    assert found["status"] == "running"
+    assert (found["step"], found["total_steps"], found["tokens"]) == (20, 40, 20_000)
+    assert found["loss"] == pytest.approx(5 / 1.4)
+    assert found["held_out_loss"] == 4.5
+    assert found["eta_seconds"] == pytest.approx(20 * 0.5)
+    assert found["cost"] == pytest.approx(3.6 * 20 * 0.5 / 3600)
+    assert found["data_stall_share"] == pytest.approx(0.1)
+    assert found["step_spread"] == 0
+
+
+def test_the_band_is_that_of_the_recent_steps(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, 1)
+    rates = [1.0] * 300 + list(range(1, 201))
+    append(
+        folder / "metrics.jsonl",
+        *(step_line(i + 2, tokens_per_second=r) for i, r in enumerate(rates)),
+    )
+    found = read(Run("r", folder))
+    assert found["tokens_per_second_median"] == 100.5
+    assert (found["tokens_per_second_low"], found["tokens_per_second_high"]) == (21, 181)
+
+
+def test_new_lines_arrive_with_the_next_look(tmp_path: Path) -> None:
+    run = Run("r", write_run(tmp_path, 5))
+    read(run)
+    version = run.version
+    read(run)
+    assert run.version == version
+    append(tmp_path / "metrics.jsonl", step_line(6))
+    assert read(run)["step"] == 6
+    assert run.version > version
+
+
+def test_a_finished_run_says_so_and_has_no_eta(tmp_path: Path) -> None:
+    found = read(Run("r", write_run(tmp_path, 5, finished=True)))
+    assert (found["status"], found["eta_seconds"], found["tokens"]) == ("done", None, 5000)
+
+
+def test_a_run_whose_process_is_gone_has_ended(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, 5, pid=2**22 + 1)  # above the largest of Linux
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    found = read(Run("r", folder))
+    assert found["status"] == "ended"
+    assert "left no summary.json" in found["words"]
+    assert "cut off" in found["words"]
+    assert found["eta_seconds"] is None
+    assert found["step"] == 5
+
+
+def test_a_process_that_only_has_its_number_is_not_the_runs(tmp_path: Path) -> None:
+    assert read(Run("r", write_run(tmp_path, began=1.0)))["status"] == "ended"
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="zombies as Linux has them")
+def test_a_killed_process_that_nobody_waited_for_has_ended(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    run = Run("r", write_run(tmp_path, pid=process.pid))
+    assert read(run)["status"] == "running"
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it's over and still listed
+    found = read(run)
+    process.communicate()
+    assert found["status"] == "ended"
+
+
+def test_a_run_of_another_machine_is_silent_when_no_step_comes(tmp_path: Path) -> None:
+    run = Run("r", write_run(tmp_path, 5, host=f"not-{platform.node()}"))
+    assert read(run)["status"] == "running"
+    run.answered += 3600
+    found = read_again(run, time.time() + 3600)
+    assert (found["status"], found["words"]) == ("silent", "no step for 1 h 00 min")
+
+
+def read_again(run: Run, now: float) -> dict[str, Any]:
+    with run.lock:
+        return run.standing(now)
+
+
+def test_a_restart_that_takes_lines_out_is_followed(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, 20)
+    run = Run("r", folder)
+    read(run)
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / ".metrics.jsonl").write_text("".join(lines[:8]))
+    (folder / ".metrics.jsonl").replace(folder / "metrics.jsonl")
+    cause = {"attempt": 1, "rank": 3, "cause": "it was ended by SIGKILL", "step": 20}
+    append(folder / "restarts.jsonl", cause)
+    found = read(run)
+    assert (found["step"], found["tokens"], len(run.steps)) == (8, 8000, 8)
+    [event] = run.events.newest()
+    assert event["text"] == "attempt 1 failed, rank 3: it was ended by SIGKILL"
+
+
+def test_a_skipped_step_is_an_event_and_a_gap(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, 3)
+    append(folder / "metrics.jsonl", step_line(4, loss=None, skipped=True))
+    run = Run("r", folder)
+    found = read(run)
+    assert (found["loss"], found["skipped_steps"]) == (None, 1)
+    assert run.steps.since(0, 0)["columns"]["loss"][0][-1] is None
+    assert [event["kind"] for event in run.events.newest()] == ["skipped"]
+
+
+def test_events_of_all_kinds_come_newest_first(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, 3)
+    append(folder / "spikes.jsonl", {"step": 7, "limit": 3.25, "did": "went back"})
+    append(folder / "quarantined.jsonl", {"step": 9, "rank": 1, "records": [4, 5]})
+    run = Run("r", folder)
+    read(run)
+    assert [(e["kind"], e["text"]) for e in run.events.newest()] == [
+        ("quarantined", "rank 1: not finite, 2 records written down"),
+        ("spike", "loss above 3.25: went back"),
+    ]
+
+
+def test_a_vanished_folder_keeps_what_was_seen_and_returns(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", 5)
+    run = Run("r", folder)
+    read(run)
+    folder.rename(tmp_path / "away")
+    found = read(run)
+    assert (found["status"], found["step"]) == ("unreadable", 5)
+    assert "No such file" in found["words"]
+    (tmp_path / "away").rename(folder)
+    append(folder / "metrics.jsonl", step_line(6))
+    found = read(run)
+    assert (found["status"], found["step"]) == ("running", 6)
+
+
+def test_a_folder_that_does_not_answer_is_said(tmp_path: Path) -> None:
+    run = Run("r", write_run(tmp_path, 5))
+    read(run)
+    found = read_again(run, time.time() + 60)
+    assert "hasn't answered for 1 min" in found["words"]
+
+
+def test_other_switches_than_the_run_before_are_an_event(tmp_path: Path) -> None:
+    write_run(tmp_path / "previous" / "2", plan=[{"technique": "packed"}, {"technique": "half"}])
+    write_run(tmp_path / "previous" / "1", plan=[{"technique": "old"}])
+    now = [{"technique": "packed", "pad": 8}, {"technique": "topk", "ratio": 0.05}]
+    run = Run("r", write_run(tmp_path, plan=now))
+    read(run)
+    [event] = run.events.newest()
+    assert event["text"].endswith('+ topk, - half, packed: {} -> {"pad": 8}')
+    assert of_plan(now, list(now)) is None
+
+
+@pytest.mark.parametrize("name", ["run.json", "summary.json", "ranks/0.json"])
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b'{"pid"', b"\xff", b"7", b'{"pid": "x", "began": [], "stopped": {}}']
+)
+def test_broken_small_files_are_no_reason_to_fail(tmp_path: Path, name: str, data: bytes) -> None:
+    folder = write_run(tmp_path, 5)
+    (folder / "ranks").mkdir()
+    (folder / name).write_bytes(data)
+    assert read(Run("r", folder))["step"] == 5
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"step": "many", "loss": [], "step_seconds": "x"},
+        {"step": None, "tokens": 10**400, "step_seconds": 0},
+        {"skipped": "yes", "step": {}},
+    ],
+)
+def test_strange_values_are_gaps(tmp_path: Path, line: dict[str, Any]) -> None:
+    folder = write_run(tmp_path, 5)
+    append(folder / "metrics.jsonl", line)
+    for name in ("evaluations", "machine", "restarts", "spikes", "quarantined"):
+        append(folder / f"{name}.jsonl", line)
+    run = Run("r", folder)
+    json.dumps(read(run), allow_nan=False)
+    json.dumps([run.steps.since(0, 0), run.events.newest()], allow_nan=False)
+
+
+def test_the_slowest_rank_is_the_one_whose_own_work_is_longest(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, 5)
+    (folder / "ranks").mkdir()
+    for rank, seconds in enumerate((0.1, 0.1, 0.2, 0.1)):
+        (folder / "ranks" / f"{rank}.json").write_text(json.dumps({"own_seconds": seconds}))
+    found = read(Run("r", folder))
+    assert (found["slowest_rank"], found["slowest_rank_ratio"]) == ("2", 2.0)
+
+
+def test_memory_does_not_grow_with_the_steps(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, 20_000)
+    run = Run("r", folder)
+    assert read(run)["step"] == 20_000
+    assert len(run.steps) <= 2048
+    assert len(json.dumps(run.steps.since(0, 0))) < 1_000_000
+    assert os.path.getsize(folder / "metrics.jsonl") > 4_000_000
+
+
+def test_texts_are_one_line_and_not_too_long() -> None:
+    assert short("a\x1b[31m\nb" * 1000).startswith("a [31m b")
+    assert len(short("x" * 10_000)) <= 300

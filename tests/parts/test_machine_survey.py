@@ -1,0 +1,144 @@
+"""What a machine has is read from its files; here from files of machines that nobody has."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hasten.parts.machine_survey import Card, Limits, NumaNode, cards, limits, mounts, numa_nodes
+
+linux = pytest.mark.skipif(platform.system() != "Linux", reason="reads Linux's files")
+
+
+def write(root: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return root
+
+
+def test_numa_nodes_have_cores_memory_and_distances(tmp_path: Path) -> None:
+    node = "sys/devices/system/node"
+    files = {}
+    for number in (0, 1, 10):
+        files[f"{node}/node{number}/cpulist"] = f"{number}-{number + 7}"
+        files[f"{node}/node{number}/meminfo"] = f"Node {number} MemTotal:       1024 kB"
+        files[f"{node}/node{number}/distance"] = "10 21 31"
+    found = numa_nodes(write(tmp_path, **files))
+    assert [n.number for n in found] == [0, 1, 10]
+    assert found[1] == NumaNode(1, "1-8", 2**20, (10, 21, 31))
+
+
+def test_cards_that_are_up_are_listed_with_rate_and_kind(tmp_path: Path) -> None:
+    net, rdma = "sys/class/net", "sys/class/infiniband"
+    files = {
+        f"{net}/lo/operstate": "unknown",
+        f"{net}/eth0/operstate": "up",
+        f"{net}/eth0/speed": "100000",
+        f"{net}/eth0/device/numa_node": "1",
+        f"{net}/eth1/operstate": "down",
+        f"{net}/veth/operstate": "up",
+        f"{net}/veth/speed": "-1",
+        f"{net}/wlan/operstate": "up",
+        f"{net}/wlan/wireless/x": "",
+        f"{rdma}/mlx5_0/ports/1/link_layer": "InfiniBand",
+        f"{rdma}/mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)",
+        f"{rdma}/mlx5_1/ports/1/link_layer": "Ethernet",
+    }
+    assert cards(write(tmp_path, **files)) == [
+        Card("eth0", "ethernet", 100e9, None, 1),
+        Card("veth", "virtual", None, None, None),
+        Card("wlan", "wireless", None, None, None),
+        Card("mlx5_0", "infiniband", 400e9, None, None),
+        Card("mlx5_1", "roce", None, None, None),
+    ]
+
+
+def test_the_strictest_group_above_a_process_limits_it(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup"
+    files = {
+        "proc/self/cgroup": "0::/pod/box",
+        f"{group}/cpu.max": "max 100000",
+        f"{group}/pod/cpu.max": "150000 100000",
+        f"{group}/pod/box/cpu.max": "400000 100000",
+        f"{group}/pod/memory.max": "2048",
+        f"{group}/pod/box/memory.max": "max",
+        f"{group}/pod/box/pids.max": "99",
+        "proc/1/cgroup": "0::/kubepods/x",
+    }
+    found = limits(write(tmp_path, **files))
+    assert (found.cpus, found.memory_bytes, found.processes) == (1.5, 2048, 99)
+    assert found.container == "kubepods"
+
+
+def test_groups_of_version_1_are_read_too(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup"
+    files = {
+        f"{group}/cpu/cpu.cfs_quota_us": "50000",
+        f"{group}/cpu/cpu.cfs_period_us": "100000",
+        f"{group}/memory/memory.limit_in_bytes": str(2**63 - 4096),
+        ".dockerenv": "",
+    }
+    found = limits(write(tmp_path, **files))
+    assert (found.cpus, found.memory_bytes, found.container) == (0.5, None, "docker")
+
+
+def test_a_way_out_of_the_groups_is_not_followed(tmp_path: Path) -> None:
+    files = {"proc/self/cgroup": "0::/../../secret", "sys/fs/secret/memory.max": "1"}
+    assert limits(write(tmp_path, **files)).memory_bytes is None
+
+
+def test_where_nothing_can_be_read_nothing_is_said(tmp_path: Path) -> None:
+    assert (numa_nodes(tmp_path), mounts(tmp_path), cards(tmp_path)) == ([], [], [])
+    open_files = limits(tmp_path).open_files
+    assert limits(tmp_path) == Limits(None, None, None, None, None, open_files, None)
+
+
+def test_strange_files_are_no_reason_to_fail(tmp_path: Path) -> None:
+    files = {
+        "sys/class/net/eth0/operstate": "up",
+        "sys/class/net/eth0/speed": "fast",
+        "sys/fs/cgroup/cpu.max": "many",
+        "sys/fs/cgroup/memory.max": "-",
+        "proc/self/mounts": "short line",
+    }
+    root = write(tmp_path, **files)
+    assert (cards(root)[0].bits_per_second, limits(root).cpus, mounts(root)) == (None, None, [])
+
+
+@linux
+def test_this_machine_agrees_with_psutil() -> None:
+    found = {mount.path: mount for mount in mounts()}
+    if "/" in found:
+        assert found["/"].size_bytes == psutil.disk_usage("/").total
+    stats = psutil.net_if_stats()
+    assert {card.name for card in cards() if card.kind not in ("infiniband", "roce")} <= set(stats)
+    memory = [node.memory_bytes for node in numa_nodes()]
+    if memory and None not in memory:
+        total = psutil.virtual_memory().total
+        assert sum(m for m in memory if m) == pytest.approx(total, rel=0.05)
+    assert limits().open_files == __import__("resource").getrlimit(7)[0]
+
+
+@linux
+def test_a_mount_is_listed_once_and_names_with_blanks_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "c").mkdir()
+    lines = "\n".join(
+        [
+            "/dev/x /c ext4 rw 0 0",
+            "/dev/x /c/long ext4 rw 0 0",
+            "/dev/y /a\\040b xfs rw 0 0",
+            "proc /p proc rw 0 0",
+        ]
+    )
+    write(tmp_path, **{"proc/self/mounts": lines})
+    (tmp_path / "c" / "long").mkdir()
+    found = mounts(tmp_path)
+    assert [(m.path, m.kind) for m in found] == [("/a b", "xfs"), ("/c", "ext4")]
+    assert found[0].size_bytes == os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
