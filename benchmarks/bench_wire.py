@@ -2,7 +2,8 @@
 
     python benchmarks/bench_wire.py speed --rate 100mbit --json speed.json
     python benchmarks/bench_wire.py speed --rate 10mbit --delay-ms 20 --methods apart,diloco:50
-    python benchmarks/bench_wire.py loss --seeds 3 --steps 1000 --jsonl loss.jsonl
+    python benchmarks/bench_wire.py loss --seeds 3 --steps 1000 --jsonl loss.jsonl --minutes 60
+    python benchmarks/bench_wire.py table --minutes 25 --json table.json
 
 Two hosts of a lab (docs/netlab.md) with a rank each on a core of its own, a Llama of 10.8 M
 parameters over bytes, 4 x 256 per rank and step, AdamW, bf16 autocast.
@@ -10,12 +11,13 @@ parameters over bytes, 4 x 256 per rank and step, AdamW, bf16 autocast.
 ``speed`` takes turns between all methods in the same processes, barrier to barrier, in another
 order each round. It has two denominators: ``apart`` (the ranks compute at the same time and
 exchange nothing) and ``alone`` (one rank computes, the other sleeps). Shares are medians over
-rounds of the ratio within a round.
+rounds of the ratio within a round. ``table`` does so on all links of ``wire/links.py``, in short
+sittings that are kept in the file: started again, it goes on until the minutes are used.
 
 ``loss`` trains each method whole on a link without a limit, since mathematics doesn't depend on it,
 and compares the held-out loss with DDP's of the same seed. ``again`` is DDP from weights that
 differ in the sixth digit: what two runs of the same method differ by. A line is written per run,
-and runs that are in the file already aren't repeated.
+and runs that are in the file already aren't repeated; none begins after ``--minutes``.
 
 The text is Python's own library, the same bytes for the same Python; ``--text`` takes another file.
 """
@@ -23,27 +25,35 @@ The text is Python's own library, the same bytes for the same Python; ``--text``
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import os
 import statistics
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from wire import links
 
 from hasten.cluster.netlab import Lab
 from hasten.evidence.students_t import student_quantile
 
 RANK = Path(__file__).parent / "wire" / "rank.py"
 SPEED = "apart,alone,ddp,half,int8,int4,powersgd:16,topk:0.05,diloco:20,stream"
-LOSS = "ddp,again,int8,int4,powersgd:16,topk:0.05,diloco:20,stream:2,stream:4"
+LOSS = (
+    "ddp,again,bf16,int8,int4,powersgd:16,powersgd:4,topk:0.05,diloco:20,diloco:50,stream:2,"
+    "stream:4"
+)
 SLOW = {"ddp": 3, "half": 3, "int8": 5}  # steps of a turn over a slow link
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("speed", "loss"))
+    parser.add_argument("what", choices=("speed", "loss", "table"))
     parser.add_argument("--methods", help="comma-separated, see benchmarks/wire/methods.py")
     parser.add_argument("--size", default="10M", choices=("10M", "3M", "tiny"))
     parser.add_argument("--text", type=Path)
@@ -55,12 +65,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--minutes", type=float, help="table: 25 in all; loss: no limit")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--jsonl", type=Path, default=Path("wire_loss.jsonl"))
     given = parser.parse_args()
+    if given.minutes is None:
+        given.minutes = 25.0 if given.what == "table" else float("inf")
+    doing = {"speed": speed, "loss": losses, "table": tables}[given.what]
     with tempfile.TemporaryDirectory() as folder:
         text = given.text or library(Path(folder) / "text")
-        (speed if given.what == "speed" else losses)(given, text, Path(folder))
+        doing(given, text, Path(folder))
 
 
 def library(place: Path, most: int = 8_000_000) -> Path:
@@ -107,30 +121,57 @@ def speed(given: argparse.Namespace, text: Path, folder: Path) -> None:
     print(
         f"\n{given.size}, {given.rate}, {given.delay_ms:g} ms, MTU {given.mtu}, 2 hosts x 1 rank\n"
     )
-    print("| method | s/step | of apart | of alone | MB/step and host | exposed s/step |")
-    print("|---|---|---|---|---|---|")
-    for name, row in found.items():
-        shares = [share(found, other, row) for other in ("apart", "alone")]
-        label = f"{name} ({row['fragments']} fragments)" if "fragments" in row else name
-        print(
-            f"| {label} | {statistics.median(row['seconds']):.3f} | {' | '.join(shares)} | "
-            f"{statistics.mean(row['bytes']) / 1e6:.3f} | {statistics.median(row['waited']):.3f} |"
+    print("\n".join(links.rows(found)))
+
+
+def tables(given: argparse.Namespace, text: Path, folder: Path) -> None:
+    """Sittings over all links until their minutes are used, then a table for each."""
+    place = given.json or Path("wire_table.json")
+    sittings: list[dict[str, Any]] = json.loads(place.read_text()) if place.exists() else []
+    while (chosen := links.next_link(sittings, given.minutes)) is not None:
+        name, seconds = chosen
+        link = links.LINKS[name]
+        spec = {
+            "methods": list(link.methods),
+            "size": given.size,
+            "text": str(text),
+            "rounds": 1000,
+            "block": given.block,
+            "steps": {n: min(count, given.block) for n, count in link.steps.items()},
+            "seconds": max(seconds / 2, seconds - 60),  # the rest is the start of the ranks
+        }
+        print(f"{name}: a sitting of {seconds:.0f} s", flush=True)
+        began, load = time.monotonic(), os.getloadavg()[0]
+        with Lab(2, 1, link.rate, delay_ms=link.delay_ms, mtu=given.mtu) as lab:
+            found = on_ranks(lab, "speed", spec, folder, seconds + 1800)
+        sittings.append(
+            {
+                "link": name,
+                "seconds": time.monotonic() - began,
+                "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "load_before": load,
+                "cores": len(os.sched_getaffinity(0)),
+                **{k: v for k, v in vars_of(given).items() if k in ("size", "mtu", "block")},
+                "found": found,
+            }
         )
-
-
-def share(found: dict[str, Any], other: str, row: dict[str, Any]) -> str:
-    """Throughput as a share of another method's, the median over rounds and its range."""
-    if other not in found:
-        return "-"
-    pairs = zip(found[other]["seconds"], row["seconds"], strict=True)
-    ratios = sorted(100 * a / b for a, b in pairs)
-    return f"{statistics.median(ratios):.0f} % ({ratios[0]:.0f}-{ratios[-1]:.0f})"
+        unfinished = place.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(sittings, indent=1))
+        unfinished.replace(place)
+    for name in links.LINKS:
+        print(f"\n{name}, {given.size}, MTU {given.mtu}, 2 hosts x 1 rank\n")
+        print("\n".join(links.rows(links.together(sittings, name))))
+        for sitting in sittings:
+            for method, row in sitting["found"].items() if sitting["link"] == name else ():
+                said = [f"{k}: {row[k]}" for k in ("fragments", "chosen") if k in row]
+                if said:
+                    print(f"{method}: {', '.join(said)}")
 
 
 def losses(given: argparse.Namespace, text: Path, folder: Path) -> None:
     names = (given.methods or LOSS).split(",")
     names = names if "ddp" in names else ["ddp", *names]
-    done = read(given.jsonl)
+    done, end = read(given.jsonl), time.monotonic() + 60 * given.minutes
     with Lab(2, 1, mode="loopback") as lab:
         for seed in range(given.seeds):
             for name in names:
@@ -141,7 +182,7 @@ def losses(given: argparse.Namespace, text: Path, folder: Path) -> None:
                     "steps": given.steps,
                     "rate": given.learning_rate,
                 }
-                if key(run) in done:
+                if key(run) in done or time.monotonic() > end:
                     continue
                 found = on_ranks(lab, "loss", {**run, "text": str(text)}, folder, 4 * 3600)
                 done[key(run)] = {**run, **found}

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hasten.parts.ddp_traffic import under_way, watch
+
 SIZES = {"10M": (384, 1024, 6, 6), "3M": (256, 688, 4, 4), "tiny": (64, 128, 2, 2)}
 ROWS, LENGTH = 4, 256
-COMPRESSED = ("half", "int8", "int4", "topk", "powersgd")
+COMPRESSED = ("half", "bf16", "int8", "int4", "topk", "powersgd", "auto")
 
 
 def build(size: str, seed: int, perturbed: bool = False) -> nn.Module:
@@ -59,6 +61,8 @@ class Method:
         self.net = build(size, seed, perturbed=self.kind == "again")
         self.model: nn.Module = self.net
         self.part: Any = None
+        self._exposed = self._hidden = 0.0
+        self._watched = False
         self.draw = torch.Generator().manual_seed(1000 + rank + 10 * seed)
         self.optimizer = torch.optim.AdamW(
             self.net.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
@@ -86,6 +90,8 @@ class Method:
             self.part = Stream(self.net.parameters(), codec("int4"), fragments)
         elif self.kind not in ("apart", "alone", "ddp", "again"):
             raise SystemExit(f"{self.kind} isn't a method")
+        if isinstance(self.model, DistributedDataParallel):
+            self._watched = watch(self.model)
 
     def step(self, rate: float = 1e-3) -> None:
         for group in self.optimizer.param_groups:
@@ -98,6 +104,11 @@ class Method:
         self.optimizer.zero_grad(set_to_none=True)
         if self.drifts:
             self.part.after_step()
+        if self._watched and isinstance(self.model, DistributedDataParallel):
+            found = under_way(self.model)
+            if found is not None:
+                self._exposed += found.exposed
+                self._hidden += found.hidden
 
     @property
     def drifts(self) -> bool:
@@ -108,8 +119,12 @@ class Method:
             self.part.settle()
 
     def waited(self) -> float:
-        """Seconds so far in which nothing was computed; 0 where it isn't known."""
-        return float(getattr(self.part, "waited_seconds", 0.0))
+        """Seconds so far in which nothing was computed for want of other ranks."""
+        return self._exposed + float(getattr(self.part, "waited_seconds", 0.0))
+
+    def hidden(self) -> float:
+        """Seconds so far in which messages travelled beside the computation."""
+        return self._hidden + float(getattr(self.part, "hidden_seconds", 0.0) or 0.0)
 
     @torch.no_grad()
     def held_out(self, text: Tensor) -> float:

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from wire.methods import Method
 
+WARM = {"auto": 24, "stream": 8}  # steps until what is found out has been found
 HELD_OUT = 200_000  # bytes at the end of the text
 
 
@@ -52,16 +53,20 @@ def speed(spec: dict[str, Any], rank: int, text: Tensor) -> dict[str, Any]:
     """Seconds per step of each method in each round, barrier to barrier, and bytes sent."""
     together = dist.new_group()
     methods = {n: Method(n, spec["size"], 0, rank, text[:-HELD_OUT]) for n in spec["methods"]}
-    found: dict[str, Any] = {n: {"seconds": [], "bytes": [], "waited": []} for n in methods}
-    names = list(methods)
+    kept = ("seconds", "bytes", "waited", "hidden")
+    found: dict[str, Any] = {n: {key: [] for key in kept} for n in methods}
+    names, limit = list(methods), Limit(spec.get("seconds"), together)
     for turn in range(spec["rounds"] + 1):  # the first one warms up
+        if turn > 1 and limit.over():
+            break
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             method = methods[name]
-            steps = spec["steps"].get(name, spec["block"])
+            steps = whole_rounds(method, spec["steps"].get(name, spec["block"]))
             dist.barrier(together)
-            began, before, waited = time.perf_counter(), sent_bytes(), method.waited()
-            for _ in range(steps if turn else max(6, steps // 2)):
+            began, before = time.perf_counter(), sent_bytes()
+            waited, hidden = method.waited(), method.hidden()
+            for _ in range(steps if turn else max(WARM.get(method.kind, 4), steps // 2)):
                 if method.kind != "alone" or rank == 0:
                     method.step()
             dist.barrier(together)
@@ -69,13 +74,39 @@ def speed(spec: dict[str, Any], rank: int, text: Tensor) -> dict[str, Any]:
                 found[name]["seconds"].append((time.perf_counter() - began) / steps)
                 found[name]["bytes"].append((sent_bytes() - before) / steps)
                 found[name]["waited"].append((method.waited() - waited) / steps)
+                found[name]["hidden"].append((method.hidden() - hidden) / steps)
         if rank == 0:
             print(f"round {turn} of {spec['rounds']}", flush=True)
     for name, method in methods.items():
         method.settle()
         if method.kind == "stream":
             found[name]["fragments"] = method.part.fragments
+        if method.kind == "auto":
+            found[name]["chosen"] = method.part.explain()
     return found
+
+
+def whole_rounds(method: Method, steps: int) -> int:
+    """So many steps, or more until all turns have as many exchanges."""
+    if method.kind not in ("diloco", "nesterov", "local"):
+        return steps
+    every = int(method.part.every)
+    return -(-steps // every) * every
+
+
+class Limit:
+    """Whether another round fits, by rank 0's clock; all ranks ask after the same round."""
+
+    def __init__(self, seconds: float | None, group: Any) -> None:
+        self._end = None if seconds is None else time.perf_counter() + seconds
+        self._since, self._group = time.perf_counter(), group
+
+    def over(self) -> bool:
+        now = time.perf_counter()
+        last, self._since = now - self._since, now
+        over = torch.tensor([float(self._end is not None and now + last > self._end)])
+        dist.broadcast(over, 0, group=self._group)
+        return bool(over.item())
 
 
 def loss(spec: dict[str, Any], rank: int, text: Tensor) -> dict[str, Any]:

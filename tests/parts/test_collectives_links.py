@@ -22,6 +22,22 @@ BOUNDS = {
 }
 
 
+HEADERS = 66  # bytes of a packet's Ethernet, IPv4 and TCP headers, with time stamps
+BESIDE = 10_000  # bytes of the two barriers around a measurement
+
+
+def test_all_that_hierarchy_sends_beside_the_tensor_is_headers_of_packets() -> None:
+    with lab_with_links(ranks=2, rate="100mbit", mtu=1500) as lab:
+        command = [sys.executable, "-W", "ignore", str(JOB), "2", "none:hierarchical"]
+        results = lab.run(command, seconds=90)
+    for result in results:
+        assert result.code == 0, result.output
+        found = json.loads(result.output.splitlines()[-1])["none:hierarchical"]
+        payload = 2 * found["payload"]  # of both ranks of a host
+        assert payload == SIZE
+        assert 0 <= found["bytes"] - payload - HEADERS * found["packets"] < BESIDE
+
+
 def test_links_carry_what_the_formulas_say_in_the_worst_order_of_ranks() -> None:
     cases = [case for case in BOUNDS if case != "torch"]
     with lab_with_links(ranks=2, rate="1gbit", mtu=9000) as lab:

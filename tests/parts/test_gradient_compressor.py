@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from compression_rank_jobs import LEARNT, METHODS, compressor
+from compression_kit import LEARNT, METHODS, compressor
 from hasten import GradientCompressor
 from ranks import on_ranks
 
@@ -26,7 +26,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def trouble(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("compression_rank_jobs:trouble", tmp_path_factory.mktemp("ranks"))
+    return on_ranks("compression_trouble_jobs:trouble", tmp_path_factory.mktemp("ranks"))
 
 
 @every
@@ -222,7 +222,10 @@ def test_nccl_without_a_gpu_is_gloo_in_one_sentence() -> None:
     ("changes", "said"),
     [
         ({"sparsity_method": "topq"}, "did you mean 'topk'"),
-        ({"sparsity_method": "diloco"}, "local_steps"),
+        ({"sparsity_method": "diloko"}, "did you mean 'diloco'"),
+        ({"sparsity_method": "diloco", "every": 0}, "every is 0"),
+        ({"sparsity_method": "stream", "scope": "hosts"}, "scope='hosts' is for gradients"),
+        ({"scope": "rack"}, "it is all or hosts"),
         ({"compression_ratio": 0.0}, "share that is kept"),
         ({"sparsity_method": "powersgd", "rank": 0}, "rank is 0"),
         ({"sparsity_method": "int8", "momentum": 0.9}, "momentum corrects topk"),

@@ -29,19 +29,19 @@ class Groups:
         """Open them; every rank calls it. ``seconds`` is how long a collective may take."""
         rails = list(zip(*topology.hosts, strict=True)) if topology.uniform else []
         return cls(
-            within=_mine(topology.hosts, seconds),
-            across=_mine(rails, seconds),
-            ordered=_mine([topology.order], seconds),
-            leaders=_mine([tuple(host[0] for host in topology.hosts)], seconds),
+            within=own_of(topology.hosts, seconds),
+            across=own_of(rails, seconds),
+            ordered=own_of([topology.order], seconds),
+            leaders=own_of([tuple(host[0] for host in topology.hosts)], seconds),
         )
 
 
-def _mine(groups: Iterable[tuple[int, ...]], seconds: float) -> Any:
+def own_of(groups: Iterable[tuple[int, ...]], seconds: float, backend: str | None = None) -> Any:
     """Open these groups, ranks in the order given; this rank's own of them, or None."""
     found = None
     for ranks in groups:
         limit = datetime.timedelta(seconds=seconds)
         # gloo's ring goes by the ranks' places in the group, so they aren't to be sorted.
-        group = dist.new_group(list(ranks), timeout=limit, sort_ranks=False)
+        group = dist.new_group(list(ranks), timeout=limit, backend=backend, sort_ranks=False)
         found = group if dist.get_rank() in ranks else found
     return found

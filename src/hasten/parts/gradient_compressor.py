@@ -22,18 +22,18 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.parts.compression import gradients
+from hasten.parts.compression.attached import Attached, whole
 from hasten.parts.compression.error_feedback import parts_of
 from hasten.parts.compression.exchange import InOrder, Ranks, WireError
 from hasten.parts.compression.locally import Locally
-from hasten.parts.compression.settings import Settings
+from hasten.parts.compression.meeting import Meeting
+from hasten.parts.compression.settings import WHOLE, Settings, backend_of
 from hasten.parts.compression.travel import Travel, failed
-
-BACKENDS = ("nccl", "gloo", None)
+from hasten.parts.weights_checksum import checksum, drifted
 
 
 class GradientCompressor:
@@ -41,12 +41,15 @@ class GradientCompressor:
 
     Args:
         compression_ratio: topk: the share of numbers that travels.
-        sparsity_method: none, half, bf16, int8, int4, topk or powersgd.
+        sparsity_method: none, half, bf16, int8, int4, topk or powersgd; or diloco, stream or auto,
+            which are attached to a model and take no single gradient.
         communication_backend: nccl means gloo where there is no GPU; None: the process group's.
         rank: powersgd: columns of a factor.
         momentum: topk: Deep Gradient Compression's correction, for plain SGD as the optimizer.
         dense_steps: steps at the start in which gradients travel in full.
         minimum: buckets of fewer numbers travel in full.
+        scope: all ranks exchange compressed gradients; or hosts: within a host they travel in full.
+        every: diloco: steps between two averages of the weights.
         timeout_seconds: how long a rank waits for the others.
         sparisty_method: one article's spelling of ``sparsity_method``.
 
@@ -64,6 +67,8 @@ class GradientCompressor:
         momentum: float = 0.0,
         dense_steps: int = 0,
         minimum: int = 4096,
+        scope: str = "all",
+        every: int = 20,
         timeout_seconds: float = 600.0,
         sparisty_method: str | None = None,
     ) -> None:
@@ -71,13 +76,15 @@ class GradientCompressor:
             warnings.warn("sparisty_method is spelt sparsity_method", stacklevel=2)
             sparsity_method = sparisty_method
         self._settings = Settings(
-            sparsity_method, compression_ratio, rank, momentum, dense_steps, minimum
+            *(sparsity_method, compression_ratio, rank, momentum, dense_steps, minimum),
+            *(scope, every),
         )
-        self.communication_backend = _backend(communication_backend)
+        self.communication_backend = backend_of(communication_backend)
         self.timeout_seconds = timeout_seconds
         self._travel = Travel(self._settings)
         self._locally = Locally(self._settings)
-        self._ranks: Ranks | None = None
+        self._whole: Attached | None = None  # diloco, stream, auto
+        self._meeting = Meeting(self._settings, timeout_seconds, self.communication_backend)
         self._in_order: InOrder | None = None
         self._names: dict[int, str] = {}  # by id: a reference to DDP would never be freed
 
@@ -87,18 +94,24 @@ class GradientCompressor:
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank has sent so far for gradients, counted at the collectives."""
-        return 0 if self._ranks is None else self._ranks.sent_bytes
+        """What this rank has sent so far for gradients, counted at the collectives; with hosts as
+        the scope, to other hosts."""
+        return (self._meeting if self._whole is None else self._whole).sent_bytes
+
+    @property
+    def hosts(self) -> int:
+        """How many hosts exchange what their ranks have averaged; 0: ranks exchange themselves."""
+        return self._meeting.count
 
     @property
     def steps(self) -> int:
         """Steps begun."""
-        return self._travel.steps
+        return (self._travel if self._whole is None else self._whole).steps
 
     @property
     def compresses(self) -> bool:
         """Whether the step under way, or the last one, is past the dense start."""
-        return self._travel.compresses
+        return self._travel.compresses if self._whole is None else self._whole.acts
 
     def attach(
         self,
@@ -106,7 +119,8 @@ class GradientCompressor:
         loss_scale: Callable[[], float] | None = None,
         confirmed: bool = False,
     ) -> None:
-        """Become the communication hook of a DistributedDataParallel, on every rank.
+        """Become the communication hook of a DistributedDataParallel, on every rank; with diloco
+        or stream, watch the updates of a module that isn't one.
 
         Args:
             loss_scale: what the loss is multiplied by now (``scaler.get_scale``); memory is kept
@@ -115,21 +129,27 @@ class GradientCompressor:
                 gradients were finite.
 
         Raises:
-            ValueError: the model isn't DDP, or this compressor has one already.
-            WireError: the ranks' settings differ.
+            ValueError: the model isn't DDP (is DDP), or this compressor has one already.
+            WireError: the ranks' settings differ, or hosts have different numbers of ranks.
         """
+        if self._whole is not None or self._names:
+            raise ValueError("this compressor is attached to a model; build one for each model")
+        if self._settings.method in WHOLE:
+            self._meeting.meet(self._travel)
+            self._whole = whole(
+                model, self._settings, self.communication_backend, self.timeout_seconds, loss_scale
+            )
+            return
         if not isinstance(model, DistributedDataParallel):
             raise ValueError(
                 f"attach() takes a DistributedDataParallel and was given {type(model).__name__}; "
                 "without it, call synchronize_gradients(model) after backward"
             )
-        if self._names:
-            raise ValueError("this compressor is attached to a model; build one for each model")
         self._names = {id(p): name for name, p in model.module.named_parameters()}
         travel = self._travel
         travel.attached, travel.asks = True, confirmed
         travel.scale = loss_scale or travel.scale
-        self._meet()
+        self._meeting.meet(travel)
         self._in_order = InOrder()
         model.register_comm_hook(self, _hook)
 
@@ -140,8 +160,10 @@ class GradientCompressor:
         the order of calls since ``synchronize_gradients``.
 
         Raises:
-            ValueError: the order of calls has changed.
+            ValueError: the order of calls has changed, or the method or the scope has no use for a
+                gradient alone.
         """
+        self._settings.takes_gradients("compress()", alone=True)
         start = self.steps < self._settings.dense_steps or tensor.numel() < self._settings.minimum
         return tensor if start else self._locally.compress(tensor, name)
 
@@ -153,13 +175,15 @@ class GradientCompressor:
         are, tensor by tensor. With one rank nothing travels.
 
         Raises:
-            ValueError: a gradient is sparse or sharded, or the order of ``compress`` has changed.
+            ValueError: a gradient is sparse or sharded, the order of ``compress`` has changed, or
+                the method takes no gradients.
         """
+        self._settings.takes_gradients("synchronize_gradients()")
         parameters, alone = gradients.named(model), self._locally.calls > 0
-        self._meet()
+        self._meeting.meet(self._travel)
         self._travel.begin()
-        if self._ranks is not None:
-            self._exchange(gradients.buckets_of(parameters, alone), self._ranks, alone)
+        if self._meeting.ranks is not None:
+            self._exchange(gradients.buckets_of(parameters, alone), self._meeting.ranks, alone)
         self._locally.settle(not self._travel.spoiled)
 
     def _exchange(self, buckets: list[list[gradients.Named]], ranks: Ranks, alone: bool) -> None:
@@ -171,11 +195,23 @@ class GradientCompressor:
         for bucket in buckets:
             flat = torch.cat([p.grad.flatten() for _, p in bucket if p.grad is not None])
             pieces = tuple(gradients.piece_of(name, p) for name, p in bucket)
-            jobs.append((bucket, pieces, travel.send(flat, pieces, ranks, way)))
+            jobs.append((bucket, pieces, self._meeting.send(travel, flat, pieces, ranks, way)))
         for bucket, pieces, done in jobs:
             for (_, p), mean in zip(bucket, parts_of(done(), pieces), strict=True):
                 if p.grad is not None:
                     p.grad.copy_(mean.view_as(p.grad))
+
+    def explain(self) -> str:
+        """What it does at the moment; with auto, what was chosen for this link and why."""
+        if self._whole is not None:
+            return f"{self._settings.method}: {self._whole.words()}"
+        done = "compresses" if self.compresses else "sends in full so far"
+        return f"{self._settings.method}: {done}; {self.steps} steps, {self.sent_bytes:,} bytes"
+
+    def settle(self) -> None:
+        """Ranks that train apart (diloco, stream) get one model; all call it, before saving."""
+        if self._whole is not None:
+            self._whole.settle()
 
     def confirm(self) -> None:
         """The weights are about to move by the gradients of this step."""
@@ -187,15 +223,12 @@ class GradientCompressor:
         Raises:
             WireError: a rank's weights are not rank 0's.
         """
-        self._meet()
-        if self._ranks is None:
+        self._meeting.meet(self._travel)
+        if self._meeting.ranks is None:
             return
-        wrong = self._ranks.differing(gradients.checksum(parameters))
+        wrong = self._meeting.ranks.differing(checksum(parameters))
         if wrong:
-            raise WireError(
-                f"replicas have drifted apart: after step {self.steps} the weights of rank "
-                f"{', '.join(map(str, wrong))} are not those of rank 0; go on from a checkpoint"
-            )
+            raise WireError(drifted(wrong, self.steps))
 
     def predicted(
         self,
@@ -203,53 +236,56 @@ class GradientCompressor:
         world: int | None = None,
         bucket_cap_mb: float = 25,
     ) -> int:
-        """Bytes that a rank sends in a step of ``world`` ranks past the dense start.
+        """Bytes that a rank sends in a step of ``world`` ranks past the dense start; with hosts as
+        the scope, that a host sends to ``world`` hosts.
 
         Exact for the buckets of the last step; before the first one, for buckets of that size.
         Packets' headers and answers come on top: below 5 % but for messages of some 50 kB.
         """
-        here = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        cap, travel = bucket_cap_mb, self._travel
+        self._settings.takes_gradients("predicted()")
+        cap, travel, here = bucket_cap_mb, self._travel, self._meeting.world
         buckets = travel.buckets or gradients.predicted_buckets(gradients.named(model), cap)
         return sum(travel.way_of(b, travel.way).sent_bytes(b, world or here) for b in buckets)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's memory by parameter, as plain tensors; between two steps."""
+        if self._whole is not None:
+            return {"whole": self._whole.state()}
         return {"travel": self._travel.state(), "locally": self._locally.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there.
 
         Raises:
-            ValueError: it is of another method.
+            ValueError: it is of another method, or the model isn't attached yet.
         """
+        if (self._whole is not None) != ("whole" in state):
+            method = self._settings.method
+            raise ValueError(f"the state isn't one of {method}, or attach(model) has to come first")
+        if self._whole is not None:
+            self._whole.load(state["whole"])
+            return
         self._travel.load(state["travel"])
         self._locally.load(state["locally"])
 
     def gathered(self, values: Tensor) -> Tensor:
         """Everybody's ``values`` as rows, on the host; all ranks call it between two steps."""
-        return values[None] if self._ranks is None else self._ranks.others_states(values)
-
-    def _meet(self) -> None:
-        """At the first call with several ranks, they compare their settings."""
-        running = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if running and self._ranks is None:
-            self._ranks = Ranks(self.timeout_seconds, self.communication_backend)
-            self._ranks.agree(self.settings())
+        ranks = self._meeting.ranks
+        return values[None] if ranks is None else ranks.others_states(values)
 
     def _start(self, bucket: Any) -> Any:
         """DDP's hook: a bucket is full; the future is its mean."""
-        buffer, ranks = bucket.buffer(), self._ranks
+        buffer, ranks = bucket.buffer(), self._meeting.ranks
         try:
             if bucket.index() == 0:
                 self._travel.begin()
             if ranks is None or self._in_order is None:  # one rank in DDP
                 return _at_once(buffer)
             pieces = tuple(gradients.piece_of(self._names[id(p)], p) for p in bucket.parameters())
-            done = self._travel.send(buffer, pieces, ranks, self._travel.way)
+            done = self._meeting.send(self._travel, buffer, pieces, ranks, self._travel.way)
             return self._in_order(done, buffer.device)
         except Exception as error:
-            raise failed(ranks.rank if ranks else 0, error) from error
+            raise failed(ranks.name if ranks else 0, error) from error
 
 
 def _hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations as text
@@ -260,14 +296,3 @@ def _at_once(buffer: Tensor) -> Any:
     found: torch.futures.Future[Tensor] = torch.futures.Future()
     found.set_result(buffer)
     return found
-
-
-def _backend(asked: str | None) -> str | None:
-    if asked not in BACKENDS:
-        raise ValueError(f"communication_backend is {asked!r}; it is 'nccl', 'gloo' or None")
-    if asked == "nccl" and not torch.cuda.is_available():
-        warnings.warn(
-            "communication_backend='nccl' needs a GPU and there is none: gloo is used", stacklevel=3
-        )
-        return "gloo"
-    return asked

@@ -61,6 +61,8 @@ class LocalSteps:
         self.steps = self.exchanges = self.message_bytes = 0
         self.stop = self._dirty = False
         self.waited_seconds = 0.0
+        self.hidden_seconds: float | None = 0.0  # nothing runs beside an exchange
+        self.sent_bytes = 0
 
     def after_step(self, tokens: float = 1.0, stop: bool = False) -> bool:
         """A step is done, with so many trained tokens on this rank; whether weights moved now.
@@ -79,6 +81,7 @@ class LocalSteps:
             self.stop = self.stop or stop
             return False
         self.exchanges += 1
+        self.sent_bytes += self.predicted_bytes
         if self.codec is None:
             self._exact(stop)
         else:

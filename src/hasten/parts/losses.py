@@ -10,7 +10,7 @@ mode both are plain cross-entropy, so that a held-out loss means the same whatev
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -81,11 +81,20 @@ class LabelOnlyLoss(nn.Module):
             rows, wanted = rows.index_select(0, positions), wanted.index_select(0, positions)
         self.largest_logits = max(self.largest_logits, min(len(wanted), self.chunk))
         self.largest_slots = max(self.largest_slots, labels.numel())
-        if isinstance(head, LabelOnlyHead):
+        if isinstance(head, TakesLabels):
             loss: Tensor = head(rows, wanted, self.chunk, terms)
         else:
             loss = head_cross_entropy(head, rows, wanted, self.chunk, terms)
         return loss, kept.sum()
+
+
+@runtime_checkable
+class TakesLabels(Protocol):
+    """A head that is called with (hidden, labels, chunk, terms) and returns the summed loss."""
+
+    takes_labels: bool
+
+    def __call__(self, *inputs: Any) -> Any: ...
 
 
 class LabelOnlyHead(nn.Module):
@@ -94,6 +103,8 @@ class LabelOnlyHead(nn.Module):
     Without labels it is the linear layer it replaced, so that generation and saving go on as
     before; weight and bias are the same parameters under the same names, tied or not.
     """
+
+    takes_labels = True
 
     def __init__(self, head: nn.Linear) -> None:
         super().__init__()

@@ -98,6 +98,7 @@ class MasterWeights:
 
     def _adopt(self, working: Tensor) -> Tensor:
         master = self._masters[id(working)].to(working.device).requires_grad_()
+        vars(master).update(vars(working))  # marks on a weight, that it is a part say, go along
         if _ANY_FORMAT:
             master.grad_dtype = None  # a gradient may stay in the working format
         self._masters[id(working)] = master

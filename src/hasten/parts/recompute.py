@@ -18,13 +18,14 @@ Forwards are bound to the blocks of this one model; ``remove()`` takes them off 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
 Forward = Callable[..., Any]
@@ -213,8 +214,8 @@ def saved_bytes(
 
     with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
         result = forward()
-    own = {_place(p) for p in [*without.parameters(), *(aside or [])]}
-    found = {_place(t): t.untyped_storage().nbytes() for t in [*kept, *(beside or [])]}
+    own = {_place(p) for p in _pieces([*without.parameters(), *(aside or [])])}
+    found = {_place(t): t.untyped_storage().nbytes() for t in _pieces([*kept, *(beside or [])])}
     del result  # until here: a freed storage's address would be given out again
     return sum(size for place, size in found.items() if place not in own)
 
@@ -236,6 +237,17 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)
+
+
+def _pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """What lies here of tensors that may be dealt out over ranks (DTensor) or made of others."""
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            inner = (getattr(tensor, name) for name in names)  # a mesh may be among them
+            yield from _pieces(t for t in inner if isinstance(t, Tensor))
+        else:
+            yield tensor
 
 
 def _place(tensor: Tensor) -> int:

@@ -18,7 +18,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 from hasten.parts.collective_plan import Route
 from hasten.parts.collective_stages import ErrorMemory
 from hasten.parts.collectives import TopoAwareCollective
+from hasten.parts.roll_call import CollectiveError
+from hasten.parts.weights_checksum import checksum, drifted
 
 DENSE_STEPS = 2  # DDP forms its buckets anew after the first step; what is left out needs a name
 Item = Callable[[], None] | None
@@ -68,6 +70,7 @@ class RoutedBuckets:
         self.last = StepTraffic()  # of the step before
         self.steps = 0  # whose gradients have travelled
         self.routed = 0  # buckets that took another route than flat
+        self._flat_bytes = 0
         self._memory = ErrorMemory() if feedback else None
         self._scale = scale
         self._names: dict[int, str] = {}
@@ -88,6 +91,11 @@ class RoutedBuckets:
         weakref.finalize(self, self._queue.put, None)
         module.register_comm_hook(self, _hook)
 
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank has sent so far: to other hosts by a route, in all by the flat ring."""
+        return self.collective.bytes_sent + self._flat_bytes
+
     def commit(self) -> None:
         """The step was taken: what was left out of it is owed."""
         if self._memory is not None:
@@ -97,6 +105,21 @@ class RoutedBuckets:
         """Nothing is owed any more: no codec will be used again."""
         if self._memory is not None:
             self._memory.load_state_dict({})
+
+    def check(self, parameters: Iterable[Tensor]) -> None:
+        """Compare weights over ranks; all call it between the same two steps.
+
+        Raises:
+            CollectiveError: a rank's weights are not rank 0's.
+        """
+        weights = list(parameters)
+        mine = torch.tensor([checksum(weights)], device=weights[0].device)
+        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, mine)
+        found = torch.cat(rows).tolist()  # waits for the device
+        wrong = [rank for rank, value in enumerate(found) if value != found[0]]
+        if wrong:
+            raise CollectiveError(drifted(wrong, self.steps))
 
     def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Send a bucket on its way; the future has the mean over all ranks."""
@@ -123,7 +146,9 @@ class RoutedBuckets:
             self._memory.scale = self._scale()
 
     def _straight(self, buffer: Tensor, asked: float, last: bool) -> torch.futures.Future[Tensor]:
-        buffer.div_(dist.get_world_size())  # before the sum, as DDP does: fp16 can't hold all
+        world = dist.get_world_size()
+        self._flat_bytes += 2 * buffer.nbytes * (world - 1) // world
+        buffer.div_(world)  # before the sum, as DDP does: fp16 can't hold all
         work: Any = dist.all_reduce(buffer, async_op=True)
 
         def over(future: torch.futures.Future[list[Tensor]]) -> Tensor:

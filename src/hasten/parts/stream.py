@@ -49,6 +49,8 @@ class _Flight:
     rows: Tensor  # (ranks x bytes), flat
     message: Tensor
     work: Any
+    sent: float
+    back: list[float]  # when the others' messages were there, once they are
 
 
 class Stream:
@@ -74,6 +76,9 @@ class Stream:
         self.steps = self.exchanges = self.message_bytes = 0
         self.stop = self._dirty = False
         self.waited_seconds = 0.0  # exposed: nothing was computed meanwhile
+        # Under way beside the computation; a device's messages would have to be waited for.
+        self.hidden_seconds: float | None = 0.0 if self.drift.anchor.is_cpu else None
+        self.sent_bytes = 0
         self._flight: _Flight | None = None
         self._moments: list[float] = []
 
@@ -120,11 +125,15 @@ class Stream:
         fragment = self.steps % len(drift.edges)
         message = drift.message(fragment, self.codec, stop)
         rows = message.new_empty(drift.size * message.numel())
+        sent, back = time.perf_counter(), list[float]()
         try:
             work = all_gather(rows, message, group=drift.group, async_op=True)
         except RuntimeError as error:
             raise drift.lost(error) from error
-        self._flight = _Flight(fragment, rows, message, work)
+        if self.hidden_seconds is not None:
+            work.get_future().add_done_callback(lambda _: back.append(time.perf_counter()))
+        self._flight = _Flight(fragment, rows, message, work, sent, back)
+        self.sent_bytes += (drift.size - 1) * message.numel()
         self.exchanges += 1
         self.message_bytes = message.numel()
 
@@ -139,7 +148,10 @@ class Stream:
             flight.work.wait()
         except RuntimeError as error:
             raise drift.lost(error) from error
-        self.waited_seconds += time.perf_counter() - began
+        ended = time.perf_counter()
+        self.waited_seconds += ended - began
+        if self.hidden_seconds is not None:
+            self.hidden_seconds += min([began, *flight.back]) - flight.sent
         rows = flight.rows.view(drift.size, -1)
         common, own, wanted = drift.common(rows, flight.fragment, self.codec)
         drift.move(flight.fragment, common, own)

@@ -8,18 +8,19 @@ which is the same on all ranks; the second by one thread that finishes buckets i
 
 from __future__ import annotations
 
-import datetime
 import json
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from hasten.parts.collective_groups import own_of
 
 FIRST, SECOND = 0, 1
 LONGEST_SETTINGS = 2048  # bytes of the settings that ranks compare
@@ -46,15 +47,24 @@ class Pending:
 
 
 class Ranks:
-    """Two process groups over all ranks; every rank builds one at the same moment.
+    """Two process groups over all ranks, or over this rank's own of ``members``; every rank builds
+    one at the same moment.
 
-    ``backend`` None: as the default group's.
+    ``rank`` and ``world`` are those of the group, ``name`` the rank among all. ``backend`` None: as
+    the default group's.
     """
 
-    def __init__(self, seconds: float, backend: str | None = None) -> None:
-        limit = datetime.timedelta(seconds=seconds)
-        self._groups = [dist.new_group(timeout=limit, backend=backend) for _ in (FIRST, SECOND)]
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+    def __init__(
+        self,
+        seconds: float,
+        backend: str | None = None,
+        members: Sequence[tuple[int, ...]] | None = None,
+    ) -> None:
+        every = members or [tuple(range(dist.get_world_size()))]
+        self._groups = [own_of(every, seconds, backend) for _ in (FIRST, SECOND)]
+        self.name = dist.get_rank()
+        self.rank: int = dist.get_rank(self._groups[FIRST])
+        self.world: int = dist.get_world_size(self._groups[FIRST])
         self._sent = [0, 0]  # by stage, since each belongs to another thread
 
     @property
@@ -80,6 +90,14 @@ class Ranks:
         """The sum over ranks, in place."""
         self._sent[stage] += reduced_bytes(values.nbytes, self.world)
         return Pending(dist.all_reduce(values, group=self._groups[stage], async_op=True), values)
+
+    def give(self, values: Tensor, giver: int) -> None:
+        """Everybody has the ``values`` of that place in the group; it waits."""
+        group = self._groups[SECOND]
+        source = dist.get_global_rank(group, giver)
+        if self.rank == giver:
+            self._sent[SECOND] += gathered_bytes(values.nbytes, self.world)
+        dist.broadcast(values, source, group=group)
 
     def agree(self, settings: Mapping[str, Any]) -> None:
         """All ranks must have rank 0's settings.

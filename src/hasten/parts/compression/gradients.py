@@ -1,4 +1,4 @@
-"""The gradients of a model in buckets, as names and shapes, and a checksum of its weights."""
+"""The gradients of a model in buckets, as names and shapes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from hasten.parts.compression.error_feedback import Piece, Pieces, parts_of
 Named = tuple[str, Tensor]
 BUCKET_BYTES = 25 * 2**20  # as DDP's own; its first bucket ends at 1 MiB
 FIRST_BUCKET_BYTES = 2**20
-COLUMNS = 1024
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def named(model: nn.Module | Iterable[Any]) -> list[Named]:
@@ -111,22 +109,3 @@ def give_back(left: Tensor, held: dict[int, Tensor], pieces: Pieces) -> None:
     parts = parts_of(left, pieces)
     for i, kept in held.items():
         parts[i].add_(kept)
-
-
-@torch.no_grad()
-def checksum(parameters: Iterable[Tensor]) -> int:
-    """A number of 63 bits that another weight changes, or two that change places: sums of the bits
-    of each tensor by rows and columns, times their places."""
-    total = 0
-    for p in parameters:
-        bits = p.detach().contiguous().view(-1).view(WORDS[p.element_size()])
-        whole = len(bits) // COLUMNS * COLUMNS
-        table = bits[:whole].view(-1, COLUMNS)
-        for sums in (
-            table.sum(0, dtype=torch.int64),
-            table.sum(1, dtype=torch.int64),
-            bits[whole:],
-        ):
-            places = torch.arange(1, len(sums) + 1, device=sums.device)
-            total = (total * 1_000_003 + int((sums * places).sum())) % 2**63  # waits
-    return total

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from hasten.parts.compression.error_feedback import Memory, Pieces, numbers
-from hasten.parts.compression.exchange import Ranks, WireError
+from hasten.parts.compression.exchange import FIRST, Ranks, WireError
 from hasten.parts.compression.gradients import give_back, offered
+from hasten.parts.compression.hosts import Hosts
 from hasten.parts.compression.settings import Settings
 from hasten.parts.compression.ways import Dense, Way
 
@@ -31,13 +32,14 @@ class Travel:
         self.steps = 0  # begun
         self.buckets: list[Pieces] = []  # of the step
         self.scale: Callable[[], float] = lambda: 1.0  # of the loss
+        self.quiet = False  # nothing is to be compressed, whatever the method
         self.attached = self.asks = self.confirmed = self.spoiled = False
 
     @property
     def compresses(self) -> bool:
         """Whether the step under way, or the last one, is past the dense start."""
         start = max(self._settings.dense_steps, DDP_STEPS if self.attached else 0)
-        return self.steps > start and self._settings.method != "none"
+        return self.steps > start and self._settings.method != "none" and not self.quiet
 
     def begin(self) -> None:
         self.settle()
@@ -57,6 +59,11 @@ class Travel:
         NaN fills it on every rank if a number of any rank wasn't finite.
         """
         self.buckets.append(pieces)
+        return self._sent_on(buffer, pieces, ranks, way)
+
+    def _sent_on(
+        self, buffer: Tensor, pieces: Pieces, ranks: Ranks, way: Way
+    ) -> Callable[[], Tensor]:
         way = self.way_of(pieces, way) if self.compresses else self._dense
         scale = self.scale() if way.feedback else 1.0
         flat = buffer if scale == 1.0 and _readable(buffer) else buffer.float().div_(scale)
@@ -70,7 +77,7 @@ class Travel:
             try:
                 mean, left = finish()
             except Exception as error:
-                raise failed(ranks.rank, error) from error
+                raise failed(ranks.name, error) from error
             if mean is None:
                 buffer.fill_(torch.nan)
             else:
@@ -84,9 +91,32 @@ class Travel:
 
         return done
 
+    def send_between(
+        self, buffer: Tensor, pieces: Pieces, hosts: Hosts, way: Way
+    ) -> Callable[[], Tensor]:
+        """The same where only hosts are to exchange it compressed."""
+        owner = hosts.owner(len(self.buckets))
+        self.buckets.append(pieces)
+        within = hosts.within.all_reduce(buffer.div_(hosts.within.world), FIRST)
+
+        def done() -> Tensor:
+            try:
+                within.wait()
+                if hosts.within.rank == owner:
+                    self._sent_on(buffer, pieces, hosts.across, way)()
+                hosts.within.give(buffer, owner)
+            except Exception as error:
+                raise failed(hosts.within.name, error) from error
+            if not bool(buffer.isfinite().all()):  # waits for the device
+                self.spoiled = True
+            return buffer
+
+        return done
+
     def way_of(self, pieces: Pieces, compressing: Way) -> Way:
         """What takes a bucket once compression has begun: small ones aren't worth it."""
-        return self._dense if numbers(pieces) < self._settings.minimum else compressing
+        small = numbers(pieces) < self._settings.minimum
+        return self._dense if small or self.quiet else compressing
 
     def state(self) -> dict[str, Any]:
         self.settle()
