@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install demo test lint format calibrate clean
+.PHONY: help install demo test lint format calibrate docs clean
 help:
 	@echo "make demo     set up, then compare a small model with and without hasten's techniques"
 	@echo "make test     set up, then run the tests"
 	@echo "make lint     set up, then check style and types"
 	@echo "make install  set up only"
 	@echo "make calibrate  fit the planner to benchmarks/planner/measurements.json"
+	@echo "make docs     build the documentation site into build/site"
 	@echo "make clean    remove the environment and caches (runs/ stays)"
 
 install: $(VENV)/.installed
@@ -42,6 +43,10 @@ format: install
 
 calibrate: install
 	$(BIN)/python benchmarks/planner/calibrate.py
+
+docs: install
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info

@@ -11,7 +11,8 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "hasten"
 PARTS_LIBRARIES = {
-    *("torch", "triton", "numpy", "transformers", "safetensors", "xxhash", "pyarrow")
+    *("torch", "triton", "numpy", "transformers", "safetensors", "xxhash", "pyarrow"),
+    "deepspeed",
 }
 # Room -> the rooms it may import. A module at the top level is a room of its own.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -28,16 +29,23 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hosts": {"hosts", "core", "techniques", "recipe", "parts", "cluster", "errors"},
     "sample": {"core", "parts"},
     "run_folder": {"core", "errors"},
+    "monitor": {"monitor", "parts", "errors"},
+    "recorded": {"core", "recipe", "parts", "monitor"},
+    "saving": {"core", "recipe", "models", "sample"},
     "run": {
         *("run_folder", "core", "recipe", "data", "models", "cluster", "evidence", "sample"),
-        "errors",
+        *("saving", "recorded", "monitor", "errors"),
     },
     "trial": {"core", "recipe", "evidence", "sample"},
     "guarding": {"guarding", "core", "recipe", "parts", "cluster", "errors"},
     "experiment": {"core", "recipe", "data", "evidence", "run", "errors"},
+    "tuning": {
+        *("tuning", "search", "evidence", "experiment", "recipe", "data", "core", "errors"),
+    },
     "cli": {
         *("cli", "core", "techniques", "data", "models", "cluster", "recipe", "evidence"),
-        *("hosts", "run", "run_folder", "experiment", "search", "parts", "errors"),
+        *("hosts", "run", "run_folder", "experiment", "search", "tuning", "parts", "errors"),
+        *("monitor", "recorded"),
     },
     "__main__": {"cli"},
     "__init__": {"core", "cluster", "experiment", "hosts", "parts", "errors"},
@@ -48,7 +56,8 @@ MAY_USE: dict[str, set[str] | None] = {
     "parts": PARTS_LIBRARIES,
     "evidence": {"numpy", "jinja2", "torch"},
     "techniques": {"torch"},
-    "search": {"numpy"},
+    "search": {"numpy", "optuna"},
+    "monitor": {"psutil", "rich", "starlette", "uvicorn", "wandb", "mlflow"},
 }
 
 

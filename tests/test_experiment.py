@@ -21,6 +21,7 @@ from hasten.techniques import CATALOGUE
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
 from pretence import ENTRY, log
+from tiny import job_facts, language_job
 
 DESIGN = Design(rounds=4, steps=1, warmup=1)
 SPEEDS = {"packed": 1.5, "document_attention": 1.0, "labelled_token_loss": 1.2}
@@ -189,3 +190,9 @@ def test_the_names_are_where_the_articles_and_the_house_have_them() -> None:
     assert {"ablate", "compare", "gradual_optimize"} <= set(dir(evidence))
     with pytest.raises(AttributeError):
         _ = evidence.nothing
+
+
+def test_arms_start_with_the_recipe_s_transport_as_a_training_does() -> None:
+    known = job_facts(language_job())
+    found = experiment.environment(Plan(()), known, {"GLOO_SOCKET_IFNAME": "eth0"})
+    assert found == {"OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "eth0"}

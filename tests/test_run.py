@@ -13,6 +13,7 @@ import yaml
 from hasten.core.session import Session
 from hasten.models.load import load_model, load_tokenizer
 from hasten.parts.hugging_face import causal_lm
+from hasten.parts.token_accuracy import token_accuracy
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.run import train
 from material import dataset, small
@@ -116,8 +117,8 @@ def test_a_run_leaves_what_the_docs_promise(tmp_path: Path) -> None:
     summary, _ = run(values)
     output = tmp_path / "run"
     written = {p.name for p in output.iterdir()}
-    assert written - {"rejected.jsonl"} == {
-        *("recipe.yaml", "metrics.jsonl", "evaluations.jsonl", "summary.json"),
+    assert written - {"rejected.jsonl", "machine.jsonl"} == {  # the machine: after ten seconds
+        *("recipe.yaml", "run.json", "metrics.jsonl", "evaluations.jsonl", "summary.json"),
         *("model", "best", "data"),
     }
     keys = {
@@ -134,7 +135,9 @@ def test_a_run_leaves_what_the_docs_promise(tmp_path: Path) -> None:
         *("plan", "hardware", "versions", "seed", "cost"),
     }
     assert promised <= set(summary)
-    assert set(summary["startup_seconds"]) == {"imports", "data", "model", "assembly"}
+    startup = summary["startup_seconds"]
+    assert set(startup) == {"imports", "data", "meeting", "model", "assembly", "until_first_step"}
+    assert startup["until_first_step"] > sum(startup[k] for k in ("data", "model", "assembly"))
     assert summary["cost"]["total"] == pytest.approx(0.6 * summary["seconds"] / 3600)
     resolved = load_recipe(output / "recipe.yaml")
     assert resolved == Recipe(**values)
@@ -163,6 +166,18 @@ def test_a_resumed_run_continues_where_it_stopped(tmp_path: Path) -> None:
     _, session = run({**values, "max_steps": 6, "resume": "auto"})
     assert [m["loss"] for m in lines(tmp_path / "run" / "metrics.jsonl")] == whole[4:]
     assert session.progress.step == 6
+
+
+def test_the_asked_measures_stand_beside_the_held_out_loss(tmp_path: Path) -> None:
+    """Taken while the plan's own attention and head are in place, and on the saved model."""
+    values = small(tmp_path, metrics=["token_accuracy"], plan=PLAN, max_steps=4, eval_every=2)
+    summary, session = run(values)
+    found = [e["token_accuracy"] for e in lines(tmp_path / "run" / "evaluations.jsonl")]
+    assert len(found) == 2
+    assert all(0 <= share <= 1 for share in found)
+    model: Any = load_model(Path(summary["saved"]))
+    held_out = session.setup.job.held_out
+    assert token_accuracy(model.eval(), held_out) == pytest.approx(found[-1], abs=0.02)
 
 
 def test_best_holds_the_weights_of_the_lowest_held_out_loss(tmp_path: Path) -> None:

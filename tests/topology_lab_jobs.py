@@ -53,26 +53,28 @@ def _case(all_reduce: Callable[[Tensor], Tensor], place: int, times: int) -> dic
     x = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(place))
     taken = []
     all_reduce(x.clone())  # connections are made
-    before = _sent()
+    before, packets = _sent()
     for _ in range(times):
         began, y = time.perf_counter(), x.clone()
         all_reduce(y)
         taken.append(time.perf_counter() - began)
+    after, packets_after = _sent()
     return {
         "seconds": sorted(taken)[times // 2],
-        "bytes": (_sent() - before) / times,
+        "bytes": (after - before) / times,
+        "packets": (packets_after - packets) / times,
         "sum": y.view(torch.int32).sum().item(),
     }
 
 
-def _sent() -> int:
-    """Bytes that this host's interface has sent, when all ranks have come so far."""
+def _sent() -> tuple[int, int]:
+    """Bytes and packets that this host's interface has sent, when all ranks have come so far."""
     dist.barrier()
     lines = Path("/proc/net/dev").read_text().splitlines()
     nic = os.environ["GLOO_SOCKET_IFNAME"]
-    found = [line.split(":")[1].split()[8] for line in lines if line.strip().startswith(f"{nic}:")]
+    found = [line.split(":")[1].split() for line in lines if line.strip().startswith(f"{nic}:")]
     dist.barrier()
-    return int(found[0]) if found else 0
+    return (int(found[0][8]), int(found[0][9])) if found else (0, 0)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from hasten.parts.dynamic_batcher import DynamicBatcher
     from hasten.parts.dynamic_sampler import DynamicBatchSampler
     from hasten.parts.gradient_compressor import GradientCompressor
+    from hasten.parts.layout.pipeline import AsyncPipeline
     from hasten.parts.linear_relu import fused_linear_relu
     from hasten.parts.prefetcher import SmartPrefetcher
 
 _HOMES = {
+    "AsyncPipeline": "hasten.parts.layout.pipeline",
     "CloudConfig": "hasten.cluster.config",
     "DynamicBatchSampler": "hasten.parts.dynamic_sampler",
     "DynamicBatcher": "hasten.parts.dynamic_batcher",
@@ -43,6 +45,7 @@ _HOMES = {
 }
 __version__ = "0.1.0"
 __all__ = [
+    "AsyncPipeline",
     "CloudConfig",
     "DynamicBatchSampler",
     "DynamicBatcher",

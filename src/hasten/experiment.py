@@ -168,12 +168,13 @@ def gradual_optimize(
     return replace(climbed, report=report)
 
 
-def environment(plan: Plan, known: Facts) -> Mapping[str, str]:
-    """What an arm's process starts with: waiting threads sleep, then the techniques' own wishes."""
+def environment(plan: Plan, known: Facts, transport: Mapping[str, str]) -> Mapping[str, str]:
+    """What an arm's process starts with: waiting threads sleep, then the techniques' own wishes,
+    then the recipe's settings of the transport, as in a training."""
     found = {"OMP_WAIT_POLICY": "PASSIVE"}  # arms share the cores; spinning would slow the others
     for technique in plan:
         found |= technique.environ(known)
-    return found
+    return {**found, **transport}
 
 
 def expected_gain(plan: Plan, known: Facts) -> float:
@@ -225,7 +226,8 @@ def measured(
             elif record.events:
                 audience.tell(f"going on with {folder}; arms train again from their seed")
             audience.begin()
-            own, path = partial(environment, known=known), folder / "recipe.yaml"
+            path = folder / "recipe.yaml"
+            own = partial(environment, known=known, transport=recipe.transport)
             return measure_arms(
                 table(path, own, folder, known.device, meter=subject.meter),
                 plans,

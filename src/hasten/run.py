@@ -7,6 +7,7 @@
       model_average/ or adapter_average/  their running mean, where the plan keeps one
       best/             weights of the lowest held-out loss, where the recipe evaluates on the way
       quarantined.jsonl, spikes.jsonl, restarts.jsonl   what went wrong, where anything did
+      run.json, machine.jsonl, ranks/   for those who watch; tensorboard/, wandb/, mlflow/ as asked
       rejected.jsonl    records left out, and why     checkpoints/      where the plan writes them
 
 An earlier run in the same folder is not overwritten: its results move to ``previous/1`` and so on.
@@ -22,15 +23,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
+from hasten.cluster.joining import agree, backend_for
 from hasten.cluster.naming_ranks import naming_ranks
 from hasten.cluster.pulse import Pulse, attempt, attempt_folder, telling
 from hasten.cluster.ranks import process_group
 from hasten.core import facts
 from hasten.core.clock import clock_on
 from hasten.core.evaluate import Evaluation
-from hasten.core.facts import Facts
+from hasten.core.facts import Facts, World
 from hasten.core.leaving import patient
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
@@ -40,16 +40,21 @@ from hasten.core.trainer import Outcome, Watch, fit
 from hasten.data.store import inspect
 from hasten.evidence.energy import meter_of_run
 from hasten.models.adapters import adapted_table, parameter_counts
-from hasten.models.save import save_adapter, save_model
+from hasten.models.card import write_card
+from hasten.monitor.writers import check_writers
 from hasten.recipe.build import facts_of, job_of, plan_of
 from hasten.recipe.ceiling import meter_of, settle
 from hasten.recipe.faults import check_faults, set_guards, watch_notices
 from hasten.recipe.material import Material, gather, write_rejected
+from hasten.recipe.memory_budget import advising, settle_memory
 from hasten.recipe.overlap import tell_overlap
 from hasten.recipe.price import cost_of
 from hasten.recipe.schema import Recipe
+from hasten.recipe.starting import noting_first_step, promised, resume_from
+from hasten.recorded import both, machine, recorded
 from hasten.run_folder import Lines, check_folder, check_space, clear_the_way, keep_lines_until
-from hasten.sample import Sample, write_samples
+from hasten.sample import Sample
+from hasten.saving import form, save_all, save_weights
 
 SHOWN_CHARACTERS = 500  # of a record, at the start
 Tell = Callable[[str], None]
@@ -95,19 +100,30 @@ def _prepare_and_train(
     began = time.perf_counter()
     output = Path(recipe.output)
     known, plan, material = ready(recipe, tell, on_tokens)
-    if known.world.is_main:
-        if attempt() == 1:  # a later attempt goes on in the same files
-            clear_the_way(output, keep_checkpoints=recipe.resume != "never")
-            (output / "recipe.yaml").write_text(recipe.to_yaml())
-        if material.note.rejected:
-            write_rejected(material.note, output / "rejected.jsonl")
-            tell(f"{len(material.note.rejected)} records left out: {output / 'rejected.jsonl'}")
     seconds = {"imports": import_seconds, "data": time.perf_counter() - began}
     facts.reset_memory_peak(known.device)
+    world, met = known.world, time.perf_counter()
     timeout = datetime.timedelta(seconds=recipe.link_seconds)
-    with process_group(known.world, known.device, timeout), telling(), naming_ranks(known.world):
-        run = _Run(recipe, known, plan, material, output, tell if known.world.is_main else _silent)
-        return _train(run, seconds, *hooks)
+    group = process_group(world, known.device, timeout, recipe.backend)
+    with group, telling(), naming_ranks(world):
+        agree(world, promised(recipe, known))
+        seconds["meeting"] = time.perf_counter() - met
+        if world.is_main:
+            _open_folder(recipe, material, tell)
+        run = _Run(recipe, known, plan, material, output, tell if world.is_main else _silent)
+        noting = noting_first_step(began, *hooks[:2])
+        return _train(run, seconds, *noting, hooks[2])
+
+
+def _open_folder(recipe: Recipe, material: Material, tell: Tell) -> None:
+    """Make room for this run, and leave there what it was asked for and what it left out."""
+    output = Path(recipe.output)
+    if attempt() == 1:  # a later attempt goes on in the same files
+        clear_the_way(output, keep_checkpoints=recipe.resume != "never")
+        (output / "recipe.yaml").write_text(recipe.to_yaml())
+    if material.note.rejected:
+        write_rejected(material.note, output / "rejected.jsonl")
+        tell(f"{len(material.note.rejected)} records left out: {output / 'rejected.jsonl'}")
 
 
 @dataclass(frozen=True)
@@ -131,10 +147,13 @@ def _train(
 ) -> dict[str, Any]:
     recipe, main = run.recipe, run.known.world.is_main
     job = job_of(recipe, run.material, run.known, run.plan)
-    session = assemble(prepare(job, run.plan, run.known, run.output / "checkpoints"))
+    setup = prepare(job, run.plan, run.known, run.output / "checkpoints")
+    helps = settle_memory(recipe, setup, run.tell)
+    with advising(helps):
+        session = assemble(setup)
     set_guards(session, recipe, run.output)
     if recipe.resume != "never":
-        _resume(session, recipe.resume, run.tell)
+        resume_from(session, recipe.resume, run.tell)
     session.startup_seconds |= seconds
     session.meter = meter_of(recipe, run.known, session.model)
     session.setup.clock = clock_on(run.known.device)
@@ -144,14 +163,16 @@ def _train(
     watch = _watch(run, session, pulse, on_step, on_evaluation)
     energy = meter_of_run(run.known) if main else None
     if energy is not None:
-        watch = replace(watch, on_step=_both(watch.on_step, energy.note))
-    with watch_notices(session, recipe):
+        watch = replace(watch, on_step=both(watch.on_step, energy.note))
+    keeping = recorded(watch, session, recipe, run.output)
+    with advising(helps), watch_notices(session, recipe), keeping as watch:
         outcome = fit(session, watch)
     pulse.beat(session.progress.step, over=True)
     used = energy.found() if energy is not None else {}
     proofs = {t.name(): asdict(t.probe(session)) for t in run.plan}
-    model = session.finish()
-    return _leave(run, session, model, outcome, proofs, used) if main else {}
+    session.finish()
+    samples = save_all(session, run.material, run.output)
+    return _leave(run, session, outcome, (proofs, used, samples)) if main else {}
 
 
 def _watch(
@@ -165,37 +186,47 @@ def _watch(
         on_step=lambda metrics: pulse.beat(metrics.step),
         on_evaluation=lambda evaluation: pulse.beat(evaluation.step),
     )
+
+    def keep_best(evaluation: Evaluation) -> None:
+        save_weights(session, run.material, run.output / "best")
+
+    watch = replace(watch, on_best=keep_best if run.recipe.eval_every else _silent)
     if not run.known.world.is_main:
         return watch
     if attempt() > 1:
         keep_lines_until(run.output, session.progress.step)
     lines = Lines(run.output)
-
-    def keep_best(evaluation: Evaluation) -> None:
-        save(session.model, run.material, run.output / "best")
-
     return replace(
         watch,
-        on_step=_both(watch.on_step, _both(lambda m: lines.step(m.to_dict()), on_step)),
-        on_evaluation=_both(
-            watch.on_evaluation, _both(lambda e: lines.evaluation(e.to_dict()), on_evaluation)
+        on_step=both(watch.on_step, both(lambda m: lines.step(m.to_dict()), on_step)),
+        on_evaluation=both(
+            watch.on_evaluation, both(lambda e: lines.evaluation(e.to_dict()), on_evaluation)
         ),
-        on_best=keep_best if run.recipe.eval_every else _silent,
     )
 
 
 def ready(
-    recipe: Recipe, tell: Tell, on_tokens: Callable[[int, int], None] | None = None
+    recipe: Recipe,
+    tell: Tell,
+    on_tokens: Callable[[int, int], None] | None = None,
+    ranks: int = 1,
 ) -> tuple[Facts, Plan, Material]:
-    """Everything that can be wrong with a recipe, found out before anything is trained."""
+    """Everything that can be wrong with a recipe, found out before anything is trained.
+
+    ``ranks``: so many are about to be started, where this process is none of them.
+    """
     output = Path(recipe.output)
     # The cheap part first: names, slots, architecture.
-    check_faults(recipe, plan_of(recipe, facts_of(recipe)))
+    first_look = facts_of(recipe)
+    world = World(size=ranks) if ranks > 1 else first_look.world
+    backend_for(first_look.device, recipe.backend)
+    check_faults(recipe, plan_of(recipe, replace(first_look, world=world)))
+    check_writers(recipe.log_to)
     check_folder(output)
     material = gather(recipe, output / "data", tell, on_tokens)
     known = facts_of(recipe, material)
-    plan = plan_of(recipe, known, tell)
-    job_of(recipe, material, known, plan)
+    plan = plan_of(recipe, replace(known, world=world), tell)
+    job_of(recipe, material, replace(known, world=world), plan)
     check_space(output, known)
     settle(recipe, known, tell)
     tell_overlap(material, tell)
@@ -222,37 +253,19 @@ def first_record(material: Material) -> str:
     return f"the first record, trained parts in [[ ]]:\n{shown}"
 
 
-def save(model: nn.Module, material: Material, folder: Path) -> Path:
-    """The model, or its adapter alone, in the format that Transformers and PEFT load."""
-    any_model: Any = model
-    if adapted_table(model):
-        save_adapter(any_model, material.tokenizer, folder)
-    else:
-        save_model(any_model, material.tokenizer, folder)
-    return folder
-
-
 def _leave(
     run: _Run,
     session: Session,
-    model: nn.Module,
     outcome: Outcome,
-    proofs: dict[str, Any],
-    energy: dict[str, Any],
+    noted: tuple[dict[str, Any], dict[str, Any], Sequence[Sample]],
 ) -> dict[str, Any]:
     recipe, material, output, known = run.recipe, run.material, run.output, run.known
     seconds, progress = outcome.seconds, session.progress
-    adapted = bool(adapted_table(model))
-    folder = output / ("adapter" if adapted else "model")
-    for suffix in session.versions():
-        save(model, material, output / f"{folder.name}{suffix}")
-    samples: Sequence[Sample] = ()
-    if not session.leaving:  # they take long on a large model
-        samples = write_samples(session, material.tokenizer, material.held_out)
+    proofs, energy, samples = noted
     summary = {
         **outcome.summary(session),
         "startup_seconds": session.startup_seconds,
-        "saved": str(folder),
+        "saved": str(output / form(session)),
         "plan": session.setup.plan.to_list(),
         "acted": proofs,
         "samples": [asdict(s) for s in samples],
@@ -261,29 +274,16 @@ def _leave(
         "corpus_sha256": material.note.corpus_sha256,
         "rejected": len(material.note.rejected),
         "hardware": asdict(known.hardware),
+        "machine": machine(),
         "versions": dict(known.versions),
         "seed": recipe.seed,
     }
     temporary = output / ".summary.json"
     temporary.write_text(json.dumps(summary, indent=1))
     temporary.replace(output / "summary.json")
+    for folder in output.glob(f"{form(session)}*"):
+        write_card(folder, recipe.model_dump(mode="json"), summary)
     return summary
-
-
-def _resume(session: Session, what: str, tell: Tell) -> None:
-    found = session.setup.checkpoint.resume(session, None if what == "auto" else Path(what))
-    if found is None:
-        tell("no checkpoint to resume from, starting at the beginning")
-    else:
-        tell(f"resuming from {found}, step {session.progress.step}")
-
-
-def _both(one: Callable[[Any], None], other: Callable[[Any], None]) -> Callable[[Any], None]:
-    def call(value: Any) -> None:
-        one(value)
-        other(value)
-
-    return call
 
 
 def _silent(value: Any) -> None:

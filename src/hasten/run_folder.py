@@ -20,7 +20,8 @@ from hasten.errors import InputError
 
 STEP_LINES = ("metrics.jsonl", "evaluations.jsonl")
 FAULT_LINES = ("quarantined.jsonl", "spikes.jsonl", "restarts.jsonl")
-RESULTS = (*STEP_LINES, *FAULT_LINES, "summary.json", "rejected.jsonl", "recipe.yaml")
+WATCHED = ("run.json", "machine.jsonl", "ranks", "tensorboard", "wandb", "mlflow")
+RESULTS = (*STEP_LINES, *FAULT_LINES, *WATCHED, "summary.json", "rejected.jsonl", "recipe.yaml")
 MODELS = ("model", "adapter", "model_average", "adapter_average", "merged")
 
 

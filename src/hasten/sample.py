@@ -39,7 +39,7 @@ def write_samples(
     found = []
     with evaluating(session.model):
         for ids in short:
-            inputs = torch.tensor([ids], device=session.setup.job.device)
+            inputs = torch.tensor([ids], device=model.device)
             written = session.model.generate(
                 input_ids=inputs,
                 attention_mask=torch.ones_like(inputs),

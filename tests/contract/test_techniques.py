@@ -28,6 +28,8 @@ from hasten.techniques.batch import Accumulate, AdaptiveBatch
 from hasten.techniques.collate import Packed
 from hasten.techniques.compile import Compiled
 from hasten.techniques.experts import ExpertsImplementation
+from hasten.techniques.layout_deepspeed import DeepSpeed
+from hasten.techniques.layout_experts import ExpertParallel
 from hasten.techniques.optimizer import CompactAdamW
 from hasten.techniques.precision import Float8
 from hasten.techniques.recompute import Recompute
@@ -63,8 +65,9 @@ INSTANCES = (*(ANYWHERE.get(kind) or kind() for kind in CATALOGUE), *MORE)
 ON_TOP_OF = {DocumentAttention: (Packed(),)}
 # What is for models with experts says so of the others, and is examined where it can work.
 HOME: dict[type[Technique], str] = dict.fromkeys(
-    (BalancedRouting, ExpertsImplementation), "deepseek_v3"
+    (BalancedRouting, ExpertsImplementation, ExpertParallel), "deepseek_v3"
 )
+HOME[DeepSpeed] = "llama"  # at home there, where it is installed
 # What needs several ranks to act has tests of its own, on several ranks.
 RANKS = (Slot.LAYOUT, Slot.WIRE)
 # Relative error of one step's gradient against float64: number formats of 8 bits, and of 24.

@@ -128,6 +128,26 @@ def test_a_part_that_does_not_exist_is_none_and_not_zero() -> None:
     assert data_stall([]) is None
 
 
+def test_waiting_for_ranks_is_taken_out_of_the_part_in_which_it_was(clocked: Any) -> None:
+    clock = clocked()
+    for _ in range(4):
+        clock.begin()
+        for part in (DATA, FORWARD, BACKWARD, COMMUNICATION):
+            time.sleep(NAP / 3)
+            clock.mark(part)
+        clock.exposed(BACKWARD, NAP / 6)
+        clock.end()
+    steps = list(clock.steps)
+    found = split(steps)
+    for part, most in ((BACKWARD, NAP / 4), (COMMUNICATION, NAP / 2)):
+        assert (found[part] or 0) >= most * 0.6
+    assert (found[COMMUNICATION] or 0) > (found[BACKWARD] or 0)
+    assert found[IDLE] is None
+    parts = [seconds for seconds in found.values() if seconds]
+    assert sum(parts) == pytest.approx(sum(sorted(map(step_total, steps))[1:3]) / 2)
+    assert sum(seconds for _, seconds in clock.laps) == pytest.approx(step_total(steps[-1]))
+
+
 def test_reading_is_told_from_copying_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock_module.torch, "Event", FakeEvent)
     _, steps = counted(

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from hasten.core.batch import MicroBatch
 from hasten.core.engine import Assembly, PlainEngine
-from hasten.core.setup import OneProcess, Setup, Wire
+from hasten.core.layout import OneProcess
+from hasten.core.setup import Setup, Wire
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique
 from hasten.parts.hugging_face import causal_lm

@@ -155,7 +155,7 @@ class Three:
 
     size = 3
 
-    def sum(self, values: Tensor) -> Tensor:
+    def everywhere(self, values: Tensor) -> Tensor:
         rows = values.reshape(3, -1, 4)
         rows[1:] = rows[0]
         rows[2, -1, 0] += 1

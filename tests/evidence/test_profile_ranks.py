@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from hasten.evidence.profile_text import render_text
 from ranks import on_ranks
 
@@ -14,6 +16,13 @@ def test_two_ranks_are_profiled_together_and_the_first_writes(tmp_path: Path) ->
     assert [rank["rank"] for rank in first["ranks"]] == [0, 1]
     assert first["parallel"]["ranks"] == 2
     assert first["parallel"]["efficiency_against_no_communication"] > 0
-    assert first["ledger"]["step"]["communication"] is None
+    assert first["ledger"]["step"]["communication"] > 0
+    for rank in first["ranks"]:
+        wire = rank["wire"]
+        seconds = wire["exposed_communication_seconds"] + wire["hidden_communication_seconds"]
+        assert wire["wire_seconds"] == pytest.approx(seconds)
+        assert wire["wire_bytes"] > 0
     assert (first["written"], second["written"]) == (["trace.json.gz"], [])
-    assert "one rank alone x 2" in render_text(first)
+    text = render_text(first)
+    assert "one rank alone x 2" in text
+    assert "What travels in a step" in text

@@ -33,6 +33,8 @@ from hasten.recipe.schema import Recipe, load_recipe
 from hasten.run_folder import check_folder
 
 STEPS, EVERY, KILLS = 8, 2, 3
+PLAIN: dict[str, Any] = {"max_steps": STEPS, "max_restarts": 0, "eval_every": 0, "patience": 0}
+PLAIN |= dict.fromkeys(("epochs", "max_tokens", "leave_file", "leave_command"))
 PATIENCE_SECONDS = 1800.0  # for one start of the job
 NO_ROOM = (
     "import resource, runpy, sys; n = int(sys.argv[1]); "
@@ -173,20 +175,8 @@ class SelfTest:
                 break
         plan = [entry for entry in self._recipe.plan if _name(entry) != "checkpoints"]
         plan.append({"checkpoints": {"interval": EVERY}})
-        changes = {
-            "output": str(output),
-            "plan": plan,
-            "resume": "auto",
-            "max_restarts": 0,
-            "max_steps": STEPS,
-            "epochs": None,
-            "max_tokens": None,
-            "eval_every": 0,
-            "patience": 0,
-            "leave_file": None,
-            "leave_command": None,
-        }
-        recipe = self._recipe.model_copy(update=changes)
+        own = {"output": str(output), "plan": plan, "resume": "auto"}
+        recipe = self._recipe.model_copy(update=PLAIN | own)
         (self._place / f"{name}.yaml").write_text(recipe.to_yaml())
         return output
 

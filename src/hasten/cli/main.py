@@ -17,10 +17,15 @@ import typer
 from hasten.cli.arguments import Overrides, RecipePath
 from hasten.cli.checkpoint import app as checkpoint
 from hasten.cli.data_options import app as data
+from hasten.cli.guard_options import guard
+from hasten.cli.import_options import import_
+from hasten.cli.launch_options import launch
+from hasten.cli.monitor_options import monitor
 from hasten.cli.netlab import app as netlab
 from hasten.cli.plan_options import plan
 from hasten.cli.speedup_options import speedup
-from hasten.errors import InputError, StoppedError
+from hasten.cli.tune_options import tune
+from hasten.errors import AgreedError, InputError, StoppedError
 
 STARTED = time.perf_counter()
 INTERRUPTED = 130
@@ -38,6 +43,16 @@ app = typer.Typer(
 app.add_typer(data, name="data")
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(netlab, name="netlab")
+
+
+@app.callback()
+def launched(
+    local_rank: Annotated[
+        int | None, typer.Option("--local_rank", "--local-rank", hidden=True)
+    ] = None,
+) -> None:
+    """Fast training of DeepSeek-family language models, proven on your own job."""
+    # DeepSpeed's launcher puts --local_rank=N first; LOCAL_RANK says the same.
 
 
 @app.command()
@@ -72,16 +87,26 @@ def train(
             min=0, help="restarts after a rank has died or hangs, instead of the recipe's"
         ),
     ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="processes on this machine, instead of the recipe's")
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="gloo or nccl between ranks, instead of the recipe's")
+    ] = None,
 ) -> None:
     """Train as a recipe says."""
     from hasten.cli.train import train as command
 
-    more = [] if max_restarts is None else [f"max_restarts={max_restarts}"]
+    given = {"max_restarts": max_restarts, "nproc": nproc, "backend": backend}
+    more = [f"{key}={value}" for key, value in given.items() if value is not None]
     raise typer.Exit(command(recipe, [*(overrides or []), *more], STARTED))
 
 
 app.command()(speedup)
 app.command()(plan)
+app.command()(tune)
+app.command()(launch)
+app.command()(monitor)
 
 
 @app.command()
@@ -101,34 +126,52 @@ def profile(
 
 
 @app.command()
-def doctor(recipe: RecipePath, overrides: Overrides = None) -> None:
+def doctor(
+    recipe: Annotated[
+        Path | None, typer.Argument(help="the recipe, a YAML file", metavar="RECIPE")
+    ] = None,
+    overrides: Overrides = None,
+    ds_config: Annotated[
+        Path | None,
+        typer.Option(help="show what becomes of each key of a ds_config.json"),
+    ] = None,
+    faults: Annotated[
+        bool, typer.Option("--faults", help="kill, damage and resume this job, and compare")
+    ] = False,
+) -> None:
     """Check a recipe without training: data, model, plan, obstacles, disk."""
+    if ds_config is not None:
+        from hasten.cli.ds_config import ds_config as show
+
+        raise typer.Exit(show(ds_config, recipe, overrides or []))
+    if recipe is None:
+        raise InputError("doctor: give a recipe, or --ds-config FILE")
+    if faults:
+        from hasten.cli.doctor_faults import doctor_faults
+
+        raise typer.Exit(doctor_faults(recipe, overrides or []))
     from hasten.cli.doctor import doctor as command
 
     raise typer.Exit(command(recipe, overrides or []))
 
 
+app.command("import")(import_)
+
+
 @app.command()
-def guard(
-    recipe: RecipePath,
-    overrides: Overrides = None,
-    seeds: Annotated[
-        int, typer.Option(min=0, help="paired trainings for each technique of other mathematics")
-    ] = 0,
-    tokens: Annotated[
-        int, typer.Option(min=0, help="tokens of each such training; 0: those of 50 steps")
-    ] = 0,
-    margin: Annotated[
-        float, typer.Option(help="by how much the held-out loss may be worse, a share")
-    ] = 0.01,
-    json_out: Annotated[
-        Path | None, typer.Option("--json", help="write the findings here as well")
+def card(
+    run: Annotated[Path, typer.Argument(help="the folder of a finished run")],
+    report: Annotated[
+        Path | None, typer.Option(help="report.json of hasten speedup: gains and verdicts join")
     ] = None,
 ) -> None:
-    """Prove that a recipe's techniques keep the model as good as they promise."""
-    from hasten.cli.guard import guard as command
+    """Write a finished run's model card, README.md beside the weights."""
+    from hasten.cli.card import card as command
 
-    raise typer.Exit(command(recipe, overrides or [], seeds, tokens, margin, json_out))
+    command(run, report)
+
+
+app.command()(guard)
 
 
 @app.command()
@@ -137,11 +180,17 @@ def hardware(
     rates: Annotated[
         Path | None, typer.Option(help="a file of hasten bench, to show its rates too")
     ] = None,
+    disk: Annotated[
+        Path | None, typer.Option(help="a folder of the disk to measure; this one if left out")
+    ] = None,
+    no_measure: Annotated[
+        bool, typer.Option("--no-measure", help="don't write 64 MiB there to measure it")
+    ] = False,
 ) -> None:
-    """Show what this machine has: cores, instruction sets, memory, accelerators."""
+    """Show what this machine has: cores, memory, accelerators, disks, network, limits."""
     from hasten.cli.hardware import hardware as command
 
-    command(as_json, rates)
+    command(as_json, rates, disk, not no_measure)
 
 
 @app.command()
@@ -237,7 +286,10 @@ def run() -> None:
 
 
 def _say(error: Exception) -> None:
-    if not _told(error):
+    if _told(error):
+        return
+    facts = sys.modules.get("hasten.core.facts")
+    if not (isinstance(error, AgreedError) and facts and not facts.world().is_main):
         print(f"hasten: {error}", file=sys.stderr)
 
 

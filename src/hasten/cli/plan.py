@@ -15,21 +15,19 @@ from hasten.cli.plan_given import (
     calibration_of,
     cluster_of,
     job_of,
-    own_run,
     price_from,
     recipe_of,
     space_of,
 )
 from hasten.cli.plan_page import page, write
+from hasten.cli.plan_run import closed, is_run, machine_of
 from hasten.errors import InputError
-from hasten.search import advice, closing, reasons, shaping
+from hasten.search import advice, reasons, shaping
 from hasten.search.architecture import Architecture
-from hasten.search.candidate import beyond_trainer, candidate, recipe_lines, words
+from hasten.search.candidate import beyond_trainer, recipe_lines
 from hasten.search.evaluate import evaluate
-from hasten.search.layout import Layouts
 from hasten.search.planning import ClusterPlan
 from hasten.search.planning import plan as search
-from hasten.search.predict import predict
 from hasten.search.spending import PerHour, spending
 
 NEAREST = 5  # rejected layouts that are shown
@@ -42,6 +40,9 @@ def plan(
     """Find the plan, print it, and write it where asked."""
     if name is None:
         raise InputError("name a recipe, a preset, or a config.json: hasten plan MODEL")
+    if is_run(name):
+        print(of_a_run(Path(name), overrides, wishes))
+        return
     recipe = recipe_of(name, overrides)
     model = Architecture.from_config(recipe.model if recipe else name)
     cluster = cluster_of(wishes)
@@ -100,12 +101,15 @@ def extras(found: ClusterPlan, wishes: Wishes) -> list[str]:
 
 def against(found: ClusterPlan, folder: Path) -> str:
     """What is predicted of a finished run as it ran, beside what it measured."""
-    run = own_run(folder, found.cluster)
-    rows = Layouts.of([run.layout])
-    told = predict(run.architecture, run.cluster, run.job, rows, found.calibration, found.stack)
-    one = candidate(told, rows, 0, run.cluster, run.job)
-    table = closing.table(closing.closing(one, folder))
-    return f"{folder}, {words(run.layout)}: predicted as it ran\n{text.aligned(table)}"
+    return closed(folder, found.cluster, found.calibration, found.stack)
+
+
+def of_a_run(folder: Path, overrides: Sequence[str], wishes: Wishes) -> str:
+    """The same for a run that is given instead of a model: on its own machine, or on ``--gpu``."""
+    if overrides:
+        raise InputError(f"{overrides[0]!r} changes a recipe, and {folder} is a run that is over")
+    cluster = cluster_of(wishes) if wishes.gpu else machine_of(folder)
+    return closed(folder, cluster, *calibration_of(wishes, cluster))
 
 
 def evaluation(path: Path, out: Path | None) -> None:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 RECORDS = 32  # of a step where a recipe says nothing, as in training
 BATCH_TOKENS = 4e6  # of a pre-training step where nobody says: as models of some 10^9 weights have
+# Techniques that deal out the model itself, other than FSDP2, which is ZeRO 3.
+SPLIT = ("tensor_parallel", "hybrid", "pipeline", "expert_parallel", "deep_speed")
 HALF = ("autocast", "bf16_master_weights", "float8")  # techniques that don't multiply in float32
 
 
@@ -165,23 +167,41 @@ def own_run(folder: Path, cluster: Cluster) -> OwnRun:
     model = Architecture.from_config(str(recipe["model"]))
     if recipe["model"] in PRESETS and recipe.get("vocabulary"):
         model = dataclasses.replace(model, vocabulary=int(recipe["vocabulary"]))
-    ranks = int(recipe.get("nproc") or 1)
+    ranks = _ranks(folder, recipe)
     sequence = int(recipe.get("cutoff_len") or 2048)
     slots = statistics.median(float(row.get("slots") or 0) for row in rows)
     share = max(1, round(slots / sequence / ranks))
     names = {
-        str(next(iter(t))) if isinstance(t, dict) else str(t) for t in recipe.get("plan") or ()
+        str(t.get("technique") or next(iter(t), "")) if isinstance(t, dict) else str(t)
+        for t in recipe.get("plan") or ()
     }
+    split = sorted(names & set(SPLIT))
+    if split:
+        raise InputError(
+            f"{folder}: its plan deals the model out to ranks ({split[0]}), and how isn't read "
+            "from a run yet; predict it with --why, or take a run on ddp or fsdp2"
+        )
     layout = Layout(
         dp=ranks,
-        zero=0,
+        zero=3 if "fsdp2" in names and ranks > 1 else 0,
         micro_batch=share,
         precision="bf16" if names & set(HALF) else "fp32",
     )
     task = "lora" if recipe.get("finetuning_type") == "lora" else "full"
-    here = dataclasses.replace(cluster, nodes=1, per_node=max(ranks, 1))
+    here = cluster
+    if cluster.devices != ranks:
+        here = dataclasses.replace(cluster, nodes=1, per_node=max(ranks, 1))
     seconds = statistics.median(float(row["step_seconds"]) for row in rows)
     return OwnRun(model, here, Job(sequence, share * ranks, task), layout, seconds)
+
+
+def _ranks(folder: Path, recipe: Mapping[str, Any]) -> int:
+    """Of a run that is over; a launcher's ranks stand in its summary, not in its recipe."""
+    try:
+        found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        return max(1, int(found["world_size"]))
+    except (OSError, ValueError, LookupError, TypeError):
+        return int(recipe.get("nproc") or 1)
 
 
 def _listed(words: str | None) -> tuple[str, ...]:

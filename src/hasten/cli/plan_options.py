@@ -13,7 +13,10 @@ from hasten.cli.arguments import Overrides
 def plan(
     model: Annotated[
         str | None,
-        typer.Argument(help="a recipe, a preset, a config.json or its folder", metavar="MODEL"),
+        typer.Argument(
+            help="a recipe, a preset, a config.json or its folder; or a run that is over",
+            metavar="MODEL",
+        ),
     ] = None,
     overrides: Overrides = None,
     cluster: Annotated[

@@ -18,7 +18,8 @@ from hasten.evidence.report_words import span
 from hasten.evidence.statistics import Interval
 from hasten.experiment import measured, prepared
 from hasten.recipe.build import requested_plan
-from hasten.recipe.schema import Recipe, read_overrides, recipe_from
+from hasten.recipe.plain_yaml import read_overrides
+from hasten.recipe.schema import Recipe, recipe_from
 from hasten.recipe.sources import data_files
 
 LOST = 4  # the exit code

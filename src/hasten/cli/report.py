@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.cli.display import duration, size
+from hasten.cli.plan_run import predicted_lines
 from hasten.errors import InputError
 from hasten.evidence.compared_runs import compare_runs, render
 from hasten.evidence.report import render_markdown, write_report
@@ -35,6 +36,7 @@ def report(paths: Sequence[Path], as_json: bool = False) -> None:
         print(json.dumps(values, indent=1))
     else:
         _summary(values)
+        print(predicted_lines(run))
 
 
 def _is_other(path: Path) -> bool:

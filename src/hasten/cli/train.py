@@ -115,7 +115,7 @@ def as_ranks(recipe: Recipe, command: str, options: Sequence[str] = ()) -> int:
     output = Path(recipe.output)
     with Display() as display:
         line = StepLine(display, recipe)
-        known, plan, _ = ready(recipe, display.tell, line.tokenising)
+        known, plan, _ = ready(recipe, display.tell, line.tokenising, recipe.nproc)
     resolved = output / "data" / "ranks.yaml"
     resolved.write_text(recipe.to_yaml())
     count, cores = recipe.nproc, facts.usable_cores()
@@ -132,7 +132,7 @@ def as_supervised_ranks(recipe: Recipe) -> int:
     output = Path(recipe.output)
     with Display() as display:
         line = StepLine(display, recipe)
-        known, plan, _ = ready(recipe, display.tell, line.tokenising)
+        known, plan, _ = ready(recipe, display.tell, line.tokenising, recipe.nproc)
         if not saves(plan):
             display.tell("max_restarts: the plan writes no checkpoints, so a restart begins anew")
     if recipe.resume == "never":

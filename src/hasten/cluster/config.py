@@ -15,6 +15,9 @@ PRIORITIES = ("low_latency", "high_bandwidth", "low_cost")
 class CloudConfig:
     """Describes the machines of a run.
 
+    The same object plans (``hasten.search.plan``), rehearses and launches
+    (``hasten.cluster.launch``).
+
     Args:
         nodes: hosts.
         gpus_per_node: devices in each host.

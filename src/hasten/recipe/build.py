@@ -28,12 +28,14 @@ from hasten.parts.collate import padded
 from hasten.parts.cross_entropy import LossTerms
 from hasten.parts.losses import WholeLogitsLoss
 from hasten.parts.parameter_groups import decayed_groups
+from hasten.parts.token_accuracy import token_accuracy
 from hasten.recipe.material import Material
 from hasten.recipe.schema import Recipe
 from hasten.techniques import CATALOGUE
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.layout import DDP
 
+METRICS = {"token_accuracy": token_accuracy}
 DEFAULT_BATCH = 32  # records of a step where the recipe says nothing
 
 
@@ -62,7 +64,14 @@ def model_facts(recipe: Recipe, material: Material | None) -> ModelFacts:
         tied_head=bool(config.tie_word_embeddings),
         experts=getattr(config, "n_routed_experts", 0) or 0,
         sliding_window=bool(getattr(config, "use_sliding_window", False)),
+        heads=getattr(config, "num_attention_heads", 0) or 0,
+        key_value_heads=getattr(config, "num_key_value_heads", 0) or 0,
     )
+
+
+def catalogue() -> tuple[type[Technique], ...]:
+    """Every technique there is, for those above this room that name none."""
+    return CATALOGUE
 
 
 def requested_plan(recipe: Recipe, more: Iterable[type[Technique]] = ()) -> Plan:
@@ -119,6 +128,9 @@ def job_of(recipe: Recipe, material: Material, known: Facts, plan: Plan) -> Job:
         batch=batch_of(recipe),
         adapter=_adapter(recipe),
         held_out=material.held_out,
+        metrics={
+            name: partial(METRICS[name], records=material.held_out) for name in _asked(recipe)
+        },
         max_grad_norm=recipe.max_grad_norm,
         seed=recipe.seed,
         device=known.device,
@@ -165,6 +177,11 @@ def batch_of(recipe: Recipe) -> GlobalBatch:
     if recipe.global_batch_tokens:
         return GlobalBatch(records=None, tokens=recipe.global_batch_tokens)
     return GlobalBatch(records=recipe.global_batch_size or DEFAULT_BATCH)
+
+
+def _asked(recipe: Recipe) -> list[str]:
+    """The measures that are taken; none without a record to take them on."""
+    return [str(name) for name in recipe.metrics] if recipe.held_out else []
 
 
 def _adapter(recipe: Recipe) -> Callable[[nn.Module], nn.Module]:

@@ -17,26 +17,15 @@ from hasten.cluster.transport import checked
 from hasten.core.plan import did_you_mean
 from hasten.core.spikes import SpikePolicy
 from hasten.errors import InputError
-from hasten.recipe.checkpoint_keys import read_resume, with_checkpoint_keys
-from hasten.recipe.plain_yaml import first_complaint, read_yaml, read_yaml_file
+from hasten.recipe.checkpoint_keys import read_resume
+from hasten.recipe.data_source import DataSource
+from hasten.recipe.deepspeed_key import beside_deepspeed, with_deepspeed
+from hasten.recipe.layout_keys import with_layout_key
+from hasten.recipe.plain_yaml import first_complaint, read_overrides, read_yaml, read_yaml_file
 from hasten.recipe.presets import entries_of
 from hasten.recipe.price import Price, price_of
 
 __all__ = ["DataSource", "Price", "Recipe", "load_recipe", "read_yaml", "recipe_from"]
-
-
-class DataSource(BaseModel):
-    """A source of records with more to say than where it lies."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    path: str = Field(min_length=1, description="a file, a folder, or dataset_info.json:NAME")
-    weight: float = Field(
-        1.0, gt=0, le=1000, description="how many times one epoch sees each of its records"
-    )
-    columns: dict[str, str] | None = Field(
-        None, description="as the recipe's columns, for this source alone"
-    )
 
 
 class Recipe(BaseModel):
@@ -114,7 +103,13 @@ class Recipe(BaseModel):
 
     # Looking
     eval_every: int = Field(0, ge=0, description="steps between evaluations; 0: at the end only")
+    metrics: list[Literal["token_accuracy"]] = Field(
+        default_factory=list, description="of held-out records, beside the loss: token_accuracy"
+    )
     patience: int = Field(0, ge=0, description="evaluations without gain before stopping; 0: off")
+    log_to: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(
+        default_factory=list, description="write the numbers for these tools too"
+    )
     price: Price | None = Field(
         None, description="what a device costs, or a YAML file that says so; for the cost"
     )
@@ -127,6 +122,9 @@ class Recipe(BaseModel):
     output: str = Field("runs/train", description="the run's folder; nothing is written elsewhere")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to train")
     nproc: int = Field(1, ge=1, description="processes on this machine, one rank each")
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        "auto", description="what carries messages between ranks; auto: gloo on a processor"
+    )
     transport: dict[str, str] = Field(
         default_factory=dict, description="variables of gloo, NCCL or UCX to start with"
     )
@@ -170,6 +168,12 @@ class Recipe(BaseModel):
         default_factory=list,
         description="techniques: name, or name: settings; or a preset's name: article",
     )
+    layout: Any = Field(
+        None, description="which rank holds which part: fsdp2, {dp: 2, tp: 2}; joins the plan"
+    )
+    deepspeed: str | None = Field(
+        None, description="a ds_config.json whose settings join the recipe and its plan"
+    )
     on_obstacle: Literal["stop", "skip"] = Field(
         "stop", description="when a technique can't work here: stop, or go on without it"
     )
@@ -206,12 +210,21 @@ class Recipe(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _checkpoints(cls, values: Any) -> Any:
-        """Keys that say how to save become part of the plan."""
-        asked = ("checkpoint_every", "checkpoint_dir")
+        """Keys that say how to save, and which layout, become part of the plan."""
+        asked = ("checkpoint_every", "checkpoint_dir", "layout")
         if not isinstance(values, dict) or all(values.get(key) is None for key in asked):
             return values
         plan = entries_of(values.get("plan") or [])
-        return with_checkpoint_keys(values, plan) if isinstance(plan, list) else values
+        return with_layout_key(values, plan) if isinstance(plan, list) else values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _zero(cls, values: Any) -> Any:
+        """A DeepSpeed configuration becomes keys and techniques."""
+        plan = entries_of(values.get("plan") or []) if isinstance(values, dict) else None
+        if not isinstance(plan, list):
+            return values
+        return (with_deepspeed if values.get("deepspeed") else beside_deepspeed)(values, plan)
 
     @field_validator("resume", mode="before")
     @classmethod
@@ -285,14 +298,3 @@ def recipe_from(values: dict[Any, Any], place: str) -> Recipe:
         return Recipe(**values)
     except ValidationError as error:
         raise InputError(f"{place}: {first_complaint(error)}") from error
-
-
-def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """``key=value`` words as a dictionary; values are read as YAML."""
-    found: dict[str, Any] = {}
-    for word in overrides:
-        key, equals, value = word.partition("=")
-        if not equals or not key:
-            raise InputError(f"can't read {word!r}: overrides are written key=value")
-        found[key.strip()] = read_yaml(value, f"override {word!r}")
-    return found

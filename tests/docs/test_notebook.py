@@ -1,0 +1,44 @@
+"""The notebook runs from its first cell to its last, without Jupyter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def cells(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return found
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_a_notebook_is_kept_without_outputs_and_each_cell_has_a_name(path: Path) -> None:
+    assert len({cell["id"] for cell in cells(path)}) == len(cells(path))
+    for cell in cells(path):
+        assert cell["source"]
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []
+            assert cell["execution_count"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # some twenty seconds each start of four processes, on a busy machine
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_a_notebook_runs_to_its_end(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for cell in cells(path):
+        if cell["cell_type"] == "code":
+            place = f"{path.name}, cell {cell['id']}"
+            exec(compile("".join(cell["source"]), place, "exec"), names)
+    assert "page: " in capsys.readouterr().out

@@ -1,0 +1,142 @@
+"""The documentation site without mkdocs: its pages, its links, and the commands that pages show."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from hasten.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
+)
+
+
+def hook() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("site_pages", ROOT / "scripts/site_pages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+site = hook()
+
+
+def nav() -> list[Any]:
+    found: list[Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    return found
+
+
+def test_every_page_of_the_nav_is_published() -> None:
+    pages = set(site.published().values())
+    named = site.listed(site.nav_with_cards(nav(), site.card_order(), []))
+    assert named <= pages
+    assert {f"cards/{path.stem}.md" for path in (ROOT / "docs/cards").glob("*.md")} <= named
+
+
+def test_cards_stand_in_the_order_of_the_readme_and_none_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "docs/cards").mkdir(parents=True)
+    for name in ("one", "two", "three"):
+        (tmp_path / f"docs/cards/{name}.md").write_text("")
+    (tmp_path / "README.md").write_text("| [two](docs/cards/two.md) | x |\n")
+    assert site.card_order(tmp_path) == ["two", "one", "three"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere_on_the_site_too(page: str) -> None:
+    pages = site.published()
+    if page not in pages:
+        pytest.skip("not a page of the site")
+    text = site.rewritten((ROOT / page).read_text(encoding="utf-8"), page, pages)
+    here = (Path("/") / pages[page]).parent
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+        path = target.partition("#")[0]
+        if path and ":" not in path:
+            goal = Path("/", *_normal(here / path)).relative_to("/").as_posix()
+            assert goal in pages.values(), f"{page}: {target}"
+
+
+@pytest.mark.parametrize(
+    ("link", "expected"),
+    [
+        ("[a](../README.md#b)", "[a](README.md#b)"),
+        ("[a](cards/packed.md)", "[a](cards/packed.md)"),
+        ("[a](https://x.org/y)", "[a](https://x.org/y)"),
+        ("[a](#here)", "[a](#here)"),
+        ("[a](../src/hasten/run.py)", "a (`src/hasten/run.py`)"),
+        ("[`a`](../src/hasten/run.py)", "`a`"),
+        ("[a](cards)", "[a](how-it-works.md#techniques-and-slots)"),
+    ],
+)
+def test_links_are_rewritten_for_the_site(link: str, expected: str) -> None:
+    assert site.rewritten(link, "docs/why.md", site.published()) == expected
+
+
+def bash_blocks() -> Iterator[tuple[str, str]]:
+    for page in PAGES:
+        source = (ROOT / page).read_text(encoding="utf-8")
+        for found in re.finditer(r"^```bash\n(.*?)^```$", source, re.DOTALL | re.MULTILINE):
+            line = source[: found.start(1)].count("\n") + 1
+            yield f"{page}:{line}", found[1]
+
+
+def called(block: str) -> Iterator[list[str]]:
+    """Words of each ``hasten ...`` of a block: what is shown, up to a pipe or another program."""
+    for line in block.replace("\\\n", " ").splitlines():
+        if not re.match(r"^(\w+=\$\()?hasten ", line):
+            continue
+        words = shlex.split(line.removesuffix(")").partition("$(")[2] or line, comments=True)
+        ends = [i for i, word in enumerate(words) if word in ("|", "--", "&&", ">", "&")]
+        yield words[1 : min(ends, default=len(words))]
+
+
+@pytest.mark.parametrize("block", bash_blocks(), ids=lambda b: b[0])
+def test_shell_that_is_shown_parses_and_its_options_exist(block: tuple[str, str]) -> None:
+    """It isn't run: it would train for minutes, want data of the reader's, or a cluster."""
+    place, text = block
+    # <words> in angle brackets stand for what the reader fills in.
+    shown = re.sub(r"<[^>\n]*>", "FILLED_IN", text)
+    parsed = subprocess.run(["bash", "-n"], input=shown, text=True, capture_output=True)
+    assert parsed.returncode == 0, f"{place}: {parsed.stderr}"
+    for words in called(shown):
+        command: Any = typer.main.get_command(app)
+        rest = list(words)
+        while hasattr(command, "commands"):
+            name = rest.pop(0)
+            assert name in command.commands, f"{place}: hasten {name}"
+            command = command.commands[name]
+        known = {option for each in command.params for option in (*each.opts, "--help")}
+        for word in rest:
+            if word.startswith("--"):
+                assert word.partition("=")[0] in known, f"{place}: {' '.join(words)}"
+
+
+def test_the_docs_extra_is_pinned() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(r"^docs = \[(.*)\]$", text, re.MULTILINE)
+    assert found
+    assert all("==" in requirement for requirement in found[1].split(","))
+
+
+def _normal(path: Path) -> list[str]:
+    parts: list[str] = []
+    for part in path.parts[1:]:
+        if part == "..":
+            parts.pop()
+        elif part != ".":
+            parts.append(part)
+    return parts
