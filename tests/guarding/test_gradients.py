@@ -123,12 +123,12 @@ def test_a_training_ends_at_its_tokens_and_a_seed_is_its_own(tmp_path: Path) -> 
 
 
 def test_the_loss_is_that_of_the_tokens_asked_for_and_not_of_a_whole_step() -> None:
-    before, last = Evaluation(1, 400, 3.0), Evaluation(2, 800, 2.0)
-    assert _at(600, before, last) == pytest.approx(2.5)
-    assert _at(800, before, last) == 2.0
-    assert _at(900, before, last) == 2.0  # the data ended before
-    assert _at(600, None, last) == 2.0
-    assert _at(600, before, Evaluation(2, 800, None)) is None
+    before, last = Evaluation(1, 400, 3.0, {"a": 0.2}), Evaluation(2, 800, 2.0, {"a": 0.6})
+    assert _at(600, before, last) == (pytest.approx(2.5), {"a": pytest.approx(0.4)})
+    assert _at(800, before, last) == (2.0, {"a": 0.6})
+    assert _at(900, before, last) == (2.0, {"a": 0.6})  # the data ended before
+    assert _at(600, None, last) == (2.0, {"a": 0.6})
+    assert _at(600, before, Evaluation(2, 800, None)) == (None, {})
 
 
 def test_an_order_that_fails_is_answered_with_its_reason(tmp_path: Path) -> None:

@@ -35,11 +35,18 @@ def train(bench: Bench, plan: Plan, seed: int, tokens: int) -> dict[str, Any]:
         if done < tokens <= done + 1.5 * largest:  # perhaps the last step that ends before
             before = evaluate(session)
     last = evaluate(session)
-    share, ends = _share(tokens, before, last), min(tokens, last.tokens)
-    first = before or last
-    own = {name: _between(first.metrics[name], last.metrics[name], share) for name in last.metrics}
-    loss = _between(first.held_out_loss, last.held_out_loss, share)
+    loss, own = _at(tokens, before, last)
+    ends = min(tokens, last.tokens)
     return {"held_out_loss": loss, "metrics": own, "tokens": ends, "steps": last.step}
+
+
+def _at(
+    tokens: int, before: Evaluation | None, last: Evaluation
+) -> tuple[float | None, dict[str, float | None]]:
+    """Held-out loss and the job's own measures after exactly so many tokens."""
+    share, first = _share(tokens, before, last), before or last
+    own = {name: _between(first.metrics[name], last.metrics[name], share) for name in last.metrics}
+    return _between(first.held_out_loss, last.held_out_loss, share), own
 
 
 def _share(tokens: int, before: Evaluation | None, last: Evaluation) -> float:
