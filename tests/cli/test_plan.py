@@ -40,7 +40,7 @@ def test_the_table_says_what_people_ask() -> None:
     for part in ("products", "weights", "stay free at P90", "why not", "twice the network"):
         assert part in said
     assert "no price given" in said
-    assert "layout: {dp:" in said
+    assert "in a recipe:\n  layout: {" in said
 
 
 def test_files_hold_the_plan(tmp_path: Path) -> None:

@@ -7,12 +7,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hasten.search
 from hasten.cluster.config import CloudConfig
+from hasten.core.facts import Facts, ModelFacts, World, hardware
+from hasten.core.slot import Slot
 from hasten.errors import InputError
+from hasten.recipe.build import requested_plan
+from hasten.recipe.schema import Recipe
 from hasten.search.advice import what_if
 from hasten.search.architecture import Architecture, Experts
 from hasten.search.candidate import (
@@ -301,9 +306,46 @@ def test_a_layout_is_read_back_from_its_words() -> None:
 
 
 def test_what_the_trainer_cannot_run_is_said() -> None:
-    assert beyond_trainer(Layout(dp=4, zero=0)) == ""
-    assert "tp, zero" in beyond_trainer(Layout(dp=4, tp=2, zero=1))
-    assert recipe_lines(Layout(dp=8, tp=2)).startswith("layout: {dp: 8, tp: 2, zero: 1")
+    assert "no tp beside pp" in beyond_trainer(Layout(dp=4, tp=2, pp=2))
+    assert "dualpipe" in beyond_trainer(Layout(pp=4, schedule="dualpipe"))
+    assert "zero beside ep" in beyond_trainer(Layout(dp=4, ep=2, zero=3))
+    assert recipe_lines(Layout(dp=4, cp=2)) == ""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=4, zero=0),
+        Layout(dp=4, zero=3, recompute="full"),
+        Layout(dp=4, zero=2, micro_batch=8),
+        Layout(dp=2, tp=2, zero=0),
+        Layout(dp=2, tp=2, zero=3),
+        Layout(dp=4, ep=2, zero=1),
+        Layout(dp=2, pp=2, zero=1, micro_batch=2),
+        Layout(dp=1, pp=4, schedule="zb1p"),
+        Layout(),
+    ],
+    ids=words,
+)
+def test_the_lines_for_a_recipe_are_read_by_it_and_need_as_many_ranks(layout: Layout) -> None:
+    assert beyond_trainer(layout) == ""
+    lines = yaml.safe_load(recipe_lines(layout))
+    recipe = Recipe(model="m", dataset="d", max_steps=1, **lines)
+    plan = requested_plan(recipe)
+    shown = [t for t in plan if t.slot is Slot.LAYOUT]
+    known = Facts(
+        hardware(),
+        world=World(size=layout.devices),
+        model=ModelFacts(
+            architecture="deepseek_v3" if layout.ep > 1 else "llama",
+            layers=8,
+            heads=8,
+            key_value_heads=8,
+            experts=8 if layout.ep > 1 else 0,
+        ),
+    )
+    assert len(shown) == (layout.devices > 1)
+    assert [reason for t in shown for reason in t.obstacles(known)] == []
 
 
 def test_a_span_scales() -> None:

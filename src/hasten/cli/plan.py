@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from hasten.cli import plan_text as text
@@ -68,9 +69,7 @@ def plan(
     print(text.front(found.pareto, job, price))
     print(text.rejections(nearest, reasons.refusals(found)))
     print(text.changes_table(changes))
-    print(f"in a recipe: {recipe_lines(best.layout)}")
-    if beyond_trainer(best.layout):
-        print(f"  {beyond_trainer(best.layout)}")
+    print(beyond_trainer(best.layout) or f"in a recipe:\n{indent(recipe_lines(best.layout), '  ')}")
     for block in extras(found, wishes):
         print(f"\n{block}")
     if out is not None:

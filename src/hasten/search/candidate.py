@@ -14,6 +14,12 @@ from hasten.search.layout import Job, Layout, Layouts
 from hasten.search.machines import Cluster
 from hasten.search.predict import Prediction, Step
 
+TRAINER_SCHEDULES = {  # of the planner -> what the technique pipeline calls it
+    "gpipe": "gpipe",
+    "1f1b": "1f1b",
+    "interleaved": "interleaved",
+    "zb1p": "zero_bubble",
+}
 STEP_PARTS = tuple(f.name for f in fields(Step))
 
 
@@ -129,24 +135,60 @@ def words(layout: Layout) -> str:
 
 
 def recipe_lines(layout: Layout) -> str:
-    """The layout as a recipe's line. This trainer runs the first two kinds itself: see ``runs``."""
-    parts = ("dp", "tp", "pp", "ep", "cp")
-    shown = {name: getattr(layout, name) for name in parts if getattr(layout, name) > 1}
-    shown |= {"dp": layout.dp, "zero": layout.zero, "micro_batch": layout.micro_batch}
+    """The layout as lines of a recipe that the trainer runs; '' where ``beyond_trainer`` says why.
+
+    ZeRO's stages 1 and 2 keep whole weights: FSDP2 that doesn't let them go between passes.
+    """
+    if beyond_trainer(layout):
+        return ""
+    sharded = layout.zero > 0 and layout.dp > 1
+    lines: list[str] = []
+    plan: list[str] = []
+    shown: dict[str, Any]
     if layout.pp > 1:
-        shown |= {"schedule": layout.schedule, "virtual": layout.virtual}
-    shown["recompute"] = layout.recompute
-    inside = ", ".join(f"{key}: {value}" for key, value in shown.items())
-    return f"layout: {{{inside}}}"
+        schedule = TRAINER_SCHEDULES[layout.schedule]
+        sizes = {"stages": layout.pp, "micro_batch_size": layout.micro_batch, "schedule": schedule}
+        checkpoint = {"none": "never", "full": "always"}[layout.recompute]
+        shown = {"pipeline": {**sizes, "checkpoint": checkpoint}}
+    elif layout.ep > 1:
+        shown = {"dp": layout.dp, "ep": layout.ep}
+    elif layout.tp > 1:
+        shown = {"shard" if sharded else "dp": layout.dp, "tp": layout.tp}
+        shown |= {"reshard": layout.zero == 3} if sharded else {}
+    elif sharded:
+        shown = {"fsdp2": {"reshard": layout.zero == 3}}
+    else:
+        shown = {"ddp": {}} if layout.dp > 1 else {}
+    lines += [f"layout: {_inline(shown)}"] if shown else []
+    if layout.pp == 1:
+        plan += [_inline({"accumulate": {"micro_batch_size": layout.micro_batch}})[1:-1]]
+        plan += ["recompute"] if layout.recompute != "none" else []
+    lines += [f"plan: [{', '.join(plan)}]"] if plan else []
+    return "\n".join(lines)
 
 
 def beyond_trainer(layout: Layout) -> str:
     """What of the layout hasten's own trainer can't run, in one sentence; empty: it runs it."""
-    lacks = [name for name in ("tp", "pp", "ep", "cp") if getattr(layout, name) > 1]
-    lacks += ["zero"] if layout.zero and layout.dp * layout.cp > 1 else []
+    lacks = ["cp"] if layout.cp > 1 else []
+    others = [name for name in ("tp", "ep") if getattr(layout, name) > 1]
+    if layout.pp > 1:
+        lacks += [f"{name} beside pp" for name in others]
+        lacks += ["zero beside pp"] if layout.zero > 1 and layout.dp > 1 else []
+        lacks += [] if layout.schedule in TRAINER_SCHEDULES else [f"the schedule {layout.schedule}"]
+        lacks += ["part of the layers recomputed in a pipeline"] * (layout.recompute == "selective")
+    elif layout.ep > 1:
+        lacks += ["tp beside ep"] if layout.tp > 1 else []
+        lacks += ["zero beside ep"] if layout.zero > 1 else []
     if not lacks:
         return ""
     return (
-        f"hasten's own trainer has no {', '.join(lacks)} yet (it runs dp alone, plan: - ddp): this "
-        "layout is for Megatron-LM and the like"
+        f"hasten's own trainer has no {', no '.join(lacks)} yet: this layout is for Megatron-LM "
+        "and the like (hasten launch --target megatron writes its arguments)"
     )
+
+
+def _inline(value: Any) -> str:
+    """YAML in one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_inline(one)}" for key, one in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
