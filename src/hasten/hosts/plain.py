@@ -1,0 +1,99 @@
+"""Techniques in a training loop of one's own: the model edited, and what the loop calls.
+
+run = in_loop(model, [LengthGrouped(), Packed(), LabelledTokenLoss()], records=rows, batch=32)
+optimizer = run.optimizer(torch.optim.AdamW(model.parameters()))
+for batch in run.loader(epoch=0):
+    model(**batch).loss.backward()
+    run.step(optimizer)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hasten.core import facts
+from hasten.core.setup import Setup
+from hasten.core.slot import Slot
+from hasten.core.technique import Technique
+from hasten.errors import InputError
+from hasten.hosts.batches import StepBatches, StepLoader, collator, record_of
+from hasten.hosts.fitting import EDITS, Host, Material, attach, edit, fitted, optimizer_of
+
+HOST = Host(
+    "a loop of one's own",
+    frozenset((*EDITS, Slot.SAMPLER, Slot.COLLATE, Slot.WIRE, Slot.OPTIMIZER)),
+    {
+        Slot.FEED: "wrap the loader in hasten.AsyncPipeline",
+        Slot.PRECISION: "put torch.autocast around the forward pass, or train with `hasten train`",
+        Slot.CHECKPOINT: "call hasten.SmartCheckpointer where a step ends",
+        Slot.LAYOUT: "wrap the model in DistributedDataParallel and give it to attach",
+        Slot.AVERAGE: "call hasten.parts.weight_average where the weights have moved",
+    },
+)
+
+
+class InLoop:
+    """What a loop takes from its techniques; the model is edited already."""
+
+    def __init__(self, model: nn.Module, setup: Setup, records: Sequence[Any]) -> None:
+        self.model, self.setup, self.records = model, setup, records
+
+    def loader(self, epoch: int = 0, passes: int = 1) -> StepLoader:
+        """The epoch's batches of this rank; each step has so many, the last may have fewer."""
+        setup = self.setup
+        assert setup.sampler is not None  # there are records
+        assert setup.collate is not None  # prepare() put the job's there
+        world = setup.facts.world
+        order = StepBatches(setup.sampler, passes, world.rank, world.size)
+        order.set_epoch(epoch)
+        return StepLoader(self.records, order, collator(setup.collate))
+
+    def optimizer(self, usual: Optimizer) -> Optimizer:
+        """The technique's optimizer with the settings of the usual one, which wasn't stepped."""
+        return optimizer_of(self.setup, self.model, usual)
+
+    def attach(self, module: nn.Module) -> None:
+        """WIRE: hook into the replicas, before the first pass."""
+        attach(self.setup, module)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Move the weights, tell the wire, forget the gradients."""
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        self.setup.wire.before_update(trained)
+        optimizer.step()
+        self.setup.wire.after_update(trained)
+        optimizer.zero_grad()
+
+
+def in_loop(
+    model: nn.Module,
+    techniques: Iterable[Technique],
+    *,
+    records: Sequence[Any],
+    batch: int,
+    steps: int | None = None,
+    epochs: int = 1,
+    seed: int = 0,
+) -> InLoop:
+    """Edit the model and say what the loop calls.
+
+    Args:
+        records: rows as :func:`hasten.hosts.batches.record_of` takes them.
+        batch: records of a step over all ranks.
+        steps, epochs: how long the run will be.
+
+    Raises:
+        InputError: a technique that a loop has no place for, or that can't work here.
+    """
+    if not len(records):
+        raise InputError("in_loop needs records to train on, and there are none")
+    device = next((str(p.device) for p in model.parameters()), facts.default_device())
+    lengths = [record_of(records[i]).length for i in range(len(records))]
+    material = Material(device, records, lengths, batch, steps, epochs, seed)
+    setup = fitted(HOST, model, techniques, material)
+    edit(model, setup)
+    return InLoop(model.train(), setup, records)

@@ -1,0 +1,146 @@
+"""The same techniques in Lightning and in a plain loop: the losses of hasten's own trainer."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from hasten.core.technique import Technique
+from hasten.errors import InputError
+from hasten.hosts.lightning import with_techniques
+from hasten.hosts.plain import in_loop
+from hasten.techniques.attention import DocumentAttention
+from hasten.techniques.checkpoint import Checkpoints
+from hasten.techniques.collate import Packed
+from hasten.techniques.feed import Prefetched
+from hasten.techniques.loss import LabelledTokenLoss
+from hasten.techniques.optimizer import Muon
+from hasten.techniques.precision import Autocast
+from hasten.techniques.recompute import Recompute
+from hasten.techniques.sampler import LengthGrouped, PackedEpoch
+from tiny import language_job, records, run, session_of, tiny_model
+
+STEPS, BATCH, RATE, SEED = 6, 8, 1e-2, 3
+DATA = records(24)
+GROUPED = LengthGrouped(window=64)
+PLANS: dict[str, tuple[Technique, ...]] = {
+    "grouped": (GROUPED,),
+    "packed epoch": (PackedEpoch(row_tokens=90), Packed()),
+    "muon": (GROUPED, Packed(), Muon()),
+    "everything": (
+        *(GROUPED, Packed(), DocumentAttention(), LabelledTokenLoss(chunk=128), Recompute()),
+    ),
+}
+plans = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+has_lightning = importlib.util.find_spec("lightning") is not None
+lightning_only = pytest.mark.skipif(not has_lightning, reason="needs lightning")
+
+
+def own_losses(plan: tuple[Technique, ...]) -> list[float]:
+    """hasten's trainer without clipping, as a loop without it."""
+    job = language_job(data=DATA, steps=STEPS, batch=BATCH, lr=RATE, max_grad_norm=None)
+    return [m.loss for m in run(session_of(job, *plan))]
+
+
+def adamw(model: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
+
+
+@plans
+def test_a_plain_loop_has_the_losses_of_hastens_own(plan: tuple[Technique, ...]) -> None:
+    model: Any = tiny_model()
+    loop = in_loop(model, plan, records=DATA, batch=BATCH, steps=STEPS, seed=SEED)
+    optimizer = loop.optimizer(adamw(model))
+    losses: list[float] = []
+    for epoch in range(STEPS):
+        for batch in loop.loader(epoch):
+            loss = model(**batch).loss
+            loss.backward()
+            losses.append(loss.item())
+            loop.step(optimizer)
+    assert losses[:STEPS] == pytest.approx(own_losses(plan), rel=1e-4)
+
+
+def module_of(model: Any) -> Any:
+    lightning: Any = importlib.import_module("lightning.pytorch")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.losses = model, []
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return adamw(self.model)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss: torch.Tensor = self.model(**batch).loss
+            self.losses.append(loss.item())
+            return loss
+
+    return Module()
+
+
+def trainer_of(folder: Path) -> Any:
+    lightning: Any = importlib.import_module("lightning.pytorch")
+    return lightning.Trainer(
+        max_steps=STEPS,
+        default_root_dir=folder,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def loader() -> Any:
+    return DataLoader(DATA, batch_size=BATCH, collate_fn=lambda rows: rows)  # type: ignore[arg-type]
+
+
+@lightning_only
+@plans
+def test_lightning_has_the_losses_of_hastens_own(
+    plan: tuple[Technique, ...], tmp_path: Path
+) -> None:
+    from hasten.core.batch import with_language_counts
+    from hasten.hosts.batches import collator
+    from hasten.parts.collate import padded
+
+    trainer, module, given = trainer_of(tmp_path), module_of(tiny_model()), loader()
+    given.collate_fn = collator(with_language_counts(padded))
+    trainer.fit(*with_techniques(trainer, module, given, plan, seed=SEED))
+    assert module.losses == pytest.approx(own_losses(plan), rel=1e-4)
+
+
+@lightning_only
+def test_lightning_saves_where_steps_end(tmp_path: Path) -> None:
+    trainer, module = trainer_of(tmp_path), module_of(tiny_model())
+    plan = [Packed(), Checkpoints(interval=2)]
+    trainer.fit(*with_techniques(trainer, module, loader(), plan))
+    assert sorted(p.name[-1] for p in (tmp_path / "hasten").glob("step-*")) == ["2", "4", "6"]
+
+
+@lightning_only
+@pytest.mark.parametrize(
+    ("technique", "advice"), [(Prefetched(), "num_workers"), (Autocast(), "bf16-mixed")], ids=str
+)
+def test_lightning_keeps_slots_and_says_so(
+    technique: Technique, advice: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=advice):
+        with_techniques(trainer_of(tmp_path), module_of(tiny_model()), loader(), [technique])
+    with pytest.raises(InputError, match="no Hugging Face"):
+        with_techniques(trainer_of(tmp_path), torch.nn.Module(), loader(), [GROUPED])
+
+
+def test_a_loop_has_no_place_for_a_number_format() -> None:
+    with pytest.raises(InputError, match="autocast"):
+        in_loop(tiny_model(), [Autocast()], records=DATA, batch=8)
+    with pytest.raises(InputError, match="there are none"):
+        in_loop(tiny_model(), [GROUPED], records=[], batch=8)

@@ -1,0 +1,129 @@
+"""Techniques in TRL's SFT, DPO and GRPO trainers: they train, with TRL's own losses."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hasten.core.technique import Technique
+from hasten.errors import InputError
+from hasten.hosts.transformers import with_techniques
+from hasten.parts.kernels import rows
+from hasten.techniques.attention import DocumentAttention
+from hasten.techniques.checkpoint import Checkpoints
+from hasten.techniques.collate import Packed
+from hasten.techniques.layers import FusedLayers
+from hasten.techniques.loss import LabelledTokenLoss
+from hasten.techniques.optimizer import CompactAdamW
+from hasten.techniques.recompute import Recompute
+from hasten.techniques.sampler import LengthGrouped
+from tiny import tiny_model
+
+pytestmark = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("trl", "datasets", "tokenizers")),
+    reason="needs trl",
+)
+STEPS = 3
+PLANS: dict[str, list[Technique]] = {
+    "SFT": [DocumentAttention(), Recompute()],
+    "DPO": [DocumentAttention(), Recompute()],
+    "GRPO": [Recompute()],
+}
+if rows.library().library is not None:  # there is a compiler
+    PLANS = {kind: [*plan, FusedLayers()] for kind, plan in PLANS.items()}
+WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat", "home", "and", "then", "it"]
+
+
+def tokenizer() -> Any:
+    """One token per word; nothing is downloaded."""
+    tokenizers: Any = importlib.import_module("tokenizers")
+    transformers: Any = importlib.import_module("transformers")
+    names = ["<pad>", "<s>", "</s>", *WORDS]
+    vocabulary = {word: index for index, word in enumerate(names)}
+    model = tokenizers.models.WordLevel(vocabulary, unk_token="<pad>")
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def trainer_of(kind: str, folder: Path) -> Any:
+    trl: Any = importlib.import_module("trl")
+    dataset: Any = importlib.import_module("datasets").Dataset
+    data: dict[str, list[dict[str, Any]]] = {
+        "SFT": [{"text": " ".join(WORDS[: 4 + i % 8])} for i in range(16)],
+        "DPO": [
+            {"prompt": "the cat", "chosen": " sat on the mat", "rejected": " ran"}
+            for _ in range(16)
+        ],
+        "GRPO": [{"prompt": "the cat"} for _ in range(16)],
+    }
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+        "seed": 3,
+        "gradient_checkpointing": False,
+    }
+    more: dict[str, Any] = {}
+    if kind == "GRPO":
+        settings |= {"num_generations": 2, "max_completion_length": 4}
+        more["reward_funcs"] = lambda completions, **_: [float(len(c)) for c in completions]
+    start: Any = tiny_model()
+    start.save_pretrained(folder / "start")  # DPO reads its reference model from there
+    torch.manual_seed(0)
+    return getattr(trl, f"{kind}Trainer")(
+        model=type(start).from_pretrained(folder / "start"),
+        args=getattr(trl, f"{kind}Config")(**settings),
+        train_dataset=dataset.from_list(data[kind]),
+        processing_class=tokenizer(),
+        **more,
+    )
+
+
+def losses_of(trainer: Any) -> list[float]:
+    torch.manual_seed(0)
+    trainer.train()
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
+def test_a_trainer_of_trl_has_the_losses_it_has_alone(kind: str, tmp_path: Path) -> None:
+    alone = losses_of(trainer_of(kind, tmp_path / "alone"))
+    found = losses_of(with_techniques(trainer_of(kind, tmp_path / "with"), PLANS[kind]))
+    assert len(found) == STEPS
+    assert found == pytest.approx(alone, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
+def test_optimizer_and_checkpoints_work_in_it(kind: str, tmp_path: Path) -> None:
+    plan = [*PLANS[kind], CompactAdamW("bf16"), Checkpoints(interval=1)]
+    if kind == "SFT":
+        plan.append(LengthGrouped())
+    trainer = with_techniques(trainer_of(kind, tmp_path), plan)
+    losses_of(trainer)
+    assert "CompactAdamW" in repr(type(trainer.optimizer.optimizer))
+    assert len(list((tmp_path / "hasten").glob("step-*"))) == STEPS
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
+def test_what_trl_decides_itself_is_refused(kind: str, tmp_path: Path) -> None:
+    refused: list[Technique] = [Packed(), LabelledTokenLoss()]
+    if kind == "GRPO":
+        refused += [LengthGrouped(), DocumentAttention()]
+    for technique in refused:
+        with pytest.raises(InputError, match=technique.name()):
+            with_techniques(trainer_of(kind, tmp_path), [technique])

@@ -1,0 +1,33 @@
+"""Two ranks of the Trainer under DDP: hasten's losses, and gradients over a compressed wire."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hasten.techniques.collate import Packed
+from hasten.techniques.loss import LabelledTokenLoss
+from hosts.test_techniques_in_the_trainer import GROUPED, own_losses
+
+TESTS = Path(__file__).parents[1]
+
+
+def test_ranks_have_the_losses_of_one_and_send_fewer_bytes(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    launch = [*(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")]
+    command = [*launch, "--standalone", str(TESTS / "hosts" / "trainer_on_ranks.py"), str(tmp_path)]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    alone = own_losses(GROUPED, Packed(), LabelledTokenLoss(chunk=128))
+    assert found["none"][0] == pytest.approx(alone, rel=1e-3)
+    assert found["half"][0] == pytest.approx(alone, rel=1e-2)
+    assert found["topk"][0][-1] < found["topk"][0][0]
+    assert 0 < found["topk"][1] < found["half"][1]

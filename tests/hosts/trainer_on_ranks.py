@@ -1,0 +1,46 @@
+"""What test_wire_in_the_trainer starts on two ranks: the Trainer with a compressed wire."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from hasten.core.technique import Technique
+from hasten.hosts.transformers import with_techniques
+from hasten.techniques.collate import Packed
+from hasten.techniques.loss import LabelledTokenLoss
+from hasten.techniques.sampler import LengthGrouped
+from hasten.techniques.wire import Half, TopK
+from hosts.test_techniques_in_the_trainer import BATCH, losses_of, trainer_of
+
+WIRES: dict[str, Technique | None] = {
+    "none": None,
+    "half": Half(minimum=1),
+    "topk": TopK(0.05, dense_share=0.0, minimum=1),
+}
+
+
+def main(folder: Path) -> None:
+    """Losses, and bytes that left this rank, of each wire."""
+    found: dict[str, Any] = {}
+    for name, wire in WIRES.items():
+        plan = [LengthGrouped(window=64), Packed(), LabelledTokenLoss(chunk=128)]
+        trainer = trainer_of(
+            folder / name, per_device_train_batch_size=BATCH // 2, ddp_backend="gloo"
+        )
+        with_techniques(trainer, [*plan, wire] if wire else plan)
+        losses = losses_of(trainer)
+        assert isinstance(trainer.model_wrapped, DistributedDataParallel)
+        seams: Any = trainer.callback_handler.callbacks[-1]
+        sent = getattr(seams._setup.wire, "sent_bytes", None)
+        found[name] = [losses, sent]
+    if trainer.is_world_process_zero():
+        (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
