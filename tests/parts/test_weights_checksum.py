@@ -23,8 +23,10 @@ def test_one_flipped_bit_shows(numbers: int, dtype: torch.dtype, data: st.DataOb
     assert before == checksum(weights(numbers, dtype))
     assert 0 <= before < 2**63
     place = data.draw(st.integers(0, numbers - 1))
-    bit = data.draw(st.integers(0, 8 * found[0].element_size() - 2))
-    found[0].view(WORDS[found[0].element_size()])[place] ^= 1 << bit
+    bits = 8 * found[0].element_size()
+    bit = data.draw(st.integers(0, bits - 1))
+    mask = -(1 << bit) if bit == bits - 1 else 1 << bit  # the highest is a sign
+    found[0].view(WORDS[found[0].element_size()])[place] ^= mask
     assert checksum(found) != before
 
 

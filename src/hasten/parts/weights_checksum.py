@@ -22,7 +22,10 @@ def drifted(wrong: Sequence[int], steps: int) -> str:
 @torch.no_grad()
 def checksum(parameters: Iterable[Tensor]) -> int:
     """A number of 63 bits that another weight changes, or two that change places: sums of the bits
-    of each tensor by rows and columns, times their places."""
+    of each tensor by rows and columns, times odd numbers that stand for their places.
+
+    An even one would push a weight's highest bits out of the 64 that a sum has.
+    """
     total = 0
     for p in parameters:
         bits = p.detach().contiguous().view(-1).view(WORDS[p.element_size()])
@@ -33,6 +36,13 @@ def checksum(parameters: Iterable[Tensor]) -> int:
             table.sum(1, dtype=torch.int64),
             bits[whole:],
         ):
-            places = torch.arange(1, len(sums) + 1, device=sums.device)
-            total = (total * 1_000_003 + int((sums * places).sum())) % 2**63  # waits
-    return total
+            places = 2 * torch.arange(len(sums), device=sums.device) + 1
+            total = (total * 1_000_003 + int((sums * places).sum())) % 2**64  # waits
+    return _mixed(total) >> 1
+
+
+def _mixed(value: int) -> int:
+    """Each of 64 bits spread over all of them, one to one (Steele et al., SplitMix, OOPSLA 2014)."""
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
+    return value ^ (value >> 31)
