@@ -42,7 +42,7 @@ def checksum(parameters: Iterable[Tensor]) -> int:
 
 
 def _mixed(value: int) -> int:
-    """Each of 64 bits spread over all of them, one to one (Steele et al., OOPSLA 2014, SplitMix)."""
+    """Each of 64 bits spread over all of them, one to one (SplitMix: Steele et al., OOPSLA 2014)"""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
     return value ^ (value >> 31)
