@@ -140,4 +140,7 @@ def _say(outbox: Any, answer: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    from hasten.core.processes import end_with_parent
+
+    end_with_parent()
     sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))

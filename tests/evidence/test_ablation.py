@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,11 +80,10 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def kill_in_its_turn(plan: Plan) -> None:
-    """Stop the arm's process now and kill it when its order has been given."""
+    """Kill the arm's process just before its order is given."""
     text = json.dumps(plan.to_list())
     (arm,) = [p for p in psutil.Process().children() if text in p.cmdline()]
-    arm.send_signal(signal.SIGSTOP)
-    threading.Timer(0.5, lambda: os.kill(arm.pid, signal.SIGKILL)).start()
+    arm.send_signal(signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,22 @@ the cores were busy with, less what this process and all that it started have us
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
 
 import psutil
+
+PR_SET_PDEATHSIG = 1  # man 2 prctl
+
+
+def end_with_parent() -> None:
+    """Ask the kernel to end this process when the one that started it ends, however (Linux).
+
+    A stopped process reads no pipe and would stay for ever.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another system: nothing is to be asked
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def busy_seconds() -> float:

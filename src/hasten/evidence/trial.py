@@ -1,7 +1,8 @@
 """A trial seen from outside: an arm's process, its orders and answers, and how it failed if it did.
 
-Python alone takes seconds to import torch and transformers, so an arm's process stays alive and
-waits, asleep, for its next turn.
+Python alone takes seconds to import torch and transformers, so an arm's process stays alive between
+its turns. It is stopped meanwhile (SIGSTOP): threads that spin while they wait, or that read ahead,
+would take cores from the arm whose turn it is, or work that its own next turn should pay for.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -85,6 +87,7 @@ class Trial:
         Raises:
             TrialFailedError: there is no answer to be had.
         """
+        self._signal("SIGCONT")
         try:
             os.write(self._orders, (json.dumps({"do": what, **details}) + "\n").encode())
         except OSError as error:
@@ -112,10 +115,12 @@ class Trial:
         if "failed" in found:
             # An InputError is a sentence for the user; of other errors the kind says more.
             raise TrialFailedError(found["failed"].removeprefix(f"{InputError.__name__}: "))
+        self._signal("SIGSTOP")
         return found
 
     def end(self, at_once: bool = False) -> None:
         """End the process, ``at_once`` if it hangs; harmless when it has ended."""
+        self._signal("SIGCONT")
         for descriptor in (self._orders, self._answers):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -127,6 +132,11 @@ class Trial:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def _signal(self, name: str) -> None:
+        """Stop the process or let it go on, where the system can."""
+        if hasattr(signal, name) and self._process.poll() is None:
+            self._process.send_signal(getattr(signal, name))
 
     def _last_words(self) -> str:
         try:
