@@ -90,8 +90,10 @@ def _any(names: list[str], parts: tuple[str, ...]) -> bool:
 
 
 def _second_matrix(event: Any) -> list[int] | None:
-    shapes = [s for s in event.input_shapes or [] if isinstance(s, list) and len(s) >= 2]
-    return shapes[-1] if len(shapes) >= 2 else None
+    """The shape of what is multiplied with; of addmm the first argument is added, the last may be
+    the place of the result."""
+    shapes, place = event.input_shapes or [], 2 if event.name == "aten::addmm" else 1
+    return shapes[place] if len(shapes) > place and len(shapes[place]) >= 2 else None
 
 
 def _sides(given: Given) -> set[int]:
