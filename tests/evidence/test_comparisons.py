@@ -71,6 +71,27 @@ def test_copies_that_differ_beyond_doubt_are_said_to() -> None:
     assert found["floor"] == pytest.approx(0.04, abs=1e-3)
 
 
+def losses(*values: float) -> list[tuple[int, float]]:
+    return [(100 * i, value) for i, value in enumerate(values, start=1)]
+
+
+def test_copies_that_do_not_compute_the_same_are_said_not_to() -> None:
+    first, copy = baseline(losses=losses(8, 7, 6)), arm("again", kind="again")
+    copy.losses = losses(8, 7 * (1 + 1e-4), 5.7)
+    found = noise_of([first, copy])
+    assert found is not None
+    assert "training losses differ from step 2 on, by 5 % at most" in found["text"]
+
+
+@pytest.mark.parametrize("theirs", [(8, 7, 6), (8, 7 * (1 + 1e-7), 6), (8, 7)])
+def test_the_order_of_sums_is_no_difference_between_copies(theirs: tuple[float, ...]) -> None:
+    first, copy = baseline(losses=losses(8, 7, 6)), arm("again", kind="again")
+    copy.losses = losses(*theirs)
+    found = noise_of([first, copy])
+    assert found is not None
+    assert "training losses" not in found["text"]
+
+
 def test_one_round_of_a_second_copy_promises_nothing() -> None:
     copy = arm("again", kind="again")
     copy.rounds = copy.rounds[:1]

@@ -108,6 +108,21 @@ def test_a_gain_within_this_machines_noise_floor_did_not_pay() -> None:
     assert "a" in [row["name"] for row in unpaid(noisy)]
 
 
+def test_a_switch_that_slows_the_others_did_not_pay_and_is_not_called_noise() -> None:
+    report = read(
+        [
+            arm("baseline", 100, [], "baseline"),
+            arm("without a", 200, ["b"], "held", kind="left out"),
+            arm("without b", 120, ["a"], "held", kind="left out"),
+            arm("all", 150, ["a", "b"], "held", kind="all"),
+        ]
+    )
+    rows = unpaid(report)
+    assert [row["name"] for row in rows] == ["a"]
+    assert rows[0]["why"].endswith(": slower with it than without")
+    assert "- did not pay: a: " in render_markdown(report)
+
+
 def test_a_switch_that_the_guard_objects_to_did_not_pay() -> None:
     row = {"technique": "a", "verdict": "differs", "text": "gradient off by 3, allowed 1e-4"}
     rows = unpaid(apart(guard=[row]))

@@ -113,14 +113,14 @@ def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
     for below, rung in pairwise(ladder_of(arms)):
         gain = against(below, rung, arms[0])
         if gain is not None and rung["name"] not in listed and _word(gain, report) not in GOOD:
-            why = f"against the arm above it {said(gain)}: no gain beyond the noise"
+            why = f"against the arm above it {said(gain)}: {_no_gain(gain, report)}"
             found.append({"name": rung["name"], "why": why})
     for switch in switches(arms):
         gain = switch.beside
         listed_alone = switch.alone is not None and switch.alone["name"] in listed
         if gain is not None and not listed_alone and _word(gain, report) not in GOOD:
             alone = f"alone {_ratio(switch.alone)}, but " if switch.alone else ""
-            why = f"{alone}beside all the others {said(gain)}: no gain beyond the noise"
+            why = f"{alone}beside all the others {said(gain)}: {_no_gain(gain, report)}"
             found.append({"name": switch.technique, "why": why})
     guilty = (row for row in report["guard"] if head(row["verdict"]) in GUILTY)
     return found + [{"name": row["technique"], "why": _guilt(row)} for row in guilty]
@@ -164,6 +164,11 @@ def _word(ratio: Interval, report: Mapping[str, Any]) -> str:
     floor = report["noise"]["floor"]
     known = floor is not None and 0 <= floor < 1
     return verdict(ratio, None, max(floor, 0.01)) if known else verdict(ratio)
+
+
+def _no_gain(ratio: Interval, report: Mapping[str, Any]) -> str:
+    slower = head(_word(ratio, report)) == "harmed"
+    return "slower with it than without" if slower else "no gain beyond the noise"
 
 
 def _ratio(arm: Arm) -> str:
