@@ -1,6 +1,7 @@
 """How long a plan takes: layouts enumerated, predicted, chosen and simulated, on one core.
 
     python benchmarks/bench_plan.py [--rounds 5]
+    python benchmarks/bench_plan.py own --minutes 8     # how true it is: planner/own_machine.py
 
 Prints per case the layouts, and the median seconds of each part over the rounds; the last column is
 what 100,000 layouts take to predict.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -48,6 +50,11 @@ def row(name: str, cluster: Cluster, job: Job, rounds: int) -> list[str]:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["own"]:
+        from planner import own_machine
+
+        own_machine.main(sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from hasten.search import held_out
-from hasten.search.constants import Calibration
+from hasten.search.constants import Calibration, MemoryConstants
 from hasten.search.fitting import Cases, fit_memory, fit_seconds
 from hasten.search.held_out import DENSE, MOE, HeldOut
 from hasten.search.records import Record, read_records
@@ -47,9 +47,9 @@ def main() -> None:
     memory = held_out.memory(records, options.folds)
     constants, stacks = fit_seconds(Cases.of(held_out.timed(records)))
     held = fit_memory(Cases.of(held_out.weighed(records)))
-    spread = held_out.spreads(seconds, new, memory)
+    spread = held_out.spreads(seconds, new, memory, held)
     fitted = Calibration(constants, held, stacks, spread)
-    table = figures(seconds, memory) + out_of_memory(records, fitted)
+    table = figures(seconds, memory, held) + out_of_memory(records, fitted)
     show(table)
     print("coverage: of held-out rows by P10-P90 made from the other groups' errors")
     per_stack(seconds)
@@ -71,7 +71,7 @@ def main() -> None:
     print(f"written: {options.out}")
 
 
-def figures(seconds: HeldOut, memory: HeldOut) -> list[tuple[Any, ...]]:
+def figures(seconds: HeldOut, memory: HeldOut, held: MemoryConstants) -> list[tuple[Any, ...]]:
     """What has to be shown: held-out figure, what it must be, what it should be, from how many."""
     dense, newest = seconds.chosen(DENSE), seconds.chosen(MOE, newest=True)
     errors = held_out.off(seconds.errors)
@@ -87,6 +87,7 @@ def figures(seconds: HeldOut, memory: HeldOut) -> list[tuple[Any, ...]]:
 
     low_p90, regrets = np.quantile(errors[dense], 0.9), chosen.regrets
     moe, kept = errors[newest], (len(bytes_off), memory.groups)
+    doubts, every = held_out.in_doubts(memory, held), np.ones(len(bytes_off), dtype=bool)
     return [
         ("dense, median", _part(np.median(errors[dense])), "6 %", "5 %", *of(dense)),
         ("dense, p90", _part(low_p90), "18 %", "15 %", *of(dense)),
@@ -100,6 +101,7 @@ def figures(seconds: HeldOut, memory: HeldOut) -> list[tuple[Any, ...]]:
         ("memory, p90", _part(np.quantile(bytes_off, 0.9)), "", "20 %", *kept),
         ("coverage, dense", _part(held_out.coverage(seconds, dense)), "75-90 %", "", *of(dense)),
         ("coverage, MoE", _part(held_out.coverage(seconds, newest)), "75-90 %", "", *of(newest)),
+        ("coverage, memory", _part(held_out.coverage(doubts, every)), "75-90 %", "", *kept),
     ]
 
 
@@ -108,8 +110,8 @@ def out_of_memory(records: list[Record], fitted: Calibration) -> list[tuple[Any,
     rows = [r for r in records if r.scope == "oom"]
     if not rows:
         return []
-    high = np.exp(fitted.quantiles("memory")[1])
-    most = Cases.of(rows).bytes(fitted.memory) * high
+    held = Cases.of(rows).memory(fitted.memory)
+    most = held.total * np.exp(fitted.quantiles("memory")[1] * held.doubt)
     fits = sum(b <= r.cluster.device.memory_bytes for r, b in zip(rows, most, strict=True))
     return [("out of memory, called fitting", f"{fits}", "0", "0", len(rows), "")]
 

@@ -274,6 +274,14 @@ def test_a_plan_s_split_becomes_arguments() -> None:
     assert all(re.fullmatch(r"--[a-z0-9-]+", name) for name in found)
 
 
+def test_light_recomputation_is_named_by_megatron_s_modules() -> None:
+    found = told("deepseek-v3", pp=1, dp=16, recompute="light")
+    assert found["--recompute-granularity"] == ("selective",)
+    assert found["--recompute-modules"] == ("layernorm", "moe_act", "mla_up_proj")
+    assert "--recompute-modules" not in told("deepseek-v3", pp=1, dp=16, recompute="selective")
+    assert "--recompute-granularity" not in told("deepseek-v3", pp=1, dp=16, recompute="none")
+
+
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
@@ -283,6 +291,7 @@ def test_a_plan_s_split_becomes_arguments() -> None:
         ({"compression": "int8"}, "compressed"),
         ({"pp": 8, "dp": 2}, "28 layers"),
         ({"precision": "nvfp4"}, "nvfp4"),
+        ({"recompute": "light"}, "for models with experts"),
     ],
 )
 def test_what_megatron_can_t_run_as_planned_is_refused(layout: dict[str, Any], words: str) -> None:

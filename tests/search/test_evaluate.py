@@ -79,6 +79,38 @@ def test_what_cant_be_read_is_listed_with_its_reason(tmp_path: Path) -> None:
     assert len(found["skipped"]) == 5
 
 
+@pytest.mark.parametrize(
+    "measured",
+    [{"tokens_per_s_per_gpu": "fast"}, {"memory_GB": 0}, {"iter_s": -2}, {"iter_s": [1]}],
+)
+def test_a_measurement_that_is_none_is_listed_with_its_reason(
+    tmp_path: Path, measured: dict[str, Any]
+) -> None:
+    found = evaluate(written(tmp_path, [ROWS[0], {**ROWS[0], "measured": measured}]))
+    assert len(found["records"]) == len(found["skipped"]) == 1
+    assert found["skipped"][0]["reason"]
+
+
+def test_ranks_that_do_not_multiply_to_the_devices_follow_the_devices() -> None:
+    from hasten.search.records import read_record
+
+    row = copy.deepcopy(ROWS[0])
+    odd = read_record({**row, "tp": 2, "cp": 2, "dp": row["gpus"] // 2})
+    assert odd is not None
+    assert odd.layout.devices == row["gpus"]
+
+
+@pytest.mark.parametrize(
+    ("told", "word"), [(None, "none"), (False, "none"), (True, "full"), ("light", "light")]
+)
+def test_recomputation_is_read_as_people_write_it(told: object, word: str) -> None:
+    from hasten.search.records import read_record
+
+    record = read_record({**ROWS[0], "recompute": told})
+    assert record is not None
+    assert record.layout.recompute == word
+
+
 def test_what_a_record_leaves_open_is_filled_in_sensibly(tmp_path: Path) -> None:
     bare = {key: ROWS[0][key] for key in ("gpus", "gpu", "mbs", "gbs", "seq", "model")}
     found = evaluate(written(tmp_path, [bare]))["records"][0]

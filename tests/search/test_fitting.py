@@ -116,7 +116,8 @@ def test_a_group_is_never_on_both_sides(
 def test_runs_that_ran_out_of_memory_are_not_called_fitting(records: list[Record]) -> None:
     rows = [r for r in records if r.scope == "oom"]
     known = calibrated()
-    most = Cases.of(rows).bytes(known.memory) * np.exp(known.quantiles("memory")[1])
+    held = Cases.of(rows).memory(known.memory)
+    most = held.total * np.exp(known.quantiles("memory")[1] * held.doubt)
     assert len(rows) == 2
     assert all(b > r.cluster.device.memory_bytes for r, b in zip(rows, most, strict=True))
 

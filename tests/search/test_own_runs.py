@@ -75,6 +75,13 @@ def test_one_run_is_met_and_says_so_with_a_wider_interval() -> None:
     assert one.provenance["own_runs"] == 1
 
 
+def test_a_link_that_was_measured_is_not_fitted() -> None:
+    truth = Calibration(MachineFactors(0.5, links=1.0).applied(Constants()))
+    known = calibrate_machine([run(1, truth)], Calibration(), link_measured=True)
+    assert known.constants.inter == known.constants.intra == 1.0
+    assert known.provenance["own_factors"]["links"] == 1.0
+
+
 def test_the_same_runs_give_the_same_bits() -> None:
     runs = [run(n, Calibration()) for n in range(4)]
     assert calibrate_machine(runs) == calibrate_machine(runs)

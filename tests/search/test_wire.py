@@ -86,6 +86,40 @@ def test_a_token_goes_to_a_node_once_however_many_experts_it_has_there() -> None
     assert found.ep[0] == pytest.approx(expected, rel=0.01)  # type: ignore[attr-defined]
 
 
+def test_node_limited_routing_reaches_fewer_nodes() -> None:
+    """DeepSeek-V3: eight experts, of four of the groups, a group to each of eight nodes."""
+    eight = machine(Cluster.preset("dgx_h100", 8))
+    free = replace(eight, intra=1e30, intra_latency=0.0, inter_latency=0.0)
+    found = sent(Layout(dp=64, ep=64), "deepseek-v3", free)
+    rng = np.random.default_rng(0)
+    nodes = rng.permuted(np.tile(np.arange(8), (100_000, 1)), axis=1)[:, :4]
+    drawn = np.take_along_axis(nodes, rng.integers(0, 4, size=(100_000, 8)), axis=1)
+    met = np.mean([(drawn == node).any(axis=1) for node in range(1, 8)]) * 7
+    expected = 4 * 58 * 2048 * met * 2 * 7168 / CLUSTER.inter
+    assert found.ep[0] == pytest.approx(expected, rel=0.01)  # type: ignore[attr-defined]
+
+
+def test_in_fp32_weights_gradients_and_activations_are_twice_as_long() -> None:
+    free = replace(HERE, intra_latency=0.0, inter_latency=0.0)
+    for layout, name, times in (
+        (Layout(dp=8, zero=3), "dp", 2),
+        (Layout(dp=8, zero=0), "dp", 1),  # the sums of gradients are in fp32 anyway
+        (Layout(tp=8), "tp", 2),
+        (Layout(pp=4), "pp", 2),
+    ):
+        half, whole = (sent(replace(layout, precision=p), here=free) for p in ("bf16", "fp32"))
+        assert getattr(whole, name)[0] == pytest.approx(times * getattr(half, name)[0])
+
+
+def test_the_last_bucket_is_all_of_a_small_model_and_little_of_a_large_one() -> None:
+    small, large = (sent(Layout(dp=8, zero=0), n) for n in ("deepseek-llm-tiny", "deepseek-llm-7b"))
+    assert small.dp_last[0] == 1  # type: ignore[attr-defined]
+    assert large.dp_last[0] < 0.01  # type: ignore[attr-defined]
+    layers = Architecture.from_config("deepseek-llm-7b").layers
+    sharded = sent(Layout(dp=8, zero=3))
+    assert sharded.dp_last[0] == pytest.approx(1 / layers)  # type: ignore[attr-defined]
+
+
 def test_experts_within_a_node_dont_use_its_cards() -> None:
     near = sent(Layout(dp=8, ep=8), "deepseek-v2-lite")
     slower = replace(HERE, inter=HERE.inter / 100)

@@ -89,13 +89,13 @@ def write(path: Path, content: str) -> None:
 
 
 def _layouts(found: ClusterPlan, chosen: Sequence[Candidate], price: PerHour | None) -> str:
-    rows = [["nodes", "layout", "step s", "tokens/s/GPU", "MFU", "memory GB (P90)", "time"]]
+    rows = [["nodes", "layout", "step s", "tokens/s/GPU", "MFU", "memory GB", "time"]]
     rows[0] += ["GPU hours", *([price.currency] if price else [])]
     for one in chosen:
         cost = spending(one, found.job, price)
         row = [str(one.cluster.nodes), words(one.layout), text.spanned(one.step_seconds)]
-        row += [text.spanned(one.tokens_per_second_per_device), f"{one.mfu:.1%}"]
-        row += [f"{one.memory_bytes.middle / 1e9:.1f} ({one.memory_bytes.high / 1e9:.1f})"]
+        row += [text.spanned(one.tokens_per_second_per_device), text.shares(one.mfu_span)]
+        row += [text.spanned(one.memory_bytes.times(1e-9))]
         row += [text.lasting(cost.seconds), text.spanned(cost.device_hours)]
         rows.append([*row, *([text.spanned(cost.money)] if cost.money else [])])
     return _table(rows)

@@ -49,14 +49,14 @@ def asked(found: ClusterPlan) -> str:
 def layouts_table(best: Sequence[Candidate], job: Job, price: PerHour | None) -> str:
     """A row per layout, the quickest first."""
     unit = "" if job.tokens else "/B tokens"
-    head = ["", "layout", "step s", "tokens/s/GPU", "MFU", "exposed", "memory GB (P90)"]
+    head = ["", "layout", "step s", "tokens/s/GPU", "MFU", "exposed", "memory GB"]
     rows = [[*head, f"time{unit}", f"GPU hours{unit}", *([price.currency] if price else [])]]
     for place, one in enumerate(best, 1):
         cost = spending(one, job, price)
         row = [f"{place}", words(one.layout), spanned(one.step_seconds)]
-        row += [spanned(one.tokens_per_second_per_device), f"{one.mfu:.1%}"]
+        row += [spanned(one.tokens_per_second_per_device), shares(one.mfu_span)]
         row += [f"{one.exposed / one.step_seconds.middle:.0%}"]
-        row += [f"{one.memory_bytes.middle / 1e9:.1f} ({one.memory_bytes.high / 1e9:.1f})"]
+        row += [spanned(one.memory_bytes.times(1e-9))]
         row += [lasting(cost.seconds), spanned(cost.device_hours)]
         rows.append([*row, *([spanned(cost.money)] if cost.money else [])])
     return "\n" + aligned(rows)
@@ -125,8 +125,11 @@ def rejections(nearest: Sequence[Rejected], counted: Sequence[str]) -> str:
 
 
 def changes_table(changes: Sequence[Change]) -> str:
-    """What would change the rate of 1, and whether another layout would then be better."""
-    rows = [["what would change it", "rate of 1", "of the best then", ""]]
+    """What would change the rate of 1, and whether another layout would then be better.
+
+    Ratios of two predictions, in which what both get wrong cancels: they have no interval.
+    """
+    rows = [["what would change it (ratios of predictions)", "rate of 1", "of the best then", ""]]
     for change in changes:
         note = change.note if change.layout is None else words(change.layout)
         rows.append([change.what, percent(change.same_layout), percent(change.best_layout), note])
@@ -141,7 +144,8 @@ def why_text(layout: Layout, said: Sequence[str], one: Candidate | None) -> str:
     if one is not None:
         lines.append(
             f"  predicted: step {spanned(one.step_seconds)} s, "
-            f"{spanned(one.tokens_per_second_per_device)} tokens/s/GPU, MFU {one.mfu:.1%}"
+            f"{spanned(one.tokens_per_second_per_device)} tokens/s/GPU, MFU "
+            f"{shares(one.mfu_span)}, memory {spanned(one.memory_bytes.times(1e-9))} GB"
         )
     return "\n".join(lines)
 
@@ -222,6 +226,11 @@ def spanned(span: Span | None) -> str:
     if span is None:
         return "-"
     return f"{figure(span.middle)} [{figure(span.low)}, {figure(span.high)}]"
+
+
+def shares(span: Span) -> str:
+    """``41 [36, 45] %``."""
+    return f"{spanned(span.times(100))} %"
 
 
 def lasting(span: Span) -> str:

@@ -41,6 +41,7 @@ class Experts:
     shared_width: int = 0
     dense_layers: int = 0  # the first layers that have an ordinary MLP
     gate_bias: bool = False
+    groups: int = 0  # of experts that one token may reach, a group to a node; 0: all of them
 
 
 @dataclass(frozen=True)

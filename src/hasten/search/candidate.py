@@ -5,6 +5,7 @@ Columns are for choosing among many; a ``Candidate`` is for people.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -19,6 +20,12 @@ TRAINER_SCHEDULES = {  # of the planner -> what the technique pipeline calls it
     "1f1b": "1f1b",
     "interleaved": "interleaved",
     "zb1p": "zero_bubble",
+}
+# Of the planner -> an entry of a plan; the trainer keeps half of the bytes layer by layer.
+_RECOMPUTES: Mapping[str, list[str]] = {
+    "none": [],
+    "full": ["recompute"],
+    "selective": ["recompute: {budget: 0.5}"],
 }
 STEP_PARTS = tuple(f.name for f in fields(Step))
 
@@ -57,6 +64,12 @@ class Candidate:
         return self.cluster.devices
 
     @property
+    def mfu_span(self) -> Span:
+        """MFU with the interval of the step that it is taken of."""
+        step = self.step_seconds
+        return Span(self.mfu, *(self.mfu * step.middle / s for s in (step.high, step.low)))
+
+    @property
     def exposed(self) -> float:
         """Seconds of a step in which a rank does nothing but wait for others' bytes."""
         return sum(self.step_parts[part] for part in ("tp", "dp", "ep"))
@@ -74,6 +87,7 @@ class Candidate:
             "exposed_communication_seconds": self.exposed,
             "tokens_per_second_per_device": asdict(self.tokens_per_second_per_device),
             "mfu": self.mfu,
+            "mfu_interval": [self.mfu_span.low, self.mfu_span.high],
             "memory_bytes": asdict(self.memory_bytes),
             "memory_parts": self.memory_parts,
             "fits": self.fits,
@@ -162,7 +176,7 @@ def recipe_lines(layout: Layout) -> str:
     lines += [f"layout: {_inline(shown)}"] if shown else []
     if layout.pp == 1:
         plan += [_inline({"accumulate": {"micro_batch_size": layout.micro_batch}})[1:-1]]
-        plan += ["recompute"] if layout.recompute != "none" else []
+        plan += _RECOMPUTES[layout.recompute]
     lines += [f"plan: [{', '.join(plan)}]"] if plan else []
     return "\n".join(lines)
 
@@ -175,10 +189,11 @@ def beyond_trainer(layout: Layout) -> str:
         lacks += [f"{name} beside pp" for name in others]
         lacks += ["zero beside pp"] if layout.zero > 1 and layout.dp > 1 else []
         lacks += [] if layout.schedule in TRAINER_SCHEDULES else [f"the schedule {layout.schedule}"]
-        lacks += ["part of the layers recomputed in a pipeline"] * (layout.recompute == "selective")
+        lacks += ["recomputation of some layers in a pipeline"] * (layout.recompute == "selective")
     elif layout.ep > 1:
         lacks += ["tp beside ep"] if layout.tp > 1 else []
         lacks += ["zero beside ep"] if layout.zero > 1 else []
+    lacks += ["recomputation of norms and activations alone"] * (layout.recompute == "light")
     if not lacks:
         return ""
     return (

@@ -14,14 +14,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hasten.search.compute import FULL, tokens
+from hasten.search.compute import FULL, element, tokens
 from hasten.search.constants import Constants
 from hasten.search.layout import COMPRESSIONS, Column, Layouts
+from hasten.search.memory import first_rank, rank_parameters
 from hasten.search.quantities import MachineNumbers, ModelNumbers, Value
 
 # Bytes that travel for each of a gradient, and passes over it in memory to encode and decode.
 WIRE = np.array([1.0, 0.5, 0.25, 0.02])
 ENCODE = np.array([0.0, 3.0, 3.0, 8.0])
+BUCKET = 25 * 2**20  # bytes of gradients that leave together, as DistributedDataParallel has it
 assert len(WIRE) == len(ENCODE) == len(COMPRESSIONS)
 
 
@@ -43,6 +45,7 @@ class Wire:
     pp: Column  # both ways over one boundary
     dp: Column  # of a step, or of a micro-batch where ``dp_each`` is 1
     dp_each: Column
+    dp_last: Column  # share of ``dp`` that comes when all else is done: the last bucket, or layer
     encode: Column
 
 
@@ -68,14 +71,15 @@ def wire(
 ) -> Wire:
     """All of a step's exchanges."""
     T, tp, cp = tokens(model, layouts), layouts.tp, layouts.cp
-    activations = 2 * T * model.hidden  # bytes of one layer's input
-    dp_seconds, each, encode = _gradients(model, machine, layouts, c, lora)
+    size = element(layouts)
+    activations = size * T * model.hidden  # bytes of one layer's input
+    dp_seconds, each, last, encode = _gradients(model, machine, layouts, c, lora)
     # Two all-reduces forward, two backward, and those of the forward that is done again.
     rounds = np.where(layouts.recompute == FULL, 6.0, 4.0)
     ring = links(1.0, tp, machine, c)
     tensor = 2 * gather_seconds(activations, tp, ring.rate, ring.hop) * rounds * model.layers
     ring = links(tp, cp, machine, c)
-    keys = 2 * T * cp * model.kv_width / tp
+    keys = size * T * cp * model.kv_width / tp
     context = 3 * gather_seconds(keys, cp, ring.rate, ring.hop) * model.layers
     return Wire(
         tp=tensor,
@@ -84,6 +88,7 @@ def wire(
         pp=_boundary(activations, machine, layouts, c),
         dp=dp_seconds,
         dp_each=each,
+        dp_last=last,
         encode=encode,
     )
 
@@ -105,7 +110,8 @@ def _experts(
     """Tokens to their experts and back, forward and backward: four exchanges a layer.
 
     A token goes to each node once, however many of its experts live there (DeepEP); within the
-    node it is passed on. Of n nodes, k experts chosen at random meet n (1 - (1 - 1/n)^k).
+    node it is passed on. Of n nodes, k experts chosen at random meet n (1 - (1 - 1/n)^k); routing
+    that is limited to some groups of experts meets as many nodes at most.
     """
     T, ep = tokens(model, layouts), layouts.ep
     if not np.any(model.moe_layers):
@@ -114,10 +120,12 @@ def _experts(
     stride = 1.0 * layouts.tp
     together = np.minimum(ep, np.maximum(1.0, np.floor(machine.per_node / stride)))
     nodes = np.maximum(1.0, ep / together)
-    met = nodes * (1 - (1 - 1 / nodes) ** model.active)
-    far = rows * met * (nodes - 1) / nodes * 2 * model.hidden / (machine.inter * c.inter)
+    reach = np.minimum(nodes, model.groups)
+    met = reach * (1 - (1 - 1 / reach) ** model.active)
+    token = element(layouts) * model.hidden
+    far = rows * met * (nodes - 1) / nodes * token / (machine.inter * c.inter)
     near = rows * model.active * (together - 1) / together
-    near = near * 2 * model.hidden / (machine.intra * c.intra)
+    near = near * token / (machine.intra * c.intra)
     hop = np.where(nodes > 1, machine.inter_latency, machine.intra_latency) * np.sqrt(ep)
     seconds = 4 * model.moe_layers * (far + near + hop)
     return np.where(ep > 1, seconds, 0.0)
@@ -125,28 +133,29 @@ def _experts(
 
 def _gradients(
     model: ModelNumbers, machine: MachineNumbers, layouts: Layouts, c: Constants, lora: Value
-) -> tuple[Column, Column, Column]:
-    """Data parallelism's exchange, whether each micro-batch has it, and what encoding takes.
+) -> tuple[Column, Column, Column, Column]:
+    """Data parallelism's exchange, whether each micro-batch has it, its end, and encoding.
 
     ZeRO 3 gathers weights for the forward and the backward pass and scatters gradients, ZeRO 2
     does without the second gathering, and both do it for every micro-batch; below that gradients
     are exchanged once a step (arXiv 1910.02054, section 7).
     """
-    tp, cp, pp, ep = layouts.tp, layouts.cp, layouts.pp, layouts.ep
+    tp, ep = layouts.tp, layouts.ep
     code = layouts.compression.astype(int)
     ratio, visits = WIRE[code], ENCODE[code]
-    shards = layouts.dp * cp
+    shards = layouts.dp * layouts.cp
     ring = links(tp, shards, machine, c)
-    body = (model.layer_parameters + model.embedding_parameters / np.maximum(pp, 1)) / (tp * pp)
-    rare = model.expert_parameters / (ep * pp)
+    body, rare = rank_parameters(model, layouts, *first_rank(model, layouts))
     replicas = np.maximum(shards * tp / ep, 1.0)
     expert_ring = links(ep, replicas, machine, c)
     whole = layouts.zero >= 3
     gathers = np.where(whole, 2.0, 1.0)
-    width = np.where(layouts.zero >= 2, 1.0, 2.0)  # sums over micro-batches are kept in fp32
+    # Sums over micro-batches are kept in fp32; with no 16 bits anywhere, so is all else.
+    whole_width = element(layouts) / 2
+    width = np.where(layouts.zero >= 2, whole_width, 2.0)
 
     def exchange(parameters: Column, ranks: Column, found: Links) -> Column:
-        ways = np.where(layouts.zero > 0, gathers, ratio * width) + ratio * width
+        ways = np.where(layouts.zero > 0, gathers * whole_width, ratio * width) + ratio * width
         hops = (gathers + 1) * (ranks - 1) * found.hop * np.where(whole, model.layers, 1.0)
         return np.asarray(2 * parameters * ways * (ranks - 1) / ranks / found.rate + hops)
 
@@ -154,4 +163,8 @@ def _gradients(
     # A frozen base: only gathered; a LoRA's own gradients are too few to count.
     seconds = seconds * np.where(lora, np.where(whole, 2 / 3, 0.0), 1.0)
     encode = visits * 2 * (body + rare) / machine.memory_rate
-    return seconds, (layouts.zero >= 2).astype(np.float64), np.where(shards > 1, encode, 0.0)
+    each = layouts.zero >= 2
+    bucket = np.minimum(BUCKET / (2 * ratio * width * (body + rare)), 1.0)
+    last = np.where(each, layouts.pp / model.layers, bucket)
+    coded = np.where(shards > 1, encode, 0.0)
+    return seconds, each.astype(np.float64), np.minimum(last, 1.0), coded

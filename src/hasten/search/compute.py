@@ -30,7 +30,8 @@ from hasten.search.quantities import (
 
 FP8, MXFP8, NVFP4, FP32 = (PRECISIONS.index(p) for p in ("fp8", "mxfp8", "nvfp4", "fp32"))
 WHOLE_BITS = ("head", "router")  # products that stay in 16 bits
-SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
+LATENT = ("q", "kv_up")  # from low ranks to heads, in latent attention
+SELECTIVE, FULL, LIGHT = (RECOMPUTE.index(r) for r in ("selective", "full", "light"))
 # Elements that norms, residuals and rotary embedding read and write, per hidden or head dimension.
 HIDDEN_PASSES, HEAD_PASSES = 14.0, 4.0
 CAST_BYTES = 4.0  # of an element: read, written, and once more the other way round
@@ -46,6 +47,7 @@ class Forward:
     experts: Column  # their products, and carrying tokens to them and back
     attention: Column
     elementwise: Column
+    latent: Column  # of products: those that make latent attention's heads from its low ranks
     fixed: Column  # per layer, forward and backward together
     head: Column  # forward and backward together
 
@@ -53,6 +55,11 @@ class Forward:
 def tokens(model: ModelNumbers, layouts: Layouts) -> Column:
     """Tokens of one micro-batch on one rank."""
     return np.asarray(layouts.micro_batch * model.sequence / layouts.cp)
+
+
+def element(layouts: Layouts) -> Column:
+    """Bytes of an activation or a weight as software reads, writes and sends it."""
+    return np.where(layouts.precision == FP32, 4.0, 2.0)
 
 
 def rates(machine: MachineNumbers, layouts: Layouts, c: Constants) -> tuple[Column, Column]:
@@ -88,7 +95,7 @@ def forward(
     """The forward pass of one micro-batch."""
     T, tp = tokens(model, layouts), layouts.tp
     rate, half = rates(machine, layouts, c)
-    dense, expert, cast, head = (np.zeros(len(T)) for _ in range(4))
+    dense, expert, cast, head, latent = (np.zeros(len(T)) for _ in range(5))
     for index, slot in enumerate(SLOTS):
         count = model.counts[index]
         if not np.any(count):
@@ -101,6 +108,7 @@ def forward(
             expert = expert + seconds * (1 + c.imbalance)
         else:
             dense = dense + seconds
+            latent = latent + (seconds if slot in LATENT else 0.0)
         if slot not in WHOLE_BITS:  # a token is cast once, before it goes to its experts
             rows = (
                 T
@@ -109,14 +117,15 @@ def forward(
             )
             cast = cast + low_bits(layouts) * count * rows * CAST_BYTES * model.inputs[index]
     if np.any(model.moe_layers):
-        moved = 2 * 2 * c.permute * T * model.active / tp * model.hidden * model.moe_layers
-        expert = expert + moved / machine.memory_rate
+        moved = 2 * element(layouts) * c.permute * T * model.active / tp * model.hidden
+        expert = expert + model.moe_layers * moved / machine.memory_rate
     passing = _passing(model, layouts) * c.elementwise + cast * c.cast
     return Forward(
         products=dense,
         experts=expert,
         attention=_attention(model, machine, layouts, c),
         elementwise=passing / machine.memory_rate,
+        latent=np.where(np.asarray(model.counts[SLOTS.index("kv_up")]) > 0, latent, 0.0),
         fixed=model.layers * c.layer_seconds + model.moe_layers * c.expert_seconds + 0 * T,
         head=head,
     )
@@ -143,7 +152,8 @@ def _product(
     K = np.maximum(model.inputs[index] / (tp if slot in ROWS else 1), 1)
     N = np.maximum(model.outputs[index] / (tp if slot in COLUMNS else 1), 1)
     idle = c.waves * machine.units * TILE / rows / 2 * (1 / N + 1 / K)
-    moved = c.small * (c.rows / each + 1 / K + 1 / N) * rate / machine.memory_rate
+    bytes_ = element(layouts) / 2 * rate / machine.memory_rate
+    moved = c.small * (c.rows / each + 1 / K + 1 / N) * bytes_
     return np.asarray(2 * rows * K * N / rate * (1 + idle + moved))
 
 
@@ -157,7 +167,7 @@ def _passing(model: ModelNumbers, layouts: Layouts) -> Column:
         index = SLOTS.index(slot)
         wide = wide + share * model.gate * model.inputs[index] * model.counts[index]
     narrow = T * model.layers * (HIDDEN_PASSES * model.hidden / split + HEAD_PASSES * heads / tp)
-    return np.asarray(2 * (narrow + wide / tp))
+    return np.asarray(element(layouts) * (narrow + wide / tp))
 
 
 def _attention(
@@ -169,13 +179,16 @@ def _attention(
     newest, new = np.asarray(machine.peak4) > 0, np.asarray(machine.peak8) > 0
     share = np.where(newest, c.attention_newest, np.where(new, c.attention_new, c.attention))
     head = np.maximum(model.value_width, 1)
-    narrow = 1.25 * head / (head + 32)  # 1 at a width of 128
+    # Exponentials take the same whatever a head's width, and new devices wait for them: FP16 and
+    # 64 wide runs at 0.6 to 0.8 of the rate at 128 there (arXiv 2407.08608, figure 5). 1 at 128.
+    wait = np.where(new | newest, 128.0, 32.0)
+    narrow = (1 + wait / 128) * head / (head + wait)
     flops = 2 * T * model.keys * width * model.layers
     peak = np.asarray(np.where(layouts.precision == FP32, machine.peak32, machine.peak16))
-    fused = flops / (peak * share * np.minimum(narrow, 1.1))
+    fused = flops / (peak * share * np.minimum(narrow, np.where(new | newest, 1.3, 1.1)))
     scores: Column = T * model.sequence * model.heads / tp * model.layers
     odd = (np.mod(model.query_width, 8) > 0) | (np.mod(model.value_width, 8) > 0)
-    slow = 1 + np.asarray(odd, dtype=np.float64) * (max(c.misaligned, 1.0) - 1)
+    slow = 1 + np.asarray(odd, dtype=np.float64) * (np.maximum(c.misaligned, 1.0) - 1)
     whole = 4 * T * model.sequence * width / 2 * model.layers
     written: Column = whole * slow / (peak * c.attention_unfused)
     written = written + scores * c.unfused_bytes / machine.memory_rate
@@ -195,4 +208,5 @@ def again(part: Forward, layouts: Layouts, c: Constants) -> Column:
     rest = part.products + part.experts + part.elementwise
     selective = part.attention * (1 - layouts.flash) + c.selective * rest * layouts.flash
     some = np.where(layouts.recompute == SELECTIVE, selective, 0.0)
+    some = np.where(layouts.recompute == LIGHT, part.elementwise + part.latent, some)
     return np.where(layouts.recompute == FULL, rest + part.attention, some)

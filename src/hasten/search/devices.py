@@ -1,10 +1,10 @@
 """Figures of accelerators: peaks, memory and links, with where each row is from.
 
-Rates are dense (without sparsity) in FLOP/s, links one way in bytes per second, memory in bytes of
-10^9 as the makers count. ``reached`` is the best product of matrices that others measured (MAMF,
-https://github.com/stas00/ml-engineering, compute/accelerator); where nobody is known to have
-measured, 0.82 of the peak is taken, the middle of those that are known. "recalled" stands for
-figures that nobody has checked against a datasheet since they were written here.
+Rates are dense (without sparsity) in FLOP/s, links one way in bytes per second, memory as much
+as a program may take (``_usable``). ``reached`` is the best product of matrices that others
+measured (MAMF, https://github.com/stas00/ml-engineering, compute/accelerator); where nobody is
+known to have measured, 0.82 of the peak is taken, the middle of those that are known. "recalled"
+stands for figures that nobody has checked against a datasheet since they were written here.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from hasten.errors import InputError
 SOURCE = "stas00/ml-engineering, compute/accelerator"
 RECALLED = "recalled, not checked against a datasheet"
 USUALLY_REACHED = 0.82
+CHECKED = ("t4", "a10", "a40", "l4", "l20", "l40s")  # GDDR that spends some on checking itself
 _T, _G = 1e12, 1e9
 PCIE3, PCIE4, PCIE5 = 16.0, 32.0, 64.0
 
@@ -43,7 +44,7 @@ class Device:
 
     def __post_init__(self) -> None:
         for field in ("peak16", "memory_bytes", "memory_rate", "link"):
-            if not getattr(self, field) > 0:
+            if not 0 < getattr(self, field) < float("inf"):
                 raise InputError(
                     f"{self.name}: {field} is {getattr(self, field)}; it must be above 0"
                 )
@@ -61,6 +62,17 @@ class Device:
         by_format = {"fp8": self.peak8, "mxfp8": self.peak8, "nvfp4": self.peak4}
         by_format |= {"fp32": self.peak32 or self.peak16 / 16}
         return by_format.get(precision) or self.peak16
+
+
+def _usable(name: str, memory: float) -> float:
+    """Bytes that a program may take of what the maker calls so many GB, which are GiB mostly.
+
+    As CUDA reports them in errors that people publish: 79.11 and 79.25 of 80, 39.50 of 40, 95.02 of
+    96, 23.68 of 24; of GDDR with error correction 14.75 of 16, 44.52 of 48. Of 288 GB it isn't
+    known here, so they are taken for 10^9 bytes.
+    """
+    unit = 2**30 if memory < 288 else _G
+    return memory * unit * (0.92 if name in CHECKED else 0.987)
 
 
 def _gpu(
@@ -83,7 +95,7 @@ def _gpu(
     return Device(
         name=name,
         peak16=peak16 * _T,
-        memory_bytes=memory * _G,
+        memory_bytes=_usable(name, memory),
         memory_rate=rate * _T,
         link=link * _G,
         per_node=per_node,

@@ -17,7 +17,7 @@ import numpy as np
 
 from hasten.search.constants import Constants, MemoryConstants
 from hasten.search.layout import Column, Layouts
-from hasten.search.memory import memory
+from hasten.search.memory import Memory, memory
 from hasten.search.predict import steps
 from hasten.search.quantities import MachineNumbers, ModelNumbers, machine, numbers, stacked
 from hasten.search.records import Record
@@ -28,6 +28,7 @@ STACK_SPREAD = 0.15
 ODD = 2.5  # noises from which on a row counts less than half
 OLDER = 0.2  # weight of rows that a later release of the software has replaced
 STEPS = 25
+NUDGE = 1e-4  # of a logarithm, for derivatives by forward differences
 C = TypeVar("C", bound=Any)
 
 
@@ -58,10 +59,14 @@ class Cases:
         found = steps(self.model, self.machine, self.layouts, self.batch, c, self.lora)
         return found.total
 
-    def bytes(self, c: MemoryConstants) -> Column:
-        """Predicted resident bytes of the fullest rank."""
+    def memory(self, c: MemoryConstants) -> Memory:
+        """Predicted resident bytes of the fullest rank, by part."""
         count = np.maximum(1.0, np.ceil(self.batch / (self.layouts.dp * self.layouts.micro_batch)))
-        return memory(self.model, self.layouts, count, c, self.lora).total
+        return memory(self.model, self.layouts, count, c, self.lora)
+
+    def bytes(self, c: MemoryConstants) -> Column:
+        """All of them together."""
+        return self.memory(c).total
 
     def measured_seconds(self) -> Column:
         """Seconds per step as measured."""
@@ -98,6 +103,7 @@ def fit_seconds(cases: Cases, start: Constants | None = None) -> tuple[Constants
         weights(cases.records),
         NOISE,
         one_hot,
+        at_once=True,
     )
     return found, {name: float(np.exp(value)) for name, value in zip(names, stacks, strict=True)}
 
@@ -126,8 +132,12 @@ def fit(
     one_hot: Column,
     free: Sequence[str] | None = None,
     stack_spread: float = STACK_SPREAD,
+    at_once: bool = False,
 ) -> tuple[C, Column]:
-    """The constants named ``free`` (all by default), and one addend per column of ``one_hot``."""
+    """The constants named ``free`` (all by default), and one addend per column of ``one_hot``.
+
+    ``at_once``: ``predicted`` takes columns of constants, and gives a row for each of them.
+    """
     chosen = [f for f in fields(start) if free is None or f.name in free]
     prior = np.log([getattr(start, f.name) for f in chosen])
     spread = np.array([f.metadata["spread"] for f in chosen])
@@ -137,13 +147,13 @@ def fit(
     theta, damping = middle.copy(), 1e-2
 
     def constants(at: Column) -> C:
-        values: dict[str, Any] = {
-            f.name: float(np.exp(v)) for f, v in zip(chosen, at[: len(chosen)], strict=True)
-        }
-        return replace(start, **values)
+        found = np.exp(at[: len(chosen)])
+        values = [v[:, None] if at.ndim > 1 else float(v) for v in found]
+        return replace(start, **{f.name: v for f, v in zip(chosen, values, strict=True)})
 
     def residuals(at: Column) -> Column:
-        return np.asarray(target - predicted(constants(at)) - one_hot @ at[len(chosen) :])
+        """Of one point, or a row for each column of points."""
+        return np.asarray(target - predicted(constants(at)) - (one_hot @ at[len(chosen) :]).T)
 
     def cost(at: Column, rest: Column) -> float:
         odd = np.log1p((rest / (ODD * noise)) ** 2) * ODD**2
@@ -152,7 +162,12 @@ def fit(
     rest = residuals(theta)
     best = cost(theta, rest)
     for _ in range(STEPS):
-        jacobian = _jacobian(residuals, theta, rest, len(chosen), one_hot)
+        if at_once:
+            slopes = (residuals(_moved(theta, len(chosen))) - rest).T / NUDGE
+        else:
+            moved = _moved(theta, len(chosen)).T
+            slopes = np.column_stack([residuals(at) - rest for at in moved]) / NUDGE
+        jacobian = np.column_stack([slopes, -one_hot])
         trust = weight / (1 + (rest / (ODD * noise)) ** 2) / noise**2
         curvature = jacobian.T @ (trust[:, None] * jacobian) + np.diag(1 / scale**2)
         slope = jacobian.T @ (trust * rest) + (theta - middle) / scale**2
@@ -173,17 +188,8 @@ def fit(
     return constants(theta), theta[len(chosen) :]
 
 
-def _jacobian(
-    residuals: Callable[[Column], Column],
-    theta: Column,
-    rest: Column,
-    constants: int,
-    one_hot: Column,
-) -> Column:
-    """Derivatives by forward differences; the stacks' are known."""
-    columns = []
-    for place in range(constants):
-        moved = theta.copy()
-        moved[place] += 1e-4
-        columns.append((residuals(moved) - rest) / 1e-4)
-    return np.column_stack([*columns, -one_hot]) if columns else -one_hot
+def _moved(theta: Column, constants: int) -> Column:
+    """A column for each constant, in which that one is a little larger."""
+    moved = np.repeat(theta[:, None], constants, axis=1)
+    moved[np.arange(constants), np.arange(constants)] += NUDGE
+    return moved

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,7 +139,9 @@ def quantiles(errors: Column, weights: Column | None = None) -> tuple[float, flo
     return float(ends[0]), float(ends[1])
 
 
-def spreads(found: HeldOut, new: HeldOut, held_memory: HeldOut) -> dict[str, tuple[float, float]]:
+def spreads(
+    found: HeldOut, new: HeldOut, held_memory: HeldOut, constants: MemoryConstants
+) -> dict[str, tuple[float, float]]:
     """Intervals by kind of prediction: of groups held out, and of whole stacks (``new``).
 
     A new stack's interval spans 0 and is never narrower than a known one's; stacks count alike,
@@ -155,8 +157,14 @@ def spreads(found: HeldOut, new: HeldOut, held_memory: HeldOut) -> dict[str, tup
         share = np.array([1 / stacks.count(stack) for stack in stacks])
         far, wide = quantiles(new.errors[rows], share)
         named[f"{kind}_new_stack"] = (min(low, far, 0.0), max(high, wide, 0.0))
-    named["memory"] = quantiles(held_memory.errors)
+    named["memory"] = quantiles(in_doubts(held_memory, constants).errors)
     return named
+
+
+def in_doubts(found: HeldOut, constants: MemoryConstants) -> HeldOut:
+    """Errors of memory in units of each record's doubt."""
+    doubt = Cases.of(found.records).memory(constants).doubt
+    return replace(found, errors=found.errors / doubt)
 
 
 def coverage(found: HeldOut, rows: NDArray[np.bool_]) -> float:

@@ -113,7 +113,14 @@ def _experts(fields: Mapping[str, Any], name: str) -> Experts | None:
         width=width,
         shared_width=_number(fields, "shared_expert_intermediate_size", name, shared),
         dense_layers=_number(fields, "first_k_dense_replace", name, 0),
+        groups=_reached_groups(fields, name),
     )
+
+
+def _reached_groups(fields: Mapping[str, Any], name: str) -> int:
+    """Node-limited routing (arXiv 2412.19437, section 2.1.2): groups that a token may go to."""
+    groups, chosen = (_number(fields, key, name, 1) for key in ("n_group", "topk_group"))
+    return chosen if 0 < chosen < groups else 0
 
 
 def _window(fields: Mapping[str, Any]) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hasten.errors import InputError
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p", "dualpipe", "zb2p")
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "selective", "full", "light")  # see ``activations``
 PRECISIONS = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4", "fp32")
 COMPRESSIONS = ("none", "int8", "int4", "topk1")  # of gradients between ranks
 TASKS = ("pretrain", "full", "lora")

@@ -1,27 +1,31 @@
 """Bytes that a layout keeps on its fullest rank: state, activations, logits, and the rest.
 
 Weights take 2 bytes, gradients 4 where they are summed in fp32 over micro-batches and 2 where they
-are sharded at once, AdamW 12 with its fp32 master weights (arXiv 1910.02054, section 3). Kept
-activations are counted from what the backward pass of each product and each norm needs, as in
-arXiv 2205.05198; the schedule says how many micro-batches are kept at a time.
+are sharded at once, AdamW 12 with its fp32 master weights (arXiv 1910.02054, section 3). In a
+pipeline three ranks may be the fullest: the first, with the embedding and the most micro-batches in
+flight; the second, with as many layers and more of them with experts; the last, with the head and
+the logits. What a layer keeps is counted in ``activations``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
-from hasten.search.compute import FULL, SELECTIVE, tokens
+from hasten.search.activations import LayerBytes, layer_bytes
+from hasten.search.compute import FP32, tokens
 from hasten.search.constants import MemoryConstants
 from hasten.search.layout import SCHEDULES, Column, Layouts
-from hasten.search.quantities import SLOTS, ModelNumbers, Value
+from hasten.search.quantities import ModelNumbers, Value
+from hasten.search.stages import DUALPIPE, ZB2P, stage_layers
 
-GPIPE, INTERLEAVED, DUALPIPE, ZB2P = (
-    SCHEDULES.index(s) for s in ("gpipe", "interleaved", "dualpipe", "zb2p")
-)
-SELECTIVE_KEEPS = 0.5  # every other product's result, as torchtitan does
+GPIPE, INTERLEAVED, ZB1P = (SCHEDULES.index(s) for s in ("gpipe", "interleaved", "zb1p"))
 LORA_SHARE = 0.005  # of the weights, in adapters that learn
+# What isn't known of software that nobody named: whether gradients take 2, 4, 6 bytes or more
+# (16 bits, fp32 sums, both, with buffers), so as much again; and of all else this share. Of the
+# pairs that were tried these explain the held-out errors of 85 measurements about best.
+GRADIENTS_DOUBT, REST_DOUBT = 1.0, 0.08
 
 
 @dataclass(frozen=True)
@@ -40,90 +44,139 @@ class Memory:
         parts = (self.weights, self.gradients, self.optimizer, self.activations)
         return np.asarray(sum(parts) + self.logits + self.overhead)
 
+    @property
+    def doubt(self) -> Column:
+        """A share of the total: the unit of its interval (``Calibration.spread``)."""
+        rest = self.total - self.gradients
+        unsure = np.hypot(GRADIENTS_DOUBT * self.gradients, REST_DOUBT * rest)
+        return np.asarray(unsure / self.total)
 
-def rank_parameters(model: ModelNumbers, layouts: Layouts) -> tuple[Column, Column]:
-    """Parameters of the fullest stage's rank before data parallelism shards: rest, and experts."""
-    stages = layouts.pp * layouts.virtual
-    share = np.ceil(model.layers / stages) * layouts.virtual / model.layers
-    ends = np.where(layouts.pp > 1, model.vocabulary * model.hidden, model.embedding_parameters)
-    doubled = np.where(layouts.schedule == DUALPIPE, 2.0, 1.0)
-    body = (model.layer_parameters * share + ends) / layouts.tp * doubled
-    return body, model.expert_parameters * share / layouts.ep * doubled
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of a pipeline: what it holds of the model, and of micro-batches in flight."""
+
+    there: Column  # 1 where the pipeline has such a rank beside the others
+    layers: Column
+    ends: Column  # parameters of embedding and head
+    kept: Column  # bytes of activations that wait for their backward pass
+    head: Column  # 1 where it makes the logits
+
+
+def rank_parameters(
+    model: ModelNumbers, layouts: Layouts, layers: Value, ends: Value
+) -> tuple[Column, Column]:
+    """Parameters of a rank with so many layers before data parallelism shards: rest, experts."""
+    share = layers / model.layers
+    body = (model.layer_parameters * share + ends) / layouts.tp
+    return np.asarray(body), np.asarray(model.expert_parameters * share / layouts.ep)
+
+
+def first_rank(model: ModelNumbers, layouts: Layouts) -> tuple[Column, Column]:
+    """Layers of the first rank's stage, and parameters of the model's ends that it has.
+
+    DualPipe gives it the last stage as well, by a second copy of all weights.
+    """
+    dealt = stage_layers(model.layers, layouts.pp, layouts.virtual)
+    both = layouts.schedule == DUALPIPE
+    one = model.vocabulary * model.hidden * np.where(both, 2.0, 1.0)
+    ends = np.where(layouts.pp > 1, one, model.embedding_parameters)
+    return np.where(both & (layouts.pp > 1), dealt.first + dealt.last, dealt.first), ends
 
 
 def memory(
     model: ModelNumbers, layouts: Layouts, micro_batches: Value, c: MemoryConstants, lora: Value
 ) -> Memory:
     """What stays on the fullest rank at its worst moment."""
-    body, experts = rank_parameters(model, layouts)
-    shards = layouts.dp * layouts.cp
-    spread = np.maximum(shards * layouts.tp / layouts.ep, 1.0)
-
-    def held(stage: int) -> Column:
-        """The rank's share of parameters, with what that ZeRO stage shards dealt out."""
-        sharded = layouts.zero >= stage
-        return body / np.where(sharded, shards, 1) + experts / np.where(sharded, spread, 1)
-
-    learns = np.where(lora, LORA_SHARE, 1.0)
-    layer = (body + experts) / np.maximum(np.ceil(model.layers / layouts.pp), 1)
-    gathered = np.where(layouts.zero >= 3, 2 * 2 * layer, 0.0)
-    gradient = np.where(layouts.zero >= 2, 2.0, 4.0)
-    kept, working = _layer_bytes(model, layouts)
-    stage_layers = np.ceil(model.layers / (layouts.pp * layouts.virtual)) * layouts.virtual
-    flight = in_flight(layouts, micro_batches)
-    activations = c.activations * kept * stage_layers * flight + c.working * working
-    T = tokens(model, layouts)
-    logits = T * model.vocabulary / layouts.tp * c.logits
-    # The last stage has the logits and one micro-batch, the first has none and many.
-    last = c.activations * kept * stage_layers + c.working * working + logits
-    several = layouts.pp > 1
-    on_first = several & (activations >= last)
-    return Memory(
-        weights=c.state * (2 * held(3) + gathered),
-        gradients=c.state * gradient * held(2) * learns,
-        optimizer=c.state * 12 * held(1) * learns,
-        activations=np.where(several & ~on_first, last - logits, activations),
-        logits=np.where(on_first, 0.0, logits),
-        overhead=c.context * 1e9 + 0 * T,
-    )
+    one = layer_bytes(model, layouts)
+    ranks = _ranks(model, layouts, micro_batches, one)
+    held = [_held(rank, one, model, layouts, c, lora) for rank in ranks]
+    totals = np.stack([r.there * h.total for r, h in zip(ranks, held, strict=True)])
+    fullest = np.argmax(totals, axis=0)
+    parts = {f.name: np.choose(fullest, [getattr(h, f.name) for h in held]) for f in fields(Memory)}
+    return Memory(**parts)
 
 
-def in_flight(layouts: Layouts, micro_batches: Value) -> Column:
-    """Micro-batches whose activations the fullest stage keeps, in units of all its layers."""
-    pp, v = layouts.pp, layouts.virtual
-    most = np.where(layouts.schedule == INTERLEAVED, pp * (1 + (pp - 1) / (pp * v)), pp)
-    most = np.where(layouts.schedule == DUALPIPE, pp + 1, most)
-    most = np.where(layouts.schedule == ZB2P, 2 * pp - 1, most)
-    most = np.where(layouts.schedule == GPIPE, micro_batches, most)
+def in_flight(layouts: Layouts, micro_batches: Value, rank: Value = 0) -> Column:
+    """Micro-batches whose activations that rank keeps, in units of all its layers."""
+    pp, v, code = layouts.pp, layouts.virtual, layouts.schedule
+    most = pp - rank + 0 * v
+    most = np.where(code == INTERLEAVED, (2 * (pp - rank - 1) + (v - 1) * pp + 1) / v, most)
+    most = np.where(code == ZB1P, pp, most)
+    most = np.where(code == DUALPIPE, pp + 1, most)
+    most = np.where(code == ZB2P, 2 * (pp - rank) - 1, most)
+    most = np.where(code == GPIPE, micro_batches, most)
     return np.asarray(np.minimum(np.where(pp > 1, most, 1.0), micro_batches))
 
 
-def _expanded(model: ModelNumbers) -> Column:
-    """Dimensions of latent attention that are made anew from its low ranks: queries, keys, values.
+def _ranks(
+    model: ModelNumbers, layouts: Layouts, micro_batches: Value, one: LayerBytes
+) -> tuple[Rank, Rank, Rank]:
+    """The ranks that may be the fullest; the first layers are those without experts."""
+    pp, virtual = layouts.pp, layouts.virtual
+    dealt = stage_layers(model.layers, pp, virtual)
+    both, several = (layouts.schedule == DUALPIPE) & (pp > 1), pp > 1
+    plain = model.layers - model.moe_layers
 
-    DeepSeek-V3 recomputes its up-projections (arXiv 2412.19437, section 3.2.3).
-    """
-    ranks = sum(model.outputs[SLOTS.index(slot)] for slot in ("q_down", "kv_down"))
-    wide = model.heads * model.query_width + model.kv_width - ranks
-    return np.asarray(np.where(ranks > 0, np.maximum(wide, 0), 0.0))
+    def kept(layers: Column, without: Column) -> Column:
+        return np.asarray(without * one.plain + (layers - without) * one.expert)
+
+    layers, ends = first_rank(model, layouts)
+    early = np.minimum(plain, dealt.first / virtual)  # of a rank's chunks the first has them
+    early = np.where(several, np.maximum(early, dealt.first - model.moe_layers), plain)
+    flight = in_flight(layouts, micro_batches)
+    entered = np.where(both, flight - 1, flight) * kept(dealt.first, early)
+    late = np.maximum(dealt.last - model.moe_layers, 0)
+    entered = entered + np.where(both, kept(dealt.last, late), 0.0)
+    inner = np.maximum(dealt.most - model.moe_layers, 0)
+    second = in_flight(layouts, micro_batches, 1) * kept(dealt.most, inner)
+    last = in_flight(layouts, micro_batches, pp - 1) * kept(dealt.last, late)
+    always = np.ones(len(layouts))
+    return (
+        Rank(always, layers, ends, entered, np.where(several & ~both, 0.0, 1.0)),
+        Rank(
+            np.where(pp > np.where(both, 3, 2), 1.0, 0.0),
+            *(dealt.most * np.where(both, 2.0, 1.0), 0 * always, second, 0 * always),
+        ),
+        Rank(
+            np.where(several & ~both, 1.0, 0.0),
+            *(dealt.last, model.vocabulary * model.hidden * always, last, always),
+        ),
+    )
 
 
-def _layer_bytes(model: ModelNumbers, layouts: Layouts) -> tuple[Column, Column]:
-    """Bytes that one layer keeps for one micro-batch, and that it needs while it is at work."""
-    T, tp = tokens(model, layouts), layouts.tp
-    split = np.where(layouts.sequence_parallel > 0, tp, 1)
-    heads = model.heads * (model.query_width + model.value_width) + model.kv_width
-    wide = 0.0
-    for slot, share in (("down", 1.0), ("shared_down", 1.0), ("expert_down", model.active)):
-        index = SLOTS.index(slot)
-        wide = wide + share * model.gate * model.inputs[index] * model.counts[index]
-    routed = 2 * model.active * model.hidden * model.moe_layers / model.layers
-    narrow = 4 * model.hidden / split + (heads + wide / model.layers + routed) / tp
-    scores = 5 * T * model.sequence * model.heads / tp * (1 - layouts.flash)
-    whole = 2 * T * narrow + scores
-    boundary = 2 * T * model.hidden / split
-    less = np.where(layouts.flash > 0, SELECTIVE_KEEPS, 1.0)
-    fewer = less * 2 * T * (narrow - _expanded(model) / tp)
-    kept = np.where(layouts.recompute == SELECTIVE, fewer, whole)
-    kept = np.where(layouts.recompute == FULL, boundary, kept)
-    return kept, whole
+def _held(
+    rank: Rank,
+    one: LayerBytes,
+    model: ModelNumbers,
+    layouts: Layouts,
+    c: MemoryConstants,
+    lora: Value,
+) -> Memory:
+    """What that rank keeps."""
+    body, experts = rank_parameters(model, layouts, rank.layers, rank.ends)
+    shards = layouts.dp * layouts.cp
+    spread = np.maximum(shards * layouts.tp / layouts.ep, 1.0)
+
+    def held(stage: int, copies: Value = 1.0) -> Column:
+        """The rank's share of parameters, with what that ZeRO stage shards dealt out."""
+        cut, rare = shards * copies, spread * copies
+        sharded = layouts.zero >= stage
+        return body / np.where(sharded, cut, 1) + experts / np.where(sharded, rare, 1)
+
+    learns = np.where(lora, LORA_SHARE, 1.0)
+    whole = layouts.precision == FP32
+    layer = (body + experts) / np.maximum(rank.layers, 1)
+    gathered = np.where(layouts.zero >= 3, 2 * layer, 0.0)  # one at work, the next on its way
+    # DualPipe's second copy of the weights shares the optimizer's shards with the first.
+    copies = np.where(layouts.schedule == DUALPIPE, 2.0, 1.0)
+    working = np.maximum(c.working * one.working - np.maximum(one.plain, one.expert), 0.0)
+    logits = rank.head * tokens(model, layouts) * model.vocabulary / layouts.tp * c.logits
+    return Memory(
+        weights=c.state * np.where(whole, 4.0, 2.0) * (held(3) + gathered),
+        gradients=c.state * np.where((layouts.zero >= 2) & ~whole, 2.0, 4.0) * held(2) * learns,
+        optimizer=c.state * np.where(whole, 8.0, 12.0) * held(1, copies) * learns,
+        activations=c.activations * rank.kept + working,
+        logits=logits,
+        overhead=c.context * 1e9 + 0 * rank.kept,
+    )

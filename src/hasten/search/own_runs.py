@@ -57,21 +57,24 @@ class MachineFactors:
     memory: float = prior(1.0, 0.5)  # of memory's rate, beside the products
     # Of seconds beside the work; the calibration's are those of whole clusters, so fewer here.
     standing: float = prior(0.3, 1.0)
-    links: float = prior(1.0, 0.7)  # of the links' rates
+    links: float = prior(0.9, 0.7)  # share of the links' rates that a collective reaches
 
     def applied(self, c: Constants) -> Constants:
         """The constants on that machine."""
         changed = {name: getattr(c, name) * self.compute for name in COMPUTES}
         changed |= {name: getattr(c, name) / self.memory for name in MOVES}
         changed |= {name: getattr(c, name) * self.standing for name in STANDS}
-        changed |= {name: getattr(c, name) * self.links for name in LINKS}
+        changed |= dict.fromkeys(LINKS, self.links)
         return replace(c, **changed)
 
 
 def calibrate_machine(
-    runs: Sequence[OwnRun], calibration: Calibration | None = None
+    runs: Sequence[OwnRun], calibration: Calibration | None = None, *, link_measured: bool = False
 ) -> Calibration:
     """The calibration of the machine that these runs ran on; predict with ``stack=OWN_STACK``.
+
+    ``link_measured``: the cluster's links are what a collective was seen to reach, not what
+    they are called.
 
     Raises:
         InputError: no runs, or one whose seconds aren't above 0.
@@ -88,7 +91,9 @@ def calibrate_machine(
 
     target = np.log([run.step_seconds for run in runs])
     even, no_stacks = np.ones(len(runs)), np.zeros((len(runs), 0))
-    factors, _ = fit(MachineFactors(), seconds, target, even, NARROWEST, no_stacks)
+    free = [f.name for f in fields(MachineFactors) if not (link_measured and f.name == "links")]
+    first = MachineFactors(links=1.0) if link_measured else MachineFactors()
+    factors, _ = fit(first, seconds, target, even, NARROWEST, no_stacks, free)
     left = target - seconds(factors)
     wide = max(NARROWEST, 1.2816 * float(np.std(left, ddof=1))) if len(runs) > 3 else FEW
     found: dict[str, Any] = {f.name: getattr(factors, f.name) for f in fields(factors)}

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from hasten.search import compute
 from hasten.search.architecture import Architecture
-from hasten.search.communication import wire
+from hasten.search.communication import Wire, wire
 from hasten.search.constants import Calibration, Constants, calibrated
 from hasten.search.layout import PRECISIONS, Column, Job, Layouts
 from hasten.search.machines import Cluster
-from hasten.search.memory import Memory, memory, rank_parameters
+from hasten.search.memory import Memory, first_rank, memory, rank_parameters
 from hasten.search.quantities import MachineNumbers, ModelNumbers, Value, machine, numbers
 from hasten.search.stages import DUALPIPE, bubble_stages, stage_seconds
 
@@ -136,7 +136,7 @@ def finish(
     scaled = Step(**{name: value * factor for name, value in vars(step).items()})
     total, used = scaled.total, held.total
     low, high = (total * np.exp(q) for q in time_spread)
-    least, most = (used * np.exp(q) for q in memory_spread)
+    least, most = (used * np.exp(q * held.doubt) for q in memory_spread)
     tokens = job.global_batch * model.sequence
     rate = tokens / layouts.devices
     reasons = _reasons(model, here, layouts, job.global_batch)
@@ -187,7 +187,7 @@ def steps(
     sends = (c.pp_exposed * sent.pp + c.stage_seconds) * layouts.virtual
     bubble = c.bubble * bubble_stages(layouts) * (mean + sends)
     backward = core * back + attention * back_attention / (1 + back_attention)
-    exposed = _exposed(sent.dp, sent.dp_each, backward / layouts.pp, work / layouts.pp, M, c)
+    exposed = _exposed(sent, backward / layouts.pp, work / layouts.pp, M, c)
     share = M / layouts.pp
     return Step(
         compute=work * share,
@@ -212,11 +212,13 @@ def _expert_seconds(seconds: Column, work: Column, layouts: Layouts, c: Constant
 
 def _owned(model: ModelNumbers, layouts: Layouts, lora: Value) -> Column:
     """Parameters that one rank's optimizer updates; of a LoRA a hundredth is a generous guess."""
-    body, rare = rank_parameters(model, layouts)
+    body, rare = rank_parameters(model, layouts, *first_rank(model, layouts))
     sharded = layouts.zero >= 1
+    copies = np.where((layouts.schedule == DUALPIPE) & (layouts.pp > 1), 2.0, 1.0)
     ranks = layouts.dp * layouts.cp
     spread = np.maximum(ranks * layouts.tp / layouts.ep, 1)
-    owned = body / np.where(sharded, ranks, 1) + rare / np.where(sharded, spread, 1)
+    owned = body / np.where(sharded, ranks * copies, 1)
+    owned = owned + rare / np.where(sharded, spread * copies, 1)
     return np.asarray(owned * np.where(lora, 0.01, 1.0))
 
 
@@ -224,18 +226,17 @@ def _micro_batches(layouts: Layouts, global_batch: Value) -> Column:
     return np.asarray(np.maximum(1.0, np.ceil(global_batch / (layouts.dp * layouts.micro_batch))))
 
 
-def _exposed(
-    seconds: Column, each: Column, backward: Column, work: Column, M: Column, c: Constants
-) -> Column:
+def _exposed(sent: Wire, backward: Column, work: Column, M: Column, c: Constants) -> Column:
     """Data parallelism's share that nothing hides, and what the hidden share costs the compute.
 
     Once a step it hides behind the last micro-batch's backward pass; per micro-batch, behind both
-    passes.
+    passes. Its last bucket starts when there is nothing left to hide behind.
     """
-    window = c.dp_window * np.where(each > 0, backward + work / 3, backward)
-    hidden = np.minimum(seconds, window)
-    one = seconds - hidden + c.dp_contention * hidden
-    return one * np.where(each > 0, M, 1.0)
+    each = sent.dp_each > 0
+    window = c.dp_window * np.where(each, backward + work / 3, backward)
+    hidden = np.minimum(sent.dp * (1 - sent.dp_last), window)
+    one = sent.dp - hidden + c.dp_contention * hidden
+    return one * np.where(each, M, 1.0)
 
 
 def _peak(here: MachineNumbers, layouts: Layouts) -> Column:

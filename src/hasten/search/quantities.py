@@ -44,6 +44,7 @@ class ModelNumbers:
     gate: Value  # 3 passes over the MLP's width where it is gated, 2 where not
     experts: Value
     active: Value
+    groups: Value  # nodes that a token may go to; infinite where routing doesn't limit them
     moe_layers: Value
     layer_parameters: Value  # of all layers, without routed experts
     expert_parameters: Value
@@ -100,6 +101,7 @@ def numbers(model: Architecture, sequence: int) -> ModelNumbers:
         gate=3.0 if model.gated else 2.0,
         experts=float(model.moe.count) if model.moe else 1.0,
         active=float(model.moe.active) if model.moe else 1.0,
+        groups=float(model.moe.groups) if model.moe and model.moe.groups else float("inf"),
         moe_layers=float(model.layers - model.dense_layers),
         layer_parameters=model.parameters() - experts - embedding,
         expert_parameters=experts,

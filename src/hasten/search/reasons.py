@@ -85,7 +85,7 @@ def impossibilities(model: Architecture, cluster: Cluster, job: Job, layout: Lay
         )
     if model.heads % layout.tp:
         said.append(f"{model.heads} attention heads can't be shared by tp {layout.tp}")
-    if layout.pp * layout.virtual > model.layers:
+    if layout.pp * layout.virtual > model.layers + 2:  # input and output may be stages
         said.append(
             f"{model.layers} layers can't make {layout.pp * layout.virtual} stages (pp "
             f"{layout.pp} x {layout.virtual})"

@@ -23,8 +23,11 @@ from hasten.search.quantities import numbers
 _TASKS = {"sft": "full", "full": "full", "lora": "lora", "pretrain": "pretrain", "oom": "pretrain"}
 ROOM = 0.85  # of a device's memory, which people fill no further
 MIXED = 1.3  # the same where software recomputes some kinds of operators more than others
-_PRECISIONS = {"tf32": "fp32", "amp": "fp16", "mxfp4": "nvfp4", "fp4": "nvfp4"}
-_SCHEDULES = {"zb-1p": "zb1p", "zb-2p": "zb2p", "zb1p": "zb1p", "dualpipe": "dualpipe"}
+# What recomputes the least first; some of a layer beside experts alone, as ``space`` has it.
+LEAST_FIRST = ("none", "selective", "full"), ("none", "light", "selective", "full")
+_PRECISIONS = {"tf32": "fp32", "amp": "fp16", "mxfp4": "nvfp4", "fp4": "nvfp4", "bfloat16": "bf16"}
+_SCHEDULES = {"zb-1p": "zb1p", "zb-h1": "zb1p", "zb-2p": "zb2p", "zb-h2": "zb2p"}
+_SCHEDULES |= {name: name for name in ("zb1p", "zb2p", "dualpipe", "gpipe")}
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,10 @@ def read_record(row: Mapping[str, Any]) -> Record | None:
         inter=float(row.get("inter_GBps_per_gpu") or 25) * 1e9,
     )
     sequence, batch = int(row["seq"]), int(row["gbs"])
-    rate = measured.get("tokens_per_s_per_gpu")
-    if rate is None and measured.get("iter_s"):
-        rate = batch * sequence / (measured["iter_s"] * gpus)
+    rate = _figure(measured, "tokens_per_s_per_gpu")
+    step = _figure(measured, "iter_s")
+    if rate is None and step is not None and gpus > 0:
+        rate = batch * sequence / (step * gpus)
     job = Job(sequence, batch, _TASKS.get(row.get("task", "pretrain"), "pretrain"))
     architecture = _architecture(model, name)
     return Record(
@@ -104,12 +108,22 @@ def read_record(row: Mapping[str, Any]) -> Record | None:
         job=job,
         layout=_with_recompute(_layout(row, model), row, architecture, cluster, job),
         tokens_per_second=rate,
-        memory_gb=measured.get("memory_GB"),
+        memory_gb=_figure(measured, "memory_GB"),
         confidence=float(row.get("confidence", 1.0)),
         recalled=str(row.get("read", "")).startswith("recalled"),
         superseded=bool(row.get("superseded")),
         source=str(row.get("source", "")),
     )
+
+
+def _figure(measured: Mapping[str, Any], key: str) -> float | None:
+    """A measured number; None where there is none."""
+    if measured.get(key) is None:
+        return None
+    value = float(measured[key])
+    if not 0 < value < float("inf"):
+        raise ValueError(f"its {key} is {value:g}; a measurement is above 0")
+    return value
 
 
 def _architecture(model: Mapping[str, Any], name: str) -> Architecture:
@@ -131,12 +145,12 @@ def _architecture(model: Mapping[str, Any], name: str) -> Architecture:
         layers=model["layers"],
         hidden=model["hidden"],
         heads=model["heads"],
-        kv_heads=model["kv_heads"],
-        head_dim=model["head_dim"],
+        kv_heads=model.get("kv_heads") or model["heads"],
+        head_dim=model.get("head_dim") or max(1, model["hidden"] // model["heads"]),
         ffn=model["ffn"],
         vocabulary=model["vocab"],
-        gated=bool(model["gated"]),
-        tied=bool(model["tied"]),
+        gated=bool(model.get("gated", True)),
+        tied=bool(model.get("tied", False)),
         latent=latent,
         moe=moe,
         window=int(model.get("window") or 0),
@@ -147,17 +161,22 @@ def _architecture(model: Mapping[str, Any], name: str) -> Architecture:
 def _layout(row: Mapping[str, Any], model: Mapping[str, Any]) -> Layout:
     stages, virtual = int(row.get("pp") or 1), int(row.get("vpp") or 0)
     tensor, context = int(row.get("tp") or 1), int(row.get("cp") or 1)
-    dp = int(row.get("dp") or max(1, int(row["gpus"]) // (tensor * stages * context)))
+    others, gpus = tensor * stages * context, int(row["gpus"])
+    dp = int(row.get("dp") or 0)
+    if dp * others != gpus:  # not said, or counted with another axis in it
+        dp = max(1, gpus // others)
     zero = row.get("zero")
     schedule = _SCHEDULES.get(row.get("schedule", ""), "")
     if "interleaved" in str(row.get("schedule", "")) and virtual < 2:
-        virtual = max(1, int(model["layers"]) // stages)  # as deep as it goes, where not said
+        layers = int(model["layers"])  # as deep as it goes, where not said
+        virtual = max(1, (layers if layers % stages == 0 else layers + 2) // stages)
     virtual = max(virtual, 1) if stages > 1 and not schedule else 1
     flash = bool(model.get("flash", True))
     # Sequence parallelism came with selective recomputation (arXiv 2205.05198), after those
     # that still wrote their scores; where a record says, it says.
     told = row.get("sp")
     precision = str(row.get("precision") or "bf16").lower()
+    precision = "fp8" if precision.startswith("fp8") else precision
     return Layout(
         dp=dp,
         tp=tensor,
@@ -183,7 +202,8 @@ def _with_recompute(
     that the device's memory allows by the uncalibrated count.
     """
     share = row.get("measured_hfu_over_mfu")
-    word = str(row.get("recompute", "none"))
+    told = row.get("recompute") or "none"
+    word = "full" if told is True else str(told)
     if share:
         extra = float(share) - 1
         word = "none" if extra < 0.07 else "selective" if extra < 0.25 else "full"
@@ -191,11 +211,11 @@ def _with_recompute(
         return replace(layout, recompute=word if word in RECOMPUTE else "selective")
     count = max(1, -(-job.global_batch // (layout.dp * layout.micro_batch)))
     figures = numbers(model, job.sequence)
-    for word in RECOMPUTE:
+    for word in LEAST_FIRST[model.moe is not None]:
         tried = replace(layout, recompute=word)
         columns = Layouts.of([tried])
         held = memory(figures, columns, count, MemoryConstants(), job.task == "lora").total
         room = MIXED if word == "selective" and layout.zero < 3 else ROOM
         if held[0] < room * cluster.device.memory_bytes:
             return tried
-    return replace(layout, recompute=RECOMPUTE[-1])
+    return replace(layout, recompute="full")

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from hasten.search.architecture import Architecture
 from hasten.search.candidate import Candidate, Span
 from hasten.search.layout import Layout
 from hasten.search.schedules import StageSeconds, idle_seconds, impossible, orders, simulate
+from hasten.search.stages import stage_layers
 
 PLAYED = 2, 3  # of many micro-batches so many times twice the stages are played
 PIPELINE = ("compute", "attention", "head", "recompute", "tp", "pp", "ep")
@@ -35,9 +38,11 @@ class MicroBatch:
 
 
 def resimulated(model: Architecture, found: Candidate, lora: bool = False) -> Candidate:
-    """The candidate with its pipeline simulated; as it is where it has none."""
+    """The candidate with its pipeline simulated; as it is where it has none, or ends as stages."""
     layout, count = found.layout, found.micro_batches
-    if layout.pp == 1 or impossible(layout.schedule, layout.pp, count, layout.virtual):
+    if layout.pp == 1 or layout.pp * layout.virtual > model.layers:
+        return found
+    if impossible(layout.schedule, layout.pp, count, layout.virtual):
         return found
     one = micro_batch(model, found, lora)
     layers, seconds = stages(model, layout, one)
@@ -100,12 +105,10 @@ def micro_batch(model: Architecture, found: Candidate, lora: bool) -> MicroBatch
 
 
 def _slowest(model: Architecture, layout: Layout, layers: float, head: float) -> float:
-    """The slowest stage where layers are dealt evenly and the last stage gets what is left."""
-    chunks = layout.pp * layout.virtual
-    most = -(-model.layers // chunks) * layout.virtual
-    fewer = max(0, most - (most * layout.pp - model.layers))
+    """The slowest stage where layers are dealt evenly, as the closed form has it."""
+    dealt_evenly = stage_layers(model.layers, layout.pp, layout.virtual)
     one = layers / model.layers
-    return max(most * one, fewer * one + head)
+    return float(np.maximum(dealt_evenly.most * one, dealt_evenly.last * one + head))
 
 
 def stages(

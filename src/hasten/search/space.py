@@ -42,7 +42,7 @@ class Space:
 
     zero: tuple[int, ...] = (0, 1, 2, 3)
     schedules: tuple[str, ...] = SIMULATED
-    recompute: tuple[str, ...] = RECOMPUTE
+    recompute: tuple[str, ...] = ()  # all words where left out, ``light`` only with experts
     precisions: tuple[str, ...] = ()  # the device's own 16 bits where left out
     compressions: tuple[str, ...] = ("none",)
 
@@ -89,7 +89,7 @@ def enumerate_layouts(
     formats = space.precisions or (own_format(cluster),)
     rest = list(
         itertools.product(
-            [RECOMPUTE.index(r) for r in space.recompute],
+            [RECOMPUTE.index(r) for r in space.recompute or _recompute(model)],
             [PRECISIONS.index(p) for p in formats],
             [COMPRESSIONS.index(c) for c in space.compressions],
         )
@@ -168,6 +168,11 @@ def _schedules(space: Space, model: Architecture, pp: int, count: int) -> list[t
 def _divisors(number: int) -> tuple[int, ...]:
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return tuple(sorted({*small, *(number // d for d in small)}))
+
+
+def _recompute(model: Architecture) -> list[str]:
+    """Megatron Core and DeepSeek recompute norms and activation functions alone beside experts."""
+    return [word for word in RECOMPUTE if word != "light" or model.moe is not None]
 
 
 def _columns(rows: list[tuple[int, ...]]) -> Layouts:

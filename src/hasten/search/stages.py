@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from hasten.search.layout import SCHEDULES, Column, Layouts
-from hasten.search.quantities import ModelNumbers
+from hasten.search.quantities import ModelNumbers, Value
 
 ZB1P, ZB2P, DUALPIPE = (SCHEDULES.index(s) for s in ("zb1p", "zb2p", "dualpipe"))
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """Layers of the first stage, of the fullest and of the last, a rank's chunks together."""
+
+    first: Column
+    most: Column
+    last: Column
+
+
+def stage_layers(layers: Value, stages: Value, virtual: Value) -> StageLayers:
+    """Layers dealt evenly; where that doesn't go, embedding and head count as a layer each.
+
+    So 126 layers make 128 stages of which the first and the last have one layer fewer (Llama 3,
+    arXiv 2407.21783, section 3.3.2). Where that doesn't go either, the last stage gets what is
+    left. Without stages all three are all layers.
+    """
+    chunks = stages * virtual
+    most = np.ceil(layers / chunks) * virtual
+    ends = (np.mod(layers, chunks) > 0) & (np.mod(layers + 2, chunks) == 0)
+    left = np.maximum(layers - most * (stages - 1), 0)
+    return StageLayers(np.where(ends, most - 1, most), most, np.where(ends, most - 1, left))
 
 
 def stage_seconds(
@@ -15,14 +40,11 @@ def stage_seconds(
 ) -> tuple[Column, Column]:
     """Seconds of the slowest stage and of the mean one for a micro-batch, both directions.
 
-    Where layers don't divide evenly the last stage, which has the head, gets the fewer.
+    ``layers`` are those of all layers together; the last stage has the head as well.
     """
-    most: Column
-    chunks = layouts.pp * layouts.virtual
-    most = np.ceil(model.layers / chunks) * layouts.virtual
-    missing = most * layouts.pp - model.layers
+    dealt = stage_layers(model.layers, layouts.pp, layouts.virtual)
     one = layers / model.layers
-    slow = np.maximum(most * one, np.maximum(most - missing, 0) * one + head)
+    slow = np.maximum(dealt.most * one, dealt.last * one + head)
     mean = (layers + head) / layouts.pp
     return np.where(layouts.pp > 1, np.maximum(slow, mean), mean), mean
 

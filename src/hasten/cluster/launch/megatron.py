@@ -97,6 +97,7 @@ def arguments(
             *_experts(config),
             *_split(config, layout, devices),
             *_training(layout, batch),
+            *_recompute(config, layout["recompute"]),
         ]
     except KeyError as error:
         raise InputError(f"megatron: the config, layout or batch lacks {error.args[0]!r}") from None
@@ -232,11 +233,6 @@ def _training(layout: Mapping[str, Any], batch: Mapping[str, Any]) -> Words:
     if precision in FP8:
         format_, kind = FP8[precision]
         lines += [("--fp8-format", format_), ("--fp8-recipe", kind)]
-    if layout["recompute"] == "full":
-        lines += [("--recompute-granularity", "full"), ("--recompute-method", "uniform")]
-        lines.append(("--recompute-num-layers", "1"))
-    elif layout["recompute"] == "selective":
-        lines.append(("--recompute-granularity", "selective"))
     lines += [
         ("--micro-batch-size", str(layout["micro_batch"])),
         ("--global-batch-size", str(batch["global_batch"])),
@@ -253,3 +249,22 @@ def _training(layout: Mapping[str, Any], batch: Mapping[str, Any]) -> Words:
         ("--exit-signal-handler",),
     ]
     return lines
+
+
+def _recompute(c: Mapping[str, Any], word: str) -> Words:
+    """What isn't kept; ``light`` by the names of Megatron Core's modules (core 0.12 and later)."""
+    some = ("--recompute-granularity", "selective")
+    if word == "full":
+        whole = ("--recompute-granularity", "full"), ("--recompute-method", "uniform")
+        return [*whole, ("--recompute-num-layers", "1")]
+    if word == "selective":
+        return [some]
+    if word != "light":
+        return []
+    if not c.get("n_routed_experts"):
+        raise InputError(
+            "megatron: recomputing only norms and activation functions (light) is for models with "
+            "experts there; plan with recompute none, selective or full"
+        )
+    modules = ["layernorm", "moe_act", *(["mla_up_proj"] if c.get("kv_lora_rank") else [])]
+    return [some, ("--recompute-modules", *modules)]
