@@ -11,17 +11,20 @@ import torch
 from torch import nn
 
 from hasten.core.batch import with_language_counts
+from hasten.core.facts import World
 from hasten.core.job import Job, Stop
 from hasten.core.plan import Plan
 from hasten.core.session import Session
-from hasten.core.setup import Setup
+from hasten.core.setup import Dense, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique
-from hasten.evidence.guard_process import Answer, Order
+from hasten.evidence.crew import Answer
+from hasten.evidence.guard_process import Order, together
 from hasten.guarding.material import Bench
 from hasten.guarding.orders import obey
 from hasten.parts import collate
 from hasten.techniques import CATALOGUE
+from hasten.techniques.layout import DDP
 from tiny import job_facts, language_job, tiny_model
 
 
@@ -142,11 +145,43 @@ class HalfRate(Planted):
         setup.optimizer = slower
 
 
-PLANTS: tuple[type[Technique], ...] = (Leaky, MeanOfMeans, NotExact, Ruinous, HalfRate)
+@dataclass(frozen=True)
+class Unscaled(Planted):
+    """Replicas whose mean is taken for their sum: every gradient is too small by their number."""
+
+    slot = Slot.LAYOUT
+
+    def apply(self, setup: Setup) -> None:
+        DDP().apply(setup)
+        setup.layout.averages = 1
 
 
-def bench(folder: Path, architecture: str = "llama", **changes: Any) -> Bench:
-    """Proofs on a tiny job, in this process."""
+@dataclass(frozen=True)
+class Louder(Planted):
+    """A wire that claims to round, and delivers two per cent more than was sent."""
+
+    slot = Slot.WIRE
+
+    def apply(self, setup: Setup) -> None:
+        setup.wire = _Louder()
+
+
+class _Louder(Dense):
+    def before_update(self, parameters: Sequence[Any]) -> None:
+        for parameter in parameters:
+            parameter.grad.mul_(1.02)
+
+
+PLANTS: tuple[type[Technique], ...] = (
+    *(Leaky, MeanOfMeans, NotExact, Ruinous, HalfRate),
+    *(Unscaled, Louder),
+)
+
+
+def bench(
+    folder: Path, architecture: str = "llama", world: World | None = None, **changes: Any
+) -> Bench:
+    """Proofs on a tiny job, in this process; on several ranks replicated, if no plan says how."""
     settings: dict[str, Any] = {"lr": 1e-2, "steps": 3, **changes}
 
     def job_of(plan: Plan, seed: int | None, tokens: int | None) -> Job:
@@ -154,10 +189,13 @@ def bench(folder: Path, architecture: str = "llama", **changes: Any) -> Bench:
         job = job if seed is None else replace(job, seed=seed)
         return job if tokens is None else replace(job, stop=Stop(tokens=tokens))
 
-    known = job_facts(job_of(Plan(), None, None), architecture)
-    return Bench(
-        job_of, lambda stored: Plan.from_list(stored, (*CATALOGUE, *PLANTS)), known, folder
-    )
+    def read(stored: list[Any]) -> Plan:
+        plan = Plan.from_list(stored, (*CATALOGUE, *PLANTS))
+        alone = world is None or world.size == 1 or Slot.LAYOUT in plan
+        return plan if alone else plan.with_(DDP())
+
+    known = job_facts(job_of(Plan(), None, None), architecture, world)
+    return Bench(job_of, read, known, folder)
 
 
 class Here:
@@ -169,4 +207,4 @@ class Here:
 
     def __call__(self, orders: Sequence[Order]) -> list[Answer]:
         self.orders += orders
-        return [obey(self.bench, order.to_dict()) for order in orders]
+        return [together([obey(self.bench, order.to_dict())]) for order in orders]

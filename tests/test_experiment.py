@@ -80,7 +80,7 @@ def recipe(sums: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rec
     path.write_text(json.dumps({"arms": told, "log": str(tmp_path / "log")}))
     (tmp_path / "log").write_text("")
 
-    def table(at: Path, environ: Any, folder: Path, device: str, meter: Any) -> Table:
+    def table(at: Path, environ: Any, folder: Path, device: str, meter: Any, ranks: Any) -> Table:
         assert at.is_file()
         return Table(path, environ, folder, 10_000, 2, ENTRY)
 
@@ -116,7 +116,7 @@ def test_its_report_has_what_the_page_expects(recipe: Recipe) -> None:
     assert [arm["ratio"]["median"] for arm in found["arms"]] == pytest.approx([1, 1, 1.5, 1.5, 1.8])
     assert set(found["design"]) == {
         *("rounds", "steps", "warmup", "seed", "builds", "seconds", "budget_seconds"),
-        *("grouping", "dropped", "resumed", "redone_rounds"),
+        *("grouping", "dropped", "resumed", "redone_rounds", "ranks"),
     }
     assert all(len(arm["foreign_load"]) == 4 for arm in found["arms"])
 
@@ -172,8 +172,6 @@ def test_where_nothing_pays_nothing_is_kept(recipe: Recipe) -> None:
 
 
 def test_what_cannot_be_compared_is_refused_in_a_sentence(recipe: Recipe, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="nproc"):
-        ablate(recipe.model_copy(update={"nproc": 2}))
     with pytest.raises(InputError, match="nothing to compare"):
         ablate(recipe.model_copy(update={"plan": []}))
     with pytest.raises(InputError, match="nothing to compare"):
@@ -196,3 +194,45 @@ def test_arms_start_with_the_recipe_s_transport_as_a_training_does() -> None:
     known = job_facts(language_job())
     found = experiment.environment(Plan(()), known, {"GLOO_SOCKET_IFNAME": "eth0"})
     assert found == {"OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "eth0"}
+
+
+def test_arms_of_two_ranks_have_the_ranks_own_layout_as_their_baseline(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    two = recipe.model_copy(update={"nproc": 2, "plan": ["packed", "ddp"]})
+    found = read_report(ablate(two, design=DESIGN))
+    assert found["design"]["ranks"] == 2
+    assert [arm["techniques"] for arm in found["arms"]] == [[], ["packed"]]
+    with pytest.raises(InputError, match="nothing to compare"):
+        ablate(two.model_copy(update={"plan": ["ddp"]}))
+    sized = two.model_copy(update={"plan": [{"ddp": {"bucket_cap_mb": 5}}]})
+    before = len(log(tmp_path))
+    assert ablate(sized, design=DESIGN)["arms"][-1]["techniques"] == ["ddp(bucket_cap_mb=5)"]
+    assert len(log(tmp_path)) > before
+
+
+def test_turns_that_would_leave_exchanges_out_are_refused(recipe: Recipe, tmp_path: Path) -> None:
+    apart = recipe.model_copy(update={"nproc": 2, "plan": [{"local_steps": {"every": 6}}]})
+    with pytest.raises(InputError, match=r"exchanges once in 6 steps.*say --steps 6"):
+        ablate(apart, design=DESIGN)
+    assert log(tmp_path) == []
+    ablate(apart, design=Design(rounds=2, steps=12, warmup=1))
+    assert log(tmp_path)
+
+
+def test_an_experiment_starts_its_ranks_itself(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="an experiment starts its own"):
+        ablate(recipe)
+
+
+def test_each_rank_of_an_arm_knows_its_place_and_shares_the_cores(tmp_path: Path) -> None:
+    one, two = (dict(place) for place in experiment.places(2, 4, tmp_path))
+    assert (one["RANK"], two["RANK"]) == ("0", "1")
+    assert one["WORLD_SIZE"] == two["OMP_NUM_THREADS"] == "2"
+    assert one["HASTEN_RENDEZVOUS"] == two["HASTEN_RENDEZVOUS"]
+    assert one["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    assert experiment.places(1, 4, tmp_path) == [{}]

@@ -10,27 +10,35 @@ hasten's own sources. Whatever of these changes makes another experiment.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from hasten.cluster.ranks import places
 from hasten.core import facts
-from hasten.core.facts import Facts
+from hasten.core.facts import Facts, World
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
-from hasten.data.onewriter import one_writer
+from hasten.data.onewriter import alone_in
 from hasten.errors import InputError
-from hasten.evidence.ablation import Design, Kind, Which, plans_of, with_second_baseline
+from hasten.evidence.ablation import (
+    Design,
+    Kind,
+    Which,
+    check_turns,
+    plans_of,
+    with_second_baseline,
+)
+from hasten.evidence.budget import expected_gain
 from hasten.evidence.climb import Climb, by_gain, climb
 from hasten.evidence.completion import completed
 from hasten.evidence.controller import Measured, measure_arms, table
 from hasten.evidence.energy import Meter, meter_of_run
 from hasten.evidence.findings import report_of
 from hasten.evidence.record import Record, key_of, source_digest
+from hasten.recipe.build import plan_of
 from hasten.recipe.ceiling import mfu_words
 from hasten.recipe.presets import preset_of
 from hasten.recipe.schema import Recipe, load_recipe
@@ -105,10 +113,10 @@ def ablate(
         also: finds further arguments of `report_of` (guard, invariance, cost) beforehand.
 
     Raises:
-        InputError: an unusable recipe, several ranks, an empty plan, too small a budget.
+        InputError: an unusable recipe, an empty plan, too small a budget.
     """
     audience = audience or Silence()
-    subject = prepared(recipe, audience)
+    subject = prepared(recipe, audience, ranks=True)
     design = design or Design(noise=True, seed=subject.recipe.seed)
     plans, kinds = plans_of(subject.plan, arms, only)
     if design.noise:
@@ -141,7 +149,7 @@ def gradual_optimize(
         title, command, fresh, audience, also, and what is raised: as for `ablate`.
     """
     audience = audience or Silence()
-    subject = prepared(recipe, audience)
+    subject = prepared(recipe, audience, ranks=True)
     design = replace(design or Design(seed=subject.recipe.seed), noise=False)
     plans, kinds = plans_of(subject.plan, "alone")
     techniques: list[Technique] = list(subject.plan)
@@ -177,29 +185,31 @@ def environment(plan: Plan, known: Facts, transport: Mapping[str, str]) -> Mappi
     return {**found, **transport}
 
 
-def expected_gain(plan: Plan, known: Facts) -> float:
-    """How much less a plan is forecast to compute and move, as a logarithm; larger is better.
+def prepared(recipe: Recipe | str | Path, audience: Audience, ranks: bool = False) -> Subject:
+    """The recipe with its data ready, and what is known; ``ranks``: its arms may have several.
 
-    Only for the order in which a budget drops arms: a forecast says nothing of speed.
+    Raises:
+        InputError: an unusable recipe, or several ranks where there may be one alone.
     """
-    total = 0.0
-    for technique in plan:
-        cast = technique.forecast(known)
-        total -= math.log(max(cast.slots * cast.flops * cast.bytes * cast.wire_bytes, 1e-9))
-    return total
-
-
-def prepared(recipe: Recipe | str | Path, audience: Audience) -> Subject:
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(Path(recipe))
-    if recipe.nproc > 1:
-        raise InputError("nproc: arms of one process each are compared; set nproc: 1")
+    if recipe.nproc > 1 and not ranks:
+        raise InputError("nproc: only jobs of one process are measured here; set nproc: 1")
+    if facts.world().size > 1:
+        raise InputError(
+            "several ranks have been started by a launcher, and an experiment starts its own: run "
+            "the command once, and say nproc: N in the recipe"
+        )
 
     def tokenising(done: int, total: int) -> None:
         audience.show(f"tokenising {done:,}/{total:,} records", done / max(total, 1))
 
-    known, plan, material = ready(recipe, audience.tell, tokenising)
-    return Subject(recipe, known, plan, material.note.key, meter_of_run(known))
+    known, plan, material = ready(recipe, audience.tell, tokenising, recipe.nproc)
+    known = replace(known, world=World(size=recipe.nproc))
+    # What ranks have without a technique the baseline has, too: it is no switch.
+    usual = plan_of(recipe.model_copy(update={"plan": []}), known)
+    switches = Plan(t for t in plan if t not in usual.techniques)
+    return Subject(recipe, known, switches, material.note.key, meter_of_run(known))
 
 
 def measured(
@@ -212,11 +222,13 @@ def measured(
 ) -> Measured:
     """The experiment, from its record as far as that goes."""
     recipe, known = subject.recipe, subject.known
+    if recipe.nproc > 1:
+        check_turns(plans, design.steps)
     steps = {"max_steps": design.steps_in_all, "epochs": None, "max_tokens": None}
     resolved = recipe.model_copy(update=steps)
     key = _key(subject, resolved, plans, design)
     folder = Path(recipe.output) / "experiments" / key
-    with _alone(folder, audience):
+    with alone_in(folder, audience.tell):
         if fresh:
             (folder / "record.jsonl").unlink(missing_ok=True)
         (folder / "recipe.yaml").write_text(resolved.to_yaml())
@@ -228,8 +240,9 @@ def measured(
             audience.begin()
             path = folder / "recipe.yaml"
             own = partial(environment, known=known, transport=recipe.transport)
+            ranks = partial(places, recipe.nproc, known.hardware.usable_cores)
             return measure_arms(
-                table(path, own, folder, known.device, meter=subject.meter),
+                table(path, own, folder, known.device, meter=subject.meter, ranks=ranks),
                 plans,
                 design,
                 audience.show,
@@ -255,19 +268,6 @@ def _key(subject: Subject, resolved: Recipe, plans: Mapping[str, Plan], design: 
     )
 
 
-@contextmanager
-def _alone(folder: Path, audience: Audience) -> Iterator[None]:
-    """Hold the experiment's folder: two at once would disturb each other and mix their lines."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with one_writer(folder / "lock", audience.tell):
-            yield
-    except OSError as error:
-        raise InputError(
-            f"output: can't write into {folder}: {error.strerror or error}; choose another folder"
-        ) from error
-
-
 def _report(
     subject: Subject,
     found: Measured,
@@ -285,7 +285,7 @@ def _report(
         versions=known.versions,
         recipe=recipe.model_dump(mode="json"),
         mfu=mfu_words(recipe, known),
-        design=found.design,
+        design=found.design | ({"ranks": recipe.nproc} if recipe.nproc > 1 else {}),
         **further,
     )
     return completed(
@@ -294,7 +294,7 @@ def _report(
         design,
         Path(recipe.output),
         price=recipe.price.to_cost(known.world.size) if recipe.price else None,
-        preset=preset_of(recipe.plan),
+        preset=preset_of(recipe.plan, recipe.nproc),
         data=data_files(recipe),
         energy=subject.meter.source,
     )

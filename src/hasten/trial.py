@@ -5,81 +5,100 @@ descriptors of pipes that carry one JSON object per line. The process builds the
 answers orders, asleep in between, so that arms can take turns on one machine:
 
     {"do": "steps", "count": 4}  ->  {"steps": [{step, loss, tokens, seconds, ...}, ...],
-                                      "compiled": {"graphs": ..., "seconds": ...}}
+                                      "compiled": {"graphs": ..., "seconds": ...}, "apart": false}
     {"do": "evaluate"}           ->  {"held_out_loss": ..., "tokens": ...}
     {"do": "finish"}             ->  {"acted": [...], "samples": [...], "ledger": {...}}
                                       and the process ends
 
 ``graphs`` counts what torch.compile has compiled so far, ``seconds`` what this order's share took.
+An arm on several ranks is such a process for each: started with a rank's variables, they meet, and
+all are given the same orders. ``apart`` says that their steps don't wait for each other.
 """
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hasten.core.technique import Technique
+    from hasten.recipe.schema import Recipe
+    from hasten.sample import Sample
 
 STARTED = time.perf_counter()
+More = Iterable[type["Technique"]]
 
 
-def main(
-    recipe_path: str,
-    plan: str,
-    orders: int,
-    answers: int,
-    more: Iterable[type[Technique]] = (),
-) -> int:
+def main(recipe_path: str, plan: str, orders: int, answers: int, more: More = ()) -> int:
     """Build the arm, then do as told until the orders end.
 
     ``more`` are techniques beside the catalogue's, for an entry of one's own.
     """
+    from hasten.cluster.serving import failure, served
+    from hasten.core import facts
+    from hasten.recipe.build import facts_of
+    from hasten.recipe.schema import load_recipe
+
     with os.fdopen(orders, "r") as inbox, os.fdopen(answers, "w", buffering=1) as outbox:
+
+        def say(answer: dict[str, Any]) -> None:
+            outbox.write(json.dumps(answer) + "\n")
+
         try:
-            arm = Arm(Path(recipe_path), json.loads(plan), more)
-            _say(outbox, {"ready": True, "startup_seconds": arm.session.startup_seconds})
-            for line in inbox:
-                order = json.loads(line)
-                _say(outbox, arm.obey(order))
-                if order["do"] == "finish":
-                    break
+            recipe = load_recipe(Path(recipe_path))
         except Exception as error:  # the controller reports the arm as failed, with the reason
-            _say(outbox, {"failed": f"{type(error).__name__}: {error}"})
+            say(failure(error))
             return 1
-    return 0
+        recipe = recipe.model_copy(update={"plan": json.loads(plan)})
+        meeting = datetime.timedelta(seconds=recipe.link_seconds), recipe.backend
+        return served(
+            facts.world(),
+            lambda: facts_of(recipe).device,
+            meeting,
+            lambda: _serve(recipe, more, inbox, say),
+            say,
+        )
+
+
+def _serve(recipe: Recipe, more: More, inbox: Any, say: Callable[[dict[str, Any]], None]) -> None:
+    arm = Arm(recipe, more)
+    say({"ready": True, "startup_seconds": arm.session.startup_seconds})
+    for line in inbox:
+        order = json.loads(line)
+        say(arm.obey(order))
+        if order["do"] == "finish":
+            return
 
 
 class Arm:
     """A session that trains in pieces."""
 
-    def __init__(
-        self, recipe_path: Path, plan: list[Any], more: Iterable[type[Technique]] = ()
-    ) -> None:
+    def __init__(self, recipe: Recipe, more: More = ()) -> None:
         from hasten.core import facts
         from hasten.core.clock import clock_on
         from hasten.core.session import assemble
         from hasten.core.setup import prepare
         from hasten.core.step import training
-        from hasten.recipe.build import facts_of, job_of, plan_of
+        from hasten.recipe.build import facts_of, job_of, plan_of, requested_plan
         from hasten.recipe.ceiling import meter_of
         from hasten.recipe.material import gather
-        from hasten.recipe.schema import load_recipe
 
         imported = time.perf_counter()
-        recipe = load_recipe(recipe_path).model_copy(update={"plan": plan})
         folder = Path(recipe.output)
         self.material = gather(recipe, folder / "data")
         known = facts_of(recipe, self.material)
         facts.reset_memory_peak(known.device)
         opened = time.perf_counter()
         self.plan = plan_of(recipe, known, more=more)
+        asked = requested_plan(recipe, more)
+        self._switches = [t for t in self.plan if t in asked.techniques]  # less the ranks' layout
         job = job_of(recipe, self.material, known, self.plan)
         place = folder / f"arm-{self.plan.key}"
         self.session = assemble(prepare(job, self.plan, known, place))
@@ -90,7 +109,7 @@ class Arm:
         self._compiling = compiled()[1]
 
     def obey(self, order: dict[str, Any]) -> dict[str, Any]:
-        """The answer to one order."""
+        """The answer to one order; all ranks are given the same."""
         from hasten.core.evaluate import evaluate
 
         if order["do"] == "steps":
@@ -101,7 +120,8 @@ class Arm:
             graphs, seconds = compiled()
             before, self._compiling = self._compiling, seconds
             took = {"graphs": graphs, "seconds": seconds - before}
-            return {"steps": [m.to_dict() for m in found], "compiled": took}
+            apart = self.session.setup.agreement.apart
+            return {"steps": [m.to_dict() for m in found], "compiled": took, "apart": apart}
         if order["do"] == "evaluate":
             return evaluate(self.session).to_dict()
         if order["do"] == "finish":
@@ -112,17 +132,25 @@ class Arm:
         from dataclasses import asdict
 
         from hasten.evidence.ledger import ledger_of
-        from hasten.sample import write_samples
 
-        proofs = [(t.name(), t.probe(self.session)) for t in self.plan]
+        proofs = [(t.name(), t.probe(self.session)) for t in self._switches]
         ledger = ledger_of(self.session)
         self.session.finish()
-        samples = write_samples(self.session, self.material.tokenizer, self.material.held_out)
         return {
             "acted": [{"technique": name, **asdict(proof)} for name, proof in proofs],
-            "samples": [asdict(s) for s in samples],
+            "samples": [asdict(s) for s in self._samples()],
             "ledger": ledger,
         }
+
+    def _samples(self) -> Sequence[Sample]:
+        """Every rank brings its part of the model; the first lets it write."""
+        from hasten.sample import write_samples
+
+        setup = self.session.setup
+        with setup.layout.gather(self.session.model):
+            if not setup.facts.world.is_main:
+                return []
+            return write_samples(self.session, self.material.tokenizer, self.material.held_out)
 
 
 def compiled() -> tuple[int, float]:
@@ -133,10 +161,6 @@ def compiled() -> tuple[int, float]:
     spent = dynamo.calculate_time_spent()  # forward and backward graphs, by torch's own clock
     graphs = dynamo.counters["stats"]["unique_graphs"]
     return int(graphs), float(spent.get("total_wall_time", 0.0))
-
-
-def _say(outbox: Any, answer: dict[str, Any]) -> None:
-    outbox.write(json.dumps(answer) + "\n")
 
 
 if __name__ == "__main__":

@@ -111,10 +111,19 @@ def test_the_articles_plan_puts_their_promises_beside_what_was_measured(
     assert code == 0, out + err
     claims = json.loads((tmp_path / "run" / "report.json").read_text())["claims"]
     said = {c["claimed"]: c for c in claims}
-    assert said["+12 % speed"]["verdict"].startswith("not available yet")
+    assert said["+12 % speed"]["verdict"].startswith("needs several ranks")
     assert said["12.5 -> 18.4 it/s, +47 %"]["verdict"] == "fell short"
     assert any(c["verdict"].startswith("not comparable") for c in claims)
     assert {c["technique"].partition("(")[0] for c in claims} >= {"autocast", "fused_layers"}
+    two = ("--plan", "article", "nproc=2", "--no-guard", "--arms", "alone")
+    code, out, err = hasten("speedup", recipe(tmp_path), *two)
+    assert code == 0, out + err
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    rows = {c["technique"].partition("(")[0]: c for c in report["claims"]}
+    assert (rows["topk"]["claimed"], rows["topk"]["verdict"]) == ("1.12×", "held")
+    assert "the whole plan" in rows
+    assert report["design"]["ranks"] == 2
+    assert "2 ranks in each arm" in out
     code, _, err = hasten("speedup", recipe(tmp_path), "--plan", "articel")
     assert code == 2
     assert "did you mean 'article'" in err

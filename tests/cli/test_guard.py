@@ -89,7 +89,6 @@ def test_what_was_proven_is_not_proven_again_until_something_changes(
     [
         ({"plan": []}, [], "nothing to prove"),
         ({"plan": ["packed"]}, ["--margin", 2], "--margin"),
-        ({"plan": ["packed"]}, ["nproc=2"], "nproc"),
         ({"plan": ["muon"], "held_out": 0}, ["--seeds", 2], "held_out"),
     ],
 )

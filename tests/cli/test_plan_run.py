@@ -114,3 +114,22 @@ def test_a_model_that_was_dealt_out_is_not_predicted_as_if_it_were_replicated(
     assert "(pipeline)" in err
     (run / "recipe.yaml").write_text(text.replace("[autocast]", "[autocast, fsdp2]"))
     assert "zero=3" in hasten("plan", run)[1]
+
+
+def test_an_experiment_s_page_has_the_run_of_its_folder_too(hasten: Hasten, tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", *["NVIDIA H100 80GB HBM3"] * 8)
+    one = {"median": 1.0, "low": 1.0, "high": 1.0}
+    arm = {"name": "baseline", "techniques": [], "tokens_per_second": one, "ratio": one}
+    report = {"schema": 1, "title": "t", "created": "2026-11-21T00:00:00+00:00", "command": "c"}
+    report |= {"arms": [{**arm, "verdict": "baseline"}], "recipe": {"model": "m"}, "seed": 0}
+    report |= {"hardware": {}, "versions": {}}
+    (run / "report.json").write_text(json.dumps(report))
+    code, _, err = hasten("report", run)
+    assert code == 0, err
+    page = (run / "report.html").read_text()
+    assert "Predicted and measured" in page
+    rows = json.loads((run / "report.json").read_text())["predicted"]["rows"]
+    assert tuple(row["name"] for row in rows) == TERMS
+    assert [row["within"] is None for row in rows] == [False] * 3 + [True] * 3
+    (run / "metrics.jsonl").unlink()  # no run any more: nothing is made up, and nothing is lost
+    assert hasten("report", run)[0] == 0

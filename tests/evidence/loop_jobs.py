@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+# A child that spins until the process that started it has gone.
+SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
 
 
 def slow() -> Callable[[], tuple[int, float]]:
@@ -58,3 +65,11 @@ def wordy() -> Callable[[], str]:
 
 def nothing() -> None:
     return None
+
+
+def spinning(note: str) -> Callable[[], int]:
+    """A thread and a process that never rest; ``note`` is told the numbers of both processes."""
+    child = subprocess.Popen([sys.executable, "-c", SPIN])
+    threading.Thread(target=lambda: [None for _ in iter(int, 1)], daemon=True).start()
+    Path(note).write_text(f"{os.getpid()} {child.pid}")
+    return lambda: 10

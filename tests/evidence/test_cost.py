@@ -134,11 +134,14 @@ def test_the_articles_table_says_what_is_missing_measured_and_not_comparable(
     rows = {r["claimed"]: r for r in preset_claims(preset("article"), report)}
     compression = rows["+12 % speed"]
     assert compression["measured"] == "not measured"
-    assert compression["verdict"].startswith("not available yet")
+    assert compression["verdict"].startswith("needs several ranks")
     total = rows["12.5 -> 18.4 it/s, +47 %"]
     assert total["technique"] == "the whole plan without gradient compression"
     assert total["verdict"] == "held"  # 1.62 is above 1.47
     assert rows["9.8 -> 6.5 GB"]["measured"] == "0.63×"
+    quality = rows["accuracy 92.3 -> 92.1 %"]
+    assert quality["measured"].startswith("held-out loss ")
+    assert quality["verdict"] == {"not worse": "held"}[report["quality"]["verdict"]]
     assert any(r["verdict"].startswith("not comparable") for r in rows.values())
     assert len(read_report({**report, "claims": list(rows.values())})["claims"]) == len(rows)
 
@@ -177,6 +180,23 @@ def test_an_inconclusive_gain_may_pay_and_no_effect_never_does(report: dict[str,
 
 
 def test_the_articles_total_is_what_their_own_figures_give() -> None:
-    speed, memory = preset("article")["totals"]
+    speed, memory, _ = preset("article")["totals"]
     assert speed["ratio"] == pytest.approx(18.4 / 12.5)
     assert memory["ratio"] == pytest.approx(6.5 / 9.8, rel=1e-3)
+
+
+def test_on_two_ranks_compression_is_a_switch_like_the_others(report: dict[str, Any]) -> None:
+    arm = report["arms"][1]
+    arm["techniques"] = ["topk(dense_share=0.0)"]
+    arm["acted"] = [{"technique": "topk", "acted": True, "evidence": "fewer bytes"}]
+    rows = {r["claimed"]: r for r in preset_claims(preset("article", 2), report)}
+    assert rows["+12 % speed"]["technique"] == "gradient compression"
+    assert rows["+12 % speed"]["measured"].startswith("1.4")
+    assert rows["12.5 -> 18.4 it/s, +47 %"]["technique"] == "the whole plan"
+
+
+def test_quality_that_nobody_measured_is_not_said_to_have_held(report: dict[str, Any]) -> None:
+    report["arms"][-1]["held_out_loss"] = None
+    rows = {r["claimed"]: r for r in preset_claims(preset("article"), report)}
+    row = rows["accuracy 92.3 -> 92.1 %"]
+    assert (row["measured"], row["verdict"]) == ("not measured", "inconclusive")

@@ -1,60 +1,74 @@
-"""Orders to processes: who shares one, and what is known after one has died."""
+"""Orders to processes: who shares one, what ranks say together, what is known after a death."""
 
 from __future__ import annotations
 
-import sys
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hasten.core.plan import Plan
-from hasten.evidence import guard_process
-from hasten.evidence.guard_process import Order, Processes
+from hasten.evidence.crew import ALONE
+from hasten.evidence.guard_process import Order, Processes, together
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.recompute import Recompute
 from hasten.techniques.threads import Threads
 
 # Stands for ``python -m hasten.guarding RECIPE FOLDER ORDERS ANSWERS``.
-FAKE = """#!{python}
+FAKE = """
 import json, os, signal, sys, time
-orders, answers = sys.argv[5], sys.argv[6]
-with open(answers, "a", buffering=1) as out:
-    for order in json.load(open(orders)):
-        if order["do"] == "die":
-            print("last words", flush=True)
-            os._exit(7)
-        if order["do"] == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if order["do"] == "half":
-            out.write('{{"cut')
-            out.flush()
-            os._exit(0)
-        if order["do"] == "hang":
-            time.sleep(60)
-        out.write(json.dumps({{"pid": os.getpid(), "variable": os.environ.get("X")}}) + "\\n")
+inbox, outbox = os.fdopen(int(sys.argv[-2])), os.fdopen(int(sys.argv[-1]), "w", buffering=1)
+rank = os.environ.get("PLACE", "")
+def say(**found):
+    outbox.write(json.dumps(found) + "\\n")
+if os.environ.get("X") == "never ready":
+    sys.exit("no such data")
+say(ready=True)
+for line in inbox:
+    order = json.loads(line)
+    here = order.get("on", rank) == rank
+    if order["do"] == "die" and here:
+        print("last words", flush=True)
+        os._exit(7)
+    if order["do"] == "killed" and here:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if order["do"] == "half" and here:
+        outbox.write('{"cut')
+        outbox.flush()
+        os._exit(0)
+    if order["do"] == "hang" and here:
+        time.sleep(60)
+    if order["do"] == "refuse" and here:
+        say(refused="not with this plan")
+        continue
+    say(pid=os.getpid(), variable=os.environ.get("X"), rank=rank, error=0.5 if rank == "1" else 0.1)
 """
 
 
 @pytest.fixture
-def performs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    fake = tmp_path / "python"
-    fake.write_text(FAKE.format(python=sys.executable))
-    fake.chmod(0o755)
-    monkeypatch.setattr(guard_process.sys, "executable", str(fake))
-
+def performs(tmp_path: Path) -> Any:
     def environ(plan: Plan) -> dict[str, str]:
         return {"X": "threads" if "threads" in str(plan) else "plain"}
 
-    def perform(*orders: Order, patience: float = 30.0) -> list[dict[str, Any]]:
-        processes = Processes(tmp_path / "recipe.yaml", tmp_path / "guard", environ, patience)
-        return processes(orders)
+    def places(folder: Path) -> Sequence[Mapping[str, str]]:
+        assert folder.is_dir()
+        return [{"PLACE": "0"}, {"PLACE": "1"}]
+
+    def perform(
+        *orders: Order, patience: float = 30.0, ranks: int = 1, variable: str | None = None
+    ) -> list[dict[str, Any]]:
+        wanted = environ if variable is None else lambda plan: {"X": variable}
+        meet = places if ranks > 1 else lambda folder: ALONE
+        recipe, folder = tmp_path / "recipe.yaml", tmp_path / "guard"
+        return Processes(recipe, folder, wanted, patience, meet, ("-c", FAKE))(orders)
 
     return perform
 
 
-def order(do: str = "go", *techniques: Any) -> Order:
-    return Order(do, Plan(), Plan(techniques))
+def order(do: str = "go", *techniques: Any, alone: bool = False, **details: Any) -> Order:
+    return Order(do, Plan(), Plan(techniques), details, alone)
 
 
 def test_plans_that_differ_in_what_a_process_keeps_have_processes_of_their_own(
@@ -83,3 +97,48 @@ def test_an_order_that_ends_the_process_is_told_from_the_others(
 def test_a_process_that_hangs_is_ended(performs: Any) -> None:
     (found,) = performs(order("hang"), patience=0.5)
     assert "hangs" in found["failed"]
+
+
+def test_an_order_that_is_refused_costs_no_process(performs: Any) -> None:
+    before, refused, after = performs(order(), order("refuse"), order())
+    assert refused == {"failed": "not with this plan"}
+    assert before["pid"] == after["pid"]
+
+
+def test_processes_that_never_get_ready_answer_every_order_with_the_reason(performs: Any) -> None:
+    found = performs(order(), order(), variable="never ready")
+    assert [answer["failed"] for answer in found] == [
+        "the process ended with code 1: no such data"
+    ] * 2
+
+
+def test_ranks_are_given_the_same_orders_and_some_are_one_process_s(performs: Any) -> None:
+    alone, shared, again = performs(order(alone=True), order(), order(alone=True), ranks=2)
+    assert alone["rank"] == again["rank"] == ""
+    assert alone["pid"] == again["pid"]
+    assert (shared["rank"], shared["error"]) == ("1", 0.5)  # the rank that is furthest off
+
+
+@pytest.mark.parametrize("do", ["die", "killed"])
+def test_a_rank_that_ends_is_named_and_the_rest_goes_on_in_fresh_ranks(
+    performs: Any, do: str
+) -> None:
+    before, dead, after = performs(order(), order(do, on="1"), order(), ranks=2)
+    assert dead["failed"].startswith("rank 1: the process ended with code ")
+    assert before["pid"] != after["pid"]
+
+
+def test_what_one_rank_refuses_is_refused() -> None:
+    assert together([{"error": 0.0}, {"refused": "why"}]) == {"failed": "why"}
+
+
+def test_weights_of_all_ranks_count_and_a_part_has_no_error_of_its_own() -> None:
+    first = {"losses": ["0x1p+0"], "weights": "aa"}
+    assert together([first, {**first, "weights": "ab"}])["weights"] == ["aa", "ab"]
+    whole = {"error": 0.2, "worst": 0.3, "loss_error": 0.0, "ranks": 2}
+    assert together([whole, {"ranks": 2}]) == whole
+
+
+def test_an_error_that_is_not_a_number_is_the_furthest_off() -> None:
+    assert math.isnan(together([{"error": 9.0}, {"error": math.nan}])["error"])
+    assert together([{"change": 0.0}, {"change": 1.0, "document": 3}])["document"] == 3

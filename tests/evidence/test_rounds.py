@@ -73,3 +73,23 @@ def test_unlike_steps_do_not_add_to_the_noise_between_two_copies() -> None:
         paired.append(found["b"] / found["a"])
         unpaired.append(statistics.median(two) / statistics.median(one))
     assert statistics.stdev(paired) < 0.85 * statistics.stdev(unpaired)
+
+
+def test_ranks_that_train_apart_are_worth_their_whole_turn() -> None:
+    base = turn([100.0, 100.0, 100.0, 100.0])  # a second each
+    apart = turn([200.0, 200.0, 200.0, 40.0]) | {"seconds": 4.0}  # the last one waits for all
+    found = rates({"base": base, "apart": apart})
+    assert found["apart"] / found["base"] == pytest.approx(1.0)
+    assert found["base"] == pytest.approx(100.0)
+
+
+@given(st.lists(st.tuples(speeds, speeds), min_size=1, max_size=9), st.floats(0.1, 10))
+def test_a_turn_of_its_own_length_is_compared_by_that_length(
+    pairs: list[tuple[float, float]], factor: float
+) -> None:
+    base = [rate for rate, _ in pairs]
+    seconds = factor * math.fsum(100 / rate for rate in base)
+    apart = turn([rate for _, rate in pairs]) | {"seconds": seconds}
+    found = rates({"base": turn(base), "apart": apart, "again": turn(base)})
+    assert found["apart"] / found["base"] == pytest.approx(1 / factor, rel=1e-9)
+    assert found["again"] == pytest.approx(found["base"])

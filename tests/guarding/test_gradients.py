@@ -133,6 +133,6 @@ def test_the_loss_is_that_of_the_tokens_asked_for_and_not_of_a_whole_step() -> N
 
 def test_an_order_that_fails_is_answered_with_its_reason(tmp_path: Path) -> None:
     proof = bench(tmp_path)
-    assert "FileNotFoundError" in obey(proof, {"do": "gradient"})["failed"]
-    assert "unknown order" in obey(proof, {"do": "dance"})["failed"]
-    assert "no technique is called" in obey(proof, {"do": "leak", "plan": ["x"]})["failed"]
+    assert "FileNotFoundError" in obey(proof, {"do": "gradient"})["refused"]
+    assert "unknown order" in obey(proof, {"do": "dance"})["refused"]
+    assert "no technique is called" in obey(proof, {"do": "leak", "plan": ["x"]})["refused"]

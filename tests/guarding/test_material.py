@@ -46,6 +46,13 @@ def test_of_a_large_model_as_many_layers_as_fit_are_taken() -> None:
     assert taken * BYTES <= 100e9 * SHARE < (taken + each) * BYTES
 
 
+def test_ranks_on_a_processor_share_its_memory() -> None:
+    known = replace(KNOWN, model=SEVEN)
+    alone, two = (limits_of(known, memory=200e9, ranks=n).layers for n in (1, 2))
+    assert two == limits_of(known, memory=100e9).layers
+    assert alone is None or (two is not None and alone > two)
+
+
 def test_a_machine_too_small_for_one_layer_is_told() -> None:
     with pytest.raises(InputError, match="larger machine"):
         limits_of(replace(KNOWN, model=SEVEN), memory=8e9)

@@ -99,16 +99,19 @@ def test_a_mistyped_key_in_the_recipe_s_own_price_has_a_hint() -> None:
         recipe(price={"curency": "CNY", "per_device_hour": 1})
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", names())
-def test_a_preset_is_a_plan_of_techniques_that_exist_or_says_what_is_missing(name: str) -> None:
-    data = preset(name)
-    plan = Plan.from_list(entries_of(name), CATALOGUE)
+def test_a_preset_is_a_plan_of_techniques_that_exist_or_says_what_is_missing(
+    name: str, ranks: int
+) -> None:
+    data = preset(name, ranks)
+    plan = Plan.from_list(entries_of(name, ranks), CATALOGUE)
     assert len(plan) == sum("technique" in switch for switch in data["switches"])
     for switch in data["switches"]:
         assert ("technique" in switch) != ("missing" in switch)
         assert switch["claims"]
-    assert recipe(plan=name).plan == entries_of(name)
-    assert preset_of(recipe(plan=name).plan) == data
+    assert recipe(plan=name, nproc=ranks).plan == entries_of(name, ranks)
+    assert preset_of(recipe(plan=name, nproc=ranks).plan, ranks) == data
 
 
 def test_the_articles_preset_says_their_four_figures_and_repeats_no_other() -> None:
@@ -119,6 +122,13 @@ def test_the_articles_preset_says_their_four_figures_and_repeats_no_other() -> N
         for claim in claimed.get(switch.get("technique", ""), ()):
             same = [c["ratio"] for c in switch["claims"] if c["metric"] == claim.metric]
             assert same == [claim.ratio]
+
+
+def test_compression_joins_the_articles_plan_where_there_are_ranks() -> None:
+    alone, two = (Plan.from_list(entries_of("article", n), CATALOGUE) for n in (1, 2))
+    assert [t.name() for t in set(two) - set(alone)] == ["topk"]
+    resolved = recipe(plan="article", nproc=2, checkpoint_every=5).plan
+    assert {"topk": {"ratio": 0.05, "dense_share": 0.0}} in resolved
 
 
 def test_an_unknown_preset_has_a_hint() -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import hasten
 from hasten.cli.arguments import writable
 from hasten.cli.display import Display
 from hasten.cli.main import FAILED
+from hasten.cluster.ranks import places
 from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
@@ -24,10 +26,9 @@ from hasten.evidence.guard import GuardDesign, guard_report
 from hasten.evidence.guard_process import Processes
 from hasten.evidence.guard_rows import failures
 from hasten.evidence.record import key_of, source_digest
-from hasten.experiment import Subject
+from hasten.experiment import Subject, prepared
 from hasten.recipe.build import batch_of
 from hasten.recipe.schema import Recipe, load_recipe
-from hasten.run import ready
 
 STEPS = 50  # of a training with a seed, where --tokens says nothing
 Rows = dict[str, list[dict[str, Any]]]
@@ -46,12 +47,12 @@ def guard(
         raise InputError(f"--margin is {margin}; give a share above 0 and below 1, such as 0.01")
     writable("--json", json_out)
     design = GuardDesign(seeds=seeds, tokens=tokens, margin=margin)
-    recipe = load_recipe(path, overrides)
     with Display() as display:
-        known, plan, material = ready(recipe, display.tell)
-        if not len(plan):
+        subject = prepared(load_recipe(path, overrides), display, ranks=True)
+        recipe, known, plan = subject.recipe, subject.known, subject.plan
+        if not len(plan) and recipe.nproc == 1:
             raise InputError("plan: there is nothing to prove; list techniques under plan")
-        found = guarded(recipe, known, plan, material.note.key, design, display.tell)
+        found = guarded(recipe, known, plan, subject.data_key, design, display.tell)
     if json_out is not None:
         json_out.write_text(json.dumps(found, indent=1))
     show(found)
@@ -73,10 +74,8 @@ def guarded(
     before counts.
 
     Raises:
-        InputError: the recipe asks for several ranks, or for seeds with nothing held out.
+        InputError: the recipe asks for seeds with nothing held out.
     """
-    if recipe.nproc > 1:
-        raise InputError("nproc: the guard's proofs run in one process each; set nproc: 1")
     lossy = any(t.fidelity is Fidelity.LOSSY for t in plan)
     if design.seeds and lossy and recipe.held_out == 0:
         raise InputError("held_out: seeds are compared by the held-out loss; hold records out")
@@ -93,10 +92,12 @@ def guarded(
     resolved.write_text(recipe.to_yaml())
 
     def environ(plan: Plan) -> Mapping[str, str]:
-        return {"OMP_WAIT_POLICY": "PASSIVE"} | plan.environ(known)
+        return {"OMP_WAIT_POLICY": "PASSIVE"} | plan.environ(known) | dict(recipe.transport)
 
+    ranks = partial(places, recipe.nproc, known.hardware.usable_cores)
+    perform = Processes(resolved, folder, environ, ranks=ranks)
     try:
-        found = guard_report(plan, Processes(resolved, folder, environ), design, tell)
+        found = guard_report(plan, perform, design, tell, recipe.nproc)
         temporary = kept.with_suffix(".new")
         temporary.write_text(json.dumps(found, indent=1))
         temporary.replace(kept)

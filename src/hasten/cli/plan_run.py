@@ -21,6 +21,7 @@ from hasten.search.predict import predict
 
 LINK = 10e9  # bytes/s between ranks of a processor: through memory
 RATES = ("ceiling.json",)  # files of hasten bench that a run may have kept
+UNCALIBRATED = "fitted to published measurements of GPUs; --calibrate RUN fits to this machine"
 
 
 def is_run(name: str) -> bool:
@@ -35,15 +36,35 @@ def closed(
     stack: str | None = None,
 ) -> str:
     """The table: each term predicted and measured, and whether it lies in its interval."""
+    head, terms = _closing(folder, cluster, calibration, stack)
+    shown = aligned(closing.table(terms))
+    return f"{head}\n{shown}" + ("" if calibration else f"\n{UNCALIBRATED}")
+
+
+def predicted_section(folder: Path) -> dict[str, Any] | None:
+    """The same for ``report.predicted``; None where the folder holds no run to predict."""
+    if not is_run(str(folder)):
+        return None
+    try:
+        head, terms = _closing(folder, machine_of(folder))
+    except InputError:
+        return None
+    rows = [dataclasses.asdict(term) for term in terms]
+    return {"text": f"{head}; {UNCALIBRATED}", "rows": rows}
+
+
+def _closing(
+    folder: Path,
+    cluster: Cluster,
+    calibration: Calibration | None = None,
+    stack: str | None = None,
+) -> tuple[str, list[closing.Term]]:
     run = own_run(folder, cluster)
     rows = Layouts.of([run.layout])
     told = predict(run.architecture, run.cluster, run.job, rows, calibration, stack)
     one = candidate(told, rows, 0, run.cluster, run.job)
-    shown = aligned(closing.table(closing.closing(one, folder)))
     head = f"{folder}, {words(run.layout)}: predicted as it ran on {run.cluster.device.name}"
-    if calibration is None:
-        shown += "\nfitted to published measurements of GPUs; --calibrate RUN fits to this machine"
-    return f"{head}\n{shown}"
+    return head, closing.closing(one, folder)
 
 
 def machine_of(folder: Path) -> Cluster:

@@ -41,7 +41,7 @@ def regress(
         print(line)
     with Display() as display:
         kinds: dict[str, Any] = dict(bundle.kinds)
-        found = measured(prepared(recipe, display), plans, kinds, design, True, display)
+        found = measured(prepared(recipe, display, ranks=True), plans, kinds, design, True, display)
     before = {name: bundle.measured[name] for name in plans}
     result = changes(before, measurements(found.arms), margin)
     print(table(result))

@@ -141,6 +141,8 @@ def design_line(design: dict[str, Any]) -> str:
         f"{design['rounds']} rounds of {design['steps']} steps in {duration(design['seconds'])}",
         design["grouping"],
     ]
+    if design.get("ranks"):
+        words.append(f"{design['ranks']} ranks in each arm")
     if design["builds"] > 1:
         words.append(f"{design['builds']} builds of each arm")
     if design["redone_rounds"]:

@@ -129,6 +129,19 @@ def rank_environment(rank: int, count: int, place: Path, threads: int) -> dict[s
     )
 
 
+def places(count: int, cores: int, folder: Path) -> list[dict[str, str]]:
+    """What tells each of some ranks its place, which may be stopped between two exchanges.
+
+    They meet in the folder, which has to be new, and share the cores. A single rank needs nothing.
+    """
+    if count == 1:
+        return [{}]
+    # NCCL's monitor would take ranks that are stopped for ranks that hang.
+    stopped = {"TORCH_NCCL_ENABLE_MONITORING": "0"}
+    threads = max(1, cores // count)
+    return [rank_environment(rank, count, folder, threads) | stopped for rank in range(count)]
+
+
 def _start_rank(
     arguments: Sequence[str], rank: int, environment: Mapping[str, str], log: Path
 ) -> subprocess.Popen[bytes]:

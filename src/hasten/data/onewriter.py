@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hasten.errors import InputError
+
 # What a file system without locks answers. Writing is atomic without them too, only done twice.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
@@ -40,6 +42,23 @@ def one_writer(path: Path, tell: Callable[[str], None] = lambda text: None) -> I
     finally:
         path.unlink(missing_ok=True)
         os.close(handle)
+
+
+@contextmanager
+def alone_in(folder: Path, tell: Callable[[str], None]) -> Iterator[None]:
+    """Hold the folder of an experiment: two at once would disturb each other and mix their lines.
+
+    Raises:
+        InputError: it can't be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with one_writer(folder / "lock", tell):
+            yield
+    except OSError as error:
+        raise InputError(
+            f"output: can't write into {folder}: {error.strerror or error}; choose another folder"
+        ) from error
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from hasten.core.plan import Plan, did_you_mean
+from hasten.core.slot import Slot
 from hasten.errors import InputError
 
 Kind = Literal["baseline", "again", "alone", "left out", "ladder", "all", "other"]
@@ -177,3 +178,18 @@ def with_second_baseline(
         {base: plan, AGAIN: plan, **dict(rest)},
         {base: "baseline", AGAIN: "again", **{n: kinds.get(n, "other") for n, _ in rest}},
     )
+
+
+def check_turns(plans: Mapping[str, Plan], steps: int) -> None:
+    """A turn has to hold as many steps as pass between two exchanges of ranks that train apart.
+
+    Raises:
+        InputError: most turns would hold no exchange, and what it costs would not be seen.
+    """
+    for technique in {t for plan in plans.values() for t in plan if t.slot is Slot.WIRE}:
+        every = technique.settings().get("every")
+        if isinstance(every, int) and steps % every:
+            raise InputError(
+                f"steps: {technique.name()} exchanges once in {every} steps, which most turns of "
+                f"{steps} would leave out; say --steps {every}"
+            )

@@ -19,6 +19,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hasten.core.facts import Facts
+from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.evidence.ablation import Kind
 
@@ -91,6 +93,18 @@ def require(seconds: float, spent: float, rest: float) -> None:
             f"budget: {words(seconds)} is too short: two rounds of the baseline and the plan take "
             f"about {words(spent + rest)} on this job and machine"
         )
+
+
+def expected_gain(plan: Plan, known: Facts) -> float:
+    """How much less a plan is forecast to compute and move, as a logarithm; larger is better.
+
+    Only for the order in which a budget drops arms: a forecast says nothing of speed.
+    """
+    total = 0.0
+    for technique in plan:
+        cast = technique.forecast(known)
+        total -= math.log(max(cast.slots * cast.flops * cast.bytes * cast.wire_bytes, 1e-9))
+    return total
 
 
 def choose(

@@ -25,6 +25,7 @@ from hasten.core import facts, processes
 from hasten.core.plan import Plan
 from hasten.evidence import grouping
 from hasten.evidence.ablation import Arm, Design, Kind
+from hasten.evidence.crew import ALONE
 from hasten.evidence.energy import Meter
 from hasten.evidence.record import Event, Record
 from hasten.evidence.rounds import Rounds, arms_of
@@ -47,14 +48,19 @@ def table(
     device: str = "cpu",
     entry: Sequence[str] = ENTRY,
     meter: Meter | None = None,
+    ranks: Callable[[Path], Sequence[Mapping[str, str]]] = lambda folder: ALONE,
 ) -> Table:
-    """The table on this machine: its cores, and the memory of the device as far as it is free."""
+    """The table on this machine: its cores, and the memory of the device as far as it is free.
+
+    Arms tell how much their neediest rank uses. Ranks share a processor's memory, and have an
+    accelerator each.
+    """
     here = facts.hardware()
-    memory = processes.available_bytes(here.memory_limit_bytes)
+    memory = processes.available_bytes(here.memory_limit_bytes) // len(ranks(folder))
     if not device.startswith("cpu"):
         memory = min((gpu.memory_bytes for gpu in here.accelerators), default=memory)
     joules = Meter("none").read if meter is None else meter.read
-    return Table(recipe, environ, folder, memory, here.usable_cores, entry, joules)
+    return Table(recipe, environ, folder, memory, here.usable_cores, entry, joules, ranks)
 
 
 def measure_arms(

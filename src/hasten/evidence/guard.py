@@ -5,9 +5,9 @@
               the weights by the same gradients
     LOSSY     held-out loss at equal tokens over paired seeds, not worse by more than the margin
 
-and for the plan as a whole its invariances: another cut into micro-batches, other rows, changed
-neighbours in a row must leave loss and gradient what they are. Where the plan fails, techniques
-are left out one at a time until it is known which of them is to blame.
+and for the plan as a whole its invariances: another cut into micro-batches, other rows, records
+dealt to ranks, changed neighbours in a row must leave loss and gradient what they are. Where the
+plan fails, techniques are left out one at a time until it is known which of them is to blame.
 
 Each proof is an order to a process apart (`hasten.guarding`); this module decides which are needed
 and what the answers mean. What a proof doesn't show stands in ``docs/guard.md``.
@@ -53,11 +53,12 @@ def guard_report(
     perform: Perform,
     design: GuardDesign | None = None,
     tell: Tell = lambda text: None,
+    ranks: int = 1,
 ) -> dict[str, list[dict[str, Any]]]:
-    """The lists for ``report.invariance`` and ``report.guard``."""
+    """The lists for ``report.invariance`` and ``report.guard``, of a job on so many ranks."""
     design = design or GuardDesign()
     tell("guard: gradients against float64, documents against each other, losses bit by bit")
-    gradients = Gradients(plan, perform)
+    gradients = Gradients(plan, perform, ranks)
     answers = gradients.make(exact_orders(plan, design.steps))
     rows: list[Owed] = gradients.owed()
     rows += exact_rows(plan, answers, perform, design.steps)

@@ -1,7 +1,8 @@
 """What one step of a plan shows: gradients against float64, leaks, an optimizer's move.
 
 Every layout of the plan is held against the same reference, the bare job in float64 record by
-record, so each is compared with each. Where the plan fails, techniques are left out one at a time:
+record, so each is compared with each. On a job of several ranks the plan's layouts run on all of
+them, and the plan once in one process. Where the plan fails, techniques are left out one at a time:
 those without which it passes are to blame.
 """
 
@@ -13,7 +14,9 @@ from typing import Any
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Technique
-from hasten.evidence.guard_process import Answer, Order, Perform
+from hasten.evidence.crew import Answer
+from hasten.evidence.guard_process import Order, Perform
+from hasten.evidence.guard_ranks import ONE_PROCESS, split_row, wire_row
 from hasten.evidence.guard_rows import (
     LEAK_FLOAT32,
     LEAK_HALF,
@@ -34,17 +37,22 @@ LAYOUTS = {  # name -> (what it is in words, cut, rows as without a technique)
     "padded": ("rows padded, whatever the plan's collator", "whole", True),
 }
 
+LATER = 3  # step: DDP forms its buckets anew after the first, and a wire may begin with the next
+
 
 class Gradients:
     """What one step shows: gradients of several layouts, leaks, the optimizer's move."""
 
-    def __init__(self, plan: Plan, perform: Perform) -> None:
-        self.plan, self._perform = plan, perform
+    def __init__(self, plan: Plan, perform: Perform, ranks: int = 1) -> None:
+        self.plan, self._perform, self.ranks = plan, perform, ranks
         # An adapter decides which parameters there are, so the reference has it too.
         self.base = Plan(t for t in plan if t.slot is Slot.ADAPTER)
-        apart = (Slot.ADAPTER, Slot.PRECISION, Slot.OPTIMIZER)
+        apart = (Slot.ADAPTER, Slot.PRECISION, Slot.OPTIMIZER, Slot.WIRE)
         rounding = [t for t in plan if t.fidelity is not Fidelity.LOSSY]
         self.close = self.base.with_(*(t for t in rounding if t.slot not in apart))
+        self.single = Plan(t for t in self.close if t.slot is not Slot.LAYOUT)  # for one process
+        wires = [t for t in rounding if t.slot is Slot.WIRE]
+        self.wire = next((t for t in wires if t.fidelity is Fidelity.ROUNDING), None)
         self.precision = next((t for t in rounding if t.slot is Slot.PRECISION), None)
         self.optimizer = next((t for t in rounding if t.slot is Slot.OPTIMIZER), None)
         self.without_precision = Plan(t for t in plan if t.slot is not Slot.PRECISION)
@@ -68,11 +76,16 @@ class Gradients:
         return answers[len(orders) :]
 
     def _orders(self) -> dict[str, Order]:
-        orders = {"reference": self._order("reference", self.base)}
-        orders["bare"] = self._gradient(self.base, "whole")
+        orders = {"reference": self._order("reference", self.base, alone=True)}
+        orders["bare"] = self._gradient(self.base, "whole", alone=True)
         orders |= {name: self._gradient(self.close, name) for name in self.layouts}
+        if self.ranks > 1:
+            orders["single"] = self._gradient(self.single, "planned", alone=True)
+        if self.ranks > 1 and self.wire is not None:
+            orders["wire"] = self._gradient(self.close.with_(self.wire), "planned", step=LATER)
         if self.precision is not None:
-            orders["half bare"] = self._gradient(self.base.with_(self.precision), "whole")
+            bare = self.base.with_(self.precision)
+            orders["half bare"] = self._gradient(bare, "whole", alone=True)
             orders["half"] = self._gradient(self.close.with_(self.precision), "planned")
         orders["leak"] = self._order("leak", self.without_precision)
         if Slot.PRECISION in self.plan:
@@ -80,16 +93,16 @@ class Gradients:
             orders["half leak"] = self._order("leak", self.plan)
             orders["half leak bare"] = self._order("leak", alone)  # rows apart: rounding alone
         if self.optimizer is not None:
-            with_it = self.close.with_(self.optimizer)
-            orders["update"] = self._order("update", with_it, without=self.close.to_list())
+            with_it, without = self.single.with_(self.optimizer), self.single.to_list()
+            orders["update"] = self._order("update", with_it, alone=True, without=without)
         return orders
 
-    def _order(self, do: str, plan: Plan, **details: Any) -> Order:
-        return Order(do, plan, self.plan, details)
+    def _order(self, do: str, plan: Plan, alone: bool = False, **details: Any) -> Order:
+        return Order(do, plan, self.plan, details, alone and self.ranks > 1)
 
-    def _gradient(self, plan: Plan, layout: str) -> Order:
+    def _gradient(self, plan: Plan, layout: str, alone: bool = False, step: int = 1) -> Order:
         _, cut, padded = LAYOUTS[layout]
-        return self._order("gradient", plan, cut=cut, padded=padded)
+        return self._order("gradient", plan, alone, cut=cut, padded=padded, step=step)
 
     def _ask(self, orders: dict[str, Order]) -> None:
         if orders:
@@ -149,8 +162,7 @@ class Gradients:
         """The lines of the plan as a whole."""
         rows = [self._layout_row(name) for name in self.layouts]
         rows += [self._leak_row(name) for name in ("leak", "half leak") if name in self.found]
-        text = "one process ran; the sums over ranks are not looked at here"
-        return [*rows, Invariance("split over ranks", "not tested", None, None, text)]
+        return [*rows, split_row(self.ranks, self.found, self.bound)]
 
     def _layout_row(self, name: str) -> Invariance:
         what, answer = LAYOUTS[name][0], self.found[name]
@@ -203,12 +215,14 @@ class Gradients:
             rows.append(self._precision(self.precision))
         if self.optimizer is not None and self.optimizer.fidelity is Fidelity.ROUNDING:
             rows.append(self._moved(self.optimizer))
+        if self.wire is not None:
+            rows.append(wire_row(self.wire, self.ranks, self.found, self.bound))
         return rows
 
     def _rounding(self, technique: Technique) -> Owed:
         test = "gradient of one step against float64, the plan's other techniques beside it"
-        if technique.slot in (Slot.LAYOUT, Slot.WIRE):
-            return owed(technique, test, "not tested", "needs several ranks, and one process ran")
+        if technique.slot is Slot.LAYOUT and self.ranks == 1:
+            return owed(technique, test, "not tested", ONE_PROCESS)
         answers = {n: self.found[n] for n in ("planned", "half") if n in self.found}
         failed = next((a["failed"] for a in answers.values() if "failed" in a), None)
         if failed:

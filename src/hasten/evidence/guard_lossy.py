@@ -13,7 +13,8 @@ from functools import partial
 
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity, Technique
-from hasten.evidence.guard_process import Answer, Order, Perform
+from hasten.evidence.crew import Answer
+from hasten.evidence.guard_process import Order, Perform
 from hasten.evidence.guard_rows import Owed, owed
 from hasten.evidence.non_inferiority import NonInferiority, non_inferiority
 

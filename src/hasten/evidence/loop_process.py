@@ -2,7 +2,7 @@
 
 JOB is ``module:function`` or ``script.py:function``, PATHS the caller's ``sys.path`` as JSON, IN
 and OUT are pipes with one JSON object per line, SETTINGS the factory's arguments as JSON. The job
-is built once; then it answers orders:
+is built once; then it answers orders, stopped in between:
 
     {"do": "steps", "count": 4}  ->  {"steps": [[items, seconds, loss or null], ...]}
     {"do": "finish"}             ->  {"peak_memory_bytes": ...} and the process ends
@@ -103,4 +103,7 @@ def _say(outbox: Any, answer: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    from hasten.core.processes import end_with_parent
+
+    end_with_parent()
     sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:]))

@@ -7,6 +7,7 @@ A job is a **factory**: a function without arguments that builds model, optimize
 returns a step function. The step function does one training step and returns how many tokens (or
 items) it did, or a pair (how many, loss). Each job is built in a process of its own, so neither can
 change the other; then they take turns in blocks of steps, in an order drawn anew for each round.
+Who waits for a turn is stopped, with all its threads and what it has started.
 
 A factory is named, never pickled: ``"module:function"``, ``"script.py:function"``, or a function
 that stands at the top level of a module or script (whose file the other process loads under another
@@ -18,22 +19,18 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import os
 import random
-import select
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from hasten.core import facts
 from hasten.errors import InputError
+from hasten.evidence.crew import Crew, CrewFailedError
 from hasten.evidence.report_words import span, words
 from hasten.evidence.statistics import Interval, Verdict, paired_ratio, spread, verdict
 
@@ -173,7 +170,7 @@ def reference(job: Job) -> str:
 
 @dataclass
 class LoopProcess:
-    """One job's process, asleep between its turns."""
+    """One job's process, stopped between its turns (``crew``)."""
 
     name: str
     target: str
@@ -185,21 +182,13 @@ class LoopProcess:
     build_seconds: float | None = None
 
     def __enter__(self) -> LoopProcess:
-        orders, self._orders = os.pipe()
-        self._answers, answers = os.pipe()
         asked = json.dumps(dict(self.settings))
-        arguments = [self.target, json.dumps(sys.path), str(orders), str(answers), asked]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", ENTRY, *arguments],
-            pass_fds=(orders, answers),
-            env=facts.child_environment({"OMP_WAIT_POLICY": "PASSIVE"}),
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-        )
-        os.close(orders)
-        os.close(answers)
-        self._unread = b""
+
+        def arguments(orders: int, answers: int) -> Sequence[str]:
+            given = [self.target, json.dumps(sys.path), str(orders), str(answers), asked]
+            return ["-m", ENTRY, *given]
+
+        self._crew = Crew(arguments, [{"OMP_WAIT_POLICY": "PASSIVE"}], [self.log])
         return self
 
     def __exit__(
@@ -208,62 +197,41 @@ class LoopProcess:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        os.close(self._orders)
-        os.close(self._answers)
-        try:
-            self._process.wait(timeout=0.1 if kind else 5)  # the end of orders lets it leave
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._crew.end(at_once=kind is not None)
 
     def begin(self, warmup: int) -> None:
-        self.build_seconds = self._answer()["seconds"]
+        """Wait until it is built, and let it warm up."""
+        with self._named():
+            self.build_seconds = self._crew.answers(self.patience)[0]["seconds"]
         if warmup:
-            self._ask({"do": "steps", "count": warmup})
+            self.steps(warmup)
 
     def steps(self, count: int) -> list[tuple[float, float, float | None]]:
         """So many steps: items, seconds, loss of each."""
-        return [(i, s, loss) for i, s, loss in self._ask({"do": "steps", "count": count})["steps"]]
+        found = self._ask({"do": "steps", "count": count})["steps"]
+        return [(items, seconds, loss) for items, seconds, loss in found]
 
     def turn(self, count: int) -> None:
+        """Its steps of a round."""
         steps = self.steps(count)
         self.rounds.append(statistics.median(items / seconds for items, seconds, _ in steps))
         self.losses += [loss for *_, loss in steps if loss is not None]
 
     def finish(self) -> Loop:
+        """What was measured; the process ends."""
         peak = self._ask({"do": "finish"})["peak_memory_bytes"]
         return Loop(self.name, tuple(self.rounds), tuple(self.losses), peak, self.build_seconds)
 
-    def _ask(self, order: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        with self._named():
+            return self._crew.ask(order, self.patience)[0]
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
         try:
-            os.write(self._orders, (json.dumps(order) + "\n").encode())
-        except OSError as error:
-            raise LoopFailedError(self._last_words()) from error
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        deadline = time.monotonic() + self.patience
-        while b"\n" not in self._unread:
-            rest = max(deadline - time.monotonic(), 0)
-            if not select.select([self._answers], [], [], rest)[0]:
-                raise LoopFailedError(f"{self.name}: no answer within {self.patience:.0f} s")
-            piece = os.read(self._answers, 1 << 16)
-            if not piece:
-                raise LoopFailedError(self._last_words())
-            self._unread += piece
-        line, _, self._unread = self._unread.partition(b"\n")
-        found: dict[str, Any] = json.loads(line)
-        if "failed" in found:
-            raise LoopFailedError(f"{self.name}: {found['failed']}")
-        return found
-
-    def _last_words(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=5)
-        self.log.seek(0)
-        said = self.log.read().decode(errors="replace").strip().splitlines()
-        why = said[-1] if said else "it said nothing"
-        return f"{self.name}: the process ended with code {self._process.returncode}: {why}"
+            yield
+        except CrewFailedError as error:
+            raise LoopFailedError(f"{self.name}: {error}") from error
 
 
 def _name(target: str) -> str:

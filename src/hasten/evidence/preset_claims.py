@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hasten.evidence.report_words import span
+from hasten.evidence.report_words import span, words
 from hasten.evidence.statistics import Interval, verdict
 
 MEMORY_NOISE = 0.01  # a change of peak memory that nobody should act on
+QUALITY = "quality"  # a claim of any measure of it: here it is the held-out loss
 Row = dict[str, str]
 
 
@@ -32,9 +33,9 @@ def preset_claims(preset: Mapping[str, Any], report: Mapping[str, Any]) -> list[
     ]
     missing = [switch["name"] for switch in preset["switches"] if "missing" in switch]
     name = f"the whole plan{f' without {chr(44).join(missing)}' if missing else ''}"
-    rows += [
-        _row(name, claim, source, *_whole(claim, report["arms"])) for claim in preset["totals"]
-    ]
+    for claim in preset["totals"]:
+        found = _quality(report) if claim["metric"] == QUALITY else _whole(claim, report["arms"])
+        rows.append(_row(name, claim, source, *found))
     for entry in preset.get("not_comparable", ()):
         claim = {"metric": "not one metric", "said": entry["said"]}
         rows.append(_row(entry["name"], claim, source, "not measured", entry["reason"].strip()))
@@ -69,6 +70,17 @@ def _alone(switch: Mapping[str, Any], claim: Mapping[str, Any], arms: Any) -> tu
     measured, word = _whole(claim, [arms[0], arm])
     idle = [row for row in arm.get("acted") or () if row["acted"] is False]
     return measured, "no effect: it did not act" if idle else word
+
+
+def _quality(report: Mapping[str, Any]) -> tuple[str, str]:
+    """The held-out loss of the last arm and the first, by the margin that was fixed before."""
+    found = report.get("quality") or {}
+    losses = [arm.get("held_out_loss") for arm in (report["arms"][0], report["arms"][-1])]
+    if None in losses or not found:
+        return "not measured", "inconclusive"
+    said = " → ".join(words(loss, "loss") for loss in losses)
+    word = {"not worse": "held", "worse": "harmed"}.get(found["verdict"], "inconclusive")
+    return f"held-out loss {said}, one seed", word
 
 
 def _whole(claim: Mapping[str, Any], arms: Any) -> tuple[str, str]:

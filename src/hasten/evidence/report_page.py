@@ -36,7 +36,7 @@ from hasten.evidence.report_rows import (
     steadiness,
     terms,
 )
-from hasten.evidence.report_words import outline, span, words
+from hasten.evidence.report_words import measure, outline, span, words
 
 LARGEST = 490_000  # bytes of the page
 _SAMPLES, _SAMPLE = 6, 2_000  # how many samples the page shows, how many characters of each
@@ -110,7 +110,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     found.filters |= {"words": words, "span": span, "outline": outline, "amount": amount}
-    found.filters |= {"head": head, "priced": priced, "any_known": any_known}
+    found.filters |= {"head": head, "priced": priced, "any_known": any_known, "measure": measure}
     return found
 
 

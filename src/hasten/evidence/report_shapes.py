@@ -54,6 +54,7 @@ _DESIGN = {
     "dropped?": [str],
     "resumed?": bool,
     "redone_rounds?": float,
+    "ranks?": float,
 }
 _INVARIANCE = {"what": str, "verdict": str, "found?": object, "tolerance?": object, "text?": str}
 _GUARD = {
@@ -87,6 +88,18 @@ REPORT: dict[str, Any] = {
     "quality?": {"margin": float, "text": str, "verdict": str},
     "invariance?": [_INVARIANCE],
     "guard?": [_GUARD],
+    "predicted?": {
+        "text?": str,
+        "rows?": [
+            {
+                "name": str,
+                "unit": str,
+                "predicted": float,
+                "measured?": float,
+                "within?": bool,
+            }
+        ],
+    },
     "samples?": [{"prompt": str, "answer": str, "arm": str}],
     "hardware": dict,
     "versions": dict,

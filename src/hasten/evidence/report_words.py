@@ -38,6 +38,14 @@ def words(value: float | None, unit: str) -> str:
     return UNITS[unit](value) if abs(value) < _LARGEST else f"{value:.3g}"
 
 
+def measure(value: float | None, unit: str) -> str:
+    """A number in a unit that a prediction names: s, bytes, or any other behind it."""
+    known = {"s": "seconds", "bytes": "memory"}.get(unit)
+    if known or value is None or not math.isfinite(value):
+        return words(value, known or "amount")
+    return f"{words(value, 'amount')} {unit}"
+
+
 def signed(value: float, places: int) -> str:
     """A change with its sign; one that rounds to nothing has none."""
     text = f"{value:+.{places}f}".replace("-", "−")

@@ -203,17 +203,27 @@ def rates(turns: Mapping[str, Event]) -> dict[str, float]:
     distance from it the median over the steps. Between two arms this is the median of the ratios
     of like steps, so one step that was disturbed does not count, and how unlike the steps are does
     not either. An arm that took other tokens in some step has the median of its own steps.
+
+    A turn of ranks that train apart has seconds of its own: most of its steps cost nothing on the
+    wire and one costs much, which a median would not see. Its distance is that of the whole turn.
     """
     found = {name: [_step_rate(step) for step in turn["steps"]] for name, turn in turns.items()}
     work = {name: tuple(step["tokens"] for step in turn["steps"]) for name, turn in turns.items()}
     commonest = statistics.mode(work.values())
     alike = [n for n, tokens in work.items() if tokens == commonest and min(found[n]) > 0]
-    levels = [statistics.median(column) for column in _columns(found, alike)]
+    even = [name for name in alike if "seconds" not in turns[name]]
+    levels = [statistics.median(column) for column in _columns(found, even or alike)]
     middle = statistics.median(levels) if levels else 0.0
     worth = {name: float(statistics.median(steps)) for name, steps in found.items()}
+    for name, turn in turns.items():
+        if "seconds" in turn:
+            worth[name] = sum(work[name]) / turn["seconds"]
     for name in alike:
         steps = zip(found[name], levels, strict=True)
         above = statistics.median(math.log(rate) - level for rate, level in steps)
+        if "seconds" in turns[name]:
+            usual = sum(n / math.exp(level) for n, level in zip(commonest, levels, strict=True))
+            above = math.log(usual / turns[name]["seconds"])
         worth[name] = math.exp(middle + above)
     return worth
 

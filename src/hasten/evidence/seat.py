@@ -105,7 +105,9 @@ class Seat:
         answer = self.trial.ask("steps", patience=max(patience, PATIENCE_AT_LEAST), count=count)
         after, share = self._at.joules(), foreign_share(before, look(), self._at.cores)
         used = None if joules is None or after is None else after - joules
-        self._note("turn", round=number, steps=answer["steps"], load=round(share, 4), joules=used)
+        whole = {"seconds": answer["turn_seconds"]} if "turn_seconds" in answer else {}
+        load = round(share, 4)
+        self._note("turn", round=number, steps=answer["steps"], load=load, joules=used, **whole)
 
     def evaluate(self) -> None:
         """Its held-out loss as it is now."""

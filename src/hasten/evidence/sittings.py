@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 from hasten.core.plan import Plan
 from hasten.evidence import grouping
 from hasten.evidence.ablation import Design, Kind
+from hasten.evidence.crew import ALONE
 from hasten.evidence.record import Record
 from hasten.evidence.rounds import Rounds
 from hasten.evidence.seat import Seat
@@ -37,6 +39,7 @@ class Table:
         cores: that they share.
         entry: the program of an arm's process.
         joules: a counter of the training device's energy; None where none can be read.
+        ranks: for a new folder in which an arm's ranks meet, what tells each its place.
     """
 
     recipe: Path
@@ -46,6 +49,7 @@ class Table:
     cores: int
     entry: Sequence[str] = ENTRY
     joules: Callable[[], float | None] = lambda: None
+    ranks: Callable[[Path], Sequence[Mapping[str, str]]] = lambda folder: ALONE
 
 
 class Experiment:
@@ -155,10 +159,11 @@ class Experiment:
     ) -> None:
         self._say(f"starting {name}")
         plan, place = self.plans[name], list(self.plans).index(name)
-        log = self.at.folder / f"arm-{place}.log"
-        trial = stack.enter_context(
-            Trial(self.at.recipe, plan, self.at.environ(plan), log, entry=self.at.entry)
-        )
+        log, environ = self.at.folder / f"arm-{place}.log", self.at.environ(plan)
+        meeting = tempfile.TemporaryDirectory(dir=self.at.folder, prefix=".ranks-")
+        ranks = self.at.ranks(Path(stack.enter_context(meeting)))
+        trial = Trial(self.at.recipe, plan, environ, log, self.at.entry, ranks)
+        stack.enter_context(trial)
         self.seats[name] = Seat(name, trial, number, self.record, self.design, self.at)
         self._attempt(name, lambda seat: seat.begin(look_first))
         if name in self.seats and (peak := self.seats[name].peak):
@@ -270,5 +275,6 @@ class Experiment:
         done = sum(len(e.get("steps", ())) for e in events)
         arms = len(self.plans) - len(self.time.dropped)
         rounds = max(map(self._in_all, self.plans), default=0)  # of those that haven't failed
-        every = design.warmup * self.time.builds + rounds * design.steps
+        warmup = max(design.warmup, self._rounds().warmup)  # it goes on until steps take alike
+        every = warmup * self.time.builds + rounds * design.steps
         self._tell(text, min(1.0, done / max(arms * every, 1)))

@@ -1,46 +1,43 @@
-"""A trial seen from outside: an arm's process, its orders and answers, and how it failed if it did.
+"""A trial seen from outside: an arm's processes, their orders and answers, how they failed if so.
 
-Python alone takes seconds to import torch and transformers, so an arm's process stays alive between
-its turns. It is stopped meanwhile (SIGSTOP): threads that spin while they wait, or that read ahead,
-would take cores from the arm whose turn it is, or work that its own next turn should pay for.
+Python alone takes seconds to import torch and transformers, so an arm's processes stay alive
+between their turns, stopped (``crew``). A job on several ranks has a process for each; what they
+answer becomes one answer here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
-import select
-import signal
-import subprocess
-import sys
-import time
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hasten.core import facts
 from hasten.core.plan import Plan
-from hasten.errors import InputError
+from hasten.evidence.crew import ALONE as ALONE
+from hasten.evidence.crew import Answer, Crew, CrewFailedError
 
 ENTRY = ("-m", "hasten.trial")  # what the interpreter runs
 PATIENCE_SECONDS = 1800.0  # for a start, of which nothing is known
 
 
 class TrialFailedError(RuntimeError):
-    """The arm's process died, hung, or reported an error; the message says which."""
+    """A process of the arm died, hung, or reported an error; the message says which."""
 
 
 class Trial:
-    """One arm's process.
+    """One arm's processes.
 
     Args:
         recipe: path of a resolved recipe whose data is ready.
         plan: the arm's techniques.
-        environ: variables that the techniques want before the process starts.
-        log: where the process's own words go.
+        environ: variables that the techniques want before a process starts.
+        log: where the processes' own words go; those of rank R in a file of that name beside it.
         entry: the interpreter's arguments that name the program; for programs that speak as
             ``hasten.trial`` does.
+        ranks: for each rank the variables that tell it its place.
     """
 
     def __init__(
@@ -50,25 +47,19 @@ class Trial:
         environ: Mapping[str, str],
         log: Path,
         entry: Sequence[str] = ENTRY,
+        ranks: Sequence[Mapping[str, str]] = ALONE,
     ) -> None:
         self.log = log
-        orders_read, orders_write = os.pipe()
-        answers_read, answers_write = os.pipe()
-        arguments = [str(recipe), json.dumps(plan.to_list()), str(orders_read), str(answers_write)]
-        with log.open("wb") as file:
-            self._process = subprocess.Popen(
-                [sys.executable, *entry, *arguments],
-                pass_fds=(orders_read, answers_write),
-                env=facts.child_environment(environ),
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-        os.close(orders_read)
-        os.close(answers_write)
-        self._orders = orders_write
-        self._answers = answers_read
-        self._unread = b""
+
+        def arguments(orders: int, answers: int) -> Sequence[str]:
+            return [*entry, str(recipe), json.dumps(plan.to_list()), str(orders), str(answers)]
+
+        with contextlib.ExitStack() as stack:
+            logs = [
+                stack.enter_context(_log_of(log, rank).open("w+b")) for rank in range(len(ranks))
+            ]
+            self._crew = Crew(arguments, [{**place, **environ} for place in ranks], logs)
+            self._files = stack.pop_all()
 
     def __enter__(self) -> Trial:
         return self
@@ -81,70 +72,61 @@ class Trial:
     ) -> None:
         self.end()
 
-    def ask(self, what: str, patience: float = PATIENCE_SECONDS, **details: Any) -> dict[str, Any]:
+    def ask(self, what: str, patience: float = PATIENCE_SECONDS, **details: Any) -> Answer:
         """Give an order and wait for its answer, so many seconds at most.
 
         Raises:
             TrialFailedError: there is no answer to be had.
         """
-        self._signal("SIGCONT")
         try:
-            os.write(self._orders, (json.dumps({"do": what, **details}) + "\n").encode())
-        except OSError as error:
-            raise TrialFailedError(self._last_words()) from error
-        return self.answer(patience)
+            return one_answer(self._crew.ask({"do": what, **details}, patience))
+        except CrewFailedError as error:
+            raise TrialFailedError(str(error)) from error
 
-    def answer(self, patience: float = PATIENCE_SECONDS) -> dict[str, Any]:
+    def answer(self, patience: float = PATIENCE_SECONDS) -> Answer:
         """The next answer (the first, after the start, says that the arm is ready)."""
-        deadline = time.monotonic() + patience
-        while b"\n" not in self._unread:
-            ready, _, _ = select.select(
-                [self._answers], [], [], max(deadline - time.monotonic(), 0)
-            )
-            if not ready:
-                raise TrialFailedError(f"no answer within {patience:.0f} s: it hangs")
-            piece = os.read(self._answers, 1 << 16)
-            if not piece:
-                raise TrialFailedError(self._last_words())
-            self._unread += piece
-        line, _, self._unread = self._unread.partition(b"\n")
         try:
-            found: dict[str, Any] = json.loads(line)
-        except ValueError as error:
-            raise TrialFailedError(f"its answer can't be read: {line[:80]!r}") from error
-        if "failed" in found:
-            # An InputError is a sentence for the user; of other errors the kind says more.
-            raise TrialFailedError(found["failed"].removeprefix(f"{InputError.__name__}: "))
-        self._signal("SIGSTOP")
-        return found
+            return one_answer(self._crew.answers(patience))
+        except CrewFailedError as error:
+            raise TrialFailedError(str(error)) from error
 
     def end(self, at_once: bool = False) -> None:
-        """End the process, ``at_once`` if it hangs; harmless when it has ended."""
-        self._signal("SIGCONT")
-        for descriptor in (self._orders, self._answers):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._orders = self._answers = -1
-        if at_once:
-            self._process.kill()
-        try:
-            self._process.wait(timeout=5)  # an end of orders lets it leave by itself
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """End the processes, ``at_once`` if they hang; harmless when they have ended."""
+        self._crew.end(at_once)
+        self._files.close()
 
-    def _signal(self, name: str) -> None:
-        """Stop the process or let it go on, where the system can."""
-        if hasattr(signal, name) and self._process.poll() is None:
-            self._process.send_signal(getattr(signal, name))
 
-    def _last_words(self) -> str:
-        try:
-            code: object = self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            code = "unknown"
-        words = self.log.read_text(errors="replace").strip().splitlines()
-        why = words[-1] if words else "it said nothing"
-        if code == -9:
-            why = "killed, most likely for want of memory"
-        return f"the process ended with code {code}: {why}"
+def one_answer(answers: Sequence[Answer]) -> Answer:
+    """What the ranks of an arm say together: the first rank's answer, its steps those of all.
+
+    A step is as long as it was on the slowest rank, and its peak memory is that of the rank which
+    needs most. Ranks that train apart count their own tokens times the number of ranks: the mean
+    of these is the truth. They don't wait for each other in each step, so their turn is as long as
+    that of the slowest rank, which is less than the sum of the slowest steps: ``turn_seconds``.
+    """
+    first, *others = answers
+    if not others or "steps" not in first:
+        return first
+    together = zip(*(answer["steps"] for answer in answers), strict=True)
+    found = {**first, "steps": [_one_step(steps) for steps in together]}
+    if first.get("apart"):
+        found["turn_seconds"] = max(map(_seconds, answers))
+    return found
+
+
+def _seconds(answer: Answer) -> float:
+    return math.fsum(step["step_seconds"] for step in answer["steps"])
+
+
+def _one_step(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    found = dict(ranks[0])
+    for name in ("step_seconds", "peak_memory_bytes"):
+        found[name] = max(step[name] for step in ranks)
+    for name in ("tokens", "slots"):
+        found[name] = round(sum(step[name] for step in ranks) / len(ranks))
+    found["tokens_per_second"] = found["tokens"] / found["step_seconds"]
+    return found
+
+
+def _log_of(log: Path, rank: int) -> Path:
+    return log if not rank else log.with_name(f"{log.stem}-rank-{rank}{log.suffix}")

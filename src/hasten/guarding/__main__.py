@@ -1,21 +1,27 @@
 """Proofs in a process of their own: ``python -m hasten.guarding RECIPE FOLDER ORDERS ANSWERS``.
 
-RECIPE is a resolved recipe whose data lies ready, FOLDER takes what proofs write, ORDERS is a file
-with a JSON list; a line of JSON in ANSWERS follows each order as soon as it is obeyed, so that a
-process that is killed has answered what it had done:
+RECIPE is a resolved recipe whose data lies ready, FOLDER takes what proofs write; ORDERS and
+ANSWERS are file descriptors of pipes that carry one JSON object per line. First it says that it is
+ready; then an answer follows each order:
 
     {"do": "reference", "plan"}                           ->  {"loss", "records", "tokens", ...}
-    {"do": "gradient", "plan", "cut", "padded"}           ->  {"error", "worst", "name", ...}
+    {"do": "gradient", "plan", "cut", "padded", "step"}   ->  {"error", "worst", "name", ...}
     {"do": "leak", "plan"}                                ->  {"change", "documents", ...}
     {"do": "update", "without", "plan"}                   ->  {"error", "floor", "steps"}
     {"do": "losses", "plan", "steps"}                     ->  {"losses": [hex], "acted": [...]}
     {"do": "train", "plan", "seed", "tokens"}             ->  {"held_out_loss", "tokens", "steps"}
-    any of them that can't be obeyed                      ->  {"failed": why}
+    any of them that can't be obeyed                      ->  {"refused": why}
+
+Started with a rank's variables it meets the others, and all are given the same orders. There only
+what all find out alike is refused; after any other error, ``{"failed": why}``, nobody knows where
+the other ranks are, and the processes are of no more use.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,12 +30,32 @@ from hasten.guarding.material import Bench
 from hasten.guarding.orders import obey
 
 
-def main(recipe: Path, folder: Path, orders: Path, answers: Path) -> None:
+def main(recipe_path: Path, folder: Path, orders: int, answers: int) -> int:
     """Obey every order in turn."""
-    bench = opened(recipe, folder)
-    with answers.open("a", buffering=1) as outbox:
-        for order in json.loads(orders.read_text()):
-            outbox.write(json.dumps(obey(bench, order)) + "\n")
+    from hasten.cluster.serving import failure, served
+    from hasten.core import facts
+    from hasten.recipe.build import facts_of
+    from hasten.recipe.schema import load_recipe
+
+    world = facts.world()
+    with os.fdopen(orders, "r") as inbox, os.fdopen(answers, "w", buffering=1) as outbox:
+
+        def say(answer: dict[str, Any]) -> None:
+            outbox.write(json.dumps(answer) + "\n")
+
+        def serve() -> None:
+            bench = opened(recipe_path, folder)
+            say({"ready": True})
+            for line in inbox:
+                say(obey(bench, json.loads(line), alone=world.size == 1))
+
+        try:
+            recipe = load_recipe(recipe_path)
+        except Exception as error:
+            say(failure(error))
+            return 1
+        meeting = datetime.timedelta(seconds=recipe.link_seconds), recipe.backend
+        return served(world, lambda: facts_of(recipe).device, meeting, serve, say)
 
 
 def opened(path: Path, folder: Path) -> Bench:
@@ -54,8 +80,11 @@ def opened(path: Path, folder: Path) -> Bench:
         return plan_of(recipe.model_copy(update={"plan": stored}), known)
 
     folder.mkdir(parents=True, exist_ok=True)
-    return Bench(job, read, known, folder)
+    return Bench(job, read, known, folder, recipe.nproc)
 
 
 if __name__ == "__main__":
-    main(*(Path(word) for word in sys.argv[1:5]))
+    from hasten.core.processes import end_with_parent
+
+    end_with_parent()
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])))

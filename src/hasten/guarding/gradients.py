@@ -7,10 +7,14 @@
 A tensor whose gradient is next to nothing (a key's bias: exactly zero in theory) has no relative
 error worth the name. Its error is taken against a thousandth of what a tensor of its size has on
 average.
+
+On several ranks each compares what it has after the exchange; where ranks hold parts, these are
+brought together and the first rank compares.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -19,10 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hasten.core.layout import DealsState, DealsWeights, Layout
 from hasten.core.plan import Plan
 from hasten.core.session import assemble
 from hasten.core.setup import in_one_piece, once, prepare
 from hasten.core.step import training
+from hasten.errors import InputError
 from hasten.guarding.material import Bench, seeded, still, trainable
 from hasten.parts.hugging_face import causal_lm
 
@@ -37,15 +43,37 @@ class Recorder(torch.optim.SGD):
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         pairs = [(n, p) for n, p in named if p.requires_grad]
         self.names = [n.removeprefix("module.") for n, _ in pairs]
+        self.held: list[Tensor] = []  # the true weights, as a precision or a layout has them
         self.seen: dict[str, Tensor] = {}
         super().__init__([p for _, p in pairs], lr=0.0)
 
     def step(self, closure: Any = None) -> None:
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.held = [p for group in self.param_groups for p in group["params"]]
         self.seen = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            for name, p in zip(self.names, parameters, strict=True)
+            for name, p in zip(self.names, self.held, strict=True)
         }
+
+    def whole(self, layout: Layout) -> dict[str, Tensor]:
+        """The gradients in whole tensors, on the first rank at least; all ranks call it.
+
+        Raises:
+            InputError: the layout can't bring them together.
+        """
+        if layout.whole:
+            return self.seen
+        found = self.seen
+        if isinstance(layout, DealsState):
+            pairs = zip(found.items(), self.held, strict=True)
+            found = {name: layout.whole_of(p, gradient) for (name, gradient), p in pairs}
+        elif not isinstance(layout, DealsWeights):
+            raise InputError(
+                "this layout has no way to bring its ranks' gradients together for a comparison"
+            )
+        if isinstance(layout, DealsWeights):
+            copies = layout.copies
+            found = layout.brought({n: t for n, t in found.items() if n not in copies})
+        return found
 
 
 def reference(bench: Bench, plan: Plan) -> dict[str, Any]:
@@ -74,12 +102,13 @@ def reference(bench: Bench, plan: Plan) -> dict[str, Any]:
     return {"loss": total / count, **bench.taken(records)}
 
 
-def gradient(bench: Bench, plan: Plan, cut: str, padded: bool) -> dict[str, Any]:
+def gradient(bench: Bench, plan: Plan, cut: str, padded: bool, step: int = 1) -> dict[str, Any]:
     """Errors of one step of the plan against the reference.
 
     Args:
         cut: as the plan cuts, all records in one micro-batch, or one record in each.
         padded: rows laid out as the job does without a technique, whatever the plan's collator.
+        step: which one with a finite gradient; no weight moves, so that all should have the same.
     """
     job = replace(bench.small(plan), optimizer=Recorder, max_grad_norm=None)
     setup = prepare(job, plan, bench.known, bench.folder)
@@ -90,14 +119,18 @@ def gradient(bench: Bench, plan: Plan, cut: str, padded: bool) -> dict[str, Any]
         setup.collate = job.collate
     session = assemble(setup)
     still(session.loss_module)
-    metrics = next((m for m in training(session) if not m.skipped), None)
+    finite = (m for m in training(session) if not m.skipped)
+    metrics = next(itertools.islice(finite, step - 1, None), None)
     if metrics is None or not isinstance(session.optimizer, Recorder):
         raise RuntimeError("no step of the plan had a finite gradient that could be looked at")
-    known = torch.load(bench.folder / REFERENCE, mmap=True)
-    found = errors(session.optimizer.seen, known["gradients"])
-    loss = abs(metrics.loss - known["loss"]) / max(abs(known["loss"]), 1e-30)
     passes = session.progress.micro_batches / max(session.progress.step, 1)
-    return {**found, "loss_error": loss, "loss": metrics.loss, "micro_batches": passes}
+    said = {"loss": metrics.loss, "micro_batches": passes, "ranks": setup.layout.size}
+    whole = session.optimizer.whole(setup.layout)
+    if not (setup.layout.whole or bench.known.world.is_main):
+        return said  # it has brought its part
+    known = torch.load(bench.folder / REFERENCE, mmap=True)
+    loss = abs(metrics.loss - known["loss"]) / max(abs(known["loss"]), 1e-30)
+    return {**errors(whole, known["gradients"]), "loss_error": loss, **said}
 
 
 def errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Any]:

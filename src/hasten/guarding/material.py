@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hasten.core.facts import Facts
 from hasten.core.job import Job, Stop
@@ -51,16 +51,18 @@ class Bench:
         read: a plan from its stored form.
         known: facts of machine, model and records.
         folder: for the reference's gradients and whatever a technique writes.
+        ranks: of the job, in processes that work at the same time, though this may be one alone.
     """
 
     job_of: Callable[[Plan, int | None, int | None], Job]
     read: Callable[[list[Any]], Plan]
     known: Facts
     folder: Path
+    ranks: int = 1
 
     @property
     def limits(self) -> Limits:
-        return limits_of(self.known)
+        return limits_of(self.known, ranks=self.ranks)
 
     def small(self, plan: Plan) -> Job:
         """The plan's job on the proof's records: one step holds them all."""
@@ -88,14 +90,17 @@ class Bench:
         return {"records": len(records), "tokens": tokens, "layers": limits.layers or layers}
 
 
-def limits_of(known: Facts, memory: float | None = None, work: float | None = None) -> Limits:
-    """What half of the memory and some seconds allow.
+def limits_of(
+    known: Facts, memory: float | None = None, work: float | None = None, ranks: int = 1
+) -> Limits:
+    """What half of the memory and some seconds allow; ranks share a processor's memory.
 
     Raises:
         InputError: not even one layer fits.
     """
     model = known.model
     room = (memory or _memory(known)) * SHARE / BYTES  # parameters
+    room /= 1 if known.on_gpu else ranks
     outer = model.vocabulary * model.hidden_size * (1 if model.tied_head else 2)
     each = max(model.parameters - outer, 0) / max(model.layers, 1)
     layers, kept = None, float(model.parameters)
@@ -104,8 +109,8 @@ def limits_of(known: Facts, memory: float | None = None, work: float | None = No
         if layers < 1:
             raise InputError(
                 f"a float64 gradient of one layer of this {model.architecture} takes more than "
-                f"half of the memory ({room * BYTES / 1e9:.1f} GB); run the guard on a larger "
-                "machine"
+                f"half of the memory that a process has ({room * BYTES / 1e9:.1f} GB); run the "
+                "guard on a larger machine"
             )
         kept = outer + layers * each
     work = work or (GPU_WORK if known.on_gpu else CPU_WORK)
@@ -162,6 +167,15 @@ def trainable(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             yield name.removeprefix("module."), parameter
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What of a tensor lies on this rank, where a layout has dealt it out."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _cut(record: TokenRecord, tokens: int) -> TokenRecord:

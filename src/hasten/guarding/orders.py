@@ -6,19 +6,28 @@ import gc
 from collections.abc import Mapping
 from typing import Any
 
+from hasten.core.guards import NotFiniteError
+from hasten.errors import InputError
 from hasten.guarding.gradients import gradient, reference
 from hasten.guarding.leaks import leak
 from hasten.guarding.material import Bench
 from hasten.guarding.runs import losses, train
 from hasten.guarding.updates import update
 
+ALIKE = (InputError, NotFiniteError)  # all ranks meet with these, at the same place
 
-def obey(bench: Bench, order: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer to one order."""
+
+def obey(bench: Bench, order: Mapping[str, Any], alone: bool = True) -> dict[str, Any]:
+    """The answer to one order: ``refused`` with the reason where it can't be obeyed.
+
+    ``failed`` instead, where other ranks may still wait in the midst of it: then this process and
+    theirs are of no more use.
+    """
     try:
         return _obeyed(bench, order)
     except Exception as error:  # one proof that fails doesn't keep the next from being made
-        return {"failed": f"{type(error).__name__}: {error}".removeprefix("InputError: ")}
+        why = f"{type(error).__name__}: {error}".removeprefix("InputError: ")
+        return {"refused" if alone or isinstance(error, ALIKE) else "failed": why}
     finally:
         gc.collect()  # a session's parts know each other; the next needs their memory
 
@@ -28,7 +37,8 @@ def _obeyed(bench: Bench, order: Mapping[str, Any]) -> dict[str, Any]:
     if do == "reference":
         return reference(bench, plan)
     if do == "gradient":
-        return gradient(bench, plan, order.get("cut", "planned"), order.get("padded", False))
+        cut, padded = order.get("cut", "planned"), order.get("padded", False)
+        return gradient(bench, plan, cut, padded, order.get("step", 1))
     if do == "leak":
         return leak(bench, plan)
     if do == "update":

@@ -11,9 +11,12 @@ from hasten.core.evaluate import Evaluation, evaluate
 from hasten.core.job import Stop
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
-from hasten.core.setup import prepare
+from hasten.core.setup import Setup, prepare
+from hasten.core.slot import Slot
 from hasten.core.step import training
-from hasten.guarding.material import Bench, trainable
+from hasten.errors import InputError
+from hasten.guarding.material import Bench, local, trainable
+from hasten.recipe.build import total_steps
 
 
 def losses(bench: Bench, plan: Plan, steps: int) -> dict[str, Any]:
@@ -26,18 +29,39 @@ def losses(bench: Bench, plan: Plan, steps: int) -> dict[str, Any]:
 
 
 def train(bench: Bench, plan: Plan, seed: int, tokens: int) -> dict[str, Any]:
-    """Train until so many tokens; the held-out loss and the job's own measures then."""
-    job = bench.job_of(plan, seed, tokens)
-    session = assemble(prepare(job, plan, bench.known, bench.folder / f"arm-{plan.key}-{seed}"))
+    """Train until so many tokens; the held-out loss and the job's own measures then.
+
+    Ranks that train apart end after as many steps as take so many tokens on the average.
+    """
+    session = assemble(_until(bench, plan, seed, tokens))
     before, largest = None, 0
     for metrics in training(session):
         done, largest = session.progress.tokens, max(largest, metrics.tokens)
-        if done < tokens <= done + 1.5 * largest:  # perhaps the last step that ends before
+        near = done < tokens <= done + 1.5 * largest  # perhaps the last step that ends before
+        if near and not session.setup.agreement.apart:  # those wouldn't all look at once
             before = evaluate(session)
     last = evaluate(session)
     loss, own = _at(tokens, before, last)
-    ends = min(tokens, last.tokens)
+    ends = last.tokens if before is None else min(tokens, last.tokens)
     return {"held_out_loss": loss, "metrics": own, "tokens": ends, "steps": last.step}
+
+
+def _until(bench: Bench, plan: Plan, seed: int, tokens: int) -> Setup:
+    """A training to so many tokens."""
+    known, folder = bench.known, bench.folder / f"arm-{plan.key}-{seed}"
+    try:
+        return prepare(bench.job_of(plan, seed, tokens), plan, known, folder)
+    except InputError:
+        if known.world.size == 1:
+            raise
+    # Ranks that train apart can't stop at a number of tokens: so after the steps that it makes.
+    usual = Plan(t for t in plan if t.slot is not Slot.WIRE)
+    job = bench.job_of(usual, seed, tokens)
+    sampler = prepare(job, usual, known, folder).sampler
+    if sampler is None:
+        raise InputError("the records' order isn't known, so that no number of tokens can be met")
+    job = replace(job, stop=Stop(steps=total_steps(job, sampler)))
+    return prepare(job, plan, known, folder)
 
 
 def _at(
@@ -64,9 +88,10 @@ def _between(before: float | None, last: float | None, share: float) -> float | 
 
 
 def _digest(session: Session) -> str:
-    """Of every weight's bytes: a loss hides what the steps after it will show."""
+    """Of the bytes of every weight here: a loss hides what the steps after it will show."""
     found = hashlib.sha256()
     for name, parameter in sorted(trainable(session.module), key=lambda pair: pair[0]):
         found.update(name.encode())
-        found.update(parameter.detach().float().cpu().contiguous().numpy().tobytes())
+        piece = local(parameter.detach())
+        found.update(piece.float().cpu().contiguous().numpy().tobytes())
     return found.hexdigest()

@@ -22,8 +22,11 @@ def names() -> list[str]:
 
 
 @cache
-def preset(name: str) -> dict[str, Any]:
-    """A preset's data: ``source``, ``switches``, ``totals``, ``not_comparable``.
+def preset(name: str, ranks: int = 1) -> dict[str, Any]:
+    """A preset's data for a job on so many ranks.
+
+    ``source``, ``switches`` (each has a ``technique``, or says why it is ``missing``), ``totals``,
+    ``not_comparable``.
 
     Raises:
         ValueError: there is none of this name.
@@ -35,19 +38,35 @@ def preset(name: str) -> dict[str, Any]:
             f"{', '.join(names())}"
         )
     found: dict[str, Any] = read_yaml_file(FOLDER / f"{name}.yaml", "plan")
-    return found
+    return {**found, "switches": [_switch(switch, ranks) for switch in found["switches"]]}
 
 
-def entries_of(value: Any) -> Any:
-    """A recipe's ``plan`` with a preset's name replaced by its techniques, as far as they exist."""
+def _switch(stored: dict[str, Any], ranks: int) -> dict[str, Any]:
+    fits = "technique" in stored and ranks >= stored.get("ranks", 1)
+    gone = ("missing", "ranks") if fits else ("technique", "settings", "ranks")
+    return {key: value for key, value in stored.items() if key not in gone}
+
+
+def entries_of(value: Any, ranks: Any = 1) -> Any:
+    """A recipe's ``plan`` with a preset's name replaced by its techniques, as far as they exist.
+
+    ``ranks`` is the recipe's ``nproc`` as it was given; what is no number of ranks counts as one.
+    """
     if not isinstance(value, str):
         return value
-    return [s["technique"] for s in preset(value)["switches"] if "technique" in s]
+    found = preset(value, ranks if type(ranks) is int else 1)["switches"]
+    return [_entry(switch) for switch in found if "technique" in switch]
 
 
-def preset_of(entries: list[Any]) -> dict[str, Any] | None:
+def preset_of(entries: list[Any], ranks: int = 1) -> dict[str, Any] | None:
     """The preset whose techniques these entries of a resolved recipe are; None if they are none's.
 
     A resolved recipe keeps no name, so that the same techniques are the same experiment.
     """
-    return next((preset(name) for name in names() if entries_of(name) == entries), None)
+    same = (name for name in names() if entries_of(name, ranks) == entries)
+    return next((preset(name, ranks) for name in same), None)
+
+
+def _entry(switch: dict[str, Any]) -> Any:
+    settings = switch.get("settings")
+    return {switch["technique"]: settings} if settings else switch["technique"]
