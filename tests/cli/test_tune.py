@@ -39,8 +39,15 @@ def tuned(folder: Path, *options: str) -> BaseException | None:
         (("--json", "/nowhere/study.json"), "name a file in an existing folder"),
         (("--output", "/nowhere/tuned.yaml"), "name a file in an existing folder"),
         (("--objective", "money"), "give price in the recipe"),
-        (("nproc=2",), "set nproc: 1"),
         (("--budget", "1s"), "is too short"),
+        (("--study", "learning", "nproc=2"), "set nproc: 1"),
+        (("--study", "learning", "--lossy"), "--lossy is of the study of speed"),
+        (("--study", "learning", "--sampler", "tpe"), "--sampler is of the study of speed"),
+        (("--study", "learning", "--seeds", "5"), "--seeds is of the study of speed"),
+        (("--study", "learning", "--only", "precision"), "no 'precision' to learn"),
+        (("--study", "learning", "--trials", "1"), "one other are 2"),
+        (("--study", "learning", "held_out=0"), "hold some records out"),
+        (("--study", "learning", "max_steps=2"), "too few to study"),
     ],
 )
 def test_what_can_not_be_is_refused_with_a_sentence(

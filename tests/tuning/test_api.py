@@ -13,7 +13,7 @@ import pytest
 
 from hasten.errors import InputError
 from hasten.search import tune
-from hasten.tuning.api import replace_file
+from hasten.tuning.files import replace_file
 from hasten.tuning.subject import Wishes
 
 JOBS = f"{Path(__file__).parent / 'loop_jobs.py'}"

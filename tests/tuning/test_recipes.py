@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hasten.core.facts import World
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity
@@ -105,8 +107,8 @@ def test_the_key_changes_with_what_decides_the_numbers(given: Subject) -> None:
 class Pretended:
     """The duel as `hasten speedup` would measure it, from what is known of the plans."""
 
-    def __init__(self, ratios: Mapping[str, float]) -> None:
-        self.ratios = ratios
+    def __init__(self, ratios: Mapping[str, float], idle: Sequence[str] = ()) -> None:
+        self.ratios, self.idle = ratios, idle
 
     def __call__(self, given: Subject, plans: Mapping[str, Plan], kinds: Any, *_: Any) -> Measured:
         arms = []
@@ -119,7 +121,10 @@ class Pretended:
         base = arms[0].rounds
         for arm in arms:
             arm.beside = base
-            arm.acted = [{"technique": t.name(), "acted": True, "evidence": ""} for t in arm.plan]
+            names = [t.name() for t in arm.plan]
+            arm.acted = [
+                {"technique": n, "acted": n not in self.idle, "evidence": ""} for n in names
+            ]
         assert [a.name for a in arms[:2]] == [BASELINE, AGAIN]
         return Measured(arms, {"rounds": 6})
 
@@ -130,7 +135,7 @@ def test_a_recipe_is_tuned_from_trials_to_its_winner(
 ) -> None:
     ratios = {"autocast": faster}
     monkeypatch.setattr(recipes, "measured", Pretended(ratios))
-    monkeypatch.setattr(api, "prepared", lambda recipe, audience: given)
+    monkeypatch.setattr(api, "prepared", lambda recipe, audience, ranks: given)
     machines: list[Machine] = []
 
     def start(self: RecipeSubject, point: Point) -> Runner:
@@ -157,7 +162,7 @@ def test_a_duel_without_time_proves_nothing_and_loses_nothing(
         raise InputError("budget: 9 s is too short")
 
     monkeypatch.setattr(recipes, "measured", too_short)
-    monkeypatch.setattr(api, "prepared", lambda recipe, audience: given)
+    monkeypatch.setattr(api, "prepared", lambda recipe, audience, ranks: given)
     space = subject(given, only=("precision",)).space
     machine = Machine(space, lambda s: 0.02 if s["PRECISION"] == "none" else 0.01, start=0.0)
     monkeypatch.setattr(RecipeSubject, "start", lambda self, point: machine.start(point))
@@ -170,3 +175,70 @@ def test_a_duel_without_time_proves_nothing_and_loses_nothing(
     assert "plan:" in best
     assert best != found.text
     assert '"done"' not in (found.folder / "record.jsonl").read_text()
+
+
+def test_what_did_not_act_is_left_out_of_the_winner_and_said(
+    given: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipes, "measured", Pretended({"autocast": 1.5}, idle=["recompute"]))
+    monkeypatch.setattr(api, "prepared", lambda recipe, audience, ranks: given)
+    wishes = Wishes(only=("autocast", "recompute"), fresh=True, trials=3)
+    space = subject(given, only=wishes.only).space
+
+    def seconds(s: dict[str, Any]) -> float:  # both are best, as far as trials can tell
+        fast = 0.01 if s["PRECISION"] == "autocast" else 0.02
+        return fast * (0.999 if s["RECOMPUTE"] == "recompute" else 1.0)
+
+    machine = Machine(space, seconds, start=0.0)
+    monkeypatch.setattr(RecipeSubject, "start", lambda self, point: machine.start(point))
+    monkeypatch.setattr(
+        api._Tuning, "_best_arm", lambda self, study, rows: _place_of_both(study, rows)
+    )
+    found = api.tune(given.recipe, 60, wishes)
+    winner = found.report["winner"]
+    assert winner["idle"] == ["recompute"]
+    assert winner["measured"]["RECOMPUTE"] == "recompute"
+    assert winner["changes"] == {"PRECISION": "autocast"}
+    assert "recompute did not act in the measured plan and is left out" in " ".join(
+        found.text.replace("# ", "").split()
+    )
+    plan = found.text.partition("plan:")[2]
+    assert "autocast" in plan
+    assert "recompute" not in plan
+
+
+def _place_of_both(study: Any, rows: Sequence[dict[str, Any]]) -> int | None:
+    for place, row in enumerate(rows):
+        settings = row.get("settings", {})
+        if settings.get("PRECISION") == "autocast" and settings.get("RECOMPUTE") == "recompute":
+            return place
+    return None
+
+
+def test_a_proof_that_can_not_be_made_refuses_the_winner_and_loses_no_study(
+    given: Subject,
+) -> None:
+    def can_not(shown: Subject, plan: Plan) -> Sequence[str]:
+        raise InputError("held_out: the guard needs held-out records")
+
+    found = RecipeSubject(given, Wishes(lossy=True), Silence(), prove=can_not)
+    point = next(
+        p
+        for p in found.space.neighbours(found.space.start)
+        if any(t.fidelity is Fidelity.LOSSY for t in found._plans.plan(p))
+    )
+    assert "can't be proven here: held_out" in str(found.refusal(point))
+
+
+def test_on_ranks_turns_too_short_for_an_exchange_are_refused(given: Subject) -> None:
+    ranks = dataclasses.replace(
+        given,
+        recipe=given.recipe.model_copy(update={"nproc": 2}),
+        known=dataclasses.replace(given.known, world=World(size=2)),
+    )
+    found = RecipeSubject(ranks, Wishes(lossy=True, only=("wire",)), Silence())
+    names = {d.name for d in found.space.dimensions}
+    assert "local_steps.every" in names
+    for point in found.space.points():
+        settings = found.space.settings(point)
+        assert 4 % settings.get("local_steps.every", 1) == 0

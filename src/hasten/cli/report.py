@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hasten.cli.display import duration, size
-from hasten.cli.plan_run import predicted_lines
+from hasten.cli.plan_run import predicted_lines, predicted_section
+from hasten.cli.studies import section, studies_of
 from hasten.errors import InputError
 from hasten.evidence.compared_runs import compare_runs, render
 from hasten.evidence.report import render_markdown, write_report
@@ -18,6 +19,10 @@ from hasten.recipe.plain_yaml import read_yaml_file
 
 def report(paths: Sequence[Path], as_json: bool = False) -> None:
     """Print what runs found; an experiment's page, if it is the only one given, is written anew."""
+    studies = studies_of(paths[0]) if len(paths) == 1 else {}
+    if studies and not _trained(paths[0]):
+        print(json.dumps({"studies": studies}, indent=1) if as_json else section(studies).strip())
+        return
     if len(paths) > 1 or _is_other(paths[0]):
         found = compare_runs([run for path in paths for run in read_runs(path, _recipe)])
         print(json.dumps(found, indent=1) if as_json else render(found))
@@ -26,24 +31,37 @@ def report(paths: Sequence[Path], as_json: bool = False) -> None:
     experiment = run if run.suffix == ".json" else run / "report.json"
     if experiment.is_file():
         shown = read_object(experiment)
+        told = predicted_section(experiment.parent)
+        shown |= {} if told is None else {"predicted": told}
         page = write_report(shown, experiment.parent)
         print(json.dumps(shown, indent=1) if as_json else render_markdown(shown))
         if not as_json:
             print(f"report: {page}")
+            _tell(studies)
         return
     values = read_object(run / "summary.json")
     if as_json:
-        print(json.dumps(values, indent=1))
+        print(json.dumps({**values, "studies": studies} if studies else values, indent=1))
     else:
         _summary(values)
         print(predicted_lines(run))
+        _tell(studies)
 
 
 def _is_other(path: Path) -> bool:
     """Whether the only run given has neither a report's page nor a summary of hasten's own."""
     if path.suffix == ".json":
         return path.name == "trainer_state.json" or "arms" not in read_object(path)
-    return not any((path / name).is_file() for name in ("report.json", "summary.json"))
+    return not _trained(path)
+
+
+def _trained(path: Path) -> bool:
+    return any((path / name).is_file() for name in ("report.json", "summary.json"))
+
+
+def _tell(studies: Mapping[str, Mapping[str, Any]]) -> None:
+    if studies:
+        print(section(studies))
 
 
 def _recipe(path: Path) -> dict[str, Any] | None:

@@ -18,8 +18,9 @@ from hasten.experiment import Subject
 from hasten.recipe.schema import load_recipe
 from hasten.search.tuner.choosing import Sampler
 from hasten.search.tuner.study import Objective
-from hasten.tuning.api import Tuned, replace_file
+from hasten.tuning.api import Tuned
 from hasten.tuning.api import tune as tune_job
+from hasten.tuning.files import replace_file
 from hasten.tuning.subject import Wishes
 
 
@@ -30,6 +31,7 @@ class Asked:
     budget: str
     sampler: Sampler
     objective: Objective
+    target_loss: float | None
     only: str | None
     lossy: bool
     seeds: int
@@ -49,16 +51,16 @@ def tune(
     writable("--json", json_out)
     writable("--output", output)
     recipe = load_recipe(path, overrides)
-    only = tuple(n.strip() for n in (asked.only or "").split(",") if n.strip())
     wishes = Wishes(
         asked.sampler,
         asked.objective,
         asked.lossy,
-        only,
+        named(asked.only),
         asked.trials,
         recipe.seed,
         asked.steps,
         asked.fresh,
+        asked.target_loss,
     )
     with Display() as display:
 
@@ -80,6 +82,11 @@ def tune(
     show(found, recipe.price.per_device_hour if recipe.price else None)
     print(f"\nrecipe: {target}\nstudy: {found.folder / 'study.html'}")
     return 0
+
+
+def named(text: str | None) -> tuple[str, ...]:
+    """The names of a list with commas."""
+    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
 
 
 def show(found: Tuned, per_hour: float | None = None) -> None:

@@ -1,6 +1,7 @@
-"""The search for a good plan: predicted before renting (``plan``), or measured on a job (``tune``).
+"""The search for a good plan: predicted before renting (``plan``), measured on a job (``tune``);
+and for its hyper-parameters (``learn``).
 
-Both are imported on first use.
+All are imported on first use.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ if TYPE_CHECKING:
     from hasten.search.planning import plan
 
 # What starts from a recipe lives above this room, in `hasten.tuning`.
-_HOMES = {"plan": "hasten.search.planning", "tune": "hasten.tuning.api"}
-__all__ = ["plan", "tune"]  # tune is found by __getattr__
+_HOMES = {
+    "learn": "hasten.tuning.learning",
+    "plan": "hasten.search.planning",
+    "tune": "hasten.tuning.api",
+}
+__all__ = ["learn", "plan", "tune"]  # found by __getattr__
 
 
 def __getattr__(name: str) -> Any:

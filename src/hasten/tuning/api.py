@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from hasten.search.tuner.output import document, lead, page, proven
 from hasten.search.tuner.proposers import Proposer
 from hasten.search.tuner.space import Point, of_values
 from hasten.search.tuner.study import Search, Study, importance
+from hasten.tuning.files import replace_file
 from hasten.tuning.loops import LoopSubject
 from hasten.tuning.recipes import Prove, RecipeSubject
 from hasten.tuning.subject import Subject, Wishes
@@ -96,7 +96,7 @@ def tune(
         if space is not None:
             raise InputError("space: a recipe's knobs come from its techniques; leave it out")
         recipe = job if isinstance(job, Recipe) else Path(job)
-        subject = RecipeSubject(prepared(recipe, audience), wishes, audience, prove)
+        subject = RecipeSubject(prepared(recipe, audience, ranks=True), wishes, audience, prove)
     else:
         if space is None:
             raise InputError("space: say which arguments of the loop may have which values")
@@ -148,9 +148,11 @@ class _Tuning:
             self._subject.open(self._folder)
             study, left = self._search(record)
             found = self._judge(study, left)
+            found["said"] = lead(found)
             result = self._result(found)
             replace_file(kept, json.dumps(found, indent=1))
-            replace_file(self._folder / "study.html", page(found, self._subject.title))
+            text = page(found, self._subject.title, lead(found))
+            replace_file(self._folder / "study.html", text)
             if proven(found):
                 record.append("done")  # else a second start has the duel
         return result
@@ -208,12 +210,10 @@ class _Tuning:
                 found["arms"][place]["settings"] = subject.space.settings(leader)
             winner = self._winner(study, found, leaders)
         noise = max(study.noise, 0.01)
-        belief = Belief(subject.space, noise=noise)
         seen = [(t.point, t.value) for t in study.tried if t.value is not None]
         points, values = [p for p, _ in seen], [v for _, v in seen]
-        shares = importance(
-            subject.space, study, lambda wanted: belief.at(wanted, points, values).mean.tolist()
-        )
+        believed = Belief(subject.space, noise=noise).after(points, values)
+        shares = importance(subject.space, lambda wanted: believed(wanted).mean.tolist())
         about = {
             "title": subject.title,
             "unit": subject.unit,
@@ -233,13 +233,14 @@ class _Tuning:
             against = self._subject.refusal(point)
             if against is None:
                 space = self._subject.space
+                kept, lost = self._subject.without(point, rows[place]["idle"])
                 return {
-                    "settings": space.settings(point),
-                    "changes": space.changes(point),
+                    "settings": space.settings(kept),
+                    "changes": space.changes(kept),
+                    "measured": space.changes(point),
+                    "idle": lost,
                     "ratio": rows[place]["ratio"],
-                    "of": "of the speed"
-                    if study.objective != "memory"
-                    else "of the speed, for less memory",
+                    "of": _of(study.objective, found),
                     "verdict": rows[place]["verdict"],
                     "peak_memory_bytes": rows[place]["peak_memory_bytes"],
                 }
@@ -271,18 +272,12 @@ class _Tuning:
         return Tuned(found, settings, text, self._folder)
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write a file whole or not at all: under another name, forced to the disk, renamed."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _is_yaml(name: str) -> bool:
     return name.endswith((".yaml", ".yml"))
+
+
+def _of(objective: str, duel: Mapping[str, Any]) -> str:
+    """What a winner's ratio is a ratio of."""
+    if objective == "time-to-loss":
+        return f"of the speed to a held-out loss of {duel['target_loss']:.4f}"
+    return "of the speed, for less memory" if objective == "memory" else "of the speed"

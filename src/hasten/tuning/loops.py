@@ -70,6 +70,9 @@ class LoopSubject:
     def refusal(self, point: Point) -> str | None:
         return None
 
+    def without(self, point: Point, idle: Sequence[str]) -> tuple[Point, list[str]]:
+        return point, []
+
     def text(self, point: Point, words: Sequence[str]) -> str:
         """The arguments as JSON; words under ``_measured``, since JSON has no comments."""
         return json.dumps({"_measured": list(words), **self.space.settings(point)}, indent=1) + "\n"

@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hasten.core import processes
 from hasten.core.plan import Plan
-from hasten.core.technique import Fidelity, Technique
+from hasten.core.technique import Fidelity
 from hasten.errors import InputError
-from hasten.evidence.ablation import AGAIN, BASELINE, Design
+from hasten.evidence.ablation import AGAIN, BASELINE, Design, check_turns
 from hasten.evidence.grouping import SHARE
-from hasten.experiment import Audience, Subject, measured
+from hasten.experiment import Audience, Subject, environment, measured
 from hasten.recipe.build import batch_of, catalogue
+from hasten.recipe.mesh_choices import mixed_layouts
 from hasten.recipe.schema import Recipe
 from hasten.search.tuner.bench import Runner
 from hasten.search.tuner.duel import judged
 from hasten.search.tuner.plans import plan_space
 from hasten.search.tuner.proposers import Beforehand
+from hasten.search.tuner.race import LOOKS, races
 from hasten.search.tuner.runners import PlanRunner
 from hasten.search.tuner.space import Point
+from hasten.tuning.recipe_text import recipe_text
 from hasten.tuning.subject import Wishes
+from hasten.tuning.whole_trainings import TrainingProcess, begun, steps_of
 
 Prove = Callable[[Subject, Plan], Sequence[str]]
 ENDLESS = 1_000_000  # steps: a study ends by its budget
+RACERS = 2  # leaders in a race of whole trainings, beside the start
 FINISH = 0.9  # of the time that is left goes into the duel; the rest is for its end
 LOAD = 0.35  # share of the machine that others may take in a round of the duel
 
@@ -50,22 +54,29 @@ class RecipeSubject:
         self, given: Subject, wishes: Wishes, audience: Audience, prove: Prove | None = None
     ) -> None:
         recipe, known = given.recipe, given.known
-        if wishes.objective == "money" and recipe.price is None:
-            raise InputError("objective: money needs a price; give price in the recipe")
+        _check(given, wishes.objective)
         self._given, self._wishes, self._audience = given, wishes, audience
         self._prove, self._device = prove, known.device
         self._plans = plan_space(
-            catalogue(), given.plan, known, _bounds(recipe), wishes.lossy, wishes.only
+            catalogue(),
+            given.plan,
+            known,
+            _bounds(recipe),
+            wishes.lossy,
+            wishes.only,
+            mixed_layouts(recipe.nproc),
         )
-        self.space = self._plans.space
+        self.space = dataclasses.replace(self._plans.space, refuse=self._refused)
         self.folder = Path(recipe.output) / "studies"
         self.title = f"Tuning of {recipe.model}"
         self.about = {
             "architecture": known.model.architecture,
             "device": known.device,
             "objective": wishes.objective,
+            **({"ranks": recipe.nproc} if recipe.nproc > 1 else {}),
         }
         self._path = self.folder / "recipe.yaml"
+        self._numbers = itertools.count()  # of processes: two of one plan keep logs of their own
 
     def key(self) -> dict[str, Any]:
         given = self._given
@@ -86,6 +97,7 @@ class RecipeSubject:
         """Forecasts of the techniques; the memory that is left beside the start's process."""
         hardware = self._given.known.hardware
         free = processes.available_bytes(hardware.memory_limit_bytes)
+        free //= self._given.recipe.nproc  # a peak is that of one rank, and ranks share a host
         if not self._device.startswith("cpu"):
             free = min((g.memory_bytes for g in hardware.accelerators), default=free)
             free -= int(memory or 0)
@@ -101,13 +113,20 @@ class RecipeSubject:
 
     def start(self, point: Point) -> Runner:
         plan = self._plans.plan(point)
-        log = self._path.parent / f"trial-{plan.key}.log"
-        return PlanRunner(self._path, plan, self._environ(plan), log)
+        log = self._path.parent / f"trial-{next(self._numbers)}.log"
+        recipe, known = self._given.recipe, self._given.known
+        variables = environment(plan, known, recipe.transport)
+        return PlanRunner(self._path, plan, variables, log, recipe.nproc)
 
     def duel(
         self, leaders: Sequence[Point], seconds: float, tell: Callable[[str], None]
     ) -> dict[str, Any]:
-        """As `hasten speedup` measures: held-out losses, proofs of what acted, a record."""
+        """As `hasten speedup` measures: held-out losses, proofs of what acted, a record.
+
+        For the time to a loss, races of whole trainings take its place.
+        """
+        if self._wishes.objective == "time-to-loss":
+            return self._races(leaders, seconds, tell)
         base = self._plans.plan(self.space.start)
         choices = {f"choice {n}": self._plans.plan(p) for n, p in enumerate(leaders, start=1)}
         # The budget drops the second baseline last, and never the last arm, which is the result.
@@ -144,8 +163,39 @@ class RecipeSubject:
         every = [by_name.get(n) or _unmeasured(n) for n in (BASELINE, AGAIN, *choices)]
         return {**rows, "arms": every, "design": found.design}
 
+    def _races(
+        self, leaders: Sequence[Point], seconds: float, tell: Callable[[str], None]
+    ) -> dict[str, Any]:
+        given, wishes = self._given, self._wishes
+        deadline = time.monotonic() + FINISH * seconds
+        steps = steps_of(given)
+
+        def begin(point: Point, seed: int) -> TrainingProcess:
+            log = self._path.with_name(f"race-{next(self._numbers)}.log")
+            return begun(given, self._plans.plan(point), {"seed": seed}, steps, LOOKS, log)
+
+        found = races(
+            begin,
+            self.space.start,
+            leaders[:RACERS],
+            deadline,
+            wishes.target_loss,
+            given.recipe.seed,
+            LOOKS,
+            tell,
+        )
+        base, *rows = found["arms"]
+        names = [f"choice {n}" for n in range(len(rows) + 1, len(leaders) + 1)]
+        rows += [_unmeasured(name, "no place in the race") for name in names]
+        return {**found, "arms": [base, _unmeasured(AGAIN, "a race has none"), *rows]}
+
     def refusal(self, point: Point) -> str | None:
-        """What the guard has against a plan with lossy techniques that the recipe hadn't."""
+        """What the guard has against a plan with lossy techniques that the recipe hadn't.
+
+        A race was to the same held-out loss: that is the proof of its winner.
+        """
+        if self._wishes.objective == "time-to-loss":
+            return None
         plan = self._plans.plan(point)
         own = set(self._given.plan)
         new = [t for t in plan if t.fidelity is Fidelity.LOSSY and t not in own]
@@ -153,27 +203,28 @@ class RecipeSubject:
             return None
         if self._prove is None:
             return f"{new[0]} is other mathematics, and nobody was asked to prove its quality"
-        return next(iter(self._prove(self._given, plan)), None)
+        try:
+            return next(iter(self._prove(self._given, plan)), None)
+        except InputError as error:  # the study is not lost for it
+            return f"{new[0]} is other mathematics, and can't be proven here: {error}"
+
+    def _refused(self, point: Point) -> str | None:
+        """What the plans refuse; on ranks also turns that would hide what an exchange costs."""
+        said = self._plans.space.refuse(point)
+        if said is not None or self._given.recipe.nproc == 1:
+            return said
+        try:
+            check_turns({"trial": self._plans.plan(point)}, self._wishes.steps)
+        except InputError as error:
+            return str(error)
+        return None
+
+    def without(self, point: Point, idle: Sequence[str]) -> tuple[Point, list[str]]:
+        return self._plans.without(point, idle)
 
     def text(self, point: Point, words: Sequence[str]) -> str:
         """The recipe with a point's plan; every line of it that isn't a default."""
-        recipe = self._given.recipe
-        values = {
-            name: value
-            for name, value in recipe.model_dump(mode="json").items()
-            if name in recipe.model_fields_set and name not in ("plan", "checkpoint_every")
-        }
-        plan = [_entry(t) for t in self._plans.plan(point)]
-        head = [line for text in words for line in textwrap.wrap(text, 97)]
-        comment = "".join(f"# {line}\n" for line in head)
-        body = yaml.safe_dump({**values, "plan": plan}, sort_keys=False, width=100)
-        return f"{comment}{body}"
-
-    def _environ(self, plan: Plan) -> Mapping[str, str]:
-        """Waiting threads sleep, since processes share the cores; then what techniques want."""
-        recipe: Recipe = self._given.recipe
-        passive = {"OMP_WAIT_POLICY": "PASSIVE"}
-        return {**passive, **plan.environ(self._given.known), **recipe.transport}
+        return recipe_text(self._given.recipe, self._plans.plan(point), words)
 
 
 class _Quietly:
@@ -192,6 +243,21 @@ class _Quietly:
         self._tell(f"duel: {text}")
 
 
+def _check(given: Subject, objective: str) -> None:
+    """Refuse an objective that the recipe doesn't allow."""
+    recipe = given.recipe
+    if objective == "money" and recipe.price is None:
+        raise InputError("objective: money needs a price; give price in the recipe")
+    if objective != "time-to-loss":
+        return
+    if recipe.nproc > 1:
+        raise InputError("objective: time-to-loss races single processes; set nproc: 1")
+    if not recipe.held_out:
+        raise InputError("held_out: time-to-loss needs held-out records; hold some out")
+    if steps_of(given) < LOOKS:
+        raise InputError(f"a training of fewer than {LOOKS} steps is no race; give it more")
+
+
 def _bounds(recipe: Recipe) -> dict[str, tuple[float, float]]:
     """What follows from the job: a micro-batch is no larger than a step; cut by records alone."""
     batch = batch_of(recipe)
@@ -200,14 +266,6 @@ def _bounds(recipe: Recipe) -> dict[str, tuple[float, float]]:
         "accumulate.micro_batch_size": (1, most),
         "accumulate.micro_batch_tokens": (1, 0),  # the same cut in another unit
     }
-
-
-def _entry(technique: Technique) -> Any:
-    """A technique as people write it: its name, and what differs from its defaults."""
-    fields = dataclasses.fields(technique)  # type: ignore[arg-type]  # every technique is one
-    plain = technique.settings()
-    changed = {f.name: plain[f.name] for f in fields if getattr(technique, f.name) != f.default}
-    return {technique.name(): changed} if changed else technique.name()
 
 
 def _unmeasured(name: str, why: str = "no time for it") -> dict[str, Any]:
@@ -219,4 +277,5 @@ def _unmeasured(name: str, why: str = "no time for it") -> dict[str, Any]:
         "rounds": [],
         "peak_memory_bytes": None,
         "failed": None,
+        "idle": [],
     }

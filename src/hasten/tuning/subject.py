@@ -22,7 +22,8 @@ class Wishes:
     Args:
         sampler: who proposes; auto: hasten's own order.
         objective: tokens per second; memory; money, which is time told as a price; pareto: speed
-            and memory, and the front between them.
+            and memory, and the front between them; time-to-loss: to a held-out loss.
+        target_loss: of time-to-loss; None: nearly what the recipe as it is comes to.
         lossy: let techniques of other mathematics take part, behind the guard.
         only: slots or techniques by name that are tuned.
         trials: at most; None: as many as the budget holds.
@@ -42,12 +43,15 @@ class Wishes:
     seed: int = 0
     steps: int = 4
     fresh: bool = False
+    target_loss: float | None = None
 
     def __post_init__(self) -> None:
         check_sampler(self.sampler)
         if self.objective not in OBJECTIVES:
             known = ", ".join(OBJECTIVES)
             raise InputError(f"objective: there is no {self.objective!r}; there are {known}")
+        if self.target_loss is not None and self.objective != "time-to-loss":
+            raise InputError("target_loss is of the objective time-to-loss; leave it out")
         for name, value in (("trials", self.trials), ("steps", self.steps)):
             if value is not None and value < 1:
                 raise InputError(f"{name} is {value}; it must be 1 at least")
@@ -81,6 +85,9 @@ class Subject(Protocol):
 
     def refusal(self, point: Point) -> str | None:
         """Why a winner can't be taken after all; None if it can."""
+
+    def without(self, point: Point, idle: Sequence[str]) -> tuple[Point, list[str]]:
+        """The point without techniques that were seen not to act, and whom it lost."""
 
     def text(self, point: Point, words: Sequence[str]) -> str:
         """The settings as a file of the user's, with words as comments at its head."""

@@ -13,7 +13,7 @@ from hasten.errors import InputError
 from hasten.search.tuner.belief import Belief, Posterior, expected_improvement
 from hasten.search.tuner.choosing import proposer_of
 from hasten.search.tuner.proposers import Beforehand, Own, Proposer, Tried
-from hasten.search.tuner.space import Dimension, Point, Space, of_values
+from hasten.search.tuner.space import SMALL, Dimension, Point, Space, of_values
 
 KNOBS = {"a": [0, 1, 2, 3], "b": [False, True], "c": ["x", "y", "z"], "d": [False, True]}
 SPACE = of_values(KNOBS)
@@ -189,3 +189,29 @@ def test_a_conditional_decision_is_learnt_under_its_own_choice_alone() -> None:
         seen.append(point)
         own.tell(Tried(point, "ok", 0.1 * point[1]))
     assert sorted(seen) == [(1, 0), (1, 1), (1, 2)]
+
+
+def test_in_a_space_too_large_to_look_at_whole_the_way_leads_up_from_a_sample() -> None:
+    space = of_values({f"k{n}": list(range(6)) for n in range(8)})
+    assert space.size > SMALL
+    top = tuple((n + 2) % 6 for n in range(8))
+
+    def gain(point: Point) -> float:
+        return 0.2 - 0.01 * sum(abs(a - b) for a, b in zip(point, top, strict=True))
+
+    own = Own(space, Beforehand(gain=gain))
+    assert top not in own._points
+    assert own.ask() == top
+    own.tell(Tried(top, "ok", 0.0))
+    second = own.ask()
+    assert second not in (None, top)
+
+
+def test_what_was_tried_in_an_earlier_start_is_not_met_again_on_the_way() -> None:
+    space = of_values({f"k{n}": list(range(6)) for n in range(8)})
+    own = Own(space, Beforehand(gain=lambda p: 0.01 * sum(p)))
+    best = own.ask()
+    assert best == (5,) * 8
+    again = Own(space, Beforehand(gain=lambda p: 0.01 * sum(p)))
+    again.tell(Tried(best, "ok", 0.1))
+    assert again.ask() != best

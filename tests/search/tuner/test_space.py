@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hasten.core.facts import World
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Knob
 from hasten.errors import InputError
 from hasten.recipe.build import catalogue
+from hasten.recipe.mesh_choices import mixed_layouts
 from hasten.search.tuner.plans import NONE, plan_space, values_of
 from hasten.search.tuner.space import Dimension, Space, of_values
 from tiny import job_facts, language_job
@@ -131,3 +133,69 @@ def test_the_start_is_expected_to_gain_nothing_over_itself() -> None:
 def test_an_unknown_name_in_only_is_refused() -> None:
     with pytest.raises(InputError, match="neither a technique nor a slot"):
         plan_space(catalogue(), Plan(), FACTS, only=("fused",))
+
+
+def test_a_technique_that_did_not_act_is_left_out_and_its_slot_is_empty() -> None:
+    found = plan_space(catalogue(), Plan(), FACTS, only=("precision", "recompute", "layers"))
+    point = found.space.point({"PRECISION": "autocast", "RECOMPUTE": "recompute"})
+    nearer, lost = found.without(point, ["recompute", "never_heard_of"])
+    assert lost == ["recompute"]
+    assert [t.name() for t in found.plan(nearer)] == ["autocast"]
+    assert found.without(point, []) == (point, [])
+
+
+def test_what_the_recipe_has_itself_stays_though_it_did_not_act() -> None:
+    known = {kind.name(): kind for kind in catalogue()}
+    base = Plan([known["autocast"](), known["weight_average"]()])
+    found = plan_space(catalogue(), base, FACTS, only=("precision", "recompute"))
+    point = found.space.point({"RECOMPUTE": "recompute"})
+    nearer, lost = found.without(point, ["autocast", "weight_average", "recompute"])
+    assert lost == ["recompute"]
+    assert set(found.plan(nearer)) == set(base)
+
+
+def test_without_what_others_need_nothing_is_taken_away() -> None:
+    found = plan_space(catalogue(), Plan(), FACTS, only=("precision", "recompute"))
+    point = found.space.point({"PRECISION": "autocast", "RECOMPUTE": "recompute"})
+
+    def needs_autocast(p: tuple[int, ...]) -> str | None:
+        return None if found.space.settings(p)["PRECISION"] == "autocast" else "needs autocast"
+
+    strict = dataclasses.replace(
+        found, space=dataclasses.replace(found.space, refuse=needs_autocast)
+    )
+    assert strict.without(point, ["autocast"]) == (point, [])
+
+
+def test_on_ranks_layouts_and_mixtures_of_them_are_choices() -> None:
+    ranks = dataclasses.replace(FACTS, world=World(size=4))
+    more = mixed_layouts(4)
+    found = plan_space(catalogue(), Plan(), ranks, only=("layout", "wire"), more=more)
+    (layouts,) = [d for d in found.space.dimensions if d.name == "LAYOUT"]
+    assert {"none", "ddp", "fsdp2", "hybrid(dp=2, shard=2)"} <= set(layouts.values)
+    assert any(d.name == "WIRE" for d in found.space.dimensions)
+    point = found.space.point({"LAYOUT": "hybrid(dp=2, shard=2)"})
+    knobs = [n for n in found.space.settings(point) if n.startswith("hybrid(dp=2, shard=2).")]
+    assert "hybrid(dp=2, shard=2).reshard" in knobs
+    (layout,) = found.plan(point)
+    assert (layout.name(), layout.settings()["dp"], layout.settings()["shard"]) == ("hybrid", 2, 2)
+    for p in found.space.points():
+        assert not [o for t in found.plan(p) for o in t.obstacles(ranks)]
+
+
+def test_of_one_rank_neither_layout_nor_wire_is_a_choice() -> None:
+    found = plan_space(catalogue(), Plan(), FACTS, more=mixed_layouts(1))
+    assert not {"LAYOUT", "WIRE"} & {d.name for d in found.space.dimensions}
+
+
+def test_of_equal_forecasts_a_knob_where_its_author_has_set_it_comes_first() -> None:
+    found = plan_space(catalogue(), Plan(), FACTS, only=("accumulate",))
+    gains = {
+        found.space.settings(p)["accumulate.micro_batch_size"]: found.gain(p)
+        for p in found.space.points()
+        if found.space.settings(p)["BATCH"] == "accumulate"
+        and found.space.settings(p).get("accumulate.micro_batch_tokens", 0) == 0
+    }
+    own = found.kinds["accumulate"].settings()["micro_batch_size"]
+    assert max(gains, key=lambda size: gains[size]) == own
+    assert found.gain(found.space.start) == 0

@@ -195,9 +195,8 @@ def test_the_front_holds_what_nothing_beats_in_both() -> None:
 
 
 def test_importance_names_the_decision_that_matters_and_adds_up() -> None:
-    study = searched(Machine(SPACE, seconds))
     shares = importance(
-        SPACE, study, lambda points: [-math.log(seconds(SPACE.settings(p))) for p in points]
+        SPACE, lambda points: [-math.log(seconds(SPACE.settings(p))) for p in points]
     )
     assert next(iter(shares)) == "batch" if shares["batch"] > shares["dtype"] else "dtype"
     assert math.fsum(shares.values()) == pytest.approx(1, abs=1e-3)
@@ -222,7 +221,7 @@ def test_earlier_studies_of_similar_jobs_are_a_forecast(tmp_path: Path) -> None:
 def test_the_page_draws_and_escapes(tmp_path: Path) -> None:
     study = searched(Machine(SPACE, seconds, fails=lambda s: "<b>" if s["batch"] == 2 else None))
     found = document(study, SPACE, None, None, {"batch": 0.7, "<i>": 0.3}, {"title": "t"})
-    text = page(found, "a & b")
+    text = page(found, "a & b", lead(found))
     assert "a &amp; b" in text
     assert "<b>" not in text
     assert "<i>" not in text

@@ -62,32 +62,47 @@ class Belief:
     def at(
         self, wanted: Sequence[Point], seen: Sequence[Point], values: Sequence[float]
     ) -> Posterior:
-        """What is believed of the wanted points after these measurements.
+        """What is believed of the wanted points after these measurements (see `after`)."""
+        return self.after(seen, values)(wanted)
+
+    def after(
+        self, seen: Sequence[Point], values: Sequence[float]
+    ) -> Callable[[Sequence[Point]], Posterior]:
+        """What is believed after these measurements, to be asked of any points.
 
         Args:
-            wanted: the points in question.
             seen: measured points; one may stand there several times.
             values: theirs.
         """
-        levels, first = self._levels(wanted)
         if not seen:
-            middle = self._scales[len(self._scales) // 2]
-            width = math.hypot(middle * math.sqrt(len(self._space.dimensions)), self._aparts[-1])
-            return Posterior(first, np.full(len(wanted), width))
+            return self._vague
         rows, before = self._levels(seen)
         rest = np.asarray(values, dtype=np.float64) - before
-        alike_ss, alike_ws = self._alike(rows, rows), self._alike(levels, rows)
+        alike_ss = self._alike(rows, rows)
         ways = list(itertools.product(self._scales, PAIRS, self._aparts))
         trusted = TRUST**2 * np.outer(before, before)
         fits = [self._fit(_mixed(*alike_ss, *way[:2]) + trusted, rest, way[2]) for way in ways]
         best = max(range(len(ways)), key=lambda i: fits[i][0])
         scale, share, apart = ways[best]
         _, lower, solved = fits[best]
-        across = _mixed(*alike_ws, scale, share) + TRUST**2 * np.outer(first, before)
-        half = np.linalg.solve(lower, across.T)  # (seen, wanted)
-        spread: Array = self._prior(scale, share) + TRUST**2 * first**2
-        variance = np.maximum(spread - (half**2).sum(0), 0.0) + apart**2
-        return Posterior(first + half.T @ solved, np.sqrt(variance))
+
+        def believed(wanted: Sequence[Point]) -> Posterior:
+            levels, first = self._levels(wanted)
+            alike = _mixed(*self._alike(levels, rows), scale, share)
+            across = alike + TRUST**2 * np.outer(first, before)
+            half = np.linalg.solve(lower, across.T)  # (seen, wanted)
+            spread: Array = self._prior(scale, share) + TRUST**2 * first**2
+            variance = np.maximum(spread - (half**2).sum(0), 0.0) + apart**2
+            return Posterior(first + half.T @ solved, np.sqrt(variance))
+
+        return believed
+
+    def _vague(self, wanted: Sequence[Point]) -> Posterior:
+        """Before any measurement: the forecast, give or take much."""
+        _, first = self._levels(wanted)
+        middle = self._scales[len(self._scales) // 2]
+        width = math.hypot(middle * math.sqrt(len(self._space.dimensions)), self._aparts[-1])
+        return Posterior(first, np.full(len(wanted), width))
 
     def _fit(self, covariance: Array, rest: Array, apart: float) -> tuple[float, Any, Any]:
         """Log likelihood of the measurements, and what a prediction needs of them."""

@@ -17,7 +17,7 @@ from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.evidence.ablation import AGAIN, BASELINE, Arm
 from hasten.evidence.comparisons import floor_of, ratio_to
-from hasten.evidence.judgement import judge
+from hasten.evidence.judgement import idle, judge
 from hasten.search.tuner.bench import Runner, RunnerFailedError
 from hasten.search.tuner.space import Point
 
@@ -82,6 +82,7 @@ def judged(arms: Sequence[Arm]) -> dict[str, Any]:
                 "rounds": arm.rounds,
                 "peak_memory_bytes": arm.peak_memory_bytes,
                 "failed": arm.failed,
+                "idle": idle(arm),
             }
         )
     return {"noise_floor": round(floor_of(arms), 4), "arms": rows}

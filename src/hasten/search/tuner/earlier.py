@@ -49,14 +49,13 @@ def learnt(
         values.append(float(trial["log_rate"]))
     if len(seen) < FEWEST:
         return forecast
-    belief = Belief(space, forecast, VAGUE)
+    believed = Belief(space, forecast, VAGUE).after(seen, values)
     known: dict[Point, float] = {}
 
     def corrected(point: Point) -> float:
         if point not in known:
-            points = [p for p in space.points() if p not in known] + [point]
-            found = belief.at(points, seen, values)
-            known.update(zip(points, map(float, found.mean), strict=True))
+            points = [point] if known else [*space.points(), point]  # most will be asked for
+            known.update(zip(points, map(float, believed(points).mean), strict=True))
         before = forecast(point)
         return before + BELIEVED * (known[point] - before)
 

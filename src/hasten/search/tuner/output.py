@@ -76,7 +76,7 @@ def lead(found: Mapping[str, Any]) -> str:
     said += f"; {found['ended']}."
     winner = found["winner"]
     if winner is None and found["duel"] and not proven(found):
-        why = found["duel"]["arms"][-1]["verdict"].partition(": ")[2]
+        why = found["duel"]["arms"][2]["verdict"].partition(": ")[2]
         return f"Not proven ({why}): the best of the trials is in best.yaml. {said}"
     if winner is None:
         why = "No significant difference" if found["duel"] else "Nothing was better by the trials"
@@ -86,7 +86,9 @@ def lead(found: Mapping[str, Any]) -> str:
     if ratio["low"] is not None:
         span += f" [{ratio['low']:.3f}, {ratio['high']:.3f}]"
     changed = ", ".join(f"{k}={v}" for k, v in winner["changes"].items())
-    return f"{span} {winner['of']} with {changed}. {said}"
+    lost = ", ".join(winner.get("idle", ()))
+    left_out = f" {lost} did not act in the measured plan and is left out." if lost else ""
+    return f"{span} {winner['of']} with {changed}.{left_out} {said}"
 
 
 def proven(found: Mapping[str, Any]) -> bool:
@@ -95,11 +97,11 @@ def proven(found: Mapping[str, Any]) -> bool:
     return duel is None or any(arm["rounds"] for arm in duel["arms"][2:])
 
 
-def page(found: Mapping[str, Any], title: str) -> str:
-    """One file of HTML without anything to load."""
+def page(found: Mapping[str, Any], title: str, said: str) -> str:
+    """One file of HTML without anything to load; ``said`` is the result in a sentence."""
     return PAGE.format(
         title=escape(title),
-        lead=escape(lead(found)),
+        lead=escape(said),
         duel=_duel(found["duel"]),
         history=_history(found["trials"]),
         importance=_importance(found["importance"]),

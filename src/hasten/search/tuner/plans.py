@@ -26,8 +26,9 @@ MOST_VALUES = 6  # of a range
 TRUST = {"slots": 1.0, "flops": 0.7, "bytes": 0.4, "wire_bytes": 0.3}  # of a step's time, at most
 CLAIMED = 0.5  # share of a promise that is believed beforehand
 MEANT = 0.01  # a technique of unknown gain is meant to gain something
+TURNED = 0.003  # of a gain, for a knob that isn't where its author has set it
 # What these decide is not speed: what learns, what is saved, which mean is kept, how routers learn.
-KEPT = frozenset({Slot.ADAPTER, Slot.ROUTING, Slot.AVERAGE, Slot.CHECKPOINT})
+KEPT = frozenset({Slot.ADAPTER, Slot.ROUTING, Slot.OBJECTIVE, Slot.AVERAGE, Slot.CHECKPOINT})
 AMONG_RANKS = frozenset({Slot.LAYOUT, Slot.WIRE})
 Bounds = Mapping[str, tuple[float, float]]
 
@@ -51,14 +52,38 @@ class PlanSpace:
         return _plan_of(settings, self.kinds, self.kept)
 
     def gain(self, point: Point) -> float:
-        """The expected logarithm of the speed over that of the start, before any measurement."""
-        return expected(self.plan(point), self.facts) - expected(
-            self.plan(self.space.start), self.facts
+        """The expected logarithm of the speed over that of the start, before any measurement.
+
+        Of a technique's settings its own are expected to be the best: somebody has chosen them.
+        """
+        turned = sum(
+            bool(getattr(self.kinds[name.rpartition(".")[0]], name.rpartition(".")[2]) != value)
+            for name, value in self.space.settings(point).items()
+            if "." in name
         )
+        first = expected(self.plan(self.space.start), self.facts)
+        return expected(self.plan(point), self.facts) - first - TURNED * turned
 
     def resident(self, point: Point) -> float:
         """Bytes that its techniques are forecast to keep, more or less than without any."""
         return math.fsum(t.forecast(self.facts).resident_bytes for t in self.plan(point))
+
+    def without(self, point: Point, names: Collection[str]) -> tuple[Point, list[str]]:
+        """The point without these techniques, as far as it is one without them; whom it lost.
+
+        What the search started from stays: it is the user's. So does one without which the others
+        can't work here.
+        """
+        own, lost = set(self.plan(self.space.start)), list[str]()
+        for technique in self.plan(point):
+            slot, settings = technique.slot.name, self.space.settings(point)
+            if technique.name() not in names or technique in own or slot not in settings:
+                continue
+            rest = {n: v for n, v in settings.items() if not n.startswith(f"{settings[slot]}.")}
+            nearer = self.space.point({**rest, slot: NONE})
+            if self.space.refuse(nearer) is None:
+                point, lost = nearer, [*lost, technique.name()]
+        return point, lost
 
 
 def plan_space(
@@ -68,6 +93,7 @@ def plan_space(
     bounds: Bounds | None = None,
     lossy: bool = False,
     only: Collection[str] = (),
+    more: Sequence[Technique] = (),
 ) -> PlanSpace:
     """Every decision about speed that the catalogue offers on this job.
 
@@ -78,6 +104,7 @@ def plan_space(
         bounds: of ``technique.knob`` ranges, narrower than the technique's own.
         lossy: let techniques of other mathematics take part.
         only: slots or techniques by name that are tuned; all others stay as they are.
+        more: instances that are choices of their own beside those of the catalogue.
 
     Raises:
         InputError: nothing is left to choose, or ``only`` names nothing.
@@ -92,16 +119,15 @@ def plan_space(
         raise InputError(f"only: {name!r} is neither a technique nor a slot")
     for slot in Slot:
         own = present.get(slot)
-        offered = _offered(slot, catalogue, own, facts, lossy)
+        offered = _offered(slot, catalogue, own, facts, lossy, more)
         if wanted and slot.name.lower() not in wanted:
-            offered = [t for t in offered if t.name() in wanted]
-        if slot in fixed or not offered or (own is not None and own not in offered):
+            offered = {n: t for n, t in offered.items() if t.name() in wanted}
+        if slot in fixed or not offered or (own is not None and own not in offered.values()):
             continue
-        names = [NONE, *(t.name() for t in offered)]
-        dimensions.append(Dimension(slot.name, tuple(names)))
-        for technique in offered:
-            kinds[technique.name()] = technique
-            dimensions += _knobs(technique, bounds or {})
+        dimensions.append(Dimension(slot.name, (NONE, *offered)))
+        for name, technique in offered.items():
+            kinds[name] = technique
+            dimensions += _knobs(name, technique, bounds or {})
     kept = tuple(t for t in base if t.name() not in kinds)
 
     def refuse(point: Point) -> str | None:
@@ -138,31 +164,35 @@ def _offered(
     own: Technique | None,
     facts: Facts,
     lossy: bool,
-) -> list[Technique]:
-    found = []
+    more: Sequence[Technique],
+) -> dict[str, Technique]:
+    """What may fill a slot, by the name of its choice."""
+    found: dict[str, Technique] = {}
     for kind in catalogue:
         if kind.slot is not slot:
             continue
         instance = own if own is not None and isinstance(own, kind) else kind()
         allowed = instance is own or lossy or instance.fidelity is not Fidelity.LOSSY
         if allowed and not instance.obstacles(facts):
-            found.append(instance)
+            found[kind.name()] = instance
+    for one in more:
+        allowed = lossy or one.fidelity is not Fidelity.LOSSY
+        if one.slot is slot and allowed and one != own and not one.obstacles(facts):
+            found[str(one)] = one
     return found
 
 
-def _knobs(technique: Technique, bounds: Bounds) -> list[Dimension]:
+def _knobs(choice: str, technique: Technique, bounds: Bounds) -> list[Dimension]:
     """A dimension for each knob with more than one value here."""
     found = []
     for name, knob in technique.knobs().items():
-        place = f"{technique.name()}.{name}"
+        place = f"{choice}.{name}"
         own = getattr(technique, name)
         values = values_of(knob, own, bounds.get(place))
         if len(values) < 2:
             continue
         ordered = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
-        found.append(
-            Dimension(place, values, ordered, needs=(technique.slot.name, technique.name()))
-        )
+        found.append(Dimension(place, values, ordered, needs=(technique.slot.name, choice)))
     return found
 
 

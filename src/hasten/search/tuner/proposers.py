@@ -79,14 +79,25 @@ class Own:
     def __init__(self, space: Space, known: Beforehand, seed: int = 0) -> None:
         self._points = space.points(seed)
         random.Random(seed).shuffle(self._points)
-        self._start, self._known = space.start, known
+        self._looked_at = set(self._points)
+        self._space, self._start, self._known = space, space.start, known
         self._speed = Belief(space, known.gain, known.noise)
         relative = self._relative(known)
         self._memory = Belief(space, relative, 0.0, scales=PEAK_SCALES)
         self.history: list[Tried] = []
 
     def ask(self) -> Point | None:
-        left = self._left()
+        point = self._best_of(self._left())
+        # Of a large space the points are a sample: the way up from the best of it leads on.
+        while point is not None and (near := self._strangers(point)):
+            better = self._best_of([point, *near])
+            if better is None or better == point:
+                break
+            point = better
+        return point
+
+    def _best_of(self, left: Sequence[Point]) -> Point | None:
+        """The most worth trying; None where there is none that can be dared."""
         if not left:
             return None
         risk = self._risks(left)
@@ -99,6 +110,7 @@ class Own:
 
     def tell(self, tried: Tried) -> None:
         self.history.append(tried)
+        self._looked_at.add(tried.point)
 
     def promise(self) -> float:
         """The most by which an untried point is expected to beat the best one, as a logarithm."""
@@ -107,6 +119,13 @@ class Own:
             return 0.0
         worth = np.where(self._risks(left) <= self._allowed, self._worth(left), 0.0)
         return float(worth.max())
+
+    def _strangers(self, point: Point) -> list[Point]:
+        """Neighbours that weren't looked at yet; from now on they are."""
+        new = [p for p in self._space.neighbours(point) if p not in self._looked_at]
+        self._looked_at.update(new)
+        self._points += new
+        return new
 
     def _left(self) -> list[Point]:
         done = {t.point for t in self.history} | {self._start}

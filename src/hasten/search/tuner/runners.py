@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hasten.cluster.ranks import places
+from hasten.core import facts
 from hasten.core.plan import Plan
 from hasten.evidence.loops import LoopFailedError, LoopProcess
 from hasten.evidence.trial import Trial, TrialFailedError
@@ -22,10 +25,20 @@ class PlanRunner:
         plan: the techniques.
         environ: variables that the process needs.
         log: where its own words go.
+        ranks: of the job, each a process; they meet in a new folder beside the log.
     """
 
-    def __init__(self, recipe: Path, plan: Plan, environ: Mapping[str, str], log: Path) -> None:
-        self._trial = Trial(recipe, plan, environ, log)
+    def __init__(
+        self,
+        recipe: Path,
+        plan: Plan,
+        environ: Mapping[str, str],
+        log: Path,
+        ranks: int = 1,
+    ) -> None:
+        self._meeting = tempfile.TemporaryDirectory(dir=log.parent, prefix=".ranks-")
+        own = places(ranks, facts.usable_cores(), Path(self._meeting.name))
+        self._trial = Trial(recipe, plan, environ, log, ranks=own)
 
     def begin(self, patience: float) -> None:
         try:
@@ -38,10 +51,16 @@ class PlanRunner:
             answer = self._trial.ask("steps", patience=patience, count=count)
         except TrialFailedError as error:
             raise RunnerFailedError(str(error)) from error
-        return [_step(entry) for entry in answer["steps"]]
+        steps = [_step(entry) for entry in answer["steps"]]
+        whole = answer.get("turn_seconds")
+        if whole is None:
+            return steps
+        # Ranks that train apart meet in some steps alone: what counts is the turn as a whole.
+        return [replace(step, seconds=whole / len(steps)) for step in steps]
 
     def end(self, at_once: bool = False) -> None:
         self._trial.end(at_once)
+        self._meeting.cleanup()
 
 
 def _step(entry: Mapping[str, Any]) -> Step:

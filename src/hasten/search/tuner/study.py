@@ -22,10 +22,11 @@ from hasten.search.tuner.bench import Bench, Measurement, OutOfTimeError
 from hasten.search.tuner.proposers import Own, Proposer, Tried
 from hasten.search.tuner.space import Point, Space
 
-Objective = Literal["tokens", "memory", "money", "pareto"]
+Objective = Literal["tokens", "memory", "money", "pareto", "time-to-loss"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
 Tell = Callable[[str, float], None]
 DUEL_SHARE = 0.25  # of the budget, at least
+RACE_SHARE = 0.7  # the same, where whole trainings decide in place of a duel
 LEADERS = 3  # that go into the duel
 DUEL_STARTS = 3.5  # starts of a process that a duel needs at least, its first rounds included
 FEWEST = 5  # trials before a study may end early
@@ -158,7 +159,11 @@ class Search:
     @property
     def reserve(self) -> float:
         """Seconds that are kept for the duel."""
-        return max(DUEL_SHARE * self._budget, DUEL_STARTS * self._bench.start_seconds)
+        return max(self._proof_share * self._budget, DUEL_STARTS * self._bench.start_seconds)
+
+    @property
+    def _proof_share(self) -> float:
+        return RACE_SHARE if self._objective == "time-to-loss" else DUEL_SHARE
 
     @property
     def _end(self) -> float:
@@ -181,7 +186,7 @@ class Search:
         if least > self._budget:
             raise InputError(
                 f"budget: {words(self._budget)} is too short: the noise, one trial and a duel take "
-                f"about {words(least / (1 - DUEL_SHARE))} on this job and machine"
+                f"about {words(least / (1 - self._proof_share))} on this job and machine"
             )
 
     @property
@@ -253,7 +258,7 @@ class Search:
         if self._objective == "pareto":  # another weight for each trial (Knowles 2006, ParEGO)
             weight = self._draw.random()
             return weight * speed + (1 - weight) * saved
-        return speed  # money is time on the same machine
+        return speed  # money is time on the same machine; a race decides about time to loss
 
     def _tell(self, text: str) -> None:
         used = (self._clock() - self._began) / self._budget
@@ -277,7 +282,7 @@ def _row(space: Space, point: Point, found: Measurement) -> dict[str, Any]:
 
 
 def importance(
-    space: Space, study: Study, means: Callable[[Sequence[Point]], Sequence[float]]
+    space: Space, means: Callable[[Sequence[Point]], Sequence[float]]
 ) -> dict[str, float]:
     """How much each decision moves the believed value: the spread of its values' means, a share."""
     points = space.points()

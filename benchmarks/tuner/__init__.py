@@ -1,0 +1,1 @@
+"""What bench_tuner.py runs beside its problems: the recorded grid, and real tunings."""

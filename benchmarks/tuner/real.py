@@ -1,0 +1,295 @@
+"""Real tunings of one job, repeated, and their winners against each other in one interleaved run.
+
+    python benchmarks/bench_tuner.py real --budget 8m --repeats 5 --json OUT
+
+  1. the recipe without a plan is tuned ``--repeats`` times, each time with another seed, in a
+     folder of its own, so that no study learns from an earlier one
+  2. on the same budget, as DeepSpeed's autotuner goes: the micro-batch is doubled, each size in a
+     fresh start whose steps 3 to 5 are timed once (https://www.deepspeed.ai/tutorials/autotuning);
+     the global batch stays as it is by accumulation, and ZeRO has nothing to decide on one rank
+  3. the recipe without a plan, a copy of it, every winner and that of 2 take turns (``--compare``);
+     all ratios, those between two winners as well, are paired by round
+
+It takes at most (repeats + 1) x budget + compare. What is finished stays in ``--folder``, and a
+second start goes on from there; a study that was killed gets its whole budget again (``starts``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hasten.core import facts
+from hasten.core.plan import Plan
+from hasten.core.slot import Slot
+from hasten.evidence.ablation import AGAIN, BASELINE, Arm, Design
+from hasten.evidence.budget import seconds_of
+from hasten.evidence.comparisons import ratio_between
+from hasten.experiment import Silence, Subject, environment, measured, prepared
+from hasten.recipe.build import batch_of, requested_plan
+from hasten.recipe.schema import Recipe, load_recipe, recipe_from
+from hasten.search.tuner.bench import RunnerFailedError
+from hasten.search.tuner.duel import judged
+from hasten.search.tuner.runners import PlanRunner
+from hasten.techniques import CATALOGUE
+from hasten.tuning.api import Tuned, tune
+from hasten.tuning.files import replace_file
+from hasten.tuning.subject import Wishes
+
+WITHIN = 0.03  # of each other: what repeated winners are wanted to be
+PROFILED = slice(2, 5)  # steps 3 to 5, as DeepSpeed's start_profile_step and end_profile_step
+DOUBLING = "doubling"
+LOAD = 0.35
+
+
+@dataclass
+class Told(Silence):
+    """Prints what stays, with the time since the start; progress is nobody's."""
+
+    began: float = field(default_factory=time.monotonic)
+
+    def tell(self, text: str) -> None:
+        print(f"{time.monotonic() - self.began:7.0f} s  {text}", flush=True)
+
+
+def main(arguments: Sequence[str]) -> None:
+    asked = _parser().parse_args(arguments)
+    told = Told()
+    values = load_recipe(asked.recipe, asked.overrides).model_dump(mode="json")
+    if not asked.keep_plan:
+        values["plan"] = []
+    found: dict[str, Any] = {
+        "command": " ".join(["python benchmarks/bench_tuner.py real", *arguments]),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": facts.hardware().short,
+        "recipe": str(asked.recipe),
+        "budget_seconds": seconds_of(asked.budget),
+        "repeats": [],
+    }
+    plans: dict[str, Plan] = {}
+    for number in range(1, asked.repeats + 1):
+        told.tell(f"study {number} of {asked.repeats}, budget {asked.budget}")
+        row, plans[f"winner {number}"] = _tuned(values, asked, number, told)
+        found["repeats"].append(row)
+        _keep(asked.json, found)
+    subject = prepared(_recipe(values, asked.folder / "compare"), told)
+    if asked.doubling:
+        kept = asked.folder / "doubling.json"
+        if not kept.is_file():
+            told.tell("doubling the micro-batch")
+            _keep(kept, _doubled(subject, seconds_of(asked.budget), told))
+        found[DOUBLING] = json.loads(kept.read_text())
+        # First, since what a short --compare leaves out is never the last arm.
+        plans = {DOUBLING: _cut(subject, found[DOUBLING]["micro_batch"]), **plans}
+        _keep(asked.json, found)
+    told.tell(f"{len(plans)} winners side by side, {asked.compare} at most")
+    found["comparison"] = _compared(subject, plans, seconds_of(asked.compare), told)
+    found["seconds"] = round(time.monotonic() - told.began, 1)
+    _keep(asked.json, found)
+    print(table(found))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bench_tuner.py real")
+    parser.add_argument("--budget", default="8m", help="of each study, and of the doubling")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--compare", default="12m", help="of the winners' run side by side")
+    parser.add_argument("--recipe", type=Path, default=Path("examples/stdlib_tiny.yaml"))
+    parser.add_argument("--keep-plan", action="store_true", help="start from the recipe's plan")
+    parser.add_argument("--no-doubling", dest="doubling", action="store_false")
+    parser.add_argument("--only", default="", help="as of hasten tune")
+    parser.add_argument("--folder", type=Path, default=Path("runs/bench_tuner"))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("overrides", nargs="*", help="key=value of the recipe")
+    return parser
+
+
+def _recipe(values: Mapping[str, Any], output: Path) -> Recipe:
+    return recipe_from({**values, "output": str(output)}, "the recipe")
+
+
+def _tuned(
+    values: Mapping[str, Any], asked: argparse.Namespace, number: int, told: Told
+) -> tuple[dict[str, Any], Plan]:
+    """One study's row, and the plan of the recipe that it writes."""
+    output = asked.folder / f"study-{number}"
+    only = tuple(name for name in asked.only.split(",") if name)
+    wishes = Wishes(seed=number, only=only)
+    result = tune(_recipe(values, output), asked.budget, wishes, audience=told)
+    path = output / "tuned.yaml"
+    replace_file(path, result.text)
+    told.tell(str(result))
+    return _row(result, number), requested_plan(load_recipe(path))
+
+
+def _row(result: Tuned, seed: int) -> dict[str, Any]:
+    report = result.report
+    winner = report["winner"]
+    states = [t["state"] for t in report["trials"]]
+    record = (result.folder / "record.jsonl").read_text()
+    return {
+        "seed": seed,
+        "changes": winner["changes"] if winner else {},
+        "idle": winner["idle"] if winner else [],
+        "ratio": winner["ratio"] if winner else None,
+        "said": str(result),
+        "trials": len(states),
+        "out_of_memory": states.count("out of memory"),
+        "failed": states.count("failed"),
+        "noise": report["noise"],
+        "seconds": report["seconds"],
+        "starts": record.count('"event": "run"'),
+    }
+
+
+def _doubled(subject: Subject, budget: float, told: Told) -> dict[str, Any]:
+    """Micro-batches of 1, 2, 4 ... records until the step is one, the time is up, or one fails."""
+    recipe, known = subject.recipe, subject.known
+    whole = batch_of(recipe).records
+    if whole is None:
+        raise SystemExit("give the recipe a global_batch_size: the doubling cuts it by records")
+    began = time.monotonic()
+    path = Path(recipe.output) / "doubling.yaml"
+    path.write_text(recipe.model_copy(update={"max_steps": 1000}).to_yaml())
+    rows: list[dict[str, Any]] = []
+    size = 1
+    while (left := budget - (time.monotonic() - began)) > 0:
+        plan = _cut(subject, size)
+        log = path.with_name(f"doubling-{size}.log")
+        variables = environment(plan, known, recipe.transport)
+        speed, why = _profiled(PlanRunner(path, plan, variables, log), left)
+        rows.append({"micro_batch": min(size, whole), "tokens_per_second": speed, "why": why})
+        told.tell(f"micro-batch {size}: {speed or why}")
+        if size >= whole or speed is None:
+            break
+        size *= 2
+    best = max(rows, key=lambda r: r["tokens_per_second"] or 0.0)
+    return {
+        "trials": rows,
+        "seconds": round(time.monotonic() - began, 1),
+        "micro_batch": best["micro_batch"] if best["tokens_per_second"] else None,
+    }
+
+
+def _cut(subject: Subject, size: int | None) -> Plan:
+    """The plan with micro-batches of so many records; None, or the whole step: uncut."""
+    whole = batch_of(subject.recipe).records or 0
+    (accumulate,) = [k for k in CATALOGUE if k.slot is Slot.BATCH and k.name() == "accumulate"]
+    own = [] if size is None or size >= whole else [accumulate(micro_batch_size=size)]
+    return Plan([*(t for t in subject.plan if t.slot is not Slot.BATCH), *own])
+
+
+def _profiled(runner: PlanRunner, seconds: float) -> tuple[float | None, str | None]:
+    """Tokens per second of steps 3 to 5, or why there are none."""
+    try:
+        runner.begin(seconds)
+        steps = runner.steps(PROFILED.stop, seconds)[PROFILED]
+    except RunnerFailedError as error:
+        runner.end(at_once=True)
+        return None, str(error)
+    runner.end()
+    return round(sum(s.items for s in steps) / sum(s.seconds for s in steps), 1), None
+
+
+def _compared(
+    subject: Subject, winners: Mapping[str, Plan], seconds: float, told: Told
+) -> dict[str, Any]:
+    """All plans in one interleaved run; a plan that several found has one arm."""
+    base = subject.plan
+    plans: dict[str, Plan] = {BASELINE: base, AGAIN: base}
+    arm_of: dict[str, str] = {}
+    for name, plan in winners.items():
+        same = next((n for n, p in plans.items() if set(p) == set(plan)), None)
+        arm_of[name] = same or name
+        if same is None:
+            plans[name] = plan
+    kinds: dict[str, Any] = {BASELINE: "baseline", AGAIN: "again"}
+    design = Design(
+        rounds=20,
+        warmup=2,
+        longest_warmup=8,
+        evaluations=1,
+        noise=True,
+        foreign_load=LOAD,
+        budget_seconds=seconds,
+    )
+    kinds |= dict.fromkeys([n for n in plans if n not in kinds], "other")
+    found = measured(subject, plans, kinds, design, False, told)
+    words = judged(found.arms)
+    arms = {arm.name: arm for arm in found.arms}
+    own = list(dict.fromkeys(arm for name, arm in arm_of.items() if name != DOUBLING))
+    return {
+        **words,
+        "design": found.design,
+        "arm_of": arm_of,
+        "plans": {name: plan.to_list() for name, plan in plans.items()},
+        "pairs": _pairs([arms[n] for n in own if n in arms], found.arms[0]),
+    }
+
+
+def _pairs(arms: Sequence[Arm], base: Arm) -> list[dict[str, Any]]:
+    """Every two winners: the first's speed over the second's."""
+    rows = []
+    for place, arm in enumerate(arms):
+        for other in arms[place + 1 :]:
+            found = ratio_between(arm, other, base)
+            if found is not None:
+                rows.append({"arms": [arm.name, other.name], "ratio": found[0].summary()})
+    return rows
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """All of it as lines."""
+    lines = [f"{found['machine']}, {found['date']}; {found['command']}", ""]
+    lines.append(f"{'study':>7}{'seconds':>9}{'trials':>8}{'OOM':>5}  its own duel")
+    for row in found["repeats"]:
+        numbers = f"{row['seed']:7}{row['seconds']:9.0f}{row['trials']:8}{row['out_of_memory']:5}"
+        changed = ", ".join(f"{k}={v}" for k, v in row["changes"].items())
+        lines.append(f"{numbers}  {_span(row['ratio'])}  {changed}")
+    if DOUBLING in found:
+        way = found[DOUBLING]
+        speeds = ", ".join(f"{r['micro_batch']}: {r['tokens_per_second']}" for r in way["trials"])
+        lines.append(f"doubling, {way['seconds']:.0f} s: {speeds} -> {way['micro_batch']}")
+    both = found["comparison"]
+    lines += ["", f"side by side, noise floor {both['noise_floor']:.1%}"]
+    for row in both["arms"]:
+        speed = statistics.median(row["rounds"]) if row["rounds"] else float("nan")
+        lines.append(f"{row['name']:16}{speed:10,.0f}/s  {_span(row['ratio'])}  {row['verdict']}")
+    lines.append(f"arms of the studies: {json.dumps(both['arm_of'])}")
+    lines += [f"{' / '.join(r['arms'])}: {_span(r['ratio'])}" for r in both["pairs"]]
+    winners = {arm for name, arm in both["arm_of"].items() if name != DOUBLING}
+    lines.append(_verdict(both["pairs"], len(winners)))
+    return "\n".join(lines)
+
+
+def _verdict(pairs: Sequence[Mapping[str, Any]], winners: int) -> str:
+    """How far winners are apart; ``winners`` counts the different ones."""
+    if winners == 1:
+        return "all studies have one and the same winner"
+    if len(pairs) < winners * (winners - 1) // 2:
+        return f"{len(pairs)} pairs of {winners} winners were compared: give --compare more time"
+    apart = max(max(r["ratio"]["median"], 1 / r["ratio"]["median"]) - 1 for r in pairs)
+    word = "within" if apart <= WITHIN else "NOT within"
+    return f"winners at most {apart:.1%} apart (median of paired rounds): {word} {WITHIN:.0%}"
+
+
+def _span(ratio: Mapping[str, Any] | None) -> str:
+    if ratio is None or ratio["median"] is None:
+        return f"{'-':22}"
+    text = f"{ratio['median']:.3f}"
+    if ratio["low"] is not None:
+        text += f" [{ratio['low']:.3f}, {ratio['high']:.3f}]"
+    return f"{text:22}"
+
+
+def _keep(path: Path | None, found: Mapping[str, Any]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(Path(os.path.abspath(path)), json.dumps(found, indent=1))

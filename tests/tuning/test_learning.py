@@ -1,0 +1,191 @@
+"""Trainings of a recipe with other hyper-parameters: same tokens, same held-out records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.core.evaluate import evaluate
+from hasten.core.step import training
+from hasten.errors import InputError
+from hasten.experiment import Silence, Subject, prepared
+from hasten.recipe.build import job_of
+from hasten.recipe.material import gather
+from hasten.recipe.schema import load_recipe, recipe_from
+from hasten.tuning import learning, whole_trainings
+from hasten.tuning.learning import LearningWishes, learn
+from hasten.tuning.training import _session
+from hasten.tuning.whole_trainings import RecipeTrainings
+
+RECIPE = {
+    "model": "deepseek-llm-tiny",
+    "dataset": "stdlib",
+    "held_out": 4,
+    "vocabulary": 512,
+    "max_records": 80,
+    "cutoff_len": 128,
+    "max_steps": 8,
+    "global_batch_size": 4,
+    "learning_rate": 1e-3,
+    "warmup_steps": 1,
+}
+
+
+def subject(folder: Path, **changes: Any) -> Subject:
+    return prepared(recipe_from({**RECIPE, "output": str(folder), **changes}, "test"), Silence())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("learning")
+
+
+@pytest.fixture(scope="module")
+def given(folder: Path) -> Subject:
+    return subject(folder)
+
+
+def test_the_space_holds_the_recipes_own_values_where_it_starts(given: Subject) -> None:
+    found = RecipeTrainings(given)
+    settings = found.space.settings(found.space.start)
+    assert settings == {"learning_rate": 1e-3, "warmup_share": 1 / 8, "global_batch_size": 4}
+    by_name = {d.name: d.values for d in found.space.dimensions}
+    assert by_name["learning_rate"][0] == pytest.approx(1e-3 / 8)
+    assert by_name["learning_rate"][-1] == pytest.approx(8e-3)
+    assert by_name["global_batch_size"] == (2, 4, 8)
+    for values in by_name.values():
+        assert list(values) == sorted(set(values))
+
+
+def test_another_batch_trains_the_same_tokens(given: Subject) -> None:
+    found = RecipeTrainings(given)
+    for batch, steps in ((2, 16), (4, 8), (8, 4)):
+        changed = found.recipe_at(found.space.point({"global_batch_size": batch}))
+        assert (changed.global_batch_size or 4, changed.max_steps) == (batch, steps)
+
+
+def test_warm_up_is_a_share_of_the_steps(given: Subject) -> None:
+    found = RecipeTrainings(given)
+    share = found.space.settings(found.space.start)["warmup_share"]
+    changed = found.recipe_at(found.space.point({"global_batch_size": 2, "warmup_share": share}))
+    assert changed.warmup_steps == 2
+    assert found.recipe_at(found.space.start).warmup_steps == 1
+
+
+def test_a_training_that_ends_by_tokens_has_the_steps_of_its_own_order(folder: Path) -> None:
+    given = subject(folder, max_steps=None, max_tokens=8000)
+    found = RecipeTrainings(given)
+    recipe = found.recipe_at(found.space.point({"global_batch_size": 2}))
+    material = gather(recipe, folder / "data")
+    here = job_of(recipe, material, given.known, given.plan).schedule.total_steps
+    assert found._steps_of(recipe) == here
+    assert here > found._steps_of(given.recipe)
+
+
+def test_only_narrows(given: Subject) -> None:
+    found = RecipeTrainings(given, ("learning_rate",))
+    assert [d.name for d in found.space.dimensions] == ["learning_rate"]
+
+
+def test_a_process_trains_as_the_same_session_here_does(
+    given: Subject, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = RecipeTrainings(given)
+    found.looks = 2
+    (folder / "recipe.yaml").write_text(given.recipe.to_yaml())
+    told: list[str] = []
+    real = whole_trainings.Trial
+
+    def noting(recipe: Path, plan: Any, environ: Any, log: Path, entry: Any) -> Any:
+        told.append(entry[-1])
+        return real(recipe, plan, environ, log, entry)
+
+    monkeypatch.setattr(whole_trainings, "Trial", noting)
+    point = found.space.point({"learning_rate": 8e-3, "global_batch_size": 2})
+    process = found.begin(point, seed=5, folder=folder)
+    try:
+        losses = [process.loss_at(n, 200.0) for n in (1, 2)]
+    finally:
+        process.end()
+    changes = json.loads(told[0])
+    assert (changes["max_steps"], changes["seed"]) == (16, 5)
+    session = _session(changes, folder / "recipe.yaml", given.plan.to_list())
+    assert session.setup.job.seed == 5
+    steps = training(session)
+    here = []
+    for _ in range(2):
+        for _ in range(8):
+            next(steps)
+        here.append(evaluate(session).held_out_loss)
+    assert losses == pytest.approx(here, rel=1e-4)
+    data = json.loads((folder / "data" / "index.json").read_text())
+    assert gather(given.recipe, folder / "data").note.key == given.data_key, data
+
+
+class Pretended:
+    """Losses that follow from the settings, without a process."""
+
+    def __init__(self, job: RecipeTrainings, point: Any, seed: int) -> None:
+        rate = job.space.settings(point).get("learning_rate", 1e-3)
+        self.last = 3.0 + (0.2 if rate < 2e-3 else 0.0) + 0.001 * seed
+
+    def loss_at(self, look: int, patience: float) -> float:
+        return self.last + 1.0 / look
+
+    def end(self, at_once: bool = False) -> None:
+        pass
+
+
+def test_a_recipe_is_studied_from_its_own_values_to_a_proven_recipe(
+    given: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learning, "prepared", lambda recipe, audience: given)
+    monkeypatch.setattr(RecipeTrainings, "begin", lambda self, p, seed, _: Pretended(self, p, seed))
+    wishes = LearningWishes(trials=12, fresh=True)
+    found = learn(given.recipe, 600, wishes)
+    assert found.better, str(found)
+    assert "fresh seeds" in str(found)
+    (found.folder / "x.yaml").write_text(found.text)
+    recipe = load_recipe(found.folder / "x.yaml")
+    assert recipe.learning_rate == found.settings["learning_rate"] > 2e-3
+    assert recipe.seed == given.recipe.seed
+    assert (found.folder / "best.yaml").read_text() == found.text
+    assert "<svg" in (found.folder / "study.html").read_text()
+    kept = json.loads((found.folder / "study.json").read_text())
+    assert kept["study"] == "learning"
+    assert kept["winner"]["ratio"]["low"] > 1
+    again = learn(given.recipe, 600, LearningWishes(trials=12))
+    assert again.report == kept
+    assert again.text == found.text
+
+
+def test_where_nothing_is_better_the_recipe_stays(
+    given: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Flat(Pretended):
+        def loss_at(self, look: int, patience: float) -> float:
+            return 3.0 + 1.0 / look
+
+    monkeypatch.setattr(learning, "prepared", lambda recipe, audience: given)
+    monkeypatch.setattr(RecipeTrainings, "begin", lambda self, p, seed, _: Flat(self, p, seed))
+    found = learn(given.recipe, 600, LearningWishes(trials=4, fresh=True))
+    assert not found.better
+    assert "keep the values as they are" in str(found)
+    (found.folder / "x.yaml").write_text(found.text)
+    assert load_recipe(found.folder / "x.yaml").learning_rate == 1e-3
+
+
+def test_bad_input_is_a_sentence(given: Subject, folder: Path) -> None:
+    with pytest.raises(InputError, match="no 'momentum' to learn"):
+        LearningWishes(only=("momentum",))
+    with pytest.raises(InputError, match="one other are 2"):
+        LearningWishes(trials=1)
+    with pytest.raises(InputError, match="hold some records out"):
+        RecipeTrainings(subject(folder, held_out=0))
+    with pytest.raises(InputError, match="too few to study"):
+        RecipeTrainings(subject(folder, max_steps=2))
+    with pytest.raises(InputError, match="can't read 'soon'"):
+        learn(given.recipe, "soon")
