@@ -8,13 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hasten.cli import monitor as module
-from watched import TOKEN, get, write_run
+from hasten.monitor.alerts import KINDS
+from watched import TOKEN, append, get, step_line, write_run
 
 Hasten = Callable[..., tuple[int, str, str]]
 
@@ -48,6 +50,69 @@ def test_the_printed_address_opens_the_page_and_ctrl_c_ends_it(tmp_path: Path) -
         _, err = process.communicate(timeout=20)
     assert process.returncode == 0
     assert "Traceback" not in err
+
+
+def teller(folder: Path) -> tuple[str, Path]:
+    """A command for alerts that writes each sentence to a file, and the file."""
+    out = folder / "told"
+    code = f"import sys; open({str(out)!r}, 'a').write(sys.argv[1] + chr(10))"
+    return json.dumps([sys.executable, "-c", code]), out
+
+
+def until(out: Path, *words: str) -> list[str]:
+    """The sentences told, once each of the words begins one."""
+    deadline = time.monotonic() + 60
+    while True:
+        told = out.read_text().splitlines() if out.exists() else []
+        if all(any(line.startswith(word) for line in told) for word in words):
+            return told
+        assert time.monotonic() < deadline, told
+        time.sleep(0.05)
+
+
+def test_every_alert_reaches_the_command_of_a_monitor_that_runs(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 1)
+    quick = [step_line(step, step_seconds=0.01) for step in (2, 3, 4)]
+    append(run / "metrics.jsonl", *quick)  # or 20 steps would take longer than --stall-seconds
+    command, out = teller(tmp_path)
+    limits = ["--alert", command, "--stall-seconds", "4", "--disk-gb", "2", "--slow-rank", "1.5"]
+    words = [sys.executable, "-m", "hasten", "monitor", str(run), "--port", "0", "--token", TOKEN]
+    with subprocess.Popen(
+        [*words, *limits], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        port = int(address.removeprefix("http://127.0.0.1:").partition("/")[0])
+        try:
+            while b"hasten_loss" not in get(port, "/metrics")[2]:
+                time.sleep(0.05)
+            append(run / "machine.jsonl", {"step": 3, "disk_free_bytes": 10**9})
+            (run / "ranks").mkdir()
+            for rank, seconds in enumerate((1.0, 1.0, 2.0)):
+                line = json.dumps({"own_seconds": seconds})
+                (run / "ranks" / f"{rank}.json").write_text(line)
+            until(out, "disk: ", "slow_rank: ")
+            append(run / "metrics.jsonl", step_line(5, loss=None, skipped=True))
+            until(out, "nan: ", "stall: ")
+            started = {**json.loads((run / "run.json").read_text()), "pid": 2**22 + 1}
+            (run / "run.json").write_text(json.dumps(started))
+            told = until(out, "ended: ")
+        finally:
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    assert {line.partition(":")[0] for line in told} == set(KINDS)
+    assert "disk: run: 1.0 GB are free where it writes" in told
+    assert "slow_rank: run: rank 2 takes 2.0 times as long as the others" in told
+    assert "Traceback" not in err
+
+
+def test_a_single_look_waits_for_its_alerts(hasten: Hasten, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 3)
+    append(run / "machine.jsonl", {"step": 3, "disk_free_bytes": 10**9})
+    command, out = teller(tmp_path)
+    code, _, err = hasten("monitor", run, "--terminal", "--alert", command)
+    assert (code, err) == (0, "")
+    assert out.read_text() == "disk: run: 1.0 GB are free where it writes\n"
 
 
 def test_a_port_in_use_is_said_in_one_sentence(hasten: Hasten, tmp_path: Path) -> None:

@@ -67,6 +67,24 @@ def test_a_plain_loop_has_the_losses_of_hastens_own(plan: tuple[Technique, ...])
     assert losses[:STEPS] == pytest.approx(own_losses(plan), rel=1e-4)
 
 
+@pytest.mark.parametrize("passes", [2, 4])
+def test_passes_of_a_plain_loop_weigh_every_token_alike(passes: int) -> None:
+    plan = PLANS["everything"]
+    model: Any = tiny_model()
+    loop = in_loop(model, plan, records=DATA, batch=BATCH, steps=STEPS, seed=SEED)
+    optimizer = loop.optimizer(adamw(model))
+    losses: list[float] = []
+    for epoch in range(2):
+        for number, batch in enumerate(loop.loader(epoch, passes)):
+            loss = model(**batch).loss / passes
+            loss.backward()
+            losses.append(loss.item())
+            if number % passes == passes - 1:
+                loop.step(optimizer)
+    found = [sum(losses[i : i + passes]) for i in range(0, passes * STEPS, passes)]
+    assert found == pytest.approx(own_losses(plan), rel=1e-4)
+
+
 def module_of(model: Any) -> Any:
     lightning: Any = importlib.import_module("lightning.pytorch")
 
@@ -86,21 +104,22 @@ def module_of(model: Any) -> Any:
     return Module()
 
 
-def trainer_of(folder: Path) -> Any:
+def trainer_of(folder: Path, **changes: Any) -> Any:
     lightning: Any = importlib.import_module("lightning.pytorch")
-    return lightning.Trainer(
-        max_steps=STEPS,
-        default_root_dir=folder,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    settings: dict[str, Any] = {
+        "max_steps": STEPS,
+        "default_root_dir": folder,
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return lightning.Trainer(**{**settings, **changes})
 
 
-def loader() -> Any:
-    return DataLoader(DATA, batch_size=BATCH, collate_fn=lambda rows: rows)  # type: ignore[arg-type]
+def loader(size: int = BATCH, workers: int = 0) -> Any:
+    return DataLoader(DATA, batch_size=size, num_workers=workers, collate_fn=lambda rows: rows)  # type: ignore[arg-type]
 
 
 @lightning_only
@@ -116,6 +135,20 @@ def test_lightning_has_the_losses_of_hastens_own(
     given.collate_fn = collator(with_language_counts(padded))
     trainer.fit(*with_techniques(trainer, module, given, plan, seed=SEED))
     assert module.losses == pytest.approx(own_losses(plan), rel=1e-4)
+
+
+@lightning_only
+@pytest.mark.parametrize("passes", [2, 4])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_token_weighs_the_same_in_whatever_pass(
+    passes: int, workers: int, tmp_path: Path
+) -> None:
+    plan = (GROUPED, Packed(), LabelledTokenLoss(chunk=128))
+    trainer = trainer_of(tmp_path, accumulate_grad_batches=passes)
+    module, given = module_of(tiny_model()), loader(BATCH // passes, workers)
+    trainer.fit(*with_techniques(trainer, module, given, plan, seed=SEED))
+    found = [sum(module.losses[i : i + passes]) / passes for i in range(0, passes * STEPS, passes)]
+    assert found == pytest.approx(own_losses(plan), rel=1e-4)
 
 
 @lightning_only

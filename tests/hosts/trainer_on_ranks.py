@@ -18,7 +18,7 @@ from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.sampler import LengthGrouped
 from hasten.techniques.wire import Half, TopK
-from hosts.test_techniques_in_the_trainer import BATCH, losses_of, trainer_of
+from hosts.test_techniques_in_the_trainer import BATCH, trainer_of
 
 WIRES: dict[str, Technique | None] = {
     "none": None,
@@ -27,21 +27,31 @@ WIRES: dict[str, Technique | None] = {
 }
 
 
+def trained(folder: Path, wire: Technique | None, checkpoint: str | None = None) -> list[Any]:
+    """Losses that are logged, bytes that left this rank, and steps that its wire has counted."""
+    plan = [LengthGrouped(window=64), Packed(), LabelledTokenLoss(chunk=128)]
+    trainer = trainer_of(
+        folder,
+        per_device_train_batch_size=BATCH // 2,
+        ddp_backend="gloo",
+        save_strategy="steps",
+        save_steps=4,
+    )
+    with_techniques(trainer, [*plan, wire] if wire else plan)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    assert isinstance(trainer.model_wrapped, DistributedDataParallel)
+    seams: Any = trainer.callback_handler.callbacks[-1]
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    compressor: Any = seams._setup.wire.compressor if wire else None
+    return [losses, compressor and compressor.sent_bytes, compressor and compressor.steps]
+
+
 def main(folder: Path) -> None:
-    """Losses, and bytes that left this rank, of each wire."""
-    found: dict[str, Any] = {}
-    for name, wire in WIRES.items():
-        plan = [LengthGrouped(window=64), Packed(), LabelledTokenLoss(chunk=128)]
-        trainer = trainer_of(
-            folder / name, per_device_train_batch_size=BATCH // 2, ddp_backend="gloo"
-        )
-        with_techniques(trainer, [*plan, wire] if wire else plan)
-        losses = losses_of(trainer)
-        assert isinstance(trainer.model_wrapped, DistributedDataParallel)
-        seams: Any = trainer.callback_handler.callbacks[-1]
-        sent = getattr(seams._setup.wire, "sent_bytes", None)
-        found[name] = [losses, sent]
-    if trainer.is_world_process_zero():
+    """What each wire found, and that of one resumed."""
+    found = {name: trained(folder / name, wire) for name, wire in WIRES.items()}
+    half_way = str(folder / "topk" / "checkpoint-4")
+    found["resumed"] = trained(folder / "then", WIRES["topk"], half_way)
+    if dist.get_rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))
 
 

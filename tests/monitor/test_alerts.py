@@ -43,6 +43,17 @@ def test_a_stall_is_told_once_and_again_after_it_had_gone(tmp_path: Path) -> Non
     assert len(found) == 2
 
 
+def test_a_first_step_that_does_not_come_is_a_stall(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, 1)
+    (folder / "metrics.jsonl").unlink()
+    alerts, found = collected(Limits(stall_seconds=100))
+    run = Run("r", folder)
+    looked(alerts, run, 99)
+    assert found == []
+    looked(alerts, run, 121)
+    assert [a.text for a in found] == ["stall: r: no step for 2 min"]
+
+
 def test_slow_steps_are_no_stall(tmp_path: Path) -> None:
     folder = write_run(tmp_path, 1)
     append(folder / "metrics.jsonl", *(step_line(i, step_seconds=60) for i in range(2, 9)))

@@ -34,19 +34,20 @@ def monitor(
             "there is a new one each time"
         )
     check_places(places)
-    watching = Watching(places, _after_look(alert, limits))
+    command = None if alert is None else Command(checked_command(read_yaml(alert, "--alert")))
+    watching = Watching(places, _after_look(command, limits))
     if terminal:
         from hasten.monitor.terminal import watch_in_terminal
 
         watch_in_terminal(watching)
+        if command is not None:  # a single look may have found something to tell
+            command.wait()
         return
     _serve(watching, host, port, token or secrets.token_urlsafe(24))
 
 
-def _after_look(alert: str | None, limits: Limits) -> Callable[[Run], None]:
-    if alert is None:
-        return lambda run: None
-    return Alerts(Command(checked_command(read_yaml(alert, "--alert"))), limits).look
+def _after_look(command: Command | None, limits: Limits) -> Callable[[Run], None]:
+    return (lambda run: None) if command is None else Alerts(command, limits).look
 
 
 def _serve(watching: Watching, host: str, port: int, token: str) -> None:

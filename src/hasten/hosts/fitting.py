@@ -180,7 +180,7 @@ def attach(setup: Setup, module: nn.Module) -> None:
     """WIRE: hook into the replicas; with one process nothing travels.
 
     Raises:
-        InputError: several ranks that are not DDP's.
+        InputError: several ranks that are not DDP's, or a wire that has had its training.
     """
     if Slot.WIRE not in setup.plan or setup.facts.world.size == 1:
         return
@@ -189,7 +189,10 @@ def attach(setup: Setup, module: nn.Module) -> None:
             f"gradients of {setup.facts.world.size} ranks go over a wire of DDP's, and this loop "
             f"runs a {type(module).__name__}; start it with DDP, or leave the wire out"
         )
-    setup.wire.attach(module)
+    try:
+        setup.wire.attach(module)
+    except ValueError as error:
+        raise InputError(f"{error}; build model and wire anew for another training") from error
 
 
 def _shifted(labels: Tensor) -> Tensor:

@@ -3,16 +3,16 @@
     trainer = lightning.Trainer(..., callbacks=[step_evidence("runs/theirs")])
     trainer.fit(*with_techniques(trainer, module, loader, [LengthGrouped(), Packed()]))
 
-Lightning isn't one of hasten's dependencies, so its class is imported when the function is called.
+Of several processes each calls this; they are started by torchrun, with strategy="ddp".
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -22,8 +22,9 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
-from hasten.hosts.batches import StepBatches, StepLoader, collator, record_of
-from hasten.hosts.fitting import EDITS, Host, Material, attach, edit, fitted, optimizer_of
+from hasten.hosts.batches import StepBatches, StepLoader, Weighed, collator, sizes
+from hasten.hosts.fitting import EDITS, Host, Material, edit, fitted, optimizer_of
+from hasten.hosts.lightning_seams import callback_class, seams
 from hasten.hosts.metrics_file import MetricsFile, TokenCount
 from hasten.hosts.saving import Saves
 from hasten.parts.hugging_face import causal_lm
@@ -42,6 +43,7 @@ HOST = Host(
         Slot.ALLOCATOR: "start the program with the variables that `hasten doctor` names",
     },
 )
+WHOLE = ("SingleDeviceStrategy", "DDPStrategy")  # every process holds the whole model
 
 
 def with_techniques(
@@ -55,8 +57,9 @@ def with_techniques(
     """What to give ``trainer.fit``: the module, its model edited, and the loader.
 
     The module's model is the Hugging Face causal language model among its attributes, and its
-    ``training_step`` is to return ``self.model(**batch).loss``. With ``accumulate_grad_batches``
-    Lightning takes the mean of the passes' means, so that a token of a short pass weighs more.
+    ``training_step`` is to return ``self.model(**batch).loss``. Lightning takes the mean of the
+    losses of a step's passes and processes; where hasten chooses the records and lays them out,
+    each is weighted so that this is the mean over the step's trained tokens.
 
     Args:
         loader: over records; its dataset and batch size stay where a SAMPLER orders it anew.
@@ -66,14 +69,16 @@ def with_techniques(
             that can't work on this job.
     """
     model, plan = _model_of(module), list(techniques)
-    setup = fitted(HOST, model, plan, _material(trainer, module, loader, plan, seed))
+    _check(trainer, loader, plan)
+    material, trained = _material(trainer, module, loader, plan, seed)
+    setup = fitted(HOST, model, plan, material)
     saves = Saves.of(setup)
     edit(model, setup)
     if Slot.OPTIMIZER in setup.plan:
         usual = module.configure_optimizers
         module.configure_optimizers = lambda: _optimizers(setup, model, usual())
-    trainer.callbacks.append(_seams(setup, model, saves))
-    return module, _loader(trainer, setup, loader)
+    trainer.callbacks.insert(0, seams(setup, model, saves))  # before those that save
+    return module, _loader(trainer, setup, loader, trained)
 
 
 def _model_of(module: nn.Module) -> nn.Module:
@@ -88,42 +93,70 @@ def _model_of(module: nn.Module) -> nn.Module:
     )
 
 
-def _material(
-    trainer: Any, module: Any, loader: Any, plan: Iterable[Technique], seed: int
-) -> Material:
-    world, sampled = facts.world(), any(t.slot is Slot.SAMPLER for t in plan)
+def _check(trainer: Any, loader: Any, plan: Iterable[Technique]) -> None:
+    """Refuse what this trainer, and not every one, decides by itself."""
+    world, filled = facts.world(), {t.slot: t.name() for t in plan}
     if trainer.world_size != world.size:
         raise InputError(
             f"Lightning will start {trainer.world_size} processes by itself; start them with "
             "torchrun, so that techniques know of each other"
         )
-    if sampled and (world.size > 1 or not hasattr(loader.dataset, "__len__")):
+    strategy = type(trainer.strategy).__name__
+    if strategy not in WHOLE:
         raise InputError(
-            "a sampler in Lightning needs one process, where no sampler of Lightning's own takes "
-            "its place, and a dataset with a length; leave it out, or train with `hasten train`"
+            f"{strategy} deals the model out or has a step of its own, and techniques work on a "
+            'whole one; give lightning.Trainer strategy="ddp", or train with `hasten train`'
         )
+    sampler = filled.get(Slot.SAMPLER)
+    if sampler is not None and not hasattr(loader.dataset, "__len__"):
+        raise InputError(f"{sampler}: it needs a dataset with a length; this one is a stream")
+    replaced = trainer._accelerator_connector.use_distributed_sampler
+    if sampler is not None and world.size > 1 and replaced:
+        raise InputError(
+            f"{sampler}: Lightning would put a sampler of its own in its place; give "
+            "lightning.Trainer use_distributed_sampler=False"
+        )
+    if Slot.WIRE in filled and trainer.scaler is not None:
+        raise InputError(
+            f"{filled[Slot.WIRE]}: with 16-mixed Lightning scales gradients; say bf16-mixed instead"
+        )
+
+
+def _material(
+    trainer: Any, module: Any, loader: Any, plan: Iterable[Technique], seed: int
+) -> tuple[Material, list[int]]:
+    """What is known of the run, and how many tokens of each record carry loss."""
+    sampled = any(t.slot is Slot.SAMPLER for t in plan)
     data: Any = loader.dataset if sampled else ()
-    return Material(
+    lengths, trained = sizes(data)
+    material = Material(
         device=str(module.device),
         records=data,
-        lengths=[record_of(data[i]).length for i in range(len(data))],
-        batch=(loader.batch_size or 1) * trainer.accumulate_grad_batches * world.size,
+        lengths=lengths,
+        batch=(loader.batch_size or 1) * trainer.accumulate_grad_batches * facts.world().size,
         steps=trainer.max_steps if trainer.max_steps > 0 else None,
         epochs=max(trainer.max_epochs or 1, 1),
         seed=seed,
         folder=Path(trainer.default_root_dir) / "hasten",
     )
+    return material, trained
 
 
-def _loader(trainer: Any, setup: Setup, loader: DataLoader[Any]) -> DataLoader[Any]:
+def _loader(
+    trainer: Any, setup: Setup, loader: DataLoader[Any], trained: list[int]
+) -> DataLoader[Any]:
     assert setup.collate is not None  # prepare() put the job's there
-    collate = collator(setup.collate) if Slot.COLLATE in setup.plan else loader.collate_fn
-    if Slot.SAMPLER in setup.plan:
-        assert setup.sampler is not None  # there are records
-        order = StepBatches(setup.sampler, trainer.accumulate_grad_batches)
-        return StepLoader(loader.dataset, order, collate, num_workers=loader.num_workers)
-    loader.collate_fn = collate
-    return loader
+    laid_out, world = Slot.COLLATE in setup.plan, setup.facts.world
+    collate = collator(setup.collate) if laid_out else loader.collate_fn
+    if Slot.SAMPLER not in setup.plan:
+        loader.collate_fn = collate
+        return loader
+    assert setup.sampler is not None  # there are records
+    passes = trainer.accumulate_grad_batches
+    # Somebody else's collator may train other tokens than the records say.
+    known = trained if laid_out else None
+    order = StepBatches(setup.sampler, passes, world.rank, world.size, known)
+    return StepLoader(Weighed(loader.dataset), order, collate, num_workers=loader.num_workers)
 
 
 def _optimizers(setup: Setup, model: nn.Module, given: Any) -> Any:
@@ -135,58 +168,22 @@ def _optimizers(setup: Setup, model: nn.Module, given: Any) -> Any:
     return optimizer_of(setup, model, given)
 
 
-def _seams(setup: Setup, model: nn.Module, saves: Saves | None) -> Any:
-    """A callback with the moments at which WIRE and CHECKPOINT are called."""
-    base = _callback_class()
-
-    class Seams(base):  # type: ignore[misc, valid-type]  # known only now
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            self._step = trainer.global_step
-            attach(setup, trainer.strategy.model)
-            if saves is not None:
-                saves.begin(model=model, optimizer=trainer.optimizers[0])
-
-        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-            setup.wire.before_update(self._parameters())
-
-        def on_train_batch_end(
-            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-        ) -> None:
-            if trainer.global_step > self._step:
-                self._step = trainer.global_step
-                setup.wire.after_update(self._parameters())
-                if saves is not None:
-                    saves.after_step(self._step)
-
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            if saves is not None:
-                saves.after_epoch(trainer.global_step)
-
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            if saves is not None:
-                saves.close()
-
-        def _parameters(self) -> list[Any]:
-            return [p for p in model.parameters() if p.requires_grad]
-
-    return Seams()
-
-
 def step_evidence(folder: str | Path) -> Any:
     """A Lightning callback that writes ``metrics.jsonl`` into a folder of its own.
 
     A batch is counted where it is a mapping with ``input_ids``, as Transformers' collators make
-    it. With accumulation a line is an optimizer step, and its loss that of the last batch.
+    it. With accumulation a line is an optimizer step, and its loss the mean of the step's batches.
 
     Raises:
         InputError: Lightning isn't installed, or the folder can't be written.
     """
-    base = _callback_class()
+    base = callback_class()
 
     class StepEvidence(base):  # type: ignore[misc, valid-type]  # known only now
         def __init__(self) -> None:
             self._file = MetricsFile(folder) if facts.world().is_main else None
             self._count, self._step = TokenCount(), 0
+            self._losses: list[Tensor] = []
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             self._step = trainer.global_step
@@ -200,9 +197,12 @@ def step_evidence(folder: str | Path) -> Any:
         def on_train_batch_end(
             self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
         ) -> None:
-            if self._file is not None and trainer.global_step > self._step:
+            if self._file is None:
+                return
+            self._losses += _loss(outputs)
+            if trainer.global_step > self._step:
                 self._step = trainer.global_step
-                self._file.step(self._step, self._count, _loss(outputs))
+                self._file.step(self._step, self._count, self._step_loss())
 
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
             self._begin()
@@ -211,6 +211,11 @@ def step_evidence(folder: str | Path) -> Any:
             if self._file is not None:
                 self._file.close()
 
+        def _step_loss(self) -> float | None:
+            """Lightning has divided each batch's by how many make up a step."""
+            losses, self._losses = self._losses, []
+            return float(torch.stack(losses).sum()) if losses else None
+
         def _begin(self) -> None:
             if self._file is not None:
                 self._file.begin()
@@ -218,16 +223,9 @@ def step_evidence(folder: str | Path) -> Any:
     return StepEvidence()
 
 
-def _callback_class() -> Any:
-    for name in ("lightning.pytorch", "pytorch_lightning"):
-        try:
-            return importlib.import_module(name).Callback
-        except ImportError:
-            continue
-    raise InputError("Lightning is not installed here: pip install lightning")
-
-
-def _loss(outputs: Any) -> float | None:
-    """What ``training_step`` returned: a tensor, or a mapping with ``loss``."""
+def _loss(outputs: Any) -> list[Tensor]:
+    """The loss in what ``training_step`` returned, a tensor or a mapping; nothing without one."""
     value = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-    return float(value.detach()) if isinstance(value, Tensor) and value.numel() == 1 else None
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        return []
+    return [value.detach().flatten()]

@@ -20,7 +20,7 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
-from hasten.hosts.batches import StepBatches, StepLoader, collator, record_of
+from hasten.hosts.batches import StepBatches, StepLoader, Weighed, collator, sizes
 from hasten.hosts.fitting import EDITS, Host, Material, attach, edit, fitted, optimizer_of
 
 HOST = Host(
@@ -39,18 +39,24 @@ HOST = Host(
 class InLoop:
     """What a loop takes from its techniques; the model is edited already."""
 
-    def __init__(self, model: nn.Module, setup: Setup, records: Sequence[Any]) -> None:
-        self.model, self.setup, self.records = model, setup, records
+    def __init__(
+        self, model: nn.Module, setup: Setup, records: Sequence[Any], trained: Sequence[int]
+    ) -> None:
+        self.model, self.setup, self.records, self._trained = model, setup, records, trained
 
     def loader(self, epoch: int = 0, passes: int = 1) -> StepLoader:
-        """The epoch's batches of this rank; each step has so many, the last may have fewer."""
+        """The epoch's batches of this rank; each step has so many, the last may have fewer.
+
+        A loss is divided so that the mean over passes and ranks is that over the step's trained
+        tokens: with several passes divide each loss by their number, as usual.
+        """
         setup = self.setup
         assert setup.sampler is not None  # there are records
         assert setup.collate is not None  # prepare() put the job's there
         world = setup.facts.world
-        order = StepBatches(setup.sampler, passes, world.rank, world.size)
+        order = StepBatches(setup.sampler, passes, world.rank, world.size, self._trained)
         order.set_epoch(epoch)
-        return StepLoader(self.records, order, collator(setup.collate))
+        return StepLoader(Weighed(self.records), order, collator(setup.collate))
 
     def optimizer(self, usual: Optimizer) -> Optimizer:
         """The technique's optimizer with the settings of the usual one, which wasn't stepped."""
@@ -92,8 +98,8 @@ def in_loop(
     if not len(records):
         raise InputError("in_loop needs records to train on, and there are none")
     device = next((str(p.device) for p in model.parameters()), facts.default_device())
-    lengths = [record_of(records[i]).length for i in range(len(records))]
+    lengths, trained = sizes(records)
     material = Material(device, records, lengths, batch, steps, epochs, seed)
     setup = fitted(HOST, model, techniques, material)
     edit(model, setup)
-    return InLoop(model.train(), setup, records)
+    return InLoop(model.train(), setup, records, trained)

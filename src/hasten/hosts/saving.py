@@ -1,19 +1,25 @@
 """CHECKPOINT in another loop: model, optimizer and schedule on disk by hasten's checkpointer.
 
 The data's position belongs to the host, so nothing is restored by itself: the checkpointer's own
-``protect(...).restore()`` brings the state back where the reader wants it.
+``protect(...).restore()`` brings the state back where the reader wants it. A host that resumes from
+its own checkpoints has all it needs in them but what a wire remembers, which is laid beside it.
 """
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.errors import InputError
 from hasten.parts.checkpoint import SmartCheckpointer, checkpoints
 from hasten.techniques.checkpoint import DYNAMIC, EPOCH, Checkpoints
+
+WIRE_FILE = "hasten_wire.pt"
 
 
 class Saves:
@@ -48,7 +54,7 @@ class Saves:
         keeper = SmartCheckpointer(
             each, self._chosen.max_checkpoints, self._chosen.compression, self.folder
         )
-        if Slot.WIRE in self._setup.plan and self._setup.facts.world.size > 1:
+        if travels(self._setup):
             objects["wire"] = self._setup.wire
         self._keeper = keeper.protect(**objects)
 
@@ -68,3 +74,37 @@ class Saves:
         if self._keeper is not None:
             self._keeper.close()
             self._keeper = None
+
+
+def travels(setup: Setup) -> bool:
+    """Whether there is a wire that may remember something."""
+    return Slot.WIRE in setup.plan and setup.facts.world.size > 1
+
+
+def keep_wire(setup: Setup, folder: Path) -> None:
+    """What the wire has left out so far, into a host's checkpoint; every rank calls it."""
+    if not travels(setup):
+        return
+    wire: Any = setup.wire
+    found = wire.state_dict()  # brings all ranks' together on the first
+    if setup.facts.world.is_main:
+        unfinished = folder / f".{WIRE_FILE}.part"
+        torch.save(found, unfinished)
+        unfinished.replace(folder / WIRE_FILE)
+
+
+def take_wire(setup: Setup, folder: Path) -> None:
+    """The wire goes on from what the checkpoint in the folder says; every rank calls it.
+
+    Raises:
+        InputError: the checkpoint is of another wire.
+    """
+    if not travels(setup):
+        return
+    wire: Any = setup.wire
+    if (folder / WIRE_FILE).is_file():
+        wire.load_state_dict(torch.load(folder / WIRE_FILE, weights_only=True))
+    else:
+        warnings.warn(
+            f"{folder} says nothing of the wire: it begins anew, with its dense start", stacklevel=2
+        )

@@ -25,7 +25,7 @@ from hasten.errors import InputError
 from hasten.hosts.batches import StepBatches, StepLoader, collator, record_of
 from hasten.hosts.fitting import EDITS, Host, Material, attach, edit, fitted, optimizer_of
 from hasten.hosts.metrics_file import MetricsFile, TokenCount
-from hasten.hosts.saving import Saves
+from hasten.hosts.saving import Saves, keep_wire, take_wire
 
 HOST = Host(
     "the Trainer",
@@ -75,7 +75,9 @@ def with_techniques(
         _take_loader(trainer, setup)
     if Slot.OPTIMIZER in setup.plan:
         _take_optimizer(trainer, setup)
-    trainer.add_callback(_Seams(trainer, setup, saves))
+    seams = _Seams(trainer, setup, saves)
+    trainer.add_callback(seams)
+    _tell_resumed(trainer, seams)
     if evidence is not None:
         trainer.add_callback(StepEvidence(evidence))
     return trainer
@@ -174,18 +176,33 @@ def _take_optimizer(trainer: Trainer, setup: Setup) -> None:
     trainer.create_optimizer = create  # this instance alone
 
 
+def _tell_resumed(trainer: Trainer, seams: _Seams) -> None:
+    """The one place where the Trainer has the name of the checkpoint that it goes on from."""
+    usual = trainer._load_optimizer_and_scheduler
+
+    def load(checkpoint: Any) -> None:
+        usual(checkpoint)
+        seams.resumed = Path(checkpoint) if checkpoint else None
+
+    trainer._load_optimizer_and_scheduler = load  # this instance alone
+
+
 class _Seams(TrainerCallback):
     """The moments at which WIRE and CHECKPOINT are called."""
 
     def __init__(self, trainer: Trainer, setup: Setup, saves: Saves | None) -> None:
         self._trainer, self._setup, self._saves = trainer, setup, saves
         self._attached: Any = None
+        self.resumed: Path | None = None  # the Trainer's checkpoint that it goes on from
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         module: Any = self._trainer.model_wrapped
         if module is not self._attached:  # DDP takes one hook in its life
             attach(self._setup, module)
             self._attached = module
+        if self.resumed is not None:
+            take_wire(self._setup, self.resumed)
+            self.resumed = None
         if self._saves is not None:
             self._saves.begin(
                 model=given["model"], optimizer=given["optimizer"], schedule=given["lr_scheduler"]
@@ -200,6 +217,11 @@ class _Seams(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self._saves is not None:
             self._saves.after_step(state.global_step)
+
+    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if not args.save_only_model:
+            folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+            keep_wire(self._setup, folder)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self._saves is not None:

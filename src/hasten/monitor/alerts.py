@@ -1,6 +1,6 @@
 """Alerts: what somebody should be told of a run, once, by a command of their own.
 
-    stall      no step for long, while the run should be training
+    stall      no step for long, the first one too, while the run should be training
     nan        a step's loss or gradients weren't finite
     slow_rank  one rank's own work takes half as long again as the others'
     disk       little room where the run writes
@@ -23,6 +23,7 @@ from typing import Any
 
 from hasten.errors import InputError
 from hasten.monitor.run import Run
+from hasten.monitor.series import number
 from hasten.monitor.standing import duration
 
 KINDS = ("stall", "nan", "slow_rank", "disk", "ended")
@@ -63,9 +64,9 @@ class Alerts:
         """Compare where the run stands with the limits."""
         now = time.time() if now is None else now
         with run.lock:
-            found = run.standing(now)
+            found, began = run.standing(now), number(run.start.get("began"))
         with self._lock:
-            causes = self._causes(run.name, found, now)
+            causes = self._causes(run.name, found, began, now)
             for kind in KINDS:
                 key, cause = (run.name, kind), causes.get(kind)
                 if cause is None:
@@ -74,15 +75,18 @@ class Alerts:
                     self._active.add(key)
                     self._give(Alert(run.name, kind, f"{kind}: {run.name}: {cause}"))
 
-    def _causes(self, name: str, found: dict[str, Any], now: float) -> dict[str, str]:
+    def _causes(
+        self, name: str, found: dict[str, Any], began: float | None, now: float
+    ) -> dict[str, str]:
         causes = {}
         status, limits = found["status"], self._limits
-        if status in ("running", "silent"):
+        if status in ("starting", "running", "silent"):
             patience = max(
                 limits.stall_seconds, limits.stall_steps * (found["step_seconds_median"] or 0.0)
             )
-            if found["last_sign"] is not None and now - found["last_sign"] > patience:
-                causes["stall"] = f"no step for {duration(now - found['last_sign'])}"
+            sign = found["last_sign"] or began
+            if sign is not None and now - sign > patience:
+                causes["stall"] = f"no step for {duration(now - sign)}"
             free = found["disk_free_bytes"]
             if free is not None and free < limits.disk_bytes:
                 causes["disk"] = f"{free / 1e9:.1f} GB are free where it writes"

@@ -56,11 +56,12 @@ class Watching:
         return list(self._runs.values())
 
     def read_all(self) -> None:
-        """Read everything once, here and now, without threads; for a look at finished runs."""
+        """Read everything once, here and now, without threads; for a single look."""
         self._runs |= {n: Run(n, f) for n, f in self._found().items() if n not in self._runs}
         for run in self.runs:
             while run.look():
                 pass
+            self._after(run)
 
     def _found(self) -> dict[str, Path]:
         return find_runs(self._places)

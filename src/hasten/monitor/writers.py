@@ -62,7 +62,13 @@ class WeightsAndBiases:
     def __init__(self, folder: Path, start: Mapping[str, Any]) -> None:
         import wandb
 
-        settings = wandb.Settings(console="off", disable_git=True, disable_code=True, silent=True)
+        settings = wandb.Settings(
+            console="off",
+            disable_git=True,
+            disable_code=True,
+            silent=True,
+            x_disable_stats=True,  # the monitor measures the machine
+        )
         self._run = wandb.init(
             dir=str(folder),
             mode="offline",
@@ -71,6 +77,8 @@ class WeightsAndBiases:
             config=dict(start),
             settings=settings,
         )
+        for kind in ("train/*", "eval/*"):  # else it counts calls, evaluations among them
+            self._run.define_metric(kind, step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({**values, "step": step})
@@ -83,6 +91,7 @@ class MLflow:
     """A run in the database ``RUN/mlflow/mlflow.db``: MLflow 3.17 refuses its store of files."""
 
     def __init__(self, folder: Path, start: Mapping[str, Any]) -> None:
+        _without_telemetry()
         from mlflow.entities import Metric
         from mlflow.tracking import MlflowClient
 
@@ -107,6 +116,20 @@ class MLflow:
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
+
+
+def _without_telemetry() -> None:
+    """From 3.2 on MLflow tells its makers how it is used; a training tells nobody anything.
+
+    Source: MLflow's page "Usage Tracking".
+    """
+    try:
+        from mlflow.environment_variables import MLFLOW_DISABLE_TELEMETRY
+        from mlflow.telemetry import set_telemetry_client
+    except ImportError:  # an older one
+        return
+    MLFLOW_DISABLE_TELEMETRY.set(True)
+    set_telemetry_client()  # asks the variable again, and ends what has begun
 
 
 MAKERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Writer]] = {

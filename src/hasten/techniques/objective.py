@@ -1,0 +1,85 @@
+"""OBJECTIVE: what is minimised beside the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from hasten.core.facts import Facts
+from hasten.core.session import Session
+from hasten.core.setup import Setup
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Forecast, Proof, Technique, setting
+from hasten.errors import InputError
+from hasten.parts import multi_token
+from hasten.parts.multi_token import MultiToken
+
+STATE_BYTES = 16  # of a weight in float32 with its gradient and AdamW's two moments
+
+
+@dataclass(frozen=True)
+class MultiTokenPrediction(Technique):
+    """The model learns to predict tokens further ahead too, by modules that end with training.
+
+    DeepSeek-V3's objective: the modules lie beside the model, in checkpoints but not in what is
+    saved of the model.
+    """
+
+    slot = Slot.OBJECTIVE
+    depth: int = setting(1, "how many tokens behind the next one are predicted")
+    weight: float = setting(
+        0.3, "of their mean loss (0.3, later 0.1 in the paper); 0: not trained, not run"
+    )
+
+    def __post_init__(self) -> None:
+        multi_token.check(self.depth, self.weight)
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.LOSSY if self.weight else Fidelity.EXACT
+
+    def apply(self, setup: Setup) -> None:
+        def add(loss_module: nn.Module) -> None:
+            if not setup.layout.whole:
+                raise InputError(
+                    "multi_token_prediction runs where every rank holds the whole model, and the "
+                    "plan's layout deals it out; take ddp as the layout, or leave one of them out"
+                )
+            try:
+                model = multi_token.model_of(loss_module)
+                ahead = MultiToken(model, self.depth, self.weight)
+            except ValueError as error:
+                raise InputError(f"multi_token_prediction: {error}") from error
+            multi_token.minimise_too(loss_module, ahead)
+
+        setup.objective = add
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        if facts.model.architecture in multi_token.ARCHITECTURES:
+            return ()
+        return (
+            f"the layers of {facts.model.architecture} aren't known here; it is for "
+            + ", ".join(multi_token.ARCHITECTURES),
+        )
+
+    def forecast(self, facts: Facts) -> Forecast:
+        model = facts.model
+        head = model.vocabulary * model.hidden_size
+        body = max(model.parameters - head * (1 if model.tied_head else 2), 1)
+        module = body / max(model.layers, 1) + 2 * model.hidden_size**2
+        run = self.depth * (module + head) if self.weight else 0.0
+        state = STATE_BYTES if self.weight else STATE_BYTES / 4
+        return Forecast(flops=1 + run / (body + head), resident_bytes=state * self.depth * module)
+
+    def probe(self, session: Session) -> Proof:
+        ahead = getattr(session.loss_module, "ahead", None)
+        if not isinstance(ahead, MultiToken):
+            return Proof(False, "no module predicts tokens further ahead")
+        size = sum(p.numel() for p in ahead.parameters())
+        losses = [f"{float(loss) / max(int(count), 1):.3f}" for loss, count in ahead.last]
+        told = f"; loss of a token ahead in the last pass {', '.join(losses)}" if losses else ""
+        return Proof(
+            ahead.passes > 0,
+            f"{self.depth} module(s) of {size:,} weights, run in {ahead.passes} passes{told}",
+        )
