@@ -5,10 +5,12 @@
 
 Stages sleep a fixed time in each pass (forward, gradient of inputs, of weights), so that two cores
 are enough for any number of ranks. ``bubbles`` runs on the loopback interface and prints the
-median of recorded steps; where the papers give no closed form, the order of passes is simulated
-(``hasten.search.schedules``). ``link`` runs on two hosts of a lab (network namespaces with a link
-of that rate): a step with messages of that size, receives posted early, and with torch's plain
-schedule, in turns with a step that sends next to nothing.
+median of recorded steps, the least of them, and what passes of the measured lengths would leave
+idle if messages took no time (``passes``), each as a ratio to what is expected too. Where the
+papers give no closed form, the order of passes is simulated (``hasten.search.schedules``).
+``link`` runs on two hosts of a lab (network namespaces with a link of that rate): a step with
+messages of that size, receives posted early, and with torch's plain schedule, in turns with a step
+that sends next to nothing.
 """
 
 from __future__ import annotations
@@ -25,8 +27,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-ROUNDS = 5
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -36,6 +36,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.06, help="of each pass of a rank")
     parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--kilobytes", type=float, default=256.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--schedules", help="comma-separated; all of them if left out")
     parser.add_argument("--drawings", type=Path, help="a folder for the measured timetables")
     parser.add_argument("--as-rank", action="store_true", help="used by the script itself")
     asked = parser.parse_args()
@@ -62,7 +64,8 @@ def _bubble_table(found: dict[str, Any], asked: argparse.Namespace) -> None:
     print(
         f"{asked.ranks} ranks, {asked.micro_batches} micro-batches, F = I = W = {asked.seconds} s"
     )
-    print(f"{'schedule':<14}{'median':>8}{'least':>8}{'expected':>10}{'ratios':>13}  from")
+    names = ("schedule", "median", "least", "passes", "expected", "ratios")
+    print("{:<14}{:>8}{:>8}{:>8}{:>10}{:>19}  from".format(*names))
     for schedule, row in found.items():
         share, source = statistics.median(row["shares"]), "closed form"
         try:
@@ -74,8 +77,12 @@ def _bubble_table(found: dict[str, Any], asked: argparse.Namespace) -> None:
             cells = [[ops(action) for action in listed[r] if action] for r in listed]
             expected = simulate([[c for c in of_rank if c] for of_rank in cells], even).idle_share
         least = min(row["shares"])  # other people's work on the machine only adds
-        ratios = f"{share / expected:.2f} {least / expected:.2f}"
-        print(f"{schedule:<14}{share:>8.4f}{least:>8.4f}{expected:>10.4f}{ratios:>13}  {source}")
+        passes = statistics.median(row["passes"])
+        ratios = " ".join(f"{value / expected:.2f}" for value in (share, least, passes))
+        print(
+            f"{schedule:<14}{share:>8.4f}{least:>8.4f}{passes:>8.4f}{expected:>10.4f}{ratios:>19}"
+            f"  {source}"
+        )
         if asked.drawings:
             asked.drawings.mkdir(parents=True, exist_ok=True)
             (asked.drawings / f"{schedule}.svg").write_text(row["drawing"])
@@ -140,19 +147,21 @@ def _pipeline(schedule: str, asked: argparse.Namespace, width: int, early: bool 
 
 
 def _bubbles(asked: argparse.Namespace) -> dict[str, Any]:
+    from hasten.parts.layout.pipeline_events import without_waiting
     from hasten.parts.layout.pipeline_schedules import SCHEDULES, impossible
 
     found = {}
-    for schedule in SCHEDULES:
+    for schedule in asked.schedules.split(",") if asked.schedules else SCHEDULES:
         if impossible(schedule, asked.ranks, asked.micro_batches):
             continue
         pipeline, stages, step = _pipeline(schedule, asked, 2)
-        shares = []
-        for _ in range(ROUNDS):
+        row: dict[str, Any] = {"shares": [], "passes": []}
+        for _ in range(asked.rounds):
             with pipeline.recording(stages):
                 step()
-            shares.append(pipeline.bubble)
-        found[schedule] = {"shares": shares, "drawing": pipeline.timetable()}
+            row["shares"].append(pipeline.bubble)
+            row["passes"].append(without_waiting(pipeline.events))
+        found[schedule] = {**row, "drawing": pipeline.timetable()}
     return found
 
 
@@ -171,7 +180,7 @@ def _link(asked: argparse.Namespace) -> dict[str, Any]:
             "no message": _pipeline(schedule, asked, 2)[2],
         }
         row: dict[str, Any] = {name: [] for name in ways}
-        for _ in range(ROUNDS):
+        for _ in range(asked.rounds):
             for name, step in ways.items():
                 dist.barrier()
                 began = time.perf_counter()

@@ -16,6 +16,7 @@ from hasten.core.job import Job, Stop
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
+from hasten.core.slot import Slot
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.techniques.attention import DocumentAttention
@@ -24,6 +25,9 @@ from hasten.techniques.collate import Packed
 from hasten.techniques.layout_pipeline import Pipeline
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import Autocast, BF16MasterWeights
+from hasten.techniques.recompute import Recompute
+from hasten.techniques.routing import BalancedRouting
+from hasten.techniques.wire import Half, Quantised
 from pipeline_rank_jobs import language_model
 from tiny import job_facts, language_job, records
 
@@ -35,6 +39,7 @@ PACKED = (
     LabelledTokenLoss(chunk=16),
     Accumulate(micro_batch_size=3),
 )
+BALANCED = BalancedRouting(speed=0.01, sequence_loss=0.05)
 CASES: dict[str, Case] = {
     "plain": ("llama", False, (), {"schedule": "gpipe"}),
     "tied, accumulated": (
@@ -50,9 +55,31 @@ CASES: dict[str, Case] = {
     "both ways": ("llama", True, (), {"schedule": "dualpipev"}),
     "bf16 masters": ("llama", True, (BF16MasterWeights(),), {}),
     "autocast": ("llama", False, (Autocast(),), {"schedule": "zero_bubble"}),
+    "experts, balanced": (
+        *("deepseek_v3", False, (BALANCED, Recompute(), Accumulate(micro_batch_size=3))),
+        {"micro_batch_size": 2},
+    ),
+    "experts, balanced, packed": (
+        *("deepseek_v3", False, (BALANCED, *PACKED)),
+        {"micro_batch_size": 0, "schedule": "zbv"},
+    ),
+    "experts, a loss on sequences": (
+        *("deepseek_v2", False, (BalancedRouting(speed=0.0, sequence_loss=0.3),)),
+        {"schedule": "zero_bubble", "micro_batch_size": 2},
+    ),
+    "recomputed": ("llama", True, (Recompute(budget=0.5),), {"schedule": "interleaved"}),
+    "half a wire": ("llama", True, (Half(check_every=1),), {}),
+    "bytes on the wire": (
+        *("qwen2", False, (Quantised(check_every=1), BF16MasterWeights())),
+        {"schedule": "1f1b"},
+    ),
 }
 
-TWO_PIPELINES = ("tied, accumulated", "experts")  # on four ranks
+WIRES = ("half a wire", "bytes on the wire")  # between copies of stages, which two ranks don't have
+ON_TWO = tuple(case for case in CASES if case not in WIRES)
+TWO_PIPELINES = ("tied, accumulated", "experts", "experts, balanced", "recomputed", *WIRES)
+# How far rounding to 8 bits of mantissa, or to 8 bits, takes losses and weights in five steps.
+ROUGH = {"bf16 masters": 1e-2, "autocast": 1e-2, "half a wire": 1e-2, "bytes on the wire": 3e-2}
 
 
 def job(case: str) -> Job:
@@ -61,7 +88,7 @@ def job(case: str) -> Job:
     The largest norm is one that acts.
     """
     architecture, tied, *_ = CASES[case]
-    dtype = torch.float32 if case in ("bf16 masters", "autocast") else torch.float64
+    dtype = torch.float32 if case in ROUGH else torch.float64
     return language_job(
         lambda: language_model(architecture, tied).to(dtype),
         data=records(9),
@@ -78,6 +105,8 @@ def session_on(world: World, case: str) -> Session:
     architecture, _, plan, settings = CASES[case]
     if world.size > 1:
         plan = (*plan, Pipeline(stages=2, **settings))
+    else:
+        plan = tuple(t for t in plan if t.slot is not Slot.WIRE)
     made = job(case)
     return assemble(prepare(made, Plan(plan), job_facts(made, architecture, world=world)))
 
@@ -88,7 +117,8 @@ def result(session: Session) -> dict[str, Any]:
     found = evaluate(session)
     model: Any = session.finish()
     with session.setup.layout.gather(model) as whole:
-        weights = {n: p.detach().double().clone() for n, p in model.named_parameters()}
+        named = [*model.named_parameters(), *model.named_buffers()]  # biases of routers
+        weights = {n: p.detach().double().clone() for n, p in named}
         logits = None
         if whole:
             with torch.no_grad():
@@ -97,6 +127,7 @@ def result(session: Session) -> dict[str, Any]:
         "losses": [m.loss for m in steps],
         "norms": [m.grad_norm for m in steps],
         "trained": [m.trained_tokens for m in steps],
+        "load_ratios": [m.expert_load_ratio or 0.0 for m in steps],
         "held_out": found.held_out_loss,
         "metrics": found.metrics,
         "weights": weights if whole else {},
@@ -108,7 +139,7 @@ def result(session: Session) -> dict[str, Any]:
 def train_on_two(world: World) -> dict[str, Any]:
     """Every case as one pipeline."""
     folder = shared_folder()
-    return {**train_all(world, folder), "folder": folder}
+    return {**train_all(world, folder, ON_TWO), "folder": folder}
 
 
 def train_on_four(world: World) -> dict[str, Any]:
@@ -135,10 +166,12 @@ def train_all(world: World, folder: str, cases: Iterable[str] = CASES) -> dict[s
         elif case == "tied, accumulated":
             _saved(session, None)
         proof = Pipeline().probe(session)
+        proofs = {t.name(): t.probe(session) for t in session.setup.plan}
         found[case] = {
             **{k: v for k, v in result_of.items() if k != "weights"},
             "acted": proof.acted,
             "evidence": proof.evidence,
+            "others": {name: [p.acted, p.evidence] for name, p in proofs.items()},
         }
     return found
 

@@ -22,6 +22,7 @@ from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.parts.records import TokenRecord
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.average import WeightAverage
 from hasten.techniques.batch import Accumulate
@@ -32,8 +33,7 @@ from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.recompute import Recompute
-from hasten.techniques.wire import Half
-from tiny import job_facts, language_job, records, tiny_model
+from tiny import job_facts, language_job, records, tiny_config, tiny_model
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     tied: bool = False
     model: Callable[[], nn.Module] | None = None
+    data: Callable[[], list[TokenRecord]] | None = None
 
     def build(self) -> nn.Module:
         if self.model is not None:
@@ -59,7 +60,8 @@ class Case:
     def job(self, **changes: Any) -> Job:
         """Steps of five records, then of two; the gradient's norm is above the limit."""
         given = {"stop": Stop(steps=5), "max_grad_norm": 0.05, **changes}
-        return language_job(self.build, data=records(7), batch=5, **given)
+        data = records(7) if self.data is None else self.data()
+        return language_job(self.build, data=data, batch=5, **given)
 
     def session(self, world: World, **changes: Any) -> Session:
         techniques = self.others + ((self.layout,) if world.size > 1 else ())
@@ -114,7 +116,6 @@ CASES: dict[str, Case] = {
 }
 REFUSED: dict[str, tuple[Technique, ...]] = {
     "checkpoints": (Checkpoints(interval=1), WeightAverage()),
-    "wire": (Half(),),
     "matrices": (Muon(),),
 }
 
@@ -172,3 +173,54 @@ def held_bytes(world: World) -> dict[str, Any]:
 def _held(tensors: list[torch.Tensor]) -> int:
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
+
+
+def dropping_model() -> nn.Module:
+    """Its attention drops out."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    config = tiny_config("llama")
+    config.attention_dropout = 0.3
+    model = hf.AutoModelForCausalLM.from_config(config)
+    model.set_attn_implementation("sdpa")
+    built: nn.Module = model.double()
+    return built
+
+
+DROPPING: dict[str, Case] = {
+    "ddp": Case(DDP(), (LoRA(rank=4, dropout=0.3),), model=dropping_model),
+    "fsdp2": Case(FSDP2(), (LoRA(rank=4, dropout=0.3),), model=dropping_model),
+    "recomputed": Case(FSDP2(), (Recompute(),), model=dropping_model),
+}
+
+
+def dropping(world: World) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, case in DROPPING.items():
+        first = next(training(case.session(world)))
+        other = next(training(case.session(world)))
+        found[name] = {"loss": first.loss, "norm": first.grad_norm, "again": other.loss}
+    return found
+
+
+def by_hand(case: Case, ranks: int) -> tuple[float, float]:
+    """Loss and norm of the first step, each rank's records with the masks that its seed draws."""
+    session = case.session(World())
+    job, setup = session.setup.job, session.setup
+    collate, sampler = setup.collate or job.collate, setup.sampler
+    assert sampler is not None
+    batches = []
+    for rank in range(ranks):
+        pieces = next(iter(sampler.local_steps(0, rank, ranks)))
+        batches.append([collate([job.records[i] for i in piece]) for piece in pieces if piece])
+    tokens = sum(batch.counts.trained_tokens for mine in batches for batch in mine)
+    total = 0.0
+    for rank, mine in enumerate(batches):
+        torch.manual_seed(job.seed + 1 + rank)
+        for batch in mine:
+            loss, _ = session.loss_module(**batch.inputs)
+            (loss / tokens).backward()
+            total += loss.item() / tokens
+    learns = [p.grad for p in session.loss_module.parameters() if p.grad is not None]
+    return total, torch.nn.utils.get_total_norm(learns).item()

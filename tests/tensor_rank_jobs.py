@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,24 +16,26 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.parts.cross_entropy import IGNORED, LossTerms, whole_cross_entropy
 from hasten.parts.layout.vocabulary_parallel import VocabularyParallelHead
+from hasten.parts.records import TokenRecord, token_record
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed
+from hasten.techniques.compile import Compiled
 from hasten.techniques.layers import FusedLayers
 from hasten.techniques.layout_hybrid import Hybrid
 from hasten.techniques.layout_tensor import TensorParallel
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.recompute import Recompute
 from sharded_rank_jobs import Case, outcome
-from tiny import COMMON
+from tiny import COMMON, VOCABULARY, tiny_model
 
 TWO = Accumulate(micro_batch_size=2)
 LABELS = LabelledTokenLoss(chunk=16)
 WHOLE_SEQUENCE = TensorParallel(sequence=False)
 
 
-def tiny_qwen3() -> nn.Module:
+def tiny_qwen3(dtype: torch.dtype = torch.float64) -> nn.Module:
     """Norms of each head by itself, few key and value heads."""
     import transformers as hf
 
@@ -39,10 +43,28 @@ def tiny_qwen3() -> nn.Module:
     config = hf.Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=8)
     model = hf.AutoModelForCausalLM.from_config(config)
     model.set_attn_implementation("sdpa")
-    built: nn.Module = model.double()
+    built: nn.Module = model.to(dtype)
     return built
 
 
+def dropping() -> nn.Module:
+    """A model whose attention drops out."""
+    model: Any = tiny_model(dtype=torch.float64)
+    model.config.attention_dropout = 0.1
+    found: nn.Module = model
+    return found
+
+
+def even_records() -> list[TokenRecord]:
+    """Of one even length, so that nothing is filled up and every mask has one process's shape."""
+    draw = np.random.default_rng(0)
+    return [token_record(draw.integers(3, VOCABULARY, 12), np.ones(12, bool)) for _ in range(7)]
+
+
+SINGLE = torch.float32
+LINEAR = LoRA(rank=4, targets="all-linear")
+FUSED = FusedLayers()
+COMPILED = Compiled(backend="aot_eager", bucket=16, shapes=8, share=1.0)
 PACKED: tuple[Technique, ...] = (Packed(), DocumentAttention(), Recompute())
 CASES: dict[str, Case] = {
     "whole sequence": Case(WHOLE_SEQUENCE),
@@ -53,6 +75,21 @@ CASES: dict[str, Case] = {
     "norms of heads": Case(TensorParallel(), (), "qwen3", model=tiny_qwen3),
     "latents and experts": Case(TensorParallel(), (TWO,), "deepseek_v3"),
     "latents, whole sequence": Case(WHOLE_SEQUENCE, (), "deepseek_v2"),
+    "adapters": Case(TensorParallel(), (LINEAR, TWO)),
+    "adapters, whole sequence": Case(WHOLE_SEQUENCE, (LINEAR,)),
+    "adapters of latents": Case(TensorParallel(), (LoRA(rank=4), TWO, LABELS), "deepseek_v3"),
+    "adapters that drop": Case(
+        TensorParallel(), (LoRA(rank=4, targets="all-linear", dropout=0.3),), data=even_records
+    ),
+    "fused": Case(TensorParallel(), (FUSED, TWO), dtype=SINGLE),
+    "fused, whole sequence": Case(WHOLE_SEQUENCE, (FUSED, LINEAR), dtype=SINGLE),
+    "fused norms of heads": Case(
+        TensorParallel(), (FUSED,), "qwen3", SINGLE, model=partial(tiny_qwen3, SINGLE)
+    ),
+    "fused latents": Case(TensorParallel(), (FUSED, LABELS), "deepseek_v3", SINGLE),
+    "fused, packed, recomputed": Case(TensorParallel(), (FUSED, *PACKED), dtype=SINGLE),
+    "compiled": Case(TensorParallel(), (TWO, COMPILED)),
+    "compiled latents": Case(TensorParallel(), (TWO, COMPILED), "deepseek_v3"),
 }
 MESHES: dict[str, Case] = {
     "shards": Case(Hybrid(shard=2, tp=2), (TWO,), tied=True),
@@ -60,10 +97,13 @@ MESHES: dict[str, Case] = {
     "experts": Case(Hybrid(shard=2, tp=2, whole_gradients=True), (), "deepseek_v3"),
     "pipelines": Case(Hybrid(dp=2, pp=2)),
     "experts of copies": Case(Hybrid(dp=4, ep=2), (), "deepseek_v3", torch.float32),
+    "adapters in shards": Case(Hybrid(shard=2, tp=2), (LINEAR, TWO)),
+    "fused in shards": Case(Hybrid(shard=2, tp=2), (FUSED, LABELS), dtype=SINGLE),
 }
-REFUSED: dict[str, tuple[Technique, ...]] = {
-    "kernels": (FusedLayers(),),
-    "adapters": (LoRA(rank=4),),
+REFUSED: dict[str, Case] = {
+    "directions": Case(TensorParallel(), (LoRA(rank=4, dora=True),)),
+    "few bits": Case(TensorParallel(), (LoRA(rank=4, base="int8"),)),
+    "dropout": Case(TensorParallel(), model=dropping),
 }
 TERMS = (
     LossTerms(),
@@ -74,9 +114,9 @@ TERMS = (
 
 def cut(world: World) -> dict[str, Any]:
     found: dict[str, Any] = {name: outcome(case.session(world)) for name, case in CASES.items()}
-    for name, others in REFUSED.items():
+    for name, case in REFUSED.items():
         try:
-            Case(TensorParallel(), others).session(world)
+            case.session(world)
         except InputError as error:
             found[name] = str(error)
     found["vocabulary"] = [_vocabulary(terms, chunk) for terms in TERMS for chunk in (4, 64)]

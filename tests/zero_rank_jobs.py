@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from pathlib import Path
@@ -18,8 +19,11 @@ from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.techniques.batch import Accumulate
+from hasten.techniques.layout import DDP
 from hasten.techniques.layout_deepspeed import DeepSpeed
+from hasten.techniques.layout_sharded import FSDP2
 from hasten.techniques.loss import LabelledTokenLoss
+from memory_rank_jobs import model as larger
 from tiny import job_facts, language_job, records, tiny_config, tiny_model
 
 NO_BUCKET = 10_000  # elements: smaller than the model, so that several leave
@@ -130,3 +134,48 @@ def _given_up(world: World) -> dict[str, Any]:
         losses += [m.loss for m in steps]
         found[case] = losses
     return found
+
+
+def held(world: World) -> dict[str, Any]:
+    """Bytes of all tensors that a run has brought into this process, before its third update."""
+    small = {
+        "stage": 3,
+        "reduce_bucket_size": NO_BUCKET,
+        "stage3_prefetch_bucket_size": NO_BUCKET,
+        "stage3_param_persistence_threshold": 0,
+    }
+    file = Path(os.environ["HASTEN_RENDEZVOUS"]).with_name(f"held-{world.rank}.json")
+    file.write_text(json.dumps({"zero_optimization": small}))
+    layouts: dict[str, Technique] = {
+        "ddp": DDP(),
+        "fsdp2": FSDP2(),
+        "zero 3": DeepSpeed(config=str(file)),
+    }
+    found = {}
+    for name, layout in layouts.items():
+        before, seen = _alive(), []
+        job = language_job(lambda: larger("llama"), data=records(9), batch=4, steps=3)
+        session = assemble(prepare(job, Plan([layout]), job_facts(job, world=world)))
+        update = session.engine.update
+
+        def watched(factor: float, update: Any = update, seen: list[int] = seen) -> None:
+            seen.append(_alive())
+            update(factor)
+
+        session.engine.update = watched  # type: ignore[method-assign]
+        losses = [m.loss for m in training(session)]
+        found[name] = {"bytes": seen[-1] - before, "losses": losses}
+        del session, update, watched
+    return found
+
+
+def _alive() -> int:
+    """Bytes of the storages of all tensors that Python knows of."""
+    gc.collect()
+    sizes: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor) and not thing.is_meta:
+            local = getattr(thing, "_local_tensor", thing)  # of a DTensor
+            storage = local.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())

@@ -66,6 +66,14 @@ def test_shards_take_half_on_two_ranks(ranks: list[Any]) -> None:
     assert ranks[0]["fsdp2"]["bytes"] < 0.55 * ranks[0]["ddp"]["bytes"]
 
 
+def test_on_four_ranks_pieces_take_what_was_said(tmp_path: Path) -> None:
+    for rank in on_ranks("memory_rank_jobs:on_four", tmp_path, 4):
+        for layout in ("fsdp2", "copies", "ddp"):
+            assert 0.9 < rank[layout]["state"] < 1.1, layout
+        assert rank["fsdp2"]["bytes"] <= 0.35 * rank["ddp"]["bytes"]
+        assert rank["copies"]["bytes"] <= 0.6 * rank["ddp"]["bytes"]
+
+
 def setup_of(plan: Plan | None = None) -> Setup:
     job = language_job(data=records(8))
     known = job_facts(job)

@@ -74,6 +74,16 @@ def test_a_step_given_up_moves_nothing(found: list[Any], case: str) -> None:
     assert found[0]["given up"][case] == found[0][case]["losses"]
 
 
+@installed
+def test_four_ranks_hold_a_third_of_what_replicas_do(tmp_path: Path) -> None:
+    """Everything that lies in tensors when the weights are about to move."""
+    for found in on_ranks("zero_rank_jobs:held", tmp_path, 4):
+        whole = found["ddp"]["bytes"]
+        assert found["zero 3"]["bytes"] <= 0.35 * whole
+        assert found["fsdp2"]["bytes"] <= 0.35 * whole
+        assert found["zero 3"]["losses"] == pytest.approx(found["ddp"]["losses"], rel=2e-5)
+
+
 @pytest.mark.parametrize(
     ("technique", "words"),
     [

@@ -10,7 +10,16 @@ import pytest
 from hasten.core.facts import World
 from hasten.techniques.layout_sharded import FSDP2
 from ranks import on_ranks
-from sharded_rank_jobs import CASES, Case, held_bytes, outcome, sharded
+from sharded_rank_jobs import (
+    CASES,
+    DROPPING,
+    Case,
+    by_hand,
+    dropping,
+    held_bytes,
+    outcome,
+    sharded,
+)
 from tiny import job_facts
 
 # Of float32 and less; elsewhere all is float64, save for what a router computes in float32.
@@ -61,7 +70,6 @@ def test_ranks_agree_and_each_holds_a_part(ranks: list[Any], name: str) -> None:
 def test_what_cannot_work_on_pieces_is_refused_on_every_rank(ranks: list[Any]) -> None:
     for found in ranks:
         assert "take ddp as the layout" in found["checkpoints"]
-        assert "leave the wire's technique out" in found["wire"]
         assert "needs whole matrices" in found["matrices"]
 
 
@@ -88,3 +96,19 @@ def test_one_rank_needs_no_pieces() -> None:
     session = Case(FSDP2()).session(World())
     assert not FSDP2().probe(session).acted
     assert FSDP2().forecast(session.setup.facts).wire_bytes == 1.0
+
+
+@pytest.fixture(scope="module")
+def dropped(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return on_ranks(f"sharded_rank_jobs:{dropping.__name__}", tmp_path_factory.mktemp("dropped"))
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_dropout_falls_where_each_rank_s_seed_says(dropped: list[Any], name: str) -> None:
+    loss, norm = by_hand(DROPPING[name], 2)
+    for rank in dropped:
+        assert rank[name]["loss"] == pytest.approx(loss, rel=1e-12)
+        assert rank[name]["norm"] == pytest.approx(norm, rel=1e-12)
+        assert rank[name]["again"] == rank[name]["loss"]
+    alike, _ = by_hand(DROPPING[name], 1)  # the same records, other masks
+    assert loss != pytest.approx(alike, rel=1e-9)

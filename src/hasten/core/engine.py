@@ -68,6 +68,7 @@ class PlainEngine:
         self.optimizer = assembly.optimizer
         self.max_norm = assembly.setup.job.max_grad_norm
         self._norm = self._loss = torch.tensor(0.0)
+        self.sum_loads = assembly.setup.agreement.sum  # of experts, over all ranks
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
@@ -153,7 +154,7 @@ class PlainEngine:
         setup.precision.publish()
         setup.wire.after_update(parameters)
         setup.average.after_update(parameters)
-        setup.routing.after_update(setup.agreement.sum)
+        setup.routing.after_update(self.sum_loads)
         self.discard()
 
     def _clip(self, parameters: Sequence[Tensor]) -> None:

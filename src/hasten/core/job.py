@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 from torch.optim import Optimizer
@@ -21,6 +21,13 @@ from hasten.errors import InputError
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[NamedParameters], Optimizer]
 Metric = Callable[[nn.Module], float]
+
+
+@runtime_checkable
+class KnowsSkeleton(Protocol):
+    """A model's factory that also builds it without memory for weights, on torch's meta device."""
+
+    def skeleton(self) -> nn.Module: ...
 
 
 class Indexed(Protocol):
@@ -60,7 +67,7 @@ class Job:
     """What is trained, on what, until when.
 
     Args:
-        model: builds the model, or is it.
+        model: builds the model, or is it; a factory that ``KnowsSkeleton`` spares ranks from it.
         loss: wraps the model into a module whose forward takes a micro-batch's inputs and returns
             (loss summed over what carries loss, their count).
         optimizer: builds the optimizer from named parameters, or returns one that exists.
@@ -96,6 +103,11 @@ class Job:
     def __post_init__(self) -> None:
         if (self.stream is None) == (not len(self.records)):
             raise InputError("a job needs records or a stream of batches, one of the two")
+
+    @property
+    def skeleton(self) -> Callable[[], nn.Module] | None:
+        """Builds the model's modules for ranks that are sent weights; None: nobody knows how."""
+        return self.model.skeleton if isinstance(self.model, KnowsSkeleton) else None
 
     def build_model(self) -> nn.Module:
         """A fresh model, or the one that was handed over."""

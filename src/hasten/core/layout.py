@@ -7,7 +7,7 @@ one process that holds everything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -86,6 +86,17 @@ class PlacesParts(Protocol):
 
 
 @runtime_checkable
+class SendsWeights(Protocol):
+    """A layout whose ranks need not all build the model: ``across`` sends them what they keep.
+
+    Args:
+        builds: this rank builds it; others begin with the job's skeleton.
+    """
+
+    builds: bool
+
+
+@runtime_checkable
 class DealsState(Protocol):
     """A layout of parts whose state can be brought together for a checkpoint, and dealt again.
 
@@ -107,6 +118,32 @@ class DealsState(Protocol):
 
     def part_of(self, weight: Tensor, whole: Tensor) -> Tensor:
         """This rank's part; what isn't of the whole weight's shape comes back as it is."""
+
+
+@runtime_checkable
+class DealsWeights(Protocol):
+    """A layout whose ranks hold different weights, each of them whole: the state of all of them is
+    put together by name for a checkpoint, and each takes its own out of one.
+
+    Args:
+        names: of the weights and buffers in the whole module's state, wherever they are.
+        copies: of weights here that another rank holds too, the name under which it does.
+    """
+
+    names: Sequence[str]
+    copies: Mapping[str, str]
+
+    def ordered(self) -> list[str]:
+        """The names of all trained weights, as an optimizer of the whole model counts them."""
+
+    def told(self, mine: Any) -> list[Any]:
+        """What each rank with another part of the same model says; all of them call it."""
+
+    def brought(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """On the first rank the tensors of all parts, on the host; what others get means nothing.
+
+        All ranks call it.
+        """
 
 
 class OneProcess:

@@ -1,8 +1,9 @@
 """A session is a run that has been built; ``assemble`` builds it and alone knows PyTorch's order.
 
-    build -> ADAPTER, ROUTING -> EXPERTS, ATTENTION, LAYERS, LOSS -> LAYOUT.split, .within
-    -> RECOMPUTE -> COMPILE -> PRECISION -> device -> LAYOUT.across with WIRE -> OPTIMIZER over the
-    parameters as they are now -> engine -> batches
+    build (a skeleton, where LAYOUT sends weights) -> ADAPTER, ROUTING
+    -> EXPERTS, ATTENTION, LAYERS, LOSS, OBJECTIVE -> LAYOUT.split, .within -> RECOMPUTE -> COMPILE
+    -> PRECISION -> device -> LAYOUT.across with WIRE -> OPTIMIZER over the parameters as they are
+    now -> engine -> batches
 
 Adapters come before anything that replaces modules, or the replaced ones would not be adapted;
 precision comes before replication, or replicas would reduce in the wrong format; the optimizer
@@ -25,7 +26,7 @@ from hasten.core.batch import Counts, MicroBatch, StepBatch
 from hasten.core.checkpointing import NoCheckpoint
 from hasten.core.clock import CHECKPOINT, COMMUNICATION, DATA
 from hasten.core.engine import Assembly, Engine
-from hasten.core.layout import PlacesParts
+from hasten.core.layout import PlacesParts, SendsWeights
 from hasten.core.meter import Meter
 from hasten.core.setup import Setup, on_device
 from hasten.errors import InputError
@@ -104,12 +105,13 @@ def assemble(setup: Setup) -> Session:
     setup.allocator()
     torch.manual_seed(job.seed)
     began = time.perf_counter()
-    model = setup.adapter(job.build_model())
+    model = setup.adapter(_built(setup))
     built = time.perf_counter()
     setup.routing.prepare(model)
     for edit in (setup.experts, setup.attention, setup.layers):
         edit(model)
     loss_module = setup.loss(model)
+    setup.objective(loss_module)
     loss_module = setup.layout.within(setup.layout.split(loss_module))
     setup.recompute(loss_module)
     setup.compile(loss_module)
@@ -130,6 +132,14 @@ def assemble(setup: Setup) -> Session:
     # Ranks share the weights' seed; dropout must differ between those with different records.
     torch.manual_seed(job.seed + 1 + setup.layout.data_rank)
     return Session(setup, model, loss_module, module, optimizer, engine, seconds)
+
+
+def _built(setup: Setup) -> nn.Module:
+    """The model, or where this rank is sent its weights later, the same modules without any."""
+    job, layout = setup.job, setup.layout
+    if job.skeleton is None or not isinstance(layout, SendsWeights) or layout.builds:
+        return job.build_model()
+    return job.skeleton()
 
 
 def batches(session: Session) -> Iterator[StepBatch]:

@@ -22,7 +22,7 @@ from hasten.core.clock import Clock, Unclocked
 from hasten.core.facts import Facts
 from hasten.core.guards import Guards
 from hasten.core.job import Job, OptimizerFactory
-from hasten.core.layout import DealsState, Layout, OneProcess
+from hasten.core.layout import DealsState, DealsWeights, Layout, OneProcess
 from hasten.core.loss_scaling import LossScaling, Unscaled
 from hasten.core.order import Sampler, ShuffledOrder
 from hasten.core.plan import Plan
@@ -192,6 +192,7 @@ class Setup:
     attention: Edit = leave
     layers: Edit = leave
     loss: Callable[[nn.Module], nn.Module] | None = None
+    objective: Edit = leave  # of the loss module
     recompute: Edit = leave
     compile: Edit = leave
     precision: Precision = field(default_factory=AsGiven)
@@ -243,7 +244,7 @@ def _check_saved(setup: Setup) -> None:
     """A state that is written has to be a whole one."""
     if setup.layout.whole or isinstance(setup.checkpoint, NoCheckpoint):
         return
-    if not isinstance(setup.layout, DealsState):
+    if not isinstance(setup.layout, DealsState | DealsWeights):
         raise InputError(
             "plan: checkpoints are written of ranks that each hold the whole model, and this "
             "layout gives them parts; leave checkpoints out, or take ddp as the layout"

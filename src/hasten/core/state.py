@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hasten.core.layout import DealsState
 from hasten.core.session import Progress, Session
 from hasten.core.setup import Setup
+from hasten.core.state_parts import own_masters, own_part, put_together, told
 from hasten.errors import InputError
 
 TENSOR, ITEMS = "$tensor", "$items"  # stand for a tensor, and for a dict whose keys JSON can't say
@@ -37,7 +38,7 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
     session.settle()
     tensors = _random_of_ranks(session)
     tensors |= _unshared("model", session.loss_module.state_dict(keep_vars=True))
-    masters = {str(i): p for i, p in enumerate(_own_masters(session))}
+    masters = {str(i): p for i, p in enumerate(own_masters(session))}
     tensors |= {f"master/{name}": t.detach() for name, t in masters.items()}
     numbers: dict[str, Any] = {}
     for index, values in session.optimizer.state_dict()["state"].items():
@@ -47,6 +48,7 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
             else:
                 numbers[f"{index}/{key}"] = value
     tensors = _dealt(session, tensors, gather=True)
+    tensors, numbers = put_together(session, tensors, numbers)
     moments = {name: t for name, t in tensors.items() if name.startswith("optimizer/")}
     for rank, state in enumerate(session.setup.agreement.others(moments), start=1):
         tensors |= {f"rank/{rank}/{name}": t for name, t in state.items()}
@@ -73,20 +75,37 @@ def restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) 
         InputError: the state belongs to another model, or to another way of filling a slot, and
             nothing was changed.
     """
+    tensors, numbers = own_part(session, tensors, meta["optimizer"])
     tensors = _dealt(session, tensors, gather=False)
     saved = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
-    _check_same_model(session, saved)
-    _check_same_update(session, tensors, meta)
-    slots = _slots_of(session.setup, meta.get("slots", {}))
+    slots = _slots_that_fit(session, saved, tensors, meta)
     session.loss_module.load_state_dict(saved, strict=False)
-    for index, master in enumerate(_own_masters(session)):
+    for index, master in enumerate(own_masters(session)):
         master.data.copy_(tensors[f"master/{index}"])
     session.setup.precision.publish()
-    _restore_optimizer(session, tensors | _own_moments(session, tensors), meta["optimizer"])
+    _restore_optimizer(session, tensors | _own_moments(session, tensors), numbers)
     for held, state in slots:
         held.load_state_dict(_given(state, tensors))
     _restore_random(session, tensors)
     session.progress = Progress(**meta["progress"])
+
+
+def _slots_that_fit(
+    session: Session, saved: dict[str, Tensor], tensors: dict[str, Tensor], meta: dict[str, Any]
+) -> list[tuple[Stateful, Any]]:
+    """What ``_slots_of`` finds, once the rest is this run's too; a complaint is every rank's."""
+    complaint = ""
+    found: list[tuple[Stateful, Any]] = []
+    try:
+        _check_same_model(session, saved)
+        _check_same_update(session, tensors, meta)
+        found = _slots_of(session.setup, meta.get("slots", {}))
+    except InputError as error:
+        complaint = str(error)
+    for said in told(session, complaint):  # each rank has looked at its own weights
+        if said:
+            raise InputError(said)
+    return found
 
 
 def _dealt(session: Session, tensors: dict[str, Tensor], gather: bool) -> dict[str, Tensor]:
@@ -100,7 +119,7 @@ def _dealt(session: Session, tensors: dict[str, Tensor], gather: bool) -> dict[s
     deal = layout.whole_of if gather else layout.part_of
     weights = session.loss_module.state_dict(keep_vars=True)
     owners = {f"model/{name}": weight for name, weight in weights.items()}
-    owners |= {f"master/{i}": weight for i, weight in enumerate(_own_masters(session))}
+    owners |= {f"master/{i}": weight for i, weight in enumerate(own_masters(session))}
     held = [p for group in session.optimizer.param_groups for p in group["params"]]
     owners |= {f"optimizer/{i}": weight for i, weight in enumerate(held)}
     found = {}
@@ -209,15 +228,6 @@ def _given(value: Any, tensors: dict[str, Tensor]) -> Any:
     return {key: _given(item, tensors) for key, item in pairs}
 
 
-def _own_masters(session: Session) -> list[Tensor]:
-    """True weights that are not the module's own parameters, nor pieces of them."""
-    layout = session.setup.layout
-    if isinstance(layout, DealsState) and layout.pieces:
-        return []
-    own = {id(p) for p in session.loss_module.parameters()}
-    return [p for p in session.setup.precision.parameters() if id(p) not in own]
-
-
 def _unshared(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """One name per memory: tied weights are stored once and tied again by the model itself."""
     seen: set[int] = set()
@@ -252,7 +262,7 @@ def _check_same_update(session: Session, tensors: dict[str, Tensor], meta: dict[
             f"the checkpoint holds the state of {there} and this run's optimizer is {here}; "
             "resume with the plan that wrote it, or choose another folder"
         )
-    wanted = len(_own_masters(session))
+    wanted = len(own_masters(session))
     found = sum(name.startswith("master/") for name in tensors)
     if wanted != found:
         raise InputError(

@@ -38,6 +38,7 @@ def load_model(
     bos_token_id: int | None = None,
     eos_token_id: int | None = None,
     pad_token_id: int | None = None,
+    skeleton: bool = False,
 ) -> PreTrainedModel:
     """A causal language model in training mode on the CPU, its parameters in ``dtype``.
 
@@ -45,6 +46,8 @@ def load_model(
     ``seed`` and then rounded to ``dtype``, so that every precision starts from the same model, and
     with ``vocab_size`` rows of embedding. Buffers (rotary frequencies, the router's balancing bias)
     stay float32 in every precision, as when transformers loads them.
+
+    A ``skeleton`` is the same model with tensors on the meta device: shapes and no weights.
 
     Trained weights keep their embedding, which ``vocab_size`` may not exceed. The token ids go to
     the configs of the model and of its generation. Raises InputError for whatever the source lacks.
@@ -65,7 +68,10 @@ def load_model(
     # Built without its padding token, whose embedding row transformers would zero and cut off from
     # gradients: DeepSeek's tokenizers pad with the end-of-text token, which would never learn.
     padding, config.pad_token_id = config.pad_token_id, None
-    model = _from_seed(config, seed, dtype) if random else _from_weights(source, config, dtype)
+    if skeleton:
+        model = _skeleton(config, dtype)
+    else:
+        model = _from_seed(config, seed, dtype) if random else _from_weights(source, config, dtype)
     model.config.pad_token_id = padding
     for name, token_id in tokens.items():
         if token_id is not None:
@@ -157,9 +163,19 @@ def read_config(
 
 
 def _from_seed(config: PreTrainedConfig, seed: int, dtype: torch.dtype) -> PreTrainedModel:
+    with seeded(seed):
+        return _built(config, dtype)
+
+
+def _skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    with torch.device("meta"):
+        return _built(config, dtype)
+
+
+def _built(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    with quiet(), seeded(seed), _advice(f"a {config.model_type} model can't be built"):
+    with quiet(), _advice(f"a {config.model_type} model can't be built"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

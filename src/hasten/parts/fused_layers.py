@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hasten.parts import fused_gpu
 from hasten.parts.fused_functions import (
@@ -29,6 +30,7 @@ from hasten.parts.fused_functions import (
     rotate,
     swiglu,
 )
+from hasten.parts.fused_pieces import is_cut, norm_of_piece, own_weight
 from hasten.parts.kernels import rows, tiles
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")
@@ -71,12 +73,14 @@ def fuse_layers(model: nn.Module, device: str = "cpu") -> Counter[str]:
 def fused(model: nn.Module) -> Counter[str]:
     """How many layers of each kind run fused code."""
     kinds = {function: name for name, function in _FUSED.items()}
-    found: Counter[str] = Counter()
-    for module in model.modules():
-        own = vars(module).get("forward")
-        if isinstance(own, partial) and own.func in kinds:
-            found[kinds[own.func]] += 1
-    return found
+    bound = [vars(module)["forward"] for module in model.modules() if is_fused(module)]
+    return Counter(kinds[forward.func] for forward in bound)
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether a module runs fused code."""
+    own = vars(module).get("forward")
+    return isinstance(own, partial) and own.func in _FUSED.values()
 
 
 def _on_processor(device: str) -> bool:
@@ -107,7 +111,11 @@ def _is_gated(module: nn.Module) -> bool:
 
 
 def _norm(self: Any, hidden_states: Tensor) -> Tensor:
-    if not fits(hidden_states, self.weight):
+    if isinstance(hidden_states, DTensor):
+        piece = norm_of_piece(rms_norm, fits, hidden_states, self.weight, self.variance_epsilon)
+        if piece is not None:
+            return piece
+    if isinstance(hidden_states, DTensor) or not fits(hidden_states, self.weight):
         own: Tensor = type(self).forward(self, hidden_states)
         return own
     return rms_norm(hidden_states, self.weight, self.variance_epsilon)
@@ -123,13 +131,17 @@ def _layer(self: Any, hidden_states: Tensor, **other: Any) -> Tensor:
 
 
 def _normed(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    if fits(x, norm.weight) and torch.is_grad_enabled():
-        return norm_beside(x, norm.weight, norm.variance_epsilon)
+    weight = own_weight(norm.weight)
+    if fits(x, weight) and torch.is_grad_enabled():
+        return norm_beside(x, weight, norm.variance_epsilon)
     return norm(x), x
 
 
 def _linear(self: Any, input: Tensor) -> Tensor:
     x, weight, bias = input, self.weight, self.bias
+    if is_cut(self):
+        cut: Tensor = type(self).forward(self, input)
+        return cut
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
@@ -143,6 +155,7 @@ def _linear(self: Any, input: Tensor) -> Tensor:
 def _projected(x: Tensor, *layers: Any) -> tuple[Tensor, ...]:
     """``x`` through each layer: at once where all are plain and fit, else each by its own call."""
     plain = all(type(layer) is nn.Linear and layer.bias is None for layer in layers)
+    plain = plain and not is_cut(*layers)
     weights = [layer.weight for layer in layers] if plain else []
     if (
         plain

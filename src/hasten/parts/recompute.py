@@ -65,6 +65,7 @@ class BlockRecompute:
         if budget is not None and not 0 <= budget <= 1:
             raise ValueError(f"budget is {budget}; it is a share, from 0 to 1")
         self.segments, self.budget, self.offload = segments, budget, offload
+        self.among = decoder_blocks  # finds the blocks; where a rank has some layers alone, another
         self.blocks: list[nn.Module] = []
         self.passes = 0  # block passes that kept nothing, or kept it on the host
         self.recomputed: set[int] = set()  # blocks (or first blocks of segments) by position
@@ -80,7 +81,7 @@ class BlockRecompute:
         Raises:
             ValueError: no blocks, or fewer than the segments asked for.
         """
-        self.blocks = decoder_blocks(module)
+        self.blocks = self.among(module)
         count = len(self.blocks)
         if self.segments is not None and self.segments > count:
             raise ValueError(f"segments is {self.segments}, but the model has {count} blocks")

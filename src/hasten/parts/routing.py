@@ -130,7 +130,6 @@ class RouterBalance:
         self.routers = routers(model)
         if not self.routers:
             raise ValueError(f"{type(model).__name__} has no routers that are known here")
-        self.biases = [r.e_score_correction_bias for r in self.routers if _has_bias(r)]
         if speed and len(self.biases) < len(self.routers):
             raise ValueError(
                 f"the routers of {type(model).__name__} have no bias to move; give speed 0 and a "
@@ -147,6 +146,11 @@ class RouterBalance:
             router.register_forward_hook(self._hear(layer))
             for layer, router in enumerate(self.routers)
         ]
+
+    @property
+    def biases(self) -> list[Any]:
+        """As they are now: a model that went to another device has new ones."""
+        return [r.e_score_correction_bias for r in self.routers if _has_bias(r)]
 
     def remove(self) -> None:
         """Take the hooks off; biases stay where they are."""
@@ -211,11 +215,11 @@ class RouterBalance:
 
     @torch.no_grad()
     def _count(self, heard: _Heard) -> None:
-        if not heard.chosen:
-            return
+        """A rank that holds some layers hears their routers, or none, and counts 0 for the rest."""
         if self._loads is None:
-            first = heard.logits[0]
-            self._loads = first.new_zeros(len(self.routers), first.shape[1], dtype=torch.float64)
+            shape = len(self.routers), self.routers[0].num_experts
+            here = [r.weight.device for r in self.routers if not r.weight.is_meta]
+            self._loads = torch.zeros(shape, dtype=torch.float64, device=here[0] if here else None)
         real = (heard.sequences != FILLER).to(self._loads)
         for layer, chosen in heard.chosen.items():
             each = real.to(chosen.device).unsqueeze(1).expand_as(chosen)

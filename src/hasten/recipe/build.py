@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,7 @@ def job_of(recipe: Recipe, material: Material, known: Facts, plan: Plan) -> Job:
     The plan decides how many steps the data makes, and so the length of the schedule.
     """
     job = Job(
-        model=partial(build_model, recipe, material),
+        model=_factory(recipe, material),
         loss=partial(WholeLogitsLoss, terms=LossTerms(recipe.label_smoothing, recipe.z_loss)),
         optimizer=partial(adamw, recipe),
         stop=Stop(recipe.max_steps, recipe.epochs, recipe.max_tokens),
@@ -145,12 +145,15 @@ def job_of(recipe: Recipe, material: Material, known: Facts, plan: Plan) -> Job:
     return replace(job, schedule=schedule)
 
 
-def build_model(recipe: Recipe, material: Material) -> nn.Module:
-    """The model in float32 with attention through SDPA, fitted to the material's tokenizer."""
-    return model_for(recipe, material.tokenizer)
+def build_model(recipe: Recipe, material: Material, skeleton: bool = False) -> nn.Module:
+    """The model in float32 with attention through SDPA, fitted to the material's tokenizer.
+
+    A ``skeleton`` has no memory for weights.
+    """
+    return model_for(recipe, material.tokenizer, skeleton)
 
 
-def model_for(recipe: Recipe, tokenizer: Any) -> nn.Module:
+def model_for(recipe: Recipe, tokenizer: Any, skeleton: bool = False) -> nn.Module:
     """The model as the run begins with it, before anything learns."""
     model: Any = load_model(
         recipe.model,
@@ -160,6 +163,7 @@ def model_for(recipe: Recipe, tokenizer: Any) -> nn.Module:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        skeleton=skeleton,
     )
     model.set_attn_implementation("sdpa")
     built: nn.Module = model
@@ -177,6 +181,26 @@ def batch_of(recipe: Recipe) -> GlobalBatch:
     if recipe.global_batch_tokens:
         return GlobalBatch(records=None, tokens=recipe.global_batch_tokens)
     return GlobalBatch(records=recipe.global_batch_size or DEFAULT_BATCH)
+
+
+@dataclass(frozen=True)
+class Building:
+    """Builds a recipe's model, or its skeleton."""
+
+    recipe: Recipe
+    material: Material
+
+    def __call__(self) -> nn.Module:
+        return build_model(self.recipe, self.material)
+
+    def skeleton(self) -> nn.Module:
+        return build_model(self.recipe, self.material, skeleton=True)
+
+
+def _factory(recipe: Recipe, material: Material) -> Callable[[], nn.Module]:
+    """With a skeleton, unless the run's adapter has to see weights."""
+    sees = recipe.finetuning_type != "full" and (recipe.lora_base or recipe.lora_dora)
+    return partial(build_model, recipe, material) if sees else Building(recipe, material)
 
 
 def _asked(recipe: Recipe) -> list[str]:

@@ -38,7 +38,9 @@ from hasten.techniques.recompute import Recompute
 
 OVERHEAD = 0.6e9  # a process with torch and transformers; about the same as a GPU's context
 FIRST_STEPS = 4  # that are looked at for the largest micro-batch
-STATE_SLOTS = (Slot.ADAPTER, Slot.PRECISION, Slot.OPTIMIZER, Slot.AVERAGE, Slot.WIRE)
+STATE_SLOTS = (
+    *(Slot.ADAPTER, Slot.OBJECTIVE, Slot.PRECISION, Slot.OPTIMIZER, Slot.AVERAGE, Slot.WIRE),
+)
 # Offered in this order: what costs nothing comes first.
 HELP: tuple[Technique, ...] = (
     LabelledTokenLoss(),

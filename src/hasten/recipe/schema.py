@@ -214,28 +214,26 @@ class Recipe(BaseModel):
         asked = ("checkpoint_every", "checkpoint_dir", "layout")
         if not isinstance(values, dict) or all(values.get(key) is None for key in asked):
             return values
-        plan = entries_of(values.get("plan") or [])
+        plan = entries_of(values.get("plan") or [], values.get("nproc"))
         return with_layout_key(values, plan) if isinstance(plan, list) else values
 
     @model_validator(mode="before")
     @classmethod
     def _zero(cls, values: Any) -> Any:
         """A DeepSpeed configuration becomes keys and techniques."""
-        plan = entries_of(values.get("plan") or []) if isinstance(values, dict) else None
+        if not isinstance(values, dict):
+            return values
+        plan = entries_of(values.get("plan") or [], values.get("nproc"))
         if not isinstance(plan, list):
             return values
+        if isinstance(values.get("plan"), str):  # a preset's name: the resolved recipe lists it
+            values = {**values, "plan": plan}
         return (with_deepspeed if values.get("deepspeed") else beside_deepspeed)(values, plan)
 
     @field_validator("resume", mode="before")
     @classmethod
     def _resumed(cls, value: Any) -> Any:
         return read_resume(value)
-
-    @field_validator("plan", mode="before")
-    @classmethod
-    def _preset(cls, value: Any) -> Any:
-        """Of a preset, its techniques: the resolved recipe lists them."""
-        return entries_of(value)
 
     @field_validator("data_workers", mode="before")
     @classmethod

@@ -22,6 +22,7 @@ from hasten.techniques.layout_pipeline import Pipeline
 from hasten.techniques.layout_sharded import FSDP2
 from hasten.techniques.layout_tensor import TensorParallel
 from hasten.techniques.loss import LabelledTokenLoss
+from hasten.techniques.objective import MultiTokenPrediction
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from hasten.techniques.precision import Autocast, BF16MasterWeights, Float8
 from hasten.techniques.recompute import Recompute
@@ -45,6 +46,7 @@ CATALOGUE: tuple[type[Technique], ...] = (
     DocumentAttention,
     FusedLayers,
     LabelledTokenLoss,
+    MultiTokenPrediction,
     Recompute,
     Compiled,
     Autocast,

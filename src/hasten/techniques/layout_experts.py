@@ -60,11 +60,7 @@ class ExpertParallel(Technique):
     def apply(self, setup: Setup) -> None:
         if setup.facts.world.size == 1:
             return
-        if isinstance(setup.recompute, BlockRecompute) and setup.recompute.budget is not None:
-            raise InputError(
-                "expert_parallel: recompute with a budget lets each rank choose its own blocks, "
-                "and tokens travel in all of them; leave budget out"
-            )
+        refuse_own_choices(setup)
         world, ranks = setup.facts.world, self._ranks(setup.facts)
         setup.layout = SharedOut(world, ranks, self.bucket_cap_mb, setup.job.device)
 
@@ -94,16 +90,19 @@ class ExpertParallel(Technique):
     def probe(self, session: Session) -> Proof:
         layout = session.setup.layout
         shared = layout.shared if isinstance(layout, SharedOut) else None
-        if shared is None:
-            return Proof(False, "every rank holds all experts")
-        layers, sent = list(shared.layers.values()), shared.traffic
-        gone = sent.rows / ((sent.rows + sent.kept) or 1)
-        return Proof(
-            sent.rows > 0,
-            f"{layers[0].here} of {layers[0].total} experts of each of {len(layers)} layers on a "
-            f"rank; {sent.rows} rows ({gone:.0%}) went to other ranks, {sent.bytes / 1e6:.2f} MB "
-            f"with what came back, in {sent.messages} exchanges",
-        )
+        return Proof(False, "every rank holds all experts") if shared is None else proof(shared)
+
+
+def proof(shared: SharedExperts, more: str = "") -> Proof:
+    """What became of the experts, and how far tokens went."""
+    layers, sent = list(shared.layers.values()), shared.traffic
+    gone = sent.rows / ((sent.rows + sent.kept) or 1)
+    return Proof(
+        sent.rows > 0,
+        f"{layers[0].here} of {layers[0].total} experts of each of {len(layers)} layers on a "
+        f"rank; {sent.rows} rows ({gone:.0%}) went to other ranks, {sent.bytes / 1e6:.2f} MB "
+        f"with what came back, in {sent.messages} exchanges{more}",
+    )
 
 
 class SharedOut:
@@ -178,25 +177,49 @@ class SharedOut:
         return self._held().gathered()
 
     def whole_of(self, weight: Tensor, value: Tensor) -> Tensor:
-        if not holds_part(weight) or not value.ndim:  # an optimizer counts steps in a number
-            return value
-        if value.shape != weight.shape:
-            raise InputError(
-                "expert_parallel: this optimizer keeps its state in another shape than weights "
-                "have, so the ranks' parts don't make a whole; leave checkpoints out, or choose "
-                "another optimizer"
-            )
-        whole = layer_of(weight).whole(value)
-        return value if whole is None else whole.cpu()  # a device holds one at a time
+        return whole_of(weight, value)
 
     def part_of(self, weight: Tensor, whole: Tensor) -> Tensor:
-        if not holds_part(weight):
-            return whole
-        layer = layer_of(weight)
-        dealt = whole.shape == (layer.total, *weight.shape[1:])
-        return layer.own(whole) if dealt else whole
+        return part_of(weight, whole)
 
     def _held(self) -> SharedExperts:
         if self.shared is None:
             raise InputError("expert_parallel: the experts aren't shared out before `within`")
         return self.shared
+
+
+def whole_of(weight: Tensor, value: Tensor) -> Tensor:
+    """What belongs to a weight, of all experts where it holds some; all ranks call it.
+
+    Raises:
+        InputError: the value isn't laid out like its weight.
+    """
+    if not holds_part(weight) or not value.ndim:  # an optimizer counts steps in a number
+        return value
+    if value.shape != weight.shape:
+        raise InputError(
+            "expert_parallel: this optimizer keeps its state in another shape than weights have, "
+            "so the ranks' parts don't make a whole; leave checkpoints out, or choose another "
+            "optimizer"
+        )
+    whole = layer_of(weight).whole(value)
+    return value if whole is None else whole.cpu()  # a device holds one at a time
+
+
+def part_of(weight: Tensor, whole: Tensor) -> Tensor:
+    """This rank's experts' part of what belongs to a weight of all."""
+    if not holds_part(weight):
+        return whole
+    layer = layer_of(weight)
+    dealt = whole.shape == (layer.total, *weight.shape[1:])
+    return layer.own(whole) if dealt else whole
+
+
+def refuse_own_choices(setup: Setup) -> None:
+    """InputError where ranks would make passes of their own, in which tokens can't travel."""
+    recompute = setup.recompute
+    if isinstance(recompute, BlockRecompute) and recompute.budget is not None:
+        raise InputError(
+            "expert_parallel: recompute with a budget lets each rank choose its own blocks, and "
+            "tokens travel in all of them; leave budget out"
+        )

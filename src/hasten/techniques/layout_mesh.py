@@ -15,13 +15,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hasten.core.facts import Facts
+from hasten.core.routing import AsTheModelDoes
 from hasten.core.setup import AsGiven, Dense, Setup, Wire, on_device
+from hasten.core.slot import Slot
 from hasten.errors import InputError
+from hasten.parts.compression.settings import Settings
 from hasten.parts.layout import whole_state
+from hasten.parts.layout.arrival import Arrival
 from hasten.parts.layout.local_shards import LocalShards, whole_on_first
 from hasten.parts.layout.mesh import MeshSizes, data_mesh
 from hasten.parts.layout.sharding import Sharding, is_sharded, send_gradients, shard
 from hasten.parts.master_weights import MasterWeights
+from hasten.techniques.wire_compressed import Compressed
+from hasten.techniques.wire_sharded import Exchange, exchange_for
 
 Split = Callable[[nn.Module, DeviceMesh], nn.Module]  # cut layers over a mesh's tp axis
 
@@ -34,12 +40,14 @@ class How:
         name: of the technique, for messages.
         whole_gradients: between the micro-batches of a step each rank keeps whole gradients.
         cut: how layers are split over the ``tp`` axis; None: they aren't.
+        once: one rank of a host builds the model, if the job knows its skeleton.
     """
 
     name: str
     sharding: Sharding
     whole_gradients: bool = False
     cut: Split | None = None
+    once: bool = False
 
 
 class Meshed:
@@ -58,6 +66,11 @@ class Meshed:
         setup.precision = self.weights
         self._first, self._device = world.is_main, setup.job.device
         self._module = nn.Module()
+        self._scale = setup.loss_scale
+        self._exchange: Exchange | None = None
+        self.arrived_bytes = 0  # of weights that one rank of a host sent to the others
+        self._sends = how.once and _can_send(setup)
+        self.builds = not self._sends or world.local_rank == 0
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -75,18 +88,32 @@ class Meshed:
             raise InputError(f"{self.how.name}: {error}") from error
 
     def across(self, module: nn.Module, wire: Wire) -> nn.Module:
-        if not isinstance(wire, Dense):
-            raise InputError(
-                f"plan: {self.how.name} moves its gradients in torch's own reduce-scatter, which "
-                f"{type(wire).__name__.lower()} can't enter; leave the wire's technique out, or "
-                "take ddp as the layout"
-            )
-        self._module = module
-        sharding = self.how.sharding
+        self._module, sharding = module, self.how.sharding
+        self._exchange = None if isinstance(wire, Dense) else self._entered(wire)
         if self.data_size > 1 or self.weights.dtype is not None:
             how = Sharding(sharding.reshard, sharding.offload, self.weights.dtype)
-            shard(module, data_mesh(self.mesh), how)
+            arrival = Arrival(self.builds) if self._sends else None
+            mesh = data_mesh(self.mesh, self._exchange is None)
+            try:
+                shard(module, mesh, how, arrival or _nothing)
+            except ValueError as error:
+                raise InputError(f"{self.how.name}: {error}") from error
+            self.arrived_bytes = 0 if arrival is None else arrival.sent_bytes
+        if self._exchange is not None:
+            self._exchange.attach(module)
         return module
+
+    def _entered(self, wire: Wire) -> Exchange:
+        """What makes gradients small on their way; it knows the mesh, and the wire its settings."""
+        compressed = wire if isinstance(wire, Compressed) else None
+        settings = None if compressed is None else Settings(**compressed.compressor.settings())
+        scale = self._scale
+        found = exchange_for(
+            self.how.name, self.sizes, self.mesh, wire, settings, lambda: scale.value
+        )
+        if compressed is not None:
+            compressed.enter(found, merges=self.sizes.dp == self.sizes.tp == 1)
+        return found
 
     def place(self, module: nn.Module) -> None:
         """Shards are there already: FSDP2 moves a group as it cuts it. What it hasn't cut moves."""
@@ -94,6 +121,8 @@ class Meshed:
             on_device(module, self._device)
 
     def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        if self._exchange is not None:
+            self._exchange.passes(last)
         send_gradients(module, last or not self.how.whole_gradients)
         return nullcontext()
 
@@ -136,6 +165,19 @@ def _weights(setup: Setup) -> LocalShards:
     if isinstance(setup.precision, MasterWeights):
         return LocalShards(AsGiven(), setup.precision.dtype)
     return LocalShards(setup.precision)
+
+
+def _can_send(setup: Setup) -> bool:
+    """Whether ranks may begin with a skeleton: the job knows one, and nothing looks at weights
+    before they are there, as routing that is balanced, a base in few bits and DoRA do."""
+    adapters = [t.settings() for t in setup.plan if t.slot is Slot.ADAPTER]
+    looks = any(given.get("base") or given.get("dora") for given in adapters)
+    plain = isinstance(setup.routing, AsTheModelDoes) and not looks
+    return plain and setup.job.skeleton is not None and setup.facts.world.size > 1
+
+
+def _nothing(part: nn.Module) -> None:
+    return None
 
 
 def lay_out(setup: Setup, sizes: MeshSizes, how: How) -> None:

@@ -15,7 +15,9 @@ from hasten.parts import cut
 from hasten.parts.layout.pipeline_schedules import SCHEDULES, missing, virtual
 from hasten.parts.layout.pipeline_stages import KNOWN
 from hasten.parts.layout.pipeline_work import CHECKPOINTS, Settings
-from hasten.techniques.layout_stages import PipelineEngine, Stages
+from hasten.techniques.layout_pipeline_engine import PipelineEngine
+from hasten.techniques.layout_stages import Stages
+from hasten.techniques.layout_stages_pieces import StagesInPieces
 
 STATE_BYTES = 16  # of a float32 weight, its gradient and AdamW's two moments
 
@@ -25,7 +27,7 @@ class Pipeline(Technique):
     """The layers in stages, a rank each; several micro-batches are on their way at a time.
 
     Of more ranks than ``stages`` every ``stages`` neighbours are one pipeline, and gradients are
-    added between the pipelines.
+    averaged between the pipelines.
     """
 
     slot = Slot.LAYOUT
@@ -51,17 +53,23 @@ class Pipeline(Technique):
         world = setup.facts.world
         if world.size == 1 and self.stages <= 1:
             return
-        settings = Settings(self.schedule, self.ranks(world.size), self.checkpoint)
-        setup.layout = Stages(setup, settings)
-        setup.engine = PipelineEngine
-        if self.micro_batch_size:
-            before = setup.cut
+        self.fill(setup, Stages(setup, self.settings_on(world.size)))
 
-            def smaller(records: Sequence[Any]) -> list[list[Any]]:
-                pieces = before(records)
-                return [p for piece in pieces for p in cut.by_count(piece, self.micro_batch_size)]
+    def settings_on(self, world_size: int) -> Settings:
+        return Settings(self.schedule, self.ranks(world_size), self.checkpoint)
 
-            setup.cut = smaller
+    def fill(self, setup: Setup, layout: Stages | StagesInPieces) -> None:
+        """Put a layout of stages in its slot, with what runs them."""
+        setup.layout, setup.engine = layout, PipelineEngine
+        if not self.micro_batch_size:
+            return
+        before = setup.cut
+
+        def smaller(records: Sequence[Any]) -> list[list[Any]]:
+            pieces = before(records)
+            return [p for piece in pieces for p in cut.by_count(piece, self.micro_batch_size)]
+
+        setup.cut = smaller
 
     def ranks(self, world_size: int) -> int:
         """Ranks of one pipeline in a world of a size."""
@@ -96,11 +104,14 @@ class Pipeline(Technique):
         return Forecast(resident_bytes=-STATE_BYTES * facts.model.parameters * share)
 
     def probe(self, session: Session) -> Proof:
-        engine, layout = session.engine, session.setup.layout
-        if not isinstance(engine, PipelineEngine) or not isinstance(layout, Stages):
+        engine = session.engine
+        if not isinstance(engine, PipelineEngine):
             return Proof(False, "one rank holds all layers")
-        layers, schedule = "+".join(map(str, layout.sizes)), layout.settings.schedule
+        layout = engine.layout
+        layers, schedule = "+".join(map(str, layout.cut.sizes)), layout.settings.schedule
         held = sum(p.numel() for p in session.module.parameters())
+        if isinstance(layout, StagesInPieces):
+            held = sum(p.numel() for p in layout.weights.parameters())
         return Proof(
             engine.passes > 0 and session.progress.step > 0,
             f"{layout.data_size} pipeline(s) of {layers} layers, {schedule}; this rank holds "

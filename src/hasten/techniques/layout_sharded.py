@@ -33,6 +33,9 @@ class FSDP2(Technique):
         1, "copies of the sharded model, say one a host; gradients are averaged between them"
     )
     offload: bool = setting(False, "pieces lie in host memory, where the optimizer runs (GPU)")
+    build_once: bool = setting(
+        True, "one rank of a host builds the model and sends the others what they keep of it"
+    )
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
@@ -44,7 +47,8 @@ class FSDP2(Technique):
 
     def apply(self, setup: Setup) -> None:
         world = setup.facts.world.size
-        how = How(self.name(), Sharding(self.reshard, self.offload), self.whole_gradients)
+        sharding = Sharding(self.reshard, self.offload)
+        how = How(self.name(), sharding, self.whole_gradients, once=self.build_once)
         lay_out(setup, MeshSizes(dp=self.replicas, shard=max(world // self.replicas, 1)), how)
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hasten.core.facts import Facts
 from hasten.core.session import Session
-from hasten.core.setup import Setup, leave
+from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.errors import InputError
@@ -96,19 +96,17 @@ def cut(
     """Fill LAYOUT for the technique ``name``; ``pieces``: are sequence and vocabulary cut too?"""
     sequence, parallel_loss = pieces
     if sizes.tp > 1:
-        _refuse_other_code(setup, name)
+        refuse_other_code(setup, name)
     split = partial(_split, sequence=sequence, parallel_loss=parallel_loss)
     lay_out(setup, sizes, How(name, sharding or Sharding(), whole_gradients, split))
     if isinstance(setup.layout, Meshed) and sizes.tp > 1 and sequence:
         setup.collate = Bucketed(setup.collate or setup.job.collate, sizes.tp)
 
 
-def _refuse_other_code(setup: Setup, name: str) -> None:
+def refuse_other_code(setup: Setup, name: str) -> None:
     """What reads a layer's weight by itself would see a piece of it."""
     precision = setup.precision
     taken = {
-        "fused_layers": setup.layers is not leave,
-        "compiled": setup.compile is not leave,
         "float8": isinstance(precision, AutocastRegion) and precision.layers is not None,
     }
     for other, there in taken.items():
@@ -126,8 +124,6 @@ def _split(module: nn.Module, mesh: DeviceMesh, sequence: bool, parallel_loss: b
             f"only language models can be cut, and the loss is {type(module).__name__}"
         )
     model = module.model
-    if hasattr(model, "get_base_model"):
-        raise ValueError("layers with adapters can't be cut; take fsdp2 as the layout")
     plan = TENSOR_PLANS.get(causal_lm(model).config.model_type)
     if plan is None:
         raise ValueError(f"how to cut the layers of {type(model).__name__} isn't known")

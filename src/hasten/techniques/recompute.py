@@ -105,4 +105,4 @@ def _measured(session: Session, recompute: BlockRecompute) -> tuple[int, int] | 
         with recompute.off():
             whole = recompute.saved_bytes(forward, module)
     recompute.passes = passes
-    return kept, whole
+    return (kept, whole) if whole else None  # no rank of a pipeline runs a pass by itself

@@ -127,5 +127,6 @@ def _sequences(micro_batch: MicroBatch) -> Tensor:
         return sequence_ids([0] * shape[0], shape)
     packed = micro_batch.inputs.get("document_lengths")
     if packed is None:
-        return sequence_ids([r.length for r in micro_batch.records], shape)
+        lengths = [r.length for r in micro_batch.records]
+        return sequence_ids([*lengths, *[0] * (shape[0] - len(lengths))], shape)  # rows of filler
     return sequence_ids(packed[: len(micro_batch.records)], shape)

@@ -20,7 +20,9 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.technique import Claim, Proof
 from hasten.errors import InputError
+from hasten.parts.compression.exchange import WireError
 from hasten.parts.gradient_compressor import GradientCompressor
+from hasten.techniques.wire_sharded import Exchange, proof_of
 
 UNKNOWN_START = 100  # steps of the dense start where nobody knows the run's length
 CLAIMS = (Claim("tokens_per_second", 1.12, "the articles' gradient compression: +12 % speed"),)
@@ -88,6 +90,8 @@ def _given(technique: Compresses) -> dict[str, Any]:
 class Compressed:
     """A run's compressor: a step counts when its weights move, and weights are compared at times.
 
+    Where a layout deals weights out, an exchange between shards takes the compressor's place.
+
     A checkpoint has the memory of every rank. With another number of ranks each goes on with the
     mean, so that nothing of what is owed is lost; where only hosts exchange compressed gradients,
     memory begins anew.
@@ -96,25 +100,41 @@ class Compressed:
     def __init__(self, setup: Setup, kind: str, given: dict[str, Any], check_every: int) -> None:
         self.kind, self.compressor = kind, GradientCompressor(communication_backend=None, **given)
         self.merged_from = self.lost_from = 0  # ranks whose memory became a mean, or was left
+        self.shards: Exchange | None = None
+        self._merges = True  # ranks' memories are of the same weights
         self._setup, self._check_every, self._updates = setup, check_every, 0
 
     def attach(self, module: nn.Module) -> None:
         if isinstance(module, DistributedDataParallel):
             scale = self._setup.loss_scale
-            self.compressor.attach(module, loss_scale=lambda: scale.value, confirmed=True)
+            try:
+                self.compressor.attach(module, loss_scale=lambda: scale.value, confirmed=True)
+            except WireError as error:  # hosts or settings that don't go together
+                raise InputError(f"{self.kind}: {error}") from error
+
+    def enter(self, exchange: Exchange, merges: bool) -> None:
+        """A layout that deals weights out has found what to exchange.
+
+        Args:
+            merges: ranks remember what they left out of the same weights.
+        """
+        self.shards, self._merges = exchange, merges
 
     def before_update(self, parameters: Sequence[Tensor]) -> None:
-        self.compressor.confirm()
+        (self.shards or self.compressor).confirm()
 
     def after_update(self, parameters: Sequence[Tensor]) -> None:
         self._updates += 1
         if self._check_every and self._updates % self._check_every == 0:
-            self.compressor.check(parameters)
+            (self.shards or self.compressor).check(parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """Of all ranks, on the first; every rank calls it."""
         mine = self.compressor.state_dict()
-        if self.compressor.hosts > 1:  # ranks of a host remember other parameters
+        if self.shards is not None:
+            mine["travel"] = self.shards.state()
+        parted = self._setup.layout.data_size < self.size or self.compressor.hosts > 1
+        if parted or self.shards is not None:  # ranks may remember other weights
             rows: list[Any] = [None] * self.size
             dist.gather_object(mine, rows if self.is_main else None)
             states = rows
@@ -130,24 +150,30 @@ class Compressed:
                 f"{self.kind}; resume with the plan that wrote it, or choose another folder"
             )
         if len(states) != world.size:
-            if self.compressor.settings()["scope"] == "hosts":  # whose it was isn't whose it is
+            alike = self.compressor.settings()["scope"] == "all" and self._merges
+            if not alike or not _same_sizes(states):  # whose it was isn't whose it is
                 self.lost_from = len(states)
                 return
             self.merged_from = len(states)
             states = [_mean(states)] * world.size
         try:
-            self.compressor.load_state_dict(states[world.rank])
+            if self.shards is not None:
+                self.shards.load(states[world.rank]["travel"])
+            else:
+                self.compressor.load_state_dict(states[world.rank])
         except ValueError as error:
             raise InputError(f"{self.kind}: {error}; resume with the plan that wrote it") from error
 
     def proof(self, session: Session) -> Proof:
         """Whether gradients were compressed, and in how many bytes."""
-        compressor = self.compressor
-        trained = [p for p in session.loss_module.parameters() if p.requires_grad]
-        sent = compressor.predicted(trained) if compressor.steps else 0
         merged = f"; memory is the mean of {self.merged_from} ranks'" if self.merged_from else ""
         if self.lost_from:
             merged = f"; the memory of {self.lost_from} ranks was left behind"
+        if self.shards is not None:
+            return proof_of(self.shards, session, merged)
+        compressor = self.compressor
+        trained = [p for p in session.loss_module.parameters() if p.requires_grad]
+        sent = compressor.predicted(trained) if compressor.steps else 0
         if compressor.hosts == 1:
             return Proof(False, "nothing was compressed: scope is hosts, and all ranks share one")
         what = (
@@ -161,7 +187,7 @@ class Compressed:
 
     @property
     def sent_bytes(self) -> int:
-        return self.compressor.sent_bytes
+        return (self.shards or self.compressor).sent_bytes
 
     @property
     def is_main(self) -> bool:
@@ -211,3 +237,14 @@ def _mean(values: Sequence[Any]) -> Any:
     if isinstance(first, dict):
         return {key: _mean([value[key] for value in values]) for key in first}
     return first
+
+
+def _same_sizes(values: Sequence[Any]) -> bool:
+    """Whether nested states hold tensors of the same names and shapes."""
+    first = values[0]
+    if isinstance(first, Tensor):
+        return all(v.shape == first.shape for v in values)
+    if isinstance(first, dict):
+        alike = all(isinstance(v, dict) and v.keys() == first.keys() for v in values)
+        return alike and all(_same_sizes([v[key] for v in values]) for key in first)
+    return True

@@ -13,9 +13,13 @@ from torch import Tensor, nn
 
 from hasten import AsyncPipeline
 from hasten.parts.collate import packed
+from hasten.parts.layout import partition
 from hasten.parts.layout.pipeline_batches import alike
 from hasten.parts.layout.pipeline_events import StageEvent
-from hasten.parts.layout.pipeline_schedules import SCHEDULES, virtual
+from hasten.parts.layout.pipeline_local import LocalRunner
+from hasten.parts.layout.pipeline_schedules import SCHEDULES, SPLIT, virtual
+from hasten.parts.layout.pipeline_stages import Layers
+from hasten.parts.layout.pipeline_work import Pass, Seams, Settings, Work
 from pipeline_rank_jobs import language_batch, language_model, largest_error, plain_loss
 from ranks import on_ranks
 from tiny import ARCHITECTURES, records
@@ -229,3 +233,43 @@ def test_a_gradient_that_was_there_is_added_to() -> None:
     pipeline.step(stages, batch, F.mse_loss)
     for before, p in zip(once, model.parameters(), strict=True):
         torch.testing.assert_close(p.grad, 2 * before)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_loss_beside_a_stage_takes_part_in_the_stages_backward_pass(
+    schedule: str, checkpoint: str
+) -> None:
+    """Each stage adds the mean square of its output, as a balance of experts does."""
+    if checkpoint == "always" and schedule in SPLIT:
+        return  # refused
+    each = 2 * virtual(schedule)
+    model, reference = layers().double(), layers().double()
+    whole, spans = Layers(model), partition.ranges([1] * (each - 1) + [len(model) - each + 1])
+    said: list[Tensor] = []
+
+    def beside(number: int, run: Pass) -> tuple[Tensor, Tensor | None]:
+        out = run()
+        said.append(out.square().mean())
+        return out, said[-1]
+
+    stages = {index: whole.stage(span) for index, span in enumerate(spans)}
+    work = Work(Settings(schedule, 2, checkpoint), Seams(beside=beside), torch.device("cpu"))
+    x, y = torch.randn(4, 2, 5).double(), torch.randn(4, 2, 3).double()
+    pieces = [{"x": x[i], "y": y[i], "loss_fn": F.mse_loss} for i in range(4)]
+    total = LocalRunner(stages, work, [torch.device("cpu")]).run(pieces, 0.5)
+    expected = torch.zeros((), dtype=torch.float64)
+    for piece in pieces:
+        hidden = piece["x"]
+        for span in spans:
+            for index in span:
+                hidden = reference[index](hidden)
+            if span is not spans[-1]:
+                expected = expected + hidden.square().mean()
+        loss = F.mse_loss(hidden, piece["y"])
+        expected = expected + loss + loss.square()
+    (0.5 * expected).backward()  # type: ignore[no-untyped-call]
+    assert float(total) == pytest.approx(float(expected.detach()), rel=1e-12)
+    assert len(said) == 4 * each
+    for here, there in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(here.grad, there.grad, rtol=1e-10, atol=1e-12)

@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.parts.layout.pipeline_events import StageEvent, bubble, bubble_share, drawing
+from hasten.parts.layout.pipeline_events import (
+    StageEvent,
+    bubble,
+    bubble_share,
+    drawing,
+    without_waiting,
+)
 from hasten.parts.layout.pipeline_ranks import earlier
 from hasten.parts.layout.pipeline_schedules import (
     SCHEDULES,
@@ -136,6 +142,27 @@ def test_the_bubble_is_the_time_without_a_pass() -> None:
     assert bubble_share(EVENTS) == pytest.approx(1 - 6 / 12)
     later = [dataclasses.replace(e, start=e.start + 7, end=e.end + 7) for e in EVENTS]
     assert bubble_share(later) == pytest.approx(1 - 6 / 12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(schedules, st.integers(1, 4), st.integers(1, 9), st.floats(1.0, 3.0), st.floats(0.2, 2.0))
+def test_what_messages_add_to_a_bubble_is_taken_out_again(
+    schedule: str, ranks: int, wanted: int, slower: float, weights: float
+) -> None:
+    played = timetable(schedule, ranks, enough(schedule, ranks, wanted), weights)
+    events = [
+        StageEvent(e.rank, *op, e.start * slower, e.start * slower + e.end - e.start)
+        for e in played.events
+        for op in e.cell
+    ]
+    assert bubble_share(events) >= played.idle_share - 1e-9
+    assert without_waiting(events) == pytest.approx(played.idle_share, abs=1e-9)
+
+
+def test_a_step_of_which_a_part_was_recorded_is_refused() -> None:
+    for part in (EVENTS[1:], EVENTS[:2] + EVENTS[3:], []):
+        with pytest.raises(ValueError, match="record"):
+            without_waiting(part)
 
 
 def test_the_drawing_is_an_svg_with_a_box_for_each_pass() -> None:

@@ -62,6 +62,7 @@ class MeshSizes:
         return init_device_mesh(device_type, shape, mesh_dim_names=AXES)
 
 
-def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """What FSDP2 takes: one axis of shards, or copies x shards where there are copies."""
-    return mesh["dp", "shard"] if mesh["dp"].size() > 1 else mesh["shard"]
+def data_mesh(mesh: DeviceMesh, copies: bool = True) -> DeviceMesh:
+    """What FSDP2 takes: one axis of shards, or copies x shards where there are copies and FSDP2 is
+    to average their gradients."""
+    return mesh["dp", "shard"] if copies and mesh["dp"].size() > 1 else mesh["shard"]

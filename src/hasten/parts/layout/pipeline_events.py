@@ -101,6 +101,50 @@ def bubble_share(events: Sequence[StageEvent]) -> float:
     return 1 - busy / (len(ranks) * span)
 
 
+def without_waiting(events: Sequence[StageEvent]) -> float:
+    """The bubble that passes of these lengths leave in these orders if messages take no time.
+
+    Of a measured step the rest is messages, and a machine that let ranks wait for its processors
+    between two passes; what lies between this and the closed form is passes of unequal lengths.
+
+    Raises:
+        ValueError: there are no events, or a pass is missing that another needs.
+    """
+    by_rank: dict[int, list[StageEvent]] = {}
+    for event in sorted(events, key=lambda e: e.start):
+        by_rank.setdefault(event.rank, []).append(event)
+    if not by_rank:
+        raise ValueError("there are no events: record a step first")
+    last = max(e.stage for e in events)
+    ended: dict[tuple[str, int, int], float] = {}
+    clock, at = dict.fromkeys(by_rank, 0.0), dict.fromkeys(by_rank, 0)
+    moved = True
+    while moved:
+        moved = False
+        for rank, own in by_rank.items():
+            while at[rank] < len(own) and all(n in ended for n in _needed(own[at[rank]], last)):
+                event = own[at[rank]]
+                start = max([clock[rank], *(ended[n] for n in _needed(event, last))])
+                clock[rank] = start + event.end - event.start
+                kind = "B" if event.kind == "I" else event.kind
+                ended[kind, event.stage, event.micro_batch] = clock[rank]
+                at[rank], moved = at[rank] + 1, True
+    if any(at[rank] < len(own) for rank, own in by_rank.items()):
+        raise ValueError("a pass is missing that another needs: record all ranks of a whole step")
+    busy = sum(e.end - e.start for e in events)
+    return 1 - busy / (len(by_rank) * max(clock.values()))
+
+
+def _needed(event: StageEvent, last: int) -> list[tuple[str, int, int]]:
+    """What has to be done before a pass; a backward pass in halves goes on after the first."""
+    stage, number = event.stage, event.micro_batch
+    if event.kind == "F":
+        return [("F", stage - 1, number)] if stage else []
+    if event.kind == "W":
+        return [("B", stage, number)]
+    return [("F", stage, number), *([("B", stage + 1, number)] if stage < last else [])]
+
+
 def bubble(
     schedule: str, ranks: int, micro_batches: int, forward: float, inputs: float, weights: float
 ) -> float:

@@ -35,7 +35,7 @@ class LocalRunner:
     def run(self, micro_batches: Sequence[Inputs], scale: float) -> Tensor:
         settings = self.work.settings
         listed = orders(settings.schedule, settings.ranks, len(micro_batches))
-        self.work.begin([dict(m) for m in micro_batches])
+        self.work.begin([dict(m) for m in micro_batches], scale=scale)
         at = [0] * len(listed)
         while any(at[r] < len(ops) for r, ops in enumerate(listed)):
             before = sum(at)

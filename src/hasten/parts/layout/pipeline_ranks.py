@@ -48,7 +48,7 @@ class RanksRunner:
         self._scale = scale
         runtime = self._runtime(micro_batches)
         numbers = torch.arange(len(micro_batches))
-        self.work.begin(micro_batches, self.group)
+        self.work.begin(micro_batches, self.group, scale)
         runtime.step(
             *((numbers,) if 0 in self._stages else ()),
             target=numbers if self.work.last in self._stages else None,
@@ -71,7 +71,7 @@ class RanksRunner:
         return self._everywhere(self.work.total)
 
     def _everywhere(self, total: Tensor) -> Tensor:
-        """The last stage's sum; the other ranks have zero."""
+        """What all ranks brought: the loss from the last, mostly nothing from the others."""
         whole = total.double()
         dist.all_reduce(whole, group=self.group)
         return whole

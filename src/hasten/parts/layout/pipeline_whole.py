@@ -7,7 +7,7 @@ first rank, one tensor at a time from where it lies, and lets it go again afterw
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,14 +58,16 @@ def put_together(pruned: Pruned, group: dist.ProcessGroup) -> Iterator[bool]:
 
     Every rank of the group enters, and leaves; True on the first.
     """
-    first, brought = pruned.rank == 0, []
+    first, came = pruned.rank == 0, []
     for name, home in pruned.places.items():
         if home == 0:
             continue
         if pruned.rank == home:
-            _send(pruned.owner(name)._modules[name.rpartition(".")[2]], group)
+            module = pruned.owner(name)._modules[name.rpartition(".")[2]]
+            assert module is not None  # this rank is its home
+            _send(_named(module), group)
         elif first:
-            brought.append(name)
+            came.append(name)
             _fill(pruned.absent[name], home, group)
             _replace(pruned.owner(name), name.rpartition(".")[2], pruned.absent[name])
     if first and pruned.tied:
@@ -73,7 +75,7 @@ def put_together(pruned: Pruned, group: dist.ProcessGroup) -> Iterator[bool]:
     try:
         yield first
     finally:
-        for name in brought:
+        for name in came:
             pruned.absent[name].to("meta")
             _replace(pruned.owner(name), name.rpartition(".")[2], None)
 
@@ -100,25 +102,46 @@ def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
                     yield inner, key, tensor
 
 
-def _send(module: nn.Module | None, group: dist.ProcessGroup) -> None:
-    assert module is not None  # this rank is its home
-    tensors = [tensor.detach() for _, _, tensor in _tensors(module)]
-    about = [[(tuple(t.shape), t.dtype) for t in tensors]]
-    device = tensors[0].device if tensors else torch.device("cpu")
+def brought(mine: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """On the group's first rank everybody's tensors by name, on the host; all ranks call it."""
+    if dist.get_rank(group):
+        _send(mine, group)
+        return dict(mine)
+    found = dict(mine)
+    for source in range(1, dist.get_world_size(group)):
+        found |= {name: tensor.cpu() for name, tensor in _received(source, group)}
+    return found
+
+
+def _send(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+    """To the first rank of the group, one after the other."""
+    device = _wire_device(group)
+    about = [[(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]]
     dist.send_object_list(about, group=group, group_dst=0, device=device)
-    for tensor in tensors:
-        dist.send(tensor.contiguous(), group=group, group_dst=0)
+    for tensor in tensors.values():
+        if tensor.numel():
+            dist.send(tensor.detach().to(device).contiguous(), group=group, group_dst=0)
+
+
+def _received(source: int, group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
+    device = _wire_device(group)
+    about: list[Any] = [None]
+    dist.recv_object_list(about, group=group, group_src=source, device=device)
+    for name, shape, dtype in about[0]:
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        if tensor.numel():
+            dist.recv(tensor, group=group, group_src=source)
+        yield name, tensor
+
+
+def _named(module: nn.Module) -> dict[str, Tensor]:
+    return {str(place): tensor for place, (_, _, tensor) in enumerate(_tensors(module))}
 
 
 def _fill(module: nn.Module, home: int, group: dist.ProcessGroup) -> None:
     """Give a structure the weights of its other self on another rank."""
     places = list(_tensors(module))
-    device = _wire_device(group)
-    about: list[Any] = [None]
-    dist.recv_object_list(about, group=group, group_src=home, device=device)
-    for (inner, key, old), (shape, dtype) in zip(places, about[0], strict=True):
-        new = torch.empty(shape, dtype=dtype, device=device)
-        dist.recv(new, group=group, group_src=home)
+    for (inner, key, old), (_, new) in zip(places, _received(home, group), strict=True):
         if isinstance(old, nn.Parameter):
             inner._parameters[key] = nn.Parameter(new.cpu(), requires_grad=old.requires_grad)
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,14 +21,26 @@ from hasten.parts.layout.pipeline_schedules import SPLIT, check, homes
 
 CHECKPOINTS = ("always", "except_last", "never")
 Inputs = Mapping[str, Any]
+Pass = Callable[[], Tensor]
+Beside = Callable[[int, Pass], tuple[Tensor, Tensor | None]]
+
+
+def nothing_beside(number: int, run: Pass) -> tuple[Tensor, Tensor | None]:
+    """A pass by itself."""
+    return run(), None
 
 
 @dataclass(frozen=True)
 class Seams:
-    """What the training loop around a pipeline does in each pass."""
+    """What the training loop around a pipeline does in each pass.
+
+    ``beside`` runs a stage's forward pass over the micro-batch of a number and says, with what came
+    out, what the pass adds to the step's summed loss (a balance of experts), or None.
+    """
 
     region: Callable[[], AbstractContextManager[Any]] = nullcontext  # around a forward pass
     after_backward: Callable[[], None] = field(default=lambda: None)  # takes gradients over
+    beside: Beside = nothing_beside
 
 
 @dataclass(frozen=True)
@@ -78,7 +91,9 @@ class Work:
         self.recorder = Recorder(device)
         self.last = len(settings.homes) - 1  # the stage whose output is the loss
         self._device = device
-        self._losses: dict[int, Tensor] = {}  # by micro-batch: torch may try one out beforehand
+        # By stage and micro-batch, and not a sum: torch may try a pass out beforehand.
+        self._losses: dict[tuple[int, int], Tensor] = {}
+        self._scale = 1.0
         self.recomputed = 0  # passes so far, for whoever asks
         self._batches: Sequence[Inputs] = ()
 
@@ -86,32 +101,57 @@ class Work:
         """A micro-batch of the step in progress."""
         return self._batches[number]
 
-    def begin(self, micro_batches: Sequence[Inputs], group: Any = None) -> None:
-        self._batches = micro_batches
+    def begin(self, micro_batches: Sequence[Inputs], group: Any = None, scale: float = 1.0) -> None:
+        """A step, whose backward passes are of ``scale`` x the losses."""
+        self._batches, self._scale = micro_batches, scale
         self._losses.clear()
         self.recorder.begin(group)
 
     @property
     def total(self) -> Tensor:
-        """The summed loss of the step's micro-batches; zero where the last stage isn't."""
+        """What the stages here brought to the step's summed loss; the last one the loss itself."""
         if not self._losses:
             return torch.zeros((), device=self._device)
-        return torch.stack(list(self._losses.values())).sum()
+        return torch.stack([loss.double() for loss in self._losses.values()]).sum()
 
     def forward(self, stage: nn.Module, index: int, number: int, hidden: Tensor | None) -> Tensor:
         """Hidden states of a micro-batch, or its loss, which is added up."""
-        inputs = self._batches[number]
-        again = torch.is_grad_enabled() and self.settings.recomputes(number, len(self._batches))
-        out: Tensor
         with self.seams.region():
-            if again:
-                self.recomputed += 1
-                out = recomputed(stage, hidden, inputs, use_reentrant=False)
-            else:
-                out = stage(hidden, inputs)
+            out, more = self.seams.beside(number, partial(self._run, stage, number, hidden))
         if index == self.last:
-            self._losses[number] = out.detach()
+            out = out if more is None else out + more
+            self._losses[index, number] = out.detach()
+        elif more is not None:
+            self._losses[index, number] = more.detach()
+            if more.requires_grad:
+                zero: Any = Seed.apply(more, self._scale)
+                out = out + zero.to(out.dtype)
         return out
+
+    def _run(self, stage: nn.Module, number: int, hidden: Tensor | None) -> Tensor:
+        inputs = self._batches[number]
+        out: Tensor
+        if torch.is_grad_enabled() and self.settings.recomputes(number, len(self._batches)):
+            self.recomputed += 1
+            out = recomputed(stage, hidden, inputs, use_reentrant=False)
+        else:
+            out = stage(hidden, inputs)
+        return out
+
+
+class Seed(torch.autograd.Function):
+    """Zero, added to what a stage sends on, so that a loss of the stage's own takes part in its
+    backward pass (as Megatron-LM's MoEAuxLossAutoScaler does)."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale, ctx.like = scale, (loss.dtype, loss.device)
+        return torch.zeros_like(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        dtype, device = ctx.like
+        return torch.full((), ctx.scale, dtype=dtype, device=device), None
 
 
 class Runner(Protocol):

@@ -12,6 +12,7 @@ outermost group, which stays together from the forward to the backward pass. The
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,16 +45,25 @@ class Sharding:
     dtype: torch.dtype | None = None
 
 
-def shard(module: nn.Module, mesh: DeviceMesh, how: Sharding | None = None) -> None:
+def shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    how: Sharding | None = None,
+    before: Callable[[nn.Module], None] = lambda part: None,
+) -> None:
     """Turn the module's parameters into shards, in place: each block a group, the rest another.
 
     Gradients are reduced in float32 where the module computes in half a format.
+
+    Args:
+        before: called with each block, and with the module at last, just before it is cut.
     """
     how = how or Sharding()
     reduce = None if how.dtype is None else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=how.dtype, reduce_dtype=reduce)
     offload = CPUOffloadPolicy() if how.offload else OffloadPolicy()
     for block in _blocks(module):
+        before(block)
         fully_shard(
             block,
             mesh=mesh,
@@ -61,6 +71,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, how: Sharding | None = None) -> N
             mp_policy=policy,
             offload_policy=offload,
         )
+    before(module)
     fully_shard(
         module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload
     )

@@ -29,7 +29,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from hasten.parts.fused_layers import is_fused
 from hasten.parts.hugging_face import causal_lm, trunk
+from hasten.parts.layout.tensor_adapters import (
+    base_of,
+    cut_beside_column,
+    cut_beside_row,
+    why_not,
+)
 from hasten.parts.layout.vocabulary_parallel import VocabularyParallelHead
 from hasten.parts.recompute import decoder_blocks
 
@@ -82,20 +89,27 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, plan: Plan, sequence: bool 
         sequence: cut the sequence too, between the regions; its length must divide by the ranks.
 
     Raises:
-        ValueError: heads can't be dealt out, or a layer isn't a plain linear one.
+        ValueError: heads can't be dealt out, attention drops out, or a layer isn't a plain linear
+            one, adapted or not.
     """
     config = causal_lm(model).config
     check_heads(config, mesh.size())
+    _check_dropout(config)
+    learns = {name: p.requires_grad for name, p in model.named_parameters()}
     inner = trunk(model)
     _check_plain(inner, (*plan.column, *plan.row))
     between = Shard(SEQUENCE) if sequence else Replicate()
     nested = {n for n in _matches(inner, plan.row) if _inside(n, inner, plan.scattered)}
     for name in _matches(inner, plan.column):
-        parallelize_module(inner.get_submodule(name), mesh, ColwiseParallel())
+        layer = inner.get_submodule(name)
+        parallelize_module(base_of(layer), mesh, ColwiseParallel())
+        cut_beside_column(layer, mesh)
     for name in _matches(inner, plan.row):
         # A row cut inside a region that ends whole is added up to something whole.
-        style = RowwiseParallel(output_layouts=Replicate() if name in nested else between)
-        parallelize_module(inner.get_submodule(name), mesh, style)
+        after = Replicate() if name in nested else between
+        layer = inner.get_submodule(name)
+        parallelize_module(base_of(layer), mesh, RowwiseParallel(output_layouts=after))
+        cut_beside_row(layer, mesh, after)
     for name in _matches(inner, plan.tails):
         module = inner.get_submodule(name)
         module.register_forward_hook(_Tail(getattr(config, plan.tail_size), mesh))
@@ -106,6 +120,8 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, plan: Plan, sequence: bool 
         _enter(inner.get_submodule(name), mesh, between, keep=True)
     if sequence:
         _cut_sequence(inner, mesh, plan)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(learns[name])  # SequenceParallel makes all it replicates learn
 
 
 def split_vocabulary(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
@@ -127,6 +143,15 @@ def split_vocabulary(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
     outer.lm_head = VocabularyParallelHead(
         rows, None if bias is None else _by_rows(bias, mesh), mesh
     )
+
+
+def _check_dropout(config: Any) -> None:
+    share = getattr(config, "attention_dropout", 0.0)
+    if share:
+        raise ValueError(
+            f"attention_dropout is {share}, and each rank would drop the same places in its own "
+            "heads as the others in theirs; set it to 0, or take fsdp2 as the layout"
+        )
 
 
 def _by_rows(parameter: Tensor, mesh: DeviceMesh) -> nn.Parameter:
@@ -207,10 +232,13 @@ def _inside(name: str, inner: nn.Module, patterns: tuple[str, ...]) -> bool:
 
 def _check_plain(inner: nn.Module, patterns: tuple[str, ...]) -> None:
     for name, module in _named(inner, patterns):
-        if type(module) is not nn.Linear or "forward" in vars(module):
+        reason, base = why_not(module), base_of(module)
+        if reason:
+            raise ValueError(f"{name} {reason}; take fsdp2 as the layout")
+        if type(base) is not nn.Linear or ("forward" in vars(base) and not is_fused(base)):
             raise ValueError(
-                f"{name} is {type(module).__name__} with code of its own, and only plain linear "
-                "layers can be cut; leave out what replaces or adapts them"
+                f"{name} is {type(base).__name__} with code of its own, and only plain linear "
+                "layers can be cut; leave out what replaces them"
             )
 
 

@@ -1,0 +1,1 @@
+"""What bench_layouts.py runs on its ranks, and how it counts."""

@@ -1,0 +1,145 @@
+"""The groups of weights that FSDP2 reduces at once, and how they lie in its messages.
+
+Each module that ``fully_shard`` was called on is one group. Its gradients lie in a message in rows,
+one for each rank: row r holds the r-th piece of every weight, one after another, the last pieces
+filled up with zeros. FSDP2 lets a caller put another reduce-scatter in the place of its own
+(``set_custom_reduce_scatter``) and work on its result (``set_all_reduce_hook``), but doesn't say
+what lies where: that is read from its parameter groups, which aren't documented, so ``why_not``
+looks for them first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+METHODS = ("set_custom_reduce_scatter", "set_all_reduce_hook")
+
+
+class Weight(NamedTuple):
+    """A trained weight of a group, as whole as one rank's layers have it."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numbers(self) -> int:
+        return math.prod(self.shape)
+
+    def piece(self, ranks: int) -> int:
+        """Numbers of it in a row, what it is filled up with included."""
+        return -(-self.shape[0] // ranks) * math.prod(self.shape[1:])
+
+
+@dataclass(frozen=True)
+class ShardGroup:
+    """Weights of one reduce-scatter over ``ranks``, in the order of its messages."""
+
+    module: Any  # an FSDPModule
+    weights: tuple[Weight, ...]
+    ranks: int
+
+    @property
+    def row(self) -> int:
+        """Numbers of a row."""
+        return sum(weight.piece(self.ranks) for weight in self.weights)
+
+    @property
+    def name(self) -> str:
+        """That of its first weight: no weight is in two groups."""
+        return self.weights[0].name
+
+
+def why_not() -> str:
+    """Why gradients of shards can't be made small with this torch, in one sentence; empty: they
+    can."""
+    missing = [name for name in METHODS if not hasattr(FSDPModule, name)]
+    if missing:
+        return f"FSDP2 of torch {torch.__version__} has no {missing[0]}; take torch 2.11 or later"
+    return ""
+
+
+def shard_groups(module: nn.Module) -> list[ShardGroup]:
+    """The groups of a module that has been sharded and hasn't run yet, those that learn.
+
+    Raises:
+        ValueError: this torch keeps its groups elsewhere.
+    """
+    names = {id(p): name for name, p in module.named_parameters()}
+    found = []
+    for member in module.modules():
+        if not isinstance(member, FSDPModule):
+            continue
+        for group in _parameter_groups(member):
+            learn = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+            weights = [Weight(names[id(p.sharded_param)], tuple(p._orig_size)) for p in learn]
+            if weights:
+                ranks = int(group.mesh_info.shard_mesh_size)
+                found.append(ShardGroup(member, tuple(weights), ranks))
+    return found
+
+
+def _parameter_groups(member: Any) -> Sequence[Any]:
+    """FSDP2's own record of what it reduces at once."""
+    state = member._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        found: Sequence[Any] = several
+        return found
+    if not hasattr(state, "_fsdp_param_group"):
+        raise ValueError(
+            f"torch {torch.__version__} keeps the groups of FSDP2 where hasten doesn't look for "
+            "them; leave the wire's technique out"
+        )
+    single = state._fsdp_param_group
+    return [] if single is None else [single]
+
+
+class RowReduceScatter:
+    """What FSDP2 calls in the place of its reduce-scatter, by the shape of torch's own class."""
+
+    def __init__(self, reduce: Callable[[Tensor, Tensor, Any, Any], None]) -> None:
+        self._reduce = reduce
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        self._reduce(output_tensor, input_tensor, group, op)
+
+
+def rows_of(values: Mapping[str, Tensor], group: ShardGroup, device: torch.device) -> Tensor:
+    """Whole float32 values by name as (ranks, row); what isn't given is zero."""
+    rows = torch.zeros(group.ranks, group.row, device=device)
+    for weight, part in _parts(rows, group):
+        if weight.name in values:
+            flat = torch.zeros(part.numel(), device=device)
+            given = values[weight.name].flatten()
+            flat[: given.numel()] = given.to(device, torch.float32)
+            part.copy_(flat.view(part.shape))
+    return rows
+
+
+def values_of(rows: Tensor, group: ShardGroup) -> dict[str, Tensor]:
+    """The reverse: flat values by name, without what they were filled up with."""
+    parts = _parts(rows, group)
+    return {weight.name: p.flatten()[: weight.numbers].clone() for weight, p in parts}
+
+
+def _parts(rows: Tensor, group: ShardGroup) -> list[tuple[Weight, Tensor]]:
+    """Each weight with its columns; all rows of them, end to end, are the weight."""
+    pieces = rows.split([weight.piece(group.ranks) for weight in group.weights], dim=1)
+    return list(zip(group.weights, pieces, strict=True))

@@ -1,0 +1,85 @@
+"""Pipelines of pieces and experts beside shards come to what one process comes to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hasten.core.facts import World
+from hasten.core.technique import Technique
+from hasten.techniques.layout_hybrid import Hybrid
+from hybrid_rank_jobs import CASES, REFUSED, on_four
+from ranks import on_ranks
+from sharded_rank_jobs import Case, outcome
+from tiny import job_facts, language_job
+
+# Routers and DeepSeek V2's rotary embedding compute in float32 whatever the model's format is.
+CLOSE, CLOSE_EXPERTS = 1e-12, 1e-5
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return on_ranks(f"hybrid_rank_jobs:{on_four.__name__}", tmp_path_factory.mktemp("four"), 4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_products_with_stages_and_experts_come_to_what_one_process_comes_to(
+    four: list[Any], name: str
+) -> None:
+    case: Case = CASES[name]
+    alone, one, close = outcome(case.session(World())), four[0][name], CLOSE
+    if "deepseek" in case.architecture:
+        close = CLOSE_EXPERTS if case.dtype is torch.float64 else 1e-4
+    for key in ("losses", "norms", "held_out"):
+        assert one[key] == pytest.approx(alone[key], rel=close), key
+    assert one["tokens"] == alone["tokens"]
+    assert set(one["weights"]) == set(alone["weights"])
+    for weight, numbers in one["weights"].items():
+        assert numbers == pytest.approx(alone["weights"][weight], rel=close, abs=close), weight
+    for other in four[1:]:
+        assert other[name]["losses"] == one["losses"]
+        assert other[name]["norms"] == one["norms"]
+    seen = {"hybrid", "recompute", "balanced_routing"} & set(one["proofs"])
+    assert all(rank[name]["proofs"][technique] for rank in four for technique in seen)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_rank_holds_a_part(four: list[Any], name: str) -> None:
+    whole = outcome(CASES[name].session(World()))["pieces"]
+    assert all(rank[name]["pieces"] < 0.8 * whole for rank in four)
+
+
+def test_what_does_not_go_together_is_refused_on_every_rank(four: list[Any]) -> None:
+    for rank in four:
+        assert "doesn't know the pieces of a pipeline's stages" in rank["masters of stages"]
+        assert "lets FSDP2 cast weights" in rank["masters beside experts"]
+        for name in ("a wire between stages", "a wire beside experts"):
+            assert "leave the wire's technique out" in rank[name]
+        assert "leave budget out" in rank["recompute's own choice"]
+    assert set(REFUSED) <= set(four[0])
+
+
+@pytest.mark.parametrize(
+    ("technique", "size", "architecture", "says"),
+    [
+        (Hybrid(pp=4, tp=2), 8, "llama", "needs 4 stages and llama has 2 layers"),
+        (Hybrid(pp=2, shard=2), 2, "llama", "dp 1 x shard 2 x tp 1 x pp 2 is 4 ranks"),
+        (Hybrid(shard=4, ep=2), 4, "llama", "no experts to share out"),
+        (Hybrid(shard=8, ep=8), 8, "deepseek_v3", "4 experts of a layer can't be shared evenly"),
+        (Hybrid(pp=2, tp=2), 4, "gemma2", "gemma2 can't be cut into pipeline stages"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_sentence(
+    technique: Technique, size: int, architecture: str, says: str
+) -> None:
+    facts = job_facts(language_job(), architecture, World(size=size))
+    assert any(says in reason for reason in technique.obstacles(facts))
+
+
+def test_a_product_takes_the_memory_of_a_piece_of_a_stage() -> None:
+    facts = job_facts(language_job(), world=World(size=4))
+    whole = 16 * facts.model.parameters
+    assert Hybrid(pp=2, shard=2).forecast(facts).resident_bytes == pytest.approx(-0.75 * whole)
+    assert Hybrid(pp=2, dp=2).forecast(facts).resident_bytes == pytest.approx(-0.5 * whole)
