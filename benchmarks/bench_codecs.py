@@ -1,10 +1,12 @@
 """How fast codecs encode and decode on one thread, in GB of float32 numbers per second.
 
     OMP_NUM_THREADS=1 python benchmarks/bench_codecs.py [--numbers 10800000] [--rounds 30] [--torch]
+    OMP_NUM_THREADS=1 python benchmarks/bench_codecs.py --processor native,x86-64-v3 --minutes 3
 
 All ways take turns; a figure is a way's quickest turn, since whatever else a machine does only adds
 time. ``copy`` is memory alone: one tensor copied to another. ``--torch`` takes the ways without a
-compiler too; ``--processor x86-64-v3`` compiles for AVX2 without AVX-512.
+compiler too; ``--processor x86-64-v3`` compiles for AVX2 without AVX-512, and of several processors
+all kernels take turns. No round begins after ``--minutes``.
 
 Columns: a plain message; with error feedback, the residual put elsewhere, or replaced where it is
 (which looks first whether all is finite); codes rounded by chance; one message decoded, or added;
@@ -28,6 +30,7 @@ from hasten.parts.kernels import codec as compiled
 from hasten.parts.quantised_codec import Quantised
 
 RANKS = 4
+PLAIN = "-march=native"
 COLUMNS = ("encode", "feedback", "in place", "by chance", "decode", "add", "mean of 4")
 Turns = dict[str, tuple[Callable[[], object], int]]  # column: a turn, and the tensors it handles
 
@@ -113,6 +116,17 @@ class Bench:
         return found | {name: self.cast(name) for name in ("half", "bf16")}
 
 
+def library(processor: str) -> Callable[[], build.Built]:
+    """What stands for ``codec.library`` while kernels for that processor have their turn."""
+    build.FLAGS = tuple(PLAIN if flag.startswith(PLAIN[:7]) else flag for flag in build.FLAGS)
+    build.FLAGS = tuple(flag.replace("native", processor) for flag in build.FLAGS)
+    build.built.cache_clear()
+    found = build.built("codec")
+    if found.library is None:
+        raise SystemExit(found.reason)
+    return lambda: found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -120,17 +134,24 @@ def main() -> None:
     parser.add_argument("--numbers", type=int, default=10_800_000)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--torch", action="store_true", help="the ways without a compiler too")
-    parser.add_argument("--processor", default="native", help="compile for this one: x86-64-v3")
+    parser.add_argument("--processor", default="native", help="compile for these: x86-64-v3")
+    parser.add_argument("--minutes", type=float, default=float("inf"))
     asked = parser.parse_args()
-    build.FLAGS = tuple(flag.replace("native", asked.processor) for flag in build.FLAGS)
-    if not compiled.library().library:
-        raise SystemExit(compiled.library().reason)
     torch.set_num_threads(1)
-    bench = Bench(asked.numbers)
-    ways = bench.ways(asked.torch)
+    bench, processors = Bench(asked.numbers), asked.processor.split(",")
+    libraries = {p: library(p) for p in processors}
+    ways: dict[str, tuple[str, Turns]] = {}
+    for place, processor in enumerate(processors):
+        compiled.library = libraries[processor]
+        for name, turns in bench.ways(asked.torch and not place).items():
+            many = len(processors) > 1 and name.startswith(("int", "topk")) and "torch" not in name
+            ways.setdefault(f"{name}, {processor}" if many else name, (processor, turns))
     quickest: dict[tuple[str, str], float] = {}
-    for _ in range(asked.rounds):
-        for name, turns in ways.items():
+    end, rounds = time.monotonic() + 60 * asked.minutes, 0
+    while rounds < asked.rounds and (not rounds or time.monotonic() < end):
+        rounds += 1
+        for name, (processor, turns) in ways.items():
+            compiled.library = libraries[processor]
             for column, (turn, tensors) in turns.items():
                 bench.residual.zero_()
                 began = time.perf_counter()
@@ -138,8 +159,9 @@ def main() -> None:
                 taken = (time.perf_counter() - began) / tensors
                 quickest[name, column] = min(taken, quickest.get((name, column), taken))
     print(
-        f"{asked.numbers / 1e6:.1f} M numbers, one thread, torch {torch.__version__}, "
-        f"kernels for {asked.processor}"
+        f"{asked.numbers / 1e6:.1f} M numbers, one thread, {rounds} rounds, torch "
+        f"{torch.__version__}, kernels for {asked.processor}; this processor "
+        f"{'has' if 'avx512f' in build.processor_flags() else 'lacks'} AVX-512"
     )
     print(f"| GB/s of float32 | {' | '.join(COLUMNS)} |")
     print("|---|" + "---|" * len(COLUMNS))

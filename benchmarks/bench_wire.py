@@ -12,12 +12,13 @@ parameters over bytes, 4 x 256 per rank and step, AdamW, bf16 autocast.
 order each round. It has two denominators: ``apart`` (the ranks compute at the same time and
 exchange nothing) and ``alone`` (one rank computes, the other sleeps). Shares are medians over
 rounds of the ratio within a round. ``table`` does so on all links of ``wire/links.py``, in short
-sittings that are kept in the file: started again, it goes on until the minutes are used.
+sittings whose rounds are kept in the file: started again, it goes on until the minutes are used.
 
 ``loss`` trains each method whole on a link without a limit, since mathematics doesn't depend on it,
 and compares the held-out loss with DDP's of the same seed. ``again`` is DDP from weights that
 differ in the sixth digit: what two runs of the same method differ by. A line is written per run,
-and runs that are in the file already aren't repeated; none begins after ``--minutes``.
+and runs that are in the file already aren't repeated. After ``--minutes`` the run under way pauses
+and goes on the next time. What the must is about (DDP twice, stream) comes first, over all seeds.
 
 The text is Python's own library, the same bytes for the same Python; ``--text`` takes another file.
 """
@@ -45,9 +46,11 @@ from hasten.evidence.students_t import student_quantile
 RANK = Path(__file__).parent / "wire" / "rank.py"
 SPEED = "apart,alone,ddp,half,int8,int4,powersgd:16,topk:0.05,diloco:20,stream"
 LOSS = (
-    "ddp,again,bf16,int8,int4,powersgd:16,powersgd:4,topk:0.05,diloco:20,diloco:50,stream:2,"
-    "stream:4"
+    "ddp,again,stream:2,stream:4,half,bf16,int8,int4,powersgd:16,powersgd:4,topk:0.05,"
+    "topk_dense:0.05,diloco:20,diloco:50"
 )
+FIRST = ("ddp", "again", "stream")
+STARTS = 40.0  # seconds that a run takes beside its steps: imports, saving, the held-out loss
 SLOW = {"ddp": 3, "half": 3, "int8": 5}  # steps of a turn over a slow link
 
 
@@ -127,11 +130,23 @@ def speed(given: argparse.Namespace, text: Path, folder: Path) -> None:
 def tables(given: argparse.Namespace, text: Path, folder: Path) -> None:
     """Sittings over all links until their minutes are used, then a table for each."""
     place = given.json or Path("wire_table.json")
-    sittings: list[dict[str, Any]] = json.loads(place.read_text()) if place.exists() else []
+    under_way = place.with_suffix(".sitting")
+    sittings = links.kept(place, under_way)
+    mine = {k: getattr(given, k) for k in ("size", "mtu", "block")}
+    if any({k: sitting[k] for k in mine} != mine for sitting in sittings):
+        raise SystemExit(f"{place} has sittings with other settings than {mine}: name another file")
     while (chosen := links.next_link(sittings, given.minutes)) is not None:
         name, seconds = chosen
         link = links.LINKS[name]
+        note = {
+            "link": name,
+            "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "load_before": os.getloadavg()[0],
+            "cores": len(os.sched_getaffinity(0)),
+            **mine,
+        }
         spec = {
+            "progress": {"file": str(under_way.absolute()), "note": note},
             "methods": list(link.methods),
             "size": given.size,
             "text": str(text),
@@ -141,25 +156,15 @@ def tables(given: argparse.Namespace, text: Path, folder: Path) -> None:
             "seconds": max(seconds / 2, seconds - 60),  # the rest is the start of the ranks
         }
         print(f"{name}: a sitting of {seconds:.0f} s", flush=True)
-        began, load = time.monotonic(), os.getloadavg()[0]
+        began = time.monotonic()
         with Lab(2, 1, link.rate, delay_ms=link.delay_ms, mtu=given.mtu) as lab:
             found = on_ranks(lab, "speed", spec, folder, seconds + 1800)
-        sittings.append(
-            {
-                "link": name,
-                "seconds": time.monotonic() - began,
-                "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                "load_before": load,
-                "cores": len(os.sched_getaffinity(0)),
-                **{k: v for k, v in vars_of(given).items() if k in ("size", "mtu", "block")},
-                "found": found,
-            }
-        )
-        unfinished = place.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(sittings, indent=1))
-        unfinished.replace(place)
+        sittings.append({**note, "seconds": time.monotonic() - began, "found": found})
+        links.keep(sittings, place)
+        under_way.unlink(missing_ok=True)
     for name in links.LINKS:
-        print(f"\n{name}, {given.size}, MTU {given.mtu}, 2 hosts x 1 rank\n")
+        cores = sorted({s["cores"] for s in sittings if s["link"] == name})
+        print(f"\n{name}, {given.size}, MTU {given.mtu}, 2 hosts x 1 rank, cores: {cores}\n")
         print("\n".join(links.rows(links.together(sittings, name))))
         for sitting in sittings:
             for method, row in sitting["found"].items() if sitting["link"] == name else ():
@@ -172,25 +177,42 @@ def losses(given: argparse.Namespace, text: Path, folder: Path) -> None:
     names = (given.methods or LOSS).split(",")
     names = names if "ddp" in names else ["ddp", *names]
     done, end = read(given.jsonl), time.monotonic() + 60 * given.minutes
+    same = {"size": given.size, "steps": given.steps, "rate": given.learning_rate}
+    runs = [{**run, **same} for run in in_turn(names, given.seeds)]
+    missing = [run for run in runs if key(run) not in done]
+    print(f"{len(runs) - len(missing)} of {len(runs)} runs are in {given.jsonl}", flush=True)
     with Lab(2, 1, mode="loopback") as lab:
-        for seed in range(given.seeds):
-            for name in names:
-                run = {
-                    "method": name,
-                    "seed": seed,
-                    "size": given.size,
-                    "steps": given.steps,
-                    "rate": given.learning_rate,
-                }
-                if key(run) in done or time.monotonic() > end:
-                    continue
-                found = on_ranks(lab, "loss", {**run, "text": str(text)}, folder, 4 * 3600)
-                done[key(run)] = {**run, **found}
-                with given.jsonl.open("a") as lines:
-                    lines.write(json.dumps(done[key(run)]) + "\n")
-                print(json.dumps(done[key(run)]), flush=True)
-    mine = [r for r in done.values() if [r["size"], r["steps"]] == [given.size, given.steps]]
-    table(mine, names, given.seeds)
+        for count, run in enumerate(missing):
+            left = end - time.monotonic()
+            if left < STARTS:
+                break
+            paused = given.jsonl.absolute().with_suffix(f".{slug(run)}.paused")
+            spec = {**run, "text": str(text), "paused": str(paused)}
+            spec |= {"seconds": left - STARTS} if left < float("inf") else {}
+            found = on_ranks(lab, "loss", spec, folder, 24 * 3600)
+            if "loss" not in found:
+                print(f"{slug(run)} pauses after step {found['step']}", flush=True)
+                break
+            done[key(run)] = {**run, **found}
+            with given.jsonl.open("a") as lines:
+                lines.write(json.dumps(done[key(run)]) + "\n")
+            for state in paused.parent.glob(f"{paused.name}-*"):
+                state.unlink()
+            hours = (len(missing) - count - 1) * found["seconds"] / 3600
+            print(f"{json.dumps(done[key(run)])}; {hours:.1f} h to go at this pace", flush=True)
+    table([done[key(run)] for run in runs if key(run) in done], names, given.seeds)
+
+
+def in_turn(names: list[str], seeds: int) -> list[dict[str, Any]]:
+    """What is to be had first, seed by seed, then the rest: cut off anywhere, seeds are paired."""
+    first = [n for n in names if n.partition(":")[0] in FIRST]
+    rest = [n for n in names if n not in first]
+    return [{"method": n, "seed": s} for part in (first, rest) for s in range(seeds) for n in part]
+
+
+def slug(run: dict[str, Any]) -> str:
+    """A run as a part of a file's name."""
+    return "-".join(key(run).replace(":", "_").split())
 
 
 def key(run: dict[str, Any]) -> str:
@@ -211,7 +233,7 @@ def read(place: Path) -> dict[str, dict[str, Any]]:
 
 def table(runs: Iterable[dict[str, Any]], names: list[str], seeds: int) -> None:
     """Loss against DDP's of the same seed, in percent; every seed is shown."""
-    by = {(r["method"], r["seed"]): r for r in runs}
+    by, paused = {(r["method"], r["seed"]): r for r in runs}, list[str]()
     print("\n| method | mean loss | against DDP, mean and 95 % | every seed | same on all ranks |")
     print("|---|---|---|---|---|")
     for name in names:
@@ -227,6 +249,11 @@ def table(runs: Iterable[dict[str, Any]], names: list[str], seeds: int) -> None:
         each = ", ".join(f"{g:+.2f}" for g in gaps)
         same = "yes" if all(r["same_on_all_ranks"] for r in found) else "NO"
         print(f"| {name} | {mean:.4f} | {statistics.mean(gaps):+.2f} %{wide} | {each} | {same} |")
+        for r in found:
+            if r.get("pauses"):
+                paused.append(f"{name}, seed {r['seed']}: after {r['pauses']}")
+    if paused:
+        print("\nPaused, so that ranks that train apart met there: " + "; ".join(paused))
 
 
 def vars_of(given: argparse.Namespace) -> dict[str, Any]:

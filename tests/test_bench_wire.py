@@ -11,14 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ranks import on_ranks
+
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
+import bench_wire  # noqa: E402
 from wire import links, rank  # noqa: E402
 
 
-def sitting(link: str, seconds: float = 100.0, **found: Any) -> dict[str, Any]:
-    return {"link": link, "seconds": seconds, "found": found}
+def sitting(link: str, seconds: float = 100.0, at: str = "", **found: Any) -> dict[str, Any]:
+    return {"link": link, "seconds": seconds, "at": at, "found": found}
 
 
 def row(*seconds: float) -> dict[str, Any]:
@@ -81,3 +84,41 @@ def test_a_turn_of_local_steps_has_whole_rounds_between_exchanges() -> None:
     assert rank.whole_rounds(method("diloco", 20), 20) == 20
     assert rank.whole_rounds(method("local", 8), 20) == 24
     assert rank.whole_rounds(method("stream", 3), 20) == 20
+
+
+def test_rounds_of_a_sitting_that_was_cut_off_count_once(tmp_path: Path) -> None:
+    place, under_way = tmp_path / "table.json", tmp_path / "table.sitting"
+    links.keep([sitting("no limit", at="1")], place)
+    rank.written(under_way, rank.as_json, sitting("1 Gbit/s", at="2"))
+    found = links.kept(place, under_way)
+    assert [s["link"] for s in found] == ["no limit", "1 Gbit/s"]
+    assert not under_way.exists()
+    rank.written(under_way, rank.as_json, found[-1])  # ended between the two files
+    assert links.kept(place, under_way) == found
+    assert links.kept(place, under_way) == found
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["table.json"]
+
+
+def test_what_the_claim_is_about_is_trained_first_and_seed_by_seed() -> None:
+    runs = bench_wire.in_turn(["ddp", "int8", "again", "stream:2"], 2)
+    assert [(r["method"], r["seed"]) for r in runs] == [
+        *(("ddp", 0), ("again", 0), ("stream:2", 0)),
+        *(("ddp", 1), ("again", 1), ("stream:2", 1)),
+        *(("int8", 0), ("int8", 1)),
+    ]
+    names = bench_wire.LOSS.split(",")
+    assert len(bench_wire.in_turn(names, 3)) == 3 * len(names)
+
+
+@pytest.mark.slow
+def test_a_training_that_paused_goes_on_to_the_loss_of_a_whole_one(tmp_path: Path) -> None:
+    for found in on_ranks("bench_wire_jobs:paused", tmp_path):
+        for method, seen in found.items():
+            assert "loss" not in seen["first"]
+            assert seen["first"]["step"] == rank.LOOK
+            assert seen["second"]["pauses"] == [rank.LOOK]
+            assert seen["whole"]["pauses"] == []
+            assert seen["second"]["same_on_all_ranks"]
+            # Ranks that train apart meet once more; DDP with a codec begins in full again.
+            close = 1e-5 if method == "ddp" else 2e-2
+            assert seen["second"]["loss"] == pytest.approx(seen["whole"]["loss"], rel=close)

@@ -2,7 +2,8 @@
 
 All have the same model, weights, records of a rank, AdamW, clipping and bf16 autocast. A method's
 name is ``KIND`` or ``KIND:NUMBER``: ``stream:4`` has four fragments, ``diloco:50`` averages every
-50 steps, ``powersgd:16`` has rank 16, ``topk:0.05`` keeps 5 %.
+50 steps, ``powersgd:16`` has rank 16, ``topk:0.05`` keeps 5 %; ``topk_dense:0.05`` does so after
+100 steps with full gradients.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from hasten.parts.ddp_traffic import under_way, watch
 
 SIZES = {"10M": (384, 1024, 6, 6), "3M": (256, 688, 4, 4), "tiny": (64, 128, 2, 2)}
 ROWS, LENGTH = 4, 256
-COMPRESSED = ("half", "bf16", "int8", "int4", "topk", "powersgd", "auto")
+COMPRESSED = ("half", "bf16", "int8", "int4", "topk", "topk_dense", "powersgd", "auto")
+DENSE_START = 100  # steps, of topk_dense
 
 
 def build(size: str, seed: int, perturbed: bool = False) -> nn.Module:
@@ -114,6 +116,22 @@ class Method:
     def drifts(self) -> bool:
         return self.kind in ("diloco", "nesterov", "local", "stream")
 
+    def state(self) -> dict[str, Any]:
+        """This rank's, after ``settle``."""
+        return {
+            "weights": self.net.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "draw": self.draw.get_state(),
+            "part": None if self.part is None else self.part.state_dict(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.net.load_state_dict(state["weights"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.draw.set_state(state["draw"])
+        if self.part is not None:  # after the weights: what ranks have in common is these
+            self.part.load_state_dict(state["part"])
+
     def settle(self) -> None:
         if self.drifts:
             self.part.settle()
@@ -144,9 +162,11 @@ class Method:
 def _compressor(kind: str, number: float | None) -> Any:
     from hasten.parts.gradient_compressor import GradientCompressor
 
-    settings: dict[str, Any] = {"sparsity_method": kind, "communication_backend": "gloo"}
-    if kind == "topk":
+    method = kind.removesuffix("_dense")
+    settings: dict[str, Any] = {"sparsity_method": method, "communication_backend": "gloo"}
+    if method == "topk":
         settings["compression_ratio"] = number or 0.05
+        settings["dense_steps"] = DENSE_START if kind != method else 0
     elif kind == "powersgd":
         settings["rank"] = int(number or 16)
     return GradientCompressor(**settings)

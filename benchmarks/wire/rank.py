@@ -1,6 +1,9 @@
 """One rank of bench_wire.py: throughput in turns, or one whole training.
 
 python rank.py speed|loss SPEC.json      the answer is a line of JSON on rank 0's output
+
+Both can be cut off: throughput is noted after each round, a training that runs out of time is saved
+on each rank and goes on when it is asked for again.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,7 @@ from wire.methods import Method
 
 WARM = {"auto": 24, "stream": 8}  # steps until what is found out has been found
 HELD_OUT = 200_000  # bytes at the end of the text
+LOOK = 10  # steps of a training between two looks at the clock
 
 
 def main() -> None:
@@ -56,6 +61,7 @@ def speed(spec: dict[str, Any], rank: int, text: Tensor) -> dict[str, Any]:
     kept = ("seconds", "bytes", "waited", "hidden")
     found: dict[str, Any] = {n: {key: [] for key in kept} for n in methods}
     names, limit = list(methods), Limit(spec.get("seconds"), together)
+    progress, started = spec.get("progress"), time.perf_counter()
     for turn in range(spec["rounds"] + 1):  # the first one warms up
         if turn > 1 and limit.over():
             break
@@ -77,6 +83,9 @@ def speed(spec: dict[str, Any], rank: int, text: Tensor) -> dict[str, Any]:
                 found[name]["hidden"].append((method.hidden() - hidden) / steps)
         if rank == 0:
             print(f"round {turn} of {spec['rounds']}", flush=True)
+            if turn and progress:
+                note = {**progress["note"], "seconds": time.perf_counter() - started}
+                written(Path(progress["file"]), as_json, {**note, "found": found})
     for name, method in methods.items():
         method.settle()
         if method.kind == "stream":
@@ -110,10 +119,22 @@ class Limit:
 
 
 def loss(spec: dict[str, Any], rank: int, text: Tensor) -> dict[str, Any]:
-    """One training; the held-out loss of the one model that all ranks have at the end."""
+    """One training; the held-out loss of the one model that all ranks have at the end.
+
+    When ``seconds`` are over it pauses: ranks that train apart are brought together, each rank's
+    state lies beside ``paused``, and the answer says after which step.
+    """
     method = Method(spec["method"], spec["size"], spec["seed"], rank, text[:-HELD_OUT])
-    steps, began = spec["steps"], time.perf_counter()
-    for step in range(steps):
+    place, began = Path(f"{spec['paused']}-{rank}"), time.perf_counter()
+    past = gone_on(method, place)
+    steps, limit = spec["steps"], Limit(spec.get("seconds"), dist.group.WORLD)
+    for step in range(past["step"], steps):
+        if step % LOOK == 0 and step > past["step"] and limit.over():
+            method.settle()
+            seconds = past["seconds"] + time.perf_counter() - began
+            note = {"step": step, "seconds": seconds, "pauses": [*past["pauses"], step]}
+            written(place, torch.save, {**note, "method": method.state()})
+            return note
         decay = 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
         method.step(spec["rate"] * min(1.0, (step + 1) / 20) * decay)
     method.settle()
@@ -122,9 +143,33 @@ def loss(spec: dict[str, Any], rank: int, text: Tensor) -> dict[str, Any]:
     dist.all_gather(everyone, checksum)
     return {
         "loss": method.held_out(text[-HELD_OUT:]),
-        "seconds": time.perf_counter() - began,
+        "seconds": past["seconds"] + time.perf_counter() - began,
+        "pauses": past["pauses"],
         "same_on_all_ranks": all(bool(c == checksum) for c in everyone),
     }
+
+
+def gone_on(method: Method, place: Path) -> dict[str, Any]:
+    """The method as it was when it paused, and what is noted of that; else of a beginning."""
+    state = torch.load(place, weights_only=True) if place.exists() else {"step": 0}
+    step = torch.tensor([state["step"]])
+    everyone = [torch.zeros_like(step) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, step)
+    if not step or any(bool(s != step) for s in everyone):  # cut off while it was being saved
+        return {"step": 0, "seconds": 0.0, "pauses": []}
+    method.load(state["method"])
+    return state
+
+
+def as_json(content: Any, place: Path) -> None:
+    place.write_text(json.dumps(content))
+
+
+def written(place: Path, write: Callable[[Any, Path], object], content: Any) -> None:
+    """Whole or not at all."""
+    beside = place.with_name(f"{place.name}.writing")
+    write(content, beside)
+    beside.replace(place)
 
 
 def sent_bytes() -> int:

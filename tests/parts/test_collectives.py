@@ -98,6 +98,7 @@ def test_measured_links_are_the_same_on_all_ranks(four: Any) -> None:
         assert 0 < latency < 1
         assert 1e6 < bandwidth < 1e12
     assert "measured" in found[0]["explained"]
+    assert "int4 pays below" in found[0]["explained"]
     assert found[0]["sum"] == [4.0] * 3
 
 

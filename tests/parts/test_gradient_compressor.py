@@ -29,6 +29,17 @@ def trouble(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return on_ranks("compression_trouble_jobs:trouble", tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return on_ranks("compression_trouble_jobs:four", tmp_path_factory.mktemp("four"), 4)
+
+
+@pytest.fixture(params=["trouble", "four"], ids=["2 ranks", "4 ranks"])
+def several(request: pytest.FixtureRequest) -> list[Any]:
+    found: list[Any] = request.getfixturevalue(request.param)
+    return found
+
+
 @every
 def test_replicas_learn_and_keep_the_same_bits(found: list[Any], method: str) -> None:
     for rank in found:
@@ -80,47 +91,45 @@ def test_momentum_correction_with_all_sent_is_the_gradient_itself(found: list[An
 
 @learnt
 def test_an_infinite_gradient_is_seen_by_all_and_poisons_nothing(
-    trouble: list[Any], method: str
+    several: list[Any], method: str
 ) -> None:
-    for rank in trouble:
+    for rank in several:
         seen = rank["infinite"][method]
         assert seen["finite"] == [True, True, True, True, False, True]
         assert seen["memory stays"]
         assert (seen["memory"] > 0) == (method != "none")
 
 
-def test_micro_batches_move_memory_once_a_step(trouble: list[Any]) -> None:
-    for rank in trouble:
-        assert rank["accumulated"]["error"] < 1e-2
-        assert rank["accumulated"]["steps"] == 4
+@learnt
+def test_micro_batches_move_memory_once_a_step(several: list[Any], method: str) -> None:
+    for rank in several:
+        assert rank["accumulated"][method]["error"] < 1e-2
+        assert rank["accumulated"][method]["steps"] == 4
 
 
 @pytest.mark.parametrize("method", ["int4", "topk", "powersgd"])
-def test_memory_knows_nothing_of_the_loss_scale(trouble: list[Any], method: str) -> None:
-    assert all(rank["scaled"][method]["error"] < 1e-6 for rank in trouble)
+def test_memory_knows_nothing_of_the_loss_scale(several: list[Any], method: str) -> None:
+    assert all(rank["scaled"][method]["error"] < 1e-6 for rank in several)
 
 
 @learnt
-def test_bf16_weights_have_a_float32_memory(trouble: list[Any], method: str) -> None:
-    for rank in trouble:
+def test_bf16_weights_have_a_float32_memory(several: list[Any], method: str) -> None:
+    for rank in several:
         seen = rank["bf16"][method]
         assert seen["same"]
-        assert seen["last"] < 0.75 * seen["first"]
+        assert seen["last"] < 0.85 * seen["first"]
         assert seen["formats"] == ([] if method == "none" else ["torch.float32"])
 
 
-def test_what_is_owed_to_an_unused_layer_waits_for_it(trouble: list[Any]) -> None:
-    for rank in trouble:
-        assert rank["unused"] == {
-            "same": True,
-            "waits": True,
-            "remembered": rank["unused"]["remembered"],
-        }
-    assert sum(rank["unused"]["remembered"] for rank in trouble) > 0
+@learnt
+def test_what_is_owed_to_an_unused_layer_waits_for_it(several: list[Any], method: str) -> None:
+    found = [rank["unused"][method] for rank in several]
+    assert all(seen["same"] and seen["waits"] for seen in found)
+    assert (sum(seen["remembered"] for seen in found) > 0) == (method != "none")
 
 
-def test_frozen_weights_do_not_travel(trouble: list[Any]) -> None:
-    for rank in trouble:
+def test_frozen_weights_do_not_travel(several: list[Any]) -> None:
+    for rank in several:
         assert rank["frozen"] == {"names": ["down.weight", "up.weight"], "same": True}
 
 
@@ -135,8 +144,8 @@ def test_a_loop_that_compresses_by_hand_learns_alike(trouble: list[Any], method:
 
 
 @learnt
-def test_a_resumed_loop_goes_on_with_the_same_bits(trouble: list[Any], method: str) -> None:
-    assert all(rank["resumed"][method]["same"] for rank in trouble)
+def test_a_resumed_loop_goes_on_with_the_same_bits(several: list[Any], method: str) -> None:
+    assert all(rank["resumed"][method]["same"] for rank in several)
 
 
 def test_replicas_that_drift_apart_are_named(trouble: list[Any]) -> None:
@@ -150,8 +159,9 @@ def test_ranks_that_disagree_about_the_method_are_named(trouble: list[Any]) -> N
 
 
 def test_a_rank_that_fails_says_why_and_the_other_stops_waiting(trouble: list[Any]) -> None:
-    assert "rank 1: gradients could not travel (no such codes)" in trouble[1]["ended"]
-    assert "rank 0: gradients could not travel" in trouble[0]["ended"]
+    assert "averaging gradients failed on rank 1: no such codes" in trouble[1]["ended"]
+    assert "averaging gradients failed" in trouble[0]["ended"]
+    assert "rank 1: no such codes" in trouble[0]["ended"]  # the other one hears why
 
 
 def test_four_ranks_keep_the_same_bits(tmp_path: Path) -> None:

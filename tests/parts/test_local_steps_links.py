@@ -60,4 +60,6 @@ def test_a_link_that_is_cut_for_good_is_an_error_on_both_sides() -> None:
         lab.cut(1)
         found = [answer(r.output)["error"] for r in running.wait()]
     for rank, said in enumerate(found):
-        assert said.startswith(f"rank {rank} waited for rank {1 - rank} and the exchange failed")
+        assert said.startswith("bringing weights together failed")
+        assert f"rank {1 - rank}" in said or "every rank is alive" in said
+        assert "go on from the last checkpoint" in said

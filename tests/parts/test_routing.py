@@ -239,6 +239,29 @@ def test_what_was_discarded_does_not_count() -> None:
     assert not routers(model)[0].e_score_correction_bias.any()
 
 
+def test_a_model_that_was_moved_has_its_own_biases_moved() -> None:
+    """A move to another device or format makes new buffers."""
+    model: Any = tiny_model("deepseek_v3")
+    balance = RouterBalance(model, speed=0.01)
+    model.double()
+    model.set_experts_implementation("eager")
+    backward(balance, WholeLogitsLoss(model).train(), PADDED, WHERE["padded"])
+    balance.after_update()
+    assert routers(model)[0].e_score_correction_bias.any()
+
+
+def test_a_rank_that_holds_no_layer_with_experts_counts_zero_and_is_told_the_rest() -> None:
+    model: Any = tiny_model("deepseek_v3")
+    balance, others = RouterBalance(model, speed=0.01), torch.tensor([[3.0, 1.0, 0.0, 0.0]])
+    with balance.watching(WHERE["padded"]):
+        pass  # its layers have run
+    assert float(balance.loss(PADDED["labels"])) == 0.0
+    balance.after_update(lambda loads: loads + others)
+    assert balance.last is not None
+    assert torch.equal(balance.last, others.double())
+    assert balance.biases[0].tolist() == pytest.approx([-0.01, 0.0, 0.01, 0.01])
+
+
 def test_half_precision_biases_become_wide_enough_for_small_steps() -> None:
     model: Any = tiny_model("deepseek_v3", dtype=torch.bfloat16)
     balance = RouterBalance(model, speed=0.001)

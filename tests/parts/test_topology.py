@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from hasten.parts.codecs import codec
-from hasten.parts.collective_plan import rail_order
+from hasten.parts.collective_plan import ADVISED, advice, rail_order
 from hasten.parts.link_model import (
     CodecModel,
     break_even,
@@ -121,6 +121,18 @@ def test_a_codec_pays_below_its_break_even_bandwidth_and_not_above(bandwidth: fl
     limit = break_even(dense, small)
     assert 1e6 < limit < 1e12
     assert (small.seconds < dense.seconds) == (bandwidth < limit)
+
+
+@pytest.mark.parametrize(("bandwidth", "pays"), [(1.25e7, True), (1e12, False)])
+def test_the_advice_says_of_each_codec_whether_it_pays_on_this_link(
+    bandwidth: float, pays: bool
+) -> None:
+    at = Topology(grid(2, 2), FAST, Link(1e-4, bandwidth), "")
+    *lines, last = advice(at, dict.fromkeys(ADVISED, 4e9))
+    lines += [last] if pays else []
+    assert [line.split()[0] for line in lines] == list(ADVISED)
+    assert all(line.endswith("codec: on this link") == pays for line in lines)
+    assert pays or last == "don't compress on this link"
 
 
 def test_what_saves_no_bytes_never_pays_and_what_costs_nothing_always_does() -> None:

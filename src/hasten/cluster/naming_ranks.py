@@ -37,7 +37,7 @@ def naming_ranks(world: World) -> Iterator[None]:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
-    from hasten.parts.roll_call import CollectiveError, explained
+    from hasten.parts.roll_call import CollectiveError, explained, of_an_exchange
 
     subject = f"run/{attempt()}"
     hosts = dist.PrefixStore(f"hasten/{subject}/hosts", _get_default_store())
@@ -47,18 +47,11 @@ def naming_ranks(world: World) -> Iterator[None]:
     except CollectiveError as error:
         raise LinkError(str(error)) from error
     except RuntimeError as error:
-        if isinstance(error, StoppedError) or not _is_of_an_exchange(error):
+        if isinstance(error, StoppedError) or not of_an_exchange(error):
             raise
         known = _known_hosts(hosts, world.size)
         what = "an exchange between ranks"
         raise LinkError(str(explained(what, error, subject, known, ANSWER_SECONDS))) from error
-
-
-def _is_of_an_exchange(error: RuntimeError) -> bool:
-    """gloo's errors are plain RuntimeErrors with the place in its source; others have a class."""
-    import torch.distributed as dist
-
-    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 
 def _known_hosts(store: object, size: int) -> list[str]:

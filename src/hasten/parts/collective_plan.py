@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +37,7 @@ from hasten.parts.topology import Link, Topology, check_name, detected, hosts_of
 BACKENDS = ("nccl", "gloo")
 WAYS = ("auto", "flat", "hierarchical", "leader")
 CODECS = ("none", "half", "bf16", "int8", "int4")
+ADVISED = ("bf16", "int8", "int4")  # of which it is told whether they would pay
 SIZES = 48  # powers of two of numbers for which a way is chosen
 SHOWN = (256, 2**18, 6_553_600)  # float32 numbers: 1 KB, 1 MB, a bucket of 25 MB
 TIMED_NUMBERS = 2**20
@@ -94,7 +95,7 @@ class Plan:
 
     topology: Topology
     ways: tuple[str, ...]
-    codec_speed: float  # bytes of float32 per second through the codec between hosts
+    speeds: Mapping[str, float]  # bytes of float32 per second through codecs, as on rank 0
 
     def way(self, numbers: int) -> str:
         return self.ways[min(max(numbers - 1, 0).bit_length(), SIZES - 1)]
@@ -102,7 +103,7 @@ class Plan:
 
 def alone() -> Plan:
     """Of one rank."""
-    return Plan(Topology(((0,),), NOWHERE, NOWHERE, "one rank"), ("flat",) * SIZES, 0.0)
+    return Plan(Topology(((0,),), NOWHERE, NOWHERE, "one rank"), ("flat",) * SIZES, {})
 
 
 def agreed(settings: Settings, host: str) -> tuple[Plan, list[str]]:
@@ -139,7 +140,8 @@ def explanation(plan: Plan, settings: Settings) -> str:
     """The topology, what each way costs, and the choice."""
     topology, on_nccl = plan.topology, settings.backend == "nccl" and torch.cuda.is_available()
     lines = [str(topology), f"buckets: at least {bucket_bytes(topology) / 2**20:.0f} MB"]
-    codecs = [codec_model(settings.between, plan.codec_speed)] if settings.between != "none" else []
+    asked = settings.between
+    codecs = [codec_model(asked, plan.speeds[asked])] if asked in plan.speeds else []
     for numbers in SHOWN:
         chosen = plan.way(numbers)
         lines.append(f"{4 * numbers / 1e6:.3g} MB of float32: {chosen}")
@@ -152,14 +154,28 @@ def explanation(plan: Plan, settings: Settings) -> str:
         lines.append("chosen: flat; NCCL finds rings, trees and rank order itself")
     else:
         lines.append("chosen: the cheapest by latency and bandwidth")
-    if codecs and len(topology.hosts) > 1:
-        dense = min(ways(topology, SHOWN[-1], (), on_nccl), key=lambda cost: cost.seconds)
-        limit = break_even(dense, hierarchical(topology, SHOWN[-1], codecs[0]))
-        lines.append(
-            f"{settings.between} pays below {limit * 8 / 1e9:.3g} Gbit/s per host, at "
-            f"{plan.codec_speed / 1e9:.3g} GB/s through the codec"
-        )
+    if len(topology.hosts) > 1 and topology.uniform and plan.speeds:
+        lines += advice(topology, plan.speeds, on_nccl)
     return "\n".join(lines)
+
+
+def advice(topology: Topology, speeds: Mapping[str, float], on_nccl: bool = False) -> list[str]:
+    """Of codecs with these speeds: below which bandwidth each is shorter than all that is dense."""
+    dense = min(ways(topology, SHOWN[-1], (), on_nccl), key=lambda cost: cost.seconds)
+    lines, here = [], topology.between.bandwidth
+    limits = {
+        name: break_even(dense, hierarchical(topology, SHOWN[-1], codec_model(name, speed)))
+        for name, speed in speeds.items()
+    }
+    for name, limit in limits.items():
+        lines.append(
+            f"{name} pays below {limit * 8 / 1e9:.3g} Gbit/s per host, at "
+            f"{speeds[name] / 1e9:.3g} GB/s through the codec: "
+            f"{'' if here < limit else 'not '}on this link"
+        )
+    if all(here >= limit for limit in limits.values()):
+        lines.append("don't compress on this link")
+    return lines
 
 
 def codec_model(name: str, speed: float) -> CodecModel:
@@ -217,13 +233,16 @@ def _topology(asked: str | Topology, hosts: tuple[tuple[int, ...], ...]) -> Topo
 
 
 def _made(settings: Settings, topology: Topology) -> Plan:
-    speed = codec_speed(settings.between) if settings.between != "none" else 0.0
+    names: tuple[str, ...] = () if settings.between == "none" else (settings.between,)
+    if not names and settings.topology == "measure" and len(topology.hosts) > 1:
+        names = ADVISED
+    speeds = {name: codec_speed(name) for name in names}
     if settings.coded:
-        return Plan(topology, ("hierarchical",) * SIZES, speed)
+        return Plan(topology, ("hierarchical",) * SIZES, speeds)
     if settings.way != "auto":
-        return Plan(topology, (settings.way,) * SIZES, speed)
+        return Plan(topology, (settings.way,) * SIZES, speeds)
     on_nccl = dist.get_backend() == "nccl"
-    return Plan(topology, tuple(_cheapest(topology, 2**k, on_nccl) for k in range(SIZES)), speed)
+    return Plan(topology, tuple(_cheapest(topology, 2**k, on_nccl) for k in range(SIZES)), speeds)
 
 
 def _cheapest(topology: Topology, numbers: int, on_nccl: bool) -> str:

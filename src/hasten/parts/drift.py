@@ -28,6 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hasten.parts.roll_call import CollectiveError, RollCall
+
 if TYPE_CHECKING:
     from hasten.parts.codecs import Codec
 
@@ -39,7 +41,7 @@ TIMEOUT = datetime.timedelta(minutes=10)
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class DriftError(RuntimeError):
+class DriftError(CollectiveError):
     """Ranks can't be brought together: one has left, or its weights aren't numbers any more."""
 
 
@@ -79,6 +81,10 @@ class Drift:
         self.group = group
         self.size = dist.get_world_size(group) if running else 1
         self.rank = dist.get_rank(group) if running else 0
+        self._roll: RollCall | None = None
+        if running:
+            members = dist.get_process_group_ranks(group)
+            self._roll = RollCall("weights", members, timeout.total_seconds())
         self.parameters = list(parameters)
         self.anchor = torch.empty(
             sum(p.numel() for p in parameters), dtype=torch.float32, device=parameters[0].device
@@ -195,13 +201,12 @@ class Drift:
             raise self.lost(error) from error
 
     def lost(self, error: Exception) -> DriftError:
-        """A failed exchange in words."""
-        others = ", ".join(str(r) for r in range(self.size) if r != self.rank)
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        """A failed exchange in words, with the rank that it failed for."""
+        assert self._roll is not None  # where nothing travels nothing is lost
+        found = self._roll.failed("bringing weights together", error)
         return DriftError(
-            f"rank {self.rank} waited for rank{'s' if self.size > 2 else ''} {others} and the "
-            f"exchange failed: one has left, or its link was down for too long ({reason}); this "
-            "rank's own weights are whole: go on from the last checkpoint"
+            f"{found}; this rank's own weights are whole: go on from the last checkpoint",
+            found.missing,
         )
 
     def _delta(self, fragment: int) -> Tensor:

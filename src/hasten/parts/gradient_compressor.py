@@ -32,7 +32,7 @@ from hasten.parts.compression.exchange import InOrder, Ranks, WireError
 from hasten.parts.compression.locally import Locally
 from hasten.parts.compression.meeting import Meeting
 from hasten.parts.compression.settings import WHOLE, Settings, backend_of
-from hasten.parts.compression.travel import Travel, failed
+from hasten.parts.compression.travel import Travel
 from hasten.parts.weights_checksum import checksum, drifted
 
 
@@ -149,7 +149,7 @@ class GradientCompressor:
         travel = self._travel
         travel.attached, travel.asks = True, confirmed
         travel.scale = loss_scale or travel.scale
-        self._meeting.meet(travel)
+        self._meeting.meet(travel, model.process_group)
         self._in_order = InOrder()
         model.register_comm_hook(self, _hook)
 
@@ -276,16 +276,16 @@ class GradientCompressor:
     def _start(self, bucket: Any) -> Any:
         """DDP's hook: a bucket is full; the future is its mean."""
         buffer, ranks = bucket.buffer(), self._meeting.ranks
+        if bucket.index() == 0:
+            self._travel.begin()
+        if ranks is None or self._in_order is None:  # one rank in DDP
+            return _at_once(buffer)
         try:
-            if bucket.index() == 0:
-                self._travel.begin()
-            if ranks is None or self._in_order is None:  # one rank in DDP
-                return _at_once(buffer)
             pieces = tuple(gradients.piece_of(self._names[id(p)], p) for p in bucket.parameters())
             done = self._meeting.send(self._travel, buffer, pieces, ranks, self._travel.way)
             return self._in_order(done, buffer.device)
         except Exception as error:
-            raise failed(ranks.name if ranks else 0, error) from error
+            raise ranks.failed(error) from error
 
 
 def _hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations as text

@@ -7,16 +7,17 @@
     12 steps    tried in turns, A B B A: whatever slows the machine slows both
     then        kept if the median step was more than 5 % shorter, else never asked again
 
-All ranks do the same in the same step; what is decided, rank 0 decides by its own clock and
-broadcasts. The decision is part of the state, so that a resumed run doesn't try again.
+All ranks do the same in the same step. What is decided, rank 0 decides by the clocks of all and
+broadcasts: a step takes as long as it does on the slowest rank, and what the others wait for that
+one is not the wire's. The decision is part of the state, so that a resumed run doesn't try again.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -31,6 +32,15 @@ CODECS = ("bf16", "int8", "int4")  # from the gentlest
 CLOCKED = 4  # steps
 TURNS = (False, True, True, False) * 3  # whether the candidate takes the step
 WARM = DENSE_STEPS
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of a step with plain gradients: medians of the clocked steps of one rank."""
+
+    step: float
+    exposed: float
+    window: float  # from the first bucket to the last
 
 
 class WireChoice:
@@ -82,23 +92,31 @@ class WireChoice:
 
     def _foretell(self) -> None:
         topology = self.buckets.collective.topology
+        paces = of_all_ranks(self._pace())
         choice: list[Any] = [Route(), ""]
         if dist.get_rank() == 0:
-            choice = list(self._best(topology))
+            choice = list(self._best(topology, together(paces)))
         dist.broadcast_object_list(choice, 0)
         self._candidate, self.reason = choice[0], str(choice[1])
         self.decided = self._candidate == Route()
 
-    def _best(self, topology: Topology) -> tuple[Route, str]:
+    def _pace(self) -> Pace | None:
+        """This rank's; None where no traffic could be timed, as on a GPU."""
+        if not self._seconds or not any(self._exposed):
+            return None
+        median = statistics.median
+        return Pace(median(self._seconds), median(self._exposed), median(self._windows))
+
+    def _best(self, topology: Topology, pace: Pace | None) -> tuple[Route, str]:
         """The route to be tried and why, or the flat one."""
         if len(topology.hosts) == 1:
             return Route(), "nothing chosen: all ranks are on one host"
         if not topology.uniform:
             return Route(), "nothing chosen: hosts have different numbers of ranks"
-        if not self._seconds or not any(self._exposed):  # as on a GPU
+        if pace is None:
             return Route(), "nothing chosen: the traffic of no step could be timed"
-        step, exposed = statistics.median(self._seconds), statistics.median(self._exposed)
-        window, numbers = statistics.median(self._windows), self.buckets.last.numbers
+        step, exposed, window = pace.step, pace.exposed, pace.window
+        numbers = self.buckets.last.numbers
         found = candidates(topology, numbers, self._codecs)
         # Only what the link explains can be saved; the rest of what is exposed stays.
         plain = flat(topology, numbers)
@@ -120,11 +138,9 @@ class WireChoice:
 
     def _judge(self) -> None:
         answer: list[Any] = [False, ""]
+        trials = of_all_ranks(self._trial)
         if dist.get_rank() == 0:
-            plain, other = self._trial[False], self._trial[True]
-            saved = 0.0
-            if plain and other:  # not if every step was skipped
-                saved = 1 - statistics.median(other) / statistics.median(plain)
+            saved = share_saved(trials)
             kept = saved > WORTH
             verdict = "kept" if kept else f"given up, because less than {WORTH:.0%} came of it"
             answer = [
@@ -152,6 +168,37 @@ class WireChoice:
         self.decided = bool(state["decided"])
         if self.decided:  # a trial that was interrupted begins anew
             self.buckets.route, self.reason = Route(**state["route"]), state["reason"]
+
+
+def of_all_ranks(mine: Any) -> list[Any]:
+    """What every rank has noted; all call it."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def together(paces: Sequence[Pace | None]) -> Pace | None:
+    """The step of the slowest rank, and the traffic of the one that waited least for others."""
+    known = [pace for pace in paces if pace is not None]
+    if len(known) < len(paces):
+        return None
+    last = min(known, key=lambda pace: pace.exposed)
+    return Pace(max(pace.step for pace in known), last.exposed, last.window)
+
+
+def share_saved(trials: Sequence[Mapping[bool, Sequence[float]]]) -> float:
+    """What the candidate's steps (True) take less than the plain ones, of the ranks' trials.
+
+    A step counts as long as the rank took that took longest; 0 where all steps were skipped.
+    """
+    plain, other = (
+        [max(ranks) for ranks in zip(*(t[kind] for t in trials), strict=True)]
+        for kind in (False, True)
+    )
+    if not plain or not other:
+        return 0.0
+    saved: float = 1 - statistics.median(other) / statistics.median(plain)
+    return saved
 
 
 def _short(cost: Cost) -> str:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hasten.parts.collective_groups import own_of
+from hasten.parts.roll_call import CollectiveError, RollCall
 
 FIRST, SECOND = 0, 1
 LONGEST_SETTINGS = 2048  # bytes of the settings that ranks compare
@@ -29,8 +30,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 Job = tuple[Callable[[], Tensor], "torch.futures.Future[Tensor]"]
 
 
-class WireError(RuntimeError):
-    """Gradients could not travel: another rank has ended, hangs, or wants something else."""
+class WireError(CollectiveError):
+    """Gradients could not travel: a rank has ended, hangs, or wants something else."""
 
 
 @dataclass
@@ -50,8 +51,8 @@ class Ranks:
     """Two process groups over all ranks, or over this rank's own of ``members``; every rank builds
     one at the same moment.
 
-    ``rank`` and ``world`` are those of the group, ``name`` the rank among all. ``backend`` None: as
-    the default group's.
+    ``rank`` and ``world`` are of the group. ``backend`` None: as the default group's. ``roll``
+    is called when an exchange fails, over all ranks; None: one is made.
     """
 
     def __init__(
@@ -59,10 +60,12 @@ class Ranks:
         seconds: float,
         backend: str | None = None,
         members: Sequence[tuple[int, ...]] | None = None,
+        roll: RollCall | None = None,
     ) -> None:
-        every = members or [tuple(range(dist.get_world_size()))]
+        everyone = tuple(range(dist.get_world_size()))
+        self.roll = roll or RollCall("gradients", everyone, seconds)
+        every = members or [everyone]
         self._groups = [own_of(every, seconds, backend) for _ in (FIRST, SECOND)]
-        self.name = dist.get_rank()
         self.rank: int = dist.get_rank(self._groups[FIRST])
         self.world: int = dist.get_world_size(self._groups[FIRST])
         self._sent = [0, 0]  # by stage, since each belongs to another thread
@@ -98,6 +101,13 @@ class Ranks:
         if self.rank == giver:
             self._sent[SECOND] += gathered_bytes(values.nbytes, self.world)
         dist.broadcast(values, source, group=group)
+
+    def failed(self, error: Exception) -> WireError:
+        """What to raise for an error on the way of gradients: with the rank that it is about."""
+        if isinstance(error, WireError):
+            return error
+        found = self.roll.failed("averaging gradients", error)
+        return WireError(str(found), found.missing)
 
     def agree(self, settings: Mapping[str, Any]) -> None:
         """All ranks must have rank 0's settings.

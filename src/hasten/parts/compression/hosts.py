@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from hasten.parts.compression.exchange import Ranks, WireError
+from hasten.parts.roll_call import RollCall
 from hasten.parts.topology import host_name, hosts_of
 
 
@@ -26,7 +27,11 @@ class Hosts:
     """
 
     def __init__(
-        self, hosts: tuple[tuple[int, ...], ...], seconds: float, backend: str | None
+        self,
+        hosts: tuple[tuple[int, ...], ...],
+        seconds: float,
+        backend: str | None,
+        roll: RollCall,
     ) -> None:
         sizes = [len(ranks) for ranks in hosts]
         if len(set(sizes)) > 1:
@@ -34,8 +39,8 @@ class Hosts:
                 f"scope 'hosts' needs as many ranks on each host, and there are "
                 f"{', '.join(map(str, sizes))}: start as many everywhere, or say scope='all'"
             )
-        self.within = Ranks(seconds, backend, hosts)
-        self.across = Ranks(seconds, backend, list(zip(*hosts, strict=True)))
+        self.within = Ranks(seconds, backend, hosts, roll)
+        self.across = Ranks(seconds, backend, list(zip(*hosts, strict=True)), roll)
 
     def owner(self, bucket: int) -> int:
         """The place within a host of the rank that takes a step's bucket to the others."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hasten.parts.compression.error_feedback import Memory, Pieces, numbers
-from hasten.parts.compression.exchange import FIRST, Ranks, WireError
+from hasten.parts.compression.exchange import FIRST, Ranks
 from hasten.parts.compression.gradients import give_back, offered
 from hasten.parts.compression.hosts import Hosts
 from hasten.parts.compression.settings import Settings
@@ -59,7 +59,10 @@ class Travel:
         NaN fills it on every rank if a number of any rank wasn't finite.
         """
         self.buckets.append(pieces)
-        return self._sent_on(buffer, pieces, ranks, way)
+        try:
+            return self._sent_on(buffer, pieces, ranks, way)
+        except RuntimeError as error:
+            raise ranks.failed(error) from error
 
     def _sent_on(
         self, buffer: Tensor, pieces: Pieces, ranks: Ranks, way: Way
@@ -77,7 +80,7 @@ class Travel:
             try:
                 mean, left = finish()
             except Exception as error:
-                raise failed(ranks.name, error) from error
+                raise ranks.failed(error) from error
             if mean is None:
                 buffer.fill_(torch.nan)
             else:
@@ -106,7 +109,7 @@ class Travel:
                     self._sent_on(buffer, pieces, hosts.across, way)()
                 hosts.within.give(buffer, owner)
             except Exception as error:
-                raise failed(hosts.within.name, error) from error
+                raise hosts.within.failed(error) from error
             if not bool(buffer.isfinite().all()):  # waits for the device
                 self.spoiled = True
             return buffer
@@ -141,16 +144,6 @@ class Travel:
         self.steps = int(state["steps"])
         self._memory.load(state["residual"])
         self.way.load(state["way"])
-
-
-def failed(rank: int, error: Exception) -> WireError:
-    """With the rank that saw it."""
-    if isinstance(error, WireError):
-        return error
-    return WireError(
-        f"rank {rank}: gradients could not travel ({error}); if this rank's own code didn't fail, "
-        "another rank has ended or its link is cut: look at what the others said first"
-    )
 
 
 def _readable(buffer: Tensor) -> bool:

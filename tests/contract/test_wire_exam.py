@@ -1,0 +1,71 @@
+"""The exam that every wire takes on two ranks, and those with a memory of their own on four."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from ranks import on_ranks
+from wire_exam_jobs import APART, CASES, ON_FOUR, WIRES
+
+every = [pytest.param(2, wire, id=f"2 ranks-{wire}") for wire in WIRES]
+every += [pytest.param(4, wire, id=f"4 ranks-{wire}") for wire in ON_FOUR]
+wires = pytest.mark.parametrize(("ranks", "wire"), every)
+cases = pytest.mark.parametrize("case", CASES)
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
+    return {
+        2: on_ranks("wire_exam_jobs:two", tmp_path_factory.mktemp("two"), 2),
+        4: on_ranks("wire_exam_jobs:four", tmp_path_factory.mktemp("four"), 4),
+    }
+
+
+@cases
+@wires
+def test_replicas_are_the_same_and_learn(
+    found: dict[int, list[Any]], ranks: int, wire: str, case: str
+) -> None:
+    seen = [rank[wire][case] for rank in found[ranks]]
+    assert len(seen) == ranks
+    assert all(s["weights"] == seen[0]["weights"] for s in seen)
+    assert -1.0 not in seen[0]["weights"]
+    for rank in seen:
+        assert rank["acted"], rank["said"]
+        assert all(map(math.isfinite, rank["losses"]))
+    # An epoch is two steps, each of other records.
+    assert sum(sum(s["losses"][-2:]) for s in seen) < sum(sum(s["losses"][:2]) for s in seen)
+
+
+@wires
+def test_a_gradient_that_is_infinite_on_one_rank_costs_one_step(
+    found: dict[int, list[Any]], ranks: int, wire: str
+) -> None:
+    skipped = [rank[wire]["infinite"]["skipped"] for rank in found[ranks]]
+    assert skipped == [0] * (ranks - 1) + [1] if wire in APART else skipped == [1] * ranks
+
+
+@wires
+def test_a_loss_scale_that_overflows_is_lowered_until_steps_count(
+    found: dict[int, list[Any]], ranks: int, wire: str
+) -> None:
+    skipped = [rank[wire]["overflow"]["skipped"] for rank in found[ranks]]
+    assert all(0 < s < CASES["overflow"].steps for s in skipped)
+    assert len(set(skipped)) == 1 or wire in APART
+
+
+@wires
+def test_a_run_that_ended_goes_on_with_what_each_rank_remembered(
+    found: dict[int, list[Any]], ranks: int, wire: str
+) -> None:
+    for rank in found[ranks]:
+        seen = rank[wire]["resumed"]
+        assert seen["same"]
+        assert seen["rest"] == pytest.approx(seen["whole"], rel=0.1 if wire in APART else 0.05)
+        assert seen["weights"] == found[ranks][0][wire]["resumed"]["weights"]
+    owed = sum(rank[wire]["resumed"]["remembered"] for rank in found[ranks])
+    assert (owed > 0) == (wire not in ("half", *APART))

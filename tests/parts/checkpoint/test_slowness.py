@@ -1,0 +1,89 @@
+"""A place that takes checkpoints slowly is named with its MB/s, once."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fault_kit import EVERY, build
+from hasten import SmartCheckpointer
+from hasten.parts.checkpoint import slowness
+from hasten.parts.checkpoint.disk import Disk
+from hasten.parts.checkpoint.saver import Saver
+from hasten.parts.checkpoint.slowness import LONG, SLOW, WAITED, Slowness
+
+
+class SlowDisk(Disk):
+    """Each piece takes a while."""
+
+    def write(self, descriptor: int, block: memoryview) -> None:
+        time.sleep(0.15)
+        super().write(descriptor, block)
+
+
+def test_a_long_write_is_told_with_its_rate_and_a_fast_one_is_not() -> None:
+    found = Slowness("/there")
+    assert found.words() == ""
+    found.wrote(4_000_000_000, 40.0)
+    assert found.words() == ""
+    found.wrote(80_000_000, 40.0)
+    assert found.words() == (
+        "/there is slow: a checkpoint of 80.0 MB took 40.0 s, 2.0 MB/s; save less often, or to a "
+        "faster folder"
+    )
+    assert found.words() == "", "once"
+    found.wrote(80_000_000, 81.0)
+    assert "1.0 MB/s" in found.words(), "again where it became twice as slow"
+
+
+def test_training_that_waits_is_told_however_short_the_write() -> None:
+    found = Slowness("s3://bucket/run")
+    found.wrote(3_000_000, 2.0)
+    assert "1.5 MB/s, and training waited 1.2 s for it; save less often" in found.words(1.2)
+    assert found.words(1.2) == ""
+
+
+@given(st.integers(0, 10**13), st.floats(0, 1e5), st.floats(0, 1e4))
+def test_a_sentence_comes_only_where_one_of_both_is_slow(
+    size: int, seconds: float, waited: float
+) -> None:
+    found = Slowness("x")
+    found.wrote(size, seconds)
+    known = size > 0 and seconds > 0
+    due = known and (waited >= WAITED or (seconds >= LONG and size / seconds < SLOW))
+    assert bool(found.words(waited)) == due
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_save_that_waits_for_the_one_before_says_what_the_disk_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slowness, "WAITED", 0.1)
+    model, optimizer = build()
+    keeper = SmartCheckpointer(EVERY, folder=tmp_path, compression=False)
+    keeper.saver = Saver(tmp_path, 3, False, disk=SlowDisk())
+    keeper.protect(model=model, optimizer=optimizer)
+    keeper.save(1)
+    with pytest.warns(UserWarning, match=r"took \d\.\d s, \d\.\d MB/s, and training waited \d\.\d"):
+        keeper.save(2)
+    keeper.save(3)  # it isn't said again
+    keeper.close()
+    assert len(keeper.alarms) == 1
+    assert str(tmp_path) in keeper.alarms[0]
+
+
+def test_a_disk_that_keeps_up_is_not_mentioned(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        saver = Saver(tmp_path, compression=False)
+        for step in (1, 2, 3):
+            saver.save(step, {"w": torch.ones(100)}, {})
+            saver.settle()
+        saver.close()
+    assert saver.alarms == []
