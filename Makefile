@@ -3,14 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+MINUTES ?= 600
 
-.PHONY: help install demo test lint format calibrate docs clean
+.PHONY: help install demo test lint format calibrate campaign docs clean
 help:
 	@echo "make demo     set up, then compare a small model with and without hasten's techniques"
 	@echo "make test     set up, then run the tests"
 	@echo "make lint     set up, then check style and types"
 	@echo "make install  set up only"
 	@echo "make calibrate  fit the planner to benchmarks/planner/measurements.json"
+	@echo "make campaign thousands of faults on a training run; MINUTES=600, PEERS=a Python with Lightning"
 	@echo "make docs     build the documentation site into build/site"
 	@echo "make clean    remove the environment and caches (runs/ stays)"
 
@@ -43,6 +45,9 @@ format: install
 
 calibrate: install
 	$(BIN)/python benchmarks/planner/calibrate.py
+
+campaign: install
+	$(BIN)/python benchmarks/campaign/run.py --minutes $(MINUTES) $(if $(PEERS),--peers $(PEERS))
 
 docs: install
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[docs]'

@@ -1,13 +1,18 @@
-"""Disks that fail, and a small training loop to put on them: the tools of ``tests/faults``."""
+"""Disks that fail, a small training loop to put on them, and what judges it: tools of the faults.
+
+``tests/faults`` takes a sample of each, ``benchmarks/campaign`` the full counts.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import random
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +20,10 @@ from torch import Tensor, nn
 from hasten.parts.checkpoint import SmartCheckpointer
 from hasten.parts.checkpoint.disk import Disk
 from hasten.parts.checkpoint.saver import Saver
+from hasten.parts.losses import WholeLogitsLoss
 
 EVERY = 3  # steps from save to save
+PAGE = 4096
 Tell = Callable[[str], None]
 
 
@@ -106,6 +113,8 @@ class VolatileDisk(CountedDisk):
         super().sync(path)
 
     def force(self, path: Path) -> None:
+        if not path.is_relative_to(self.root):
+            return  # above the disk
         inode = path.stat().st_ino
         if path.is_dir():
             self.names[inode] = {p.name: p.stat().st_ino for p in path.iterdir()}
@@ -172,19 +181,56 @@ def reference(folder: Path, steps: int) -> dict[int, str]:
     """Every step's loss of a run that nothing disturbs."""
     lines: list[str] = []
     train(folder, steps, lines.append)
-    return {int(s): loss for kind, s, *rest in map(str.split, lines) for loss in rest}
+    return losses_in([line.split() for line in lines])
+
+
+def losses_in(told: Sequence[Sequence[str]]) -> dict[int, str]:
+    """The losses that a life told, by step."""
+    return {int(s): loss for kind, s, *rest in told if kind == "L" for loss in rest}
+
+
+class Account:
+    """What every life of a run told, against the run that nothing disturbed."""
+
+    def __init__(self, losses: Mapping[int, str]) -> None:
+        self.losses, self.reached, self.committed = losses, 0, 0
+
+    def life(self, told: Sequence[Sequence[str]]) -> None:
+        """Another life; AssertionError where it lost more than it may, or did another step."""
+        for kind, step, *rest in told:
+            if kind == "R":
+                assert int(step) >= self.committed, "a finished checkpoint was lost"
+                assert self.reached - int(step) <= 2 * EVERY, "one being written, and one interval"
+            elif kind == "L":
+                assert rest == [self.losses.get(int(step))], f"step {step} is another"
+                self.reached = int(step)
+            elif kind == "C":
+                self.committed = int(step)
 
 
 def killed(work: Callable[[Tell], None], after: float | None) -> tuple[list[list[str]], bool]:
     """Run ``work`` in a fork and kill that after some seconds; its lines, and if it was killed."""
+    told, code = forked(work, after)
+    assert code <= 0, told
+    return told, code < 0
+
+
+def forked(work: Callable[[Tell], None], after: float | None) -> tuple[list[list[str]], int]:
+    """The same, and its exit code, below 0 the signal; an error is its last line, ``E`` and why."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         code = 1
+
+        def tell(line: str) -> None:
+            os.write(writer, f"{line}\n".encode())
+
         try:
             os.close(reader)
-            work(lambda line: os.write(writer, f"{line}\n".encode()) and None)
+            work(tell)
             code = 0
+        except BaseException as error:
+            tell(f"E {type(error).__name__} {str(error)[:300]!r}")
         finally:
             os._exit(code)
     os.close(writer)
@@ -192,8 +238,40 @@ def killed(work: Callable[[Tell], None], after: float | None) -> tuple[list[list
     timer.start()
     with os.fdopen(reader) as lines:
         told = [line.split() for line in lines if line.endswith("\n")]
-    _, status = os.waitpid(child, 0)
-    timer.cancel()
+    timer.cancel()  # before the child is reaped: its number may be another's then
     timer.join()
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, told
-    return told, os.WIFSIGNALED(status)
+    _, status = os.waitpid(child, 0)
+    return told, os.waitstatus_to_exitcode(status)
+
+
+def damage(file: Path, kind: str, draw: random.Random) -> None:
+    """Do to a file what media do; ``swap``: another checkpoint's file of the same name."""
+    data = bytearray(file.read_bytes())
+    at = draw.randrange(len(data))
+    if kind == "flip":
+        data[at] ^= 1 << draw.randrange(8)
+    elif kind == "page":
+        start = at // PAGE * PAGE
+        data[start : start + PAGE] = bytes(len(data[start : start + PAGE]))
+    elif kind == "cut":
+        del data[at:]
+    elif kind == "grow":
+        data.append(0)
+    elif kind == "swap":
+        data = bytearray((file.parent.parent / "step-00000001" / file.name).read_bytes())
+    file.unlink()
+    if kind != "delete":
+        file.write_bytes(data)
+
+
+class PlantedLoss(nn.Module):
+    """The usual loss; on some calls another number is added to it."""
+
+    def __init__(self, model: nn.Module, calls: Mapping[int, float]) -> None:
+        super().__init__()
+        self.inner, self.calls, self.count = WholeLogitsLoss(model), calls, 0
+
+    def forward(self, **inputs: Any) -> tuple[Tensor, Tensor]:
+        self.count += 1
+        loss, labels = self.inner(**inputs)
+        return loss + self.calls.get(self.count, 0.0), labels

@@ -36,9 +36,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("run_folder", "core", "recipe", "data", "models", "cluster", "evidence", "sample"),
         *("saving", "recorded", "monitor", "errors"),
     },
-    "trial": {"core", "recipe", "evidence", "sample"},
+    "trial": {"core", "cluster", "recipe", "evidence", "sample"},
     "guarding": {"guarding", "core", "recipe", "parts", "cluster", "errors"},
-    "experiment": {"core", "recipe", "data", "evidence", "run", "errors"},
+    "experiment": {"core", "cluster", "recipe", "data", "evidence", "run", "errors"},
     "tuning": {
         *("tuning", "search", "evidence", "experiment", "recipe", "data", "core", "errors"),
     },

@@ -35,6 +35,7 @@ from hasten.core.leaving import patient
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
+from hasten.core.slow_link import SlowLink
 from hasten.core.step import StepMetrics
 from hasten.core.trainer import Outcome, Watch, fit
 from hasten.data.store import inspect
@@ -196,6 +197,7 @@ def _watch(
     if attempt() > 1:
         keep_lines_until(run.output, session.progress.step)
     lines = Lines(run.output)
+    watch = replace(watch, on_step=both(watch.on_step, SlowLink(run.tell).note))
     return replace(
         watch,
         on_step=both(watch.on_step, both(lambda m: lines.step(m.to_dict()), on_step)),

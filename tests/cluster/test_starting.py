@@ -16,6 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.cluster.joining import backend_for, join
+from hasten.cluster.naming_ranks import LinkError
+from hasten.cluster.pulse import ATTEMPT
+from hasten.cluster.supervisor import FINAL
 from hasten.core.facts import World
 from hasten.core.launchers import (
     LAUNCHERS,
@@ -110,6 +113,15 @@ def test_a_first_rank_that_is_not_there_is_one_sentence(monkeypatch: pytest.Monk
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=f"rank 1 of 2 didn't meet the others at 127.0.0.1:{port}"):
         join(World(1, 1, 2), "gloo", timedelta(seconds=1))
+
+
+def test_ranks_that_have_met_before_may_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables("PMI", 1, free_port()).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(ATTEMPT, "2")
+    with pytest.raises(LinkError, match="rank 1 of 2 didn't meet the others") as told:
+        join(World(1, 1, 2), "gloo", timedelta(seconds=1))
+    assert told.value.code not in FINAL
 
 
 def test_a_process_of_its_own_is_no_rank() -> None:

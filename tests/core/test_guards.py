@@ -12,8 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
+from fault_kit import PlantedLoss
 from hasten.core.facts import World
 from hasten.core.guards import (
     Guards,
@@ -25,22 +26,8 @@ from hasten.core.guards import (
 )
 from hasten.core.order import GlobalBatch, ShuffledOrder
 from hasten.errors import InputError
-from hasten.parts.losses import WholeLogitsLoss
 from ranks import on_ranks
 from tiny import language_job, records, run, session_of
-
-
-class PlantedLoss(nn.Module):
-    """The usual loss; on some calls another number is added to it."""
-
-    def __init__(self, model: nn.Module, calls: dict[int, float]) -> None:
-        super().__init__()
-        self.inner, self.calls, self.count = WholeLogitsLoss(model), calls, 0
-
-    def forward(self, **inputs: Any) -> tuple[Tensor, Tensor]:
-        self.count += 1
-        loss, labels = self.inner(**inputs)
-        return loss + self.calls.get(self.count, 0.0), labels
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

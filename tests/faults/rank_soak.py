@@ -1,14 +1,17 @@
 """Two ranks that train a tiny model under the supervisor while somebody kills and stops them.
 
-    python tests/faults/rank_soak.py FOLDER KILLS STOPS SEED
+    python tests/faults/rank_soak.py FOLDER KILLS STOPS SEED [FLIPS]
 
 Ranks are forked from this process, which has torch loaded and has computed nothing: an attempt
-begins in tens of milliseconds. What it prints is JSON: the exit code, and for each fault the
-seconds from it to the next step. The same run without faults is in FOLDER/reference.
+begins in tens of milliseconds. A flip damages the newest checkpoint and then kills a rank. What it
+prints is JSON: the exit code, and for each fault the seconds from it to the next step. The same run
+without faults is in FOLDER/reference.
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import json
 import os
 import random
@@ -26,9 +29,11 @@ import torch
 import torch.distributed as dist
 import transformers.models.llama.modeling_llama  # noqa: F401  # what ranks need is loaded once
 
+from fault_kit import damage
 from hasten.cluster.attempt import Limits
+from hasten.cluster.naming_ranks import naming_ranks
 from hasten.cluster.pulse import Pulse, attempt, attempt_folder, on_a_leash, telling
-from hasten.cluster.ranks import process_group
+from hasten.cluster.ranks import TIMEOUT, process_group
 from hasten.cluster.supervisor import Ranks, Supervision, supervise
 from hasten.core import facts
 from hasten.core.order import GlobalBatch
@@ -36,6 +41,7 @@ from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.step import training
+from hasten.parts.checkpoint import STATE, checkpoints
 from hasten.run_folder import Lines, keep_lines_until
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout import DDP
@@ -43,6 +49,7 @@ from tiny import job_facts, language_job, records, tiny_model
 
 HANG_SECONDS = 1.0
 MORE = 6  # steps between two faults, so that each attempt saves something
+KILL, STOP, FLIP = "SIGKILL", "SIGSTOP", "flip"
 
 
 @dataclass
@@ -92,11 +99,13 @@ def session_in(folder: Path, steps: int, pause: float) -> Session:
     return assemble(prepare(job, plan, job_facts(job, world=world), folder / "checkpoints"))
 
 
-def train(folder: Path, steps: int, pause: float = 0.01) -> None:
-    """A rank's life: resume, train, a line and a pulse for each step."""
+def train(
+    folder: Path, steps: int, pause: float = 0.01, timeout: datetime.timedelta = TIMEOUT
+) -> None:
+    """A rank's life: meet the others, resume, train, a line and a pulse for each step."""
     torch.set_num_threads(1)
     world = facts.world()
-    with process_group(world, "cpu"), telling():
+    with telling(), process_group(world, "cpu", timeout), telling(), naming_ranks(world):
         _train(folder, steps, pause, world.rank)
 
 
@@ -121,7 +130,7 @@ def _train(folder: Path, steps: int, pause: float, rank: int) -> None:
 class Killer(threading.Thread):
     """Kills or stops a rank at random, again and again, each time after some steps."""
 
-    def __init__(self, folder: Path, faults: Sequence[signal.Signals], seed: int) -> None:
+    def __init__(self, folder: Path, faults: Sequence[str], seed: int) -> None:
         super().__init__(daemon=True)
         self.folder, self.faults, self.draw = folder, faults, random.Random(seed)
         self.running: dict[int, Forked] = {}
@@ -134,11 +143,18 @@ class Killer(threading.Thread):
             time.sleep(self.draw.uniform(0, 0.1))
             victim = self.running[self.draw.randrange(len(self.running))]
             begun, before = time.monotonic(), dict(self.running)
-            os.kill(victim.pid, fault)
+            if fault == FLIP:
+                self._flip()
+            os.kill(victim.pid, signal.SIGSTOP if fault == STOP else signal.SIGKILL)
             while any(self.running.get(r) is p for r, p in before.items()):
                 time.sleep(0.002)  # until all ranks are others
             self._until(0)
-            self.recoveries.append((fault.name, time.monotonic() - begun))
+            self.recoveries.append((fault, time.monotonic() - begun))
+
+    def _flip(self) -> None:
+        """One bit of the newest checkpoint, unless it is taken away meanwhile."""
+        with contextlib.suppress(OSError, IndexError):
+            damage(checkpoints(self.folder / "checkpoints")[-1] / STATE, "flip", self.draw)
 
     def _until(self, step: int) -> None:
         """Until the ranks that run now have done a step beyond ``step``."""
@@ -163,7 +179,12 @@ class Killer(threading.Thread):
 
 
 def soak(
-    folder: Path, faults: Sequence[signal.Signals], seed: int, steps: int, pause: float = 0.01
+    folder: Path,
+    faults: Sequence[str],
+    seed: int,
+    steps: int,
+    pause: float = 0.01,
+    hang: float = HANG_SECONDS,
 ) -> dict[str, Any]:
     """Train under faults; what happened."""
     killer = Killer(folder, faults, seed)
@@ -184,16 +205,21 @@ def soak(
 
     killer.start()
     ranks = Ranks(lambda count, trained: [], lambda rank, count: {}, 2, 2, launch)
-    supervision = Supervision(len(faults) + 9, Limits(HANG_SECONDS, 60.0))
+    supervision = Supervision(len(faults) + 9, Limits(hang, 60.0))
     code = supervise(ranks, supervision, folder / "data", folder / "restarts.jsonl")
     return {"code": code, "recoveries": killer.recoveries, "steps": steps}
 
 
+def undisturbed(folder: Path, steps: int) -> None:
+    """The same run without faults, and without haste."""
+    soak(folder, [], 0, steps, pause=0.0, hang=60.0)
+
+
 if __name__ == "__main__":
-    place, kills, stops, seed = sys.argv[1:]
-    planned = [signal.SIGKILL] * int(kills) + [signal.SIGSTOP] * int(stops)
+    place, kills, stops, seed, flips = (*sys.argv[1:], "0")[:5]
+    planned = [KILL] * int(kills) + [STOP] * int(stops) + [FLIP] * int(flips)
     random.Random(int(seed)).shuffle(planned)
     length = (len(planned) + 1) * (MORE + 12)
     (Path(place) / "reference").mkdir()
     print(json.dumps(soak(Path(place), planned, int(seed), length)), flush=True)
-    soak(Path(place) / "reference", [], 0, length, pause=0.0)
+    undisturbed(Path(place) / "reference", length)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from fault_kit import damage
 from hasten.parts.checkpoint import MANIFEST, STATE, SmartCheckpointer, load
 from hasten.parts.checkpoint.saver import Saver
 
-PAGE = 4096
 KINDS = ("flip", "page", "cut", "grow", "delete", "swap")
 
 
@@ -32,25 +32,6 @@ def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         saver.save(step, {f"w/{k}": v for k, v in model(step).state_dict().items()}, {"n": step})
     saver.close()
     return folder
-
-
-def damage(file: Path, kind: str, draw: random.Random) -> None:
-    data = bytearray(file.read_bytes())
-    at = draw.randrange(len(data))
-    if kind == "flip":
-        data[at] ^= 1 << draw.randrange(8)
-    elif kind == "page":
-        start = at // PAGE * PAGE
-        data[start : start + PAGE] = bytes(len(data[start : start + PAGE]))
-    elif kind == "cut":
-        del data[at:]
-    elif kind == "grow":
-        data.append(0)
-    elif kind == "swap":  # another checkpoint's file of the same name
-        data = bytearray((file.parent.parent / "step-00000001" / file.name).read_bytes())
-    file.unlink()
-    if kind != "delete":
-        file.write_bytes(data)
 
 
 def test_a_hundred_damages_are_all_found_and_cost_one_checkpoint(two: Path, tmp_path: Path) -> None:

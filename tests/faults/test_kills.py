@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fault_kit import EVERY, CountedDisk, DeadlyDisk, Tell, killed, reference, train
+from fault_kit import EVERY, Account, CountedDisk, DeadlyDisk, Tell, killed, reference, train
 from hasten.parts import checkpoint
 
 STEPS = 400
@@ -17,24 +17,6 @@ STEPS = 400
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     return reference(tmp_path_factory.mktemp("reference"), STEPS)
-
-
-class Account:
-    """What every life of a run told, against the run that nothing disturbed."""
-
-    def __init__(self, losses: dict[int, str]) -> None:
-        self.losses, self.reached, self.committed = losses, 0, 0
-
-    def life(self, told: list[list[str]]) -> None:
-        for kind, step, *rest in told:
-            if kind == "R":
-                assert int(step) >= self.committed, "a finished checkpoint was lost"
-                assert self.reached - int(step) <= 2 * EVERY, "one being written, and one interval"
-            elif kind == "L":
-                assert rest == [self.losses[int(step)]], f"step {step} is another"
-                self.reached = int(step)
-            else:
-                self.committed = int(step)
 
 
 def test_forty_kills_at_random_instants(undisturbed: dict[int, str], tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fault_kit import VolatileDisk
+from fault_kit import EVERY, VolatileDisk, train
 from hasten.parts import checkpoint
 from hasten.parts.checkpoint.disk import Disk
 from hasten.parts.checkpoint.tensor_file import write_blocks
@@ -43,6 +43,21 @@ def test_no_cut_loses_a_finished_checkpoint_or_shows_half_a_one(
         finished = step
         cut("done")
     assert cuts > 60
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_run_that_makes_its_own_folder_does_not_lose_it_with_all_that_is_in_it(
+    asynchronous: bool, tmp_path: Path
+) -> None:
+    root = tmp_path / "disk"
+    root.mkdir()
+    (root / "runs").mkdir()  # by somebody who forced nothing
+    disk = VolatileDisk(root, lambda place: None)
+    train(root / "runs" / "one", 2 * EVERY, lambda line: None, disk, asynchronous)
+    left = disk.left(tmp_path / "left", False)
+    found = checkpoint.load_latest(left / "runs" / "one")
+    assert found is not None
+    assert found[2].name == f"step-{2 * EVERY:08d}"
 
 
 class Forgetful(VolatileDisk):

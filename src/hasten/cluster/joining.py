@@ -16,6 +16,8 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+from hasten.cluster.naming_ranks import LinkError
+from hasten.cluster.pulse import attempt
 from hasten.core import facts
 from hasten.core.facts import World
 from hasten.errors import AgreedError, InputError
@@ -48,6 +50,7 @@ def join(world: World, backend: str, timeout: datetime.timedelta) -> None:
 
     Raises:
         InputError: the meeting place can't be had or reached.
+        LinkError: the same in a later attempt: the settings have worked before.
     """
     import torch.distributed as dist
 
@@ -61,7 +64,8 @@ def join(world: World, backend: str, timeout: datetime.timedelta) -> None:
             timeout=timeout,
         )
     except (dist.DistError, TimeoutError, OSError) as error:
-        raise InputError(_no_meeting(world, place, timeout, error)) from error
+        kind = InputError if attempt() == 1 else LinkError
+        raise kind(_no_meeting(world, place, timeout, error)) from error
 
 
 def _no_meeting(world: World, place: str, timeout: datetime.timedelta, error: Exception) -> str:

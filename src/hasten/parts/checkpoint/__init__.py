@@ -7,6 +7,7 @@
 | ``saver``, ``writer`` | the folder as a whole; beside the training |
 | ``interval`` | when to save |
 | ``shuffle`` | smaller, where that pays |
+| ``slowness`` | told where a place is too slow |
 | ``remote`` | any address that fsspec knows |
 """
 

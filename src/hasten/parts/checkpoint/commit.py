@@ -11,6 +11,7 @@ kill or a loss of power at any instant leaves the older checkpoints as they were
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -91,6 +92,18 @@ def _is_whole(path: Path) -> bool:
         quarantine(path, str(error))
         return False
     return True
+
+
+def force_names(folder: Path, disk: Disk) -> None:
+    """Force the names of a folder and of those above it to the disk, as far as it reaches.
+
+    Whoever made them may not have done so, and with the name of one all in it would be lost.
+    """
+    device = folder.stat().st_dev
+    for place in folder.absolute().parents:
+        with contextlib.suppress(OSError):  # not ours to open, or a disk that is full
+            if place.stat().st_dev == device:
+                disk.sync(place)
 
 
 def _make_durably(folder: Path, disk: Disk) -> None:

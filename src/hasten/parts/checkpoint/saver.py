@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hasten.parts.checkpoint.commit import LOCAL, save
+from hasten.parts.checkpoint.commit import LOCAL, force_names, save
 from hasten.parts.checkpoint.disk import Disk
 from hasten.parts.checkpoint.folder import bytes_in, set_aside
 from hasten.parts.checkpoint.lock import FolderLock
@@ -26,6 +26,7 @@ from hasten.parts.checkpoint.manifest import read_manifest
 from hasten.parts.checkpoint.remote import Mirror, is_address
 from hasten.parts.checkpoint.retention import Known, prune
 from hasten.parts.checkpoint.shuffle import DIFFERENCE, PLAIN, SHUFFLE, Choice, choose, encode
+from hasten.parts.checkpoint.slowness import Slowness
 from hasten.parts.checkpoint.verify import load, load_latest
 from hasten.parts.checkpoint.writer import Staging, Writer
 
@@ -69,6 +70,7 @@ class Saver:
         self.writing_seconds = 0.0
         self._disk, self._lock = disk, FolderLock(self.folder)
         self._staging, self._writer = Staging(), Writer()
+        self._slowness = Slowness(self.address)
         self._known: Known = {}
         self._base: Path | None = None  # the last whole checkpoint of this object
         self._since_whole = 0
@@ -84,6 +86,7 @@ class Saver:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
+            force_names(self.folder, self._disk)
             with tempfile.TemporaryFile(dir=self.folder):
                 pass
             free = shutil.disk_usage(self.folder).free
@@ -115,7 +118,10 @@ class Saver:
         Raises:
             TypeError, ValueError: a save before this one held what can't be written.
         """
-        self.settle()
+        began = time.perf_counter()
+        self._writer.wait()
+        self._alarm_if(self._slowness.words(time.perf_counter() - began))
+        self.look()
         if not self.asynchronous:
             self._guarded(step, tensors, meta)
             return
@@ -123,8 +129,13 @@ class Saver:
         self._writer.start(lambda: self._write(step, staged, meta))
 
     def look(self) -> None:
-        """See the writer's error: a warning where the disk is at fault, raised where a state is."""
+        """See the writer's error: a warning where the disk is at fault, raised where a state is.
+
+        A place that is too slow is a warning as well.
+        """
         self._tell(self._writer.error())
+        if not self.busy:
+            self._alarm_if(self._slowness.words())
 
     def settle(self) -> None:
         """Until nothing is under way; its error is seen."""
@@ -174,7 +185,9 @@ class Saver:
         path = self._commit(step, tensors, meta)
         self._reach(lambda mirror: mirror.send(path))
         whole = sum(t.numel() * t.element_size() for t in tensors.values())
-        self._plain_speed = whole / (time.perf_counter() - chosen)
+        taken = time.perf_counter() - chosen
+        self._plain_speed = whole / taken
+        self._slowness.wrote(_size(path), taken)
         self.saved += 1
         prune(self.folder, self.keep, self._known, self._noted)
         self._reach(lambda mirror: mirror.keep(self.folder))
@@ -231,9 +244,18 @@ class Saver:
         elif error is not None:
             raise error
 
+    def _alarm_if(self, text: str) -> None:
+        if text:
+            self._alarm(text)
+
     def _alarm(self, text: str) -> None:
         self.alarms.append(text)
         warnings.warn(text, stacklevel=2)
+
+
+def _size(path: Path) -> int:
+    """Bytes of a checkpoint's files."""
+    return sum(p.stat().st_size for p in path.iterdir())
 
 
 def _told(compression: bool | str) -> Choice | None:

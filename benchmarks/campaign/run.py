@@ -1,0 +1,214 @@
+"""The fault campaign: thousands of kills, flips and cuts, on hasten and beside it on others.
+
+    python benchmarks/campaign/run.py --minutes 20 [--only kills ...] [--trainer hasten ...]
+    python benchmarks/campaign/run.py --table         what is known so far, as Markdown
+
+It may be stopped at any time (Ctrl-C) and goes on where it was: each batch that is done is a line
+in ``benchmarks/campaign/results`` (or ``--results``). Everything gets its turn, what is furthest
+behind first. HF Trainer runs in this Python; Lightning where ``--peers PYTHON`` has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from campaign.faults import FAULTS, TRAINERS, Fault  # noqa: E402
+from campaign.ledger import Ledger, line_of  # noqa: E402
+from campaign.table import share, table, wanted_text  # noqa: E402
+
+RESULTS = Path(__file__).parent / "results"
+BATCH_SECONDS = 1800.0  # a batch that takes longer hangs
+OVER = 45.0  # seconds that a batch may be begun over the time that is left
+Turn = tuple[Fault, str]
+
+
+class Campaign:
+    """Batches, one after the other, until time is up or nothing is wanted any more.
+
+    Args:
+        pythons: by trainer, the Python that has it.
+        until: when no further batch is begun, by ``time.monotonic``.
+        most: cases of a batch; None: as many as each fault has by itself.
+    """
+
+    def __init__(
+        self, ledger: Ledger, pythons: dict[str, str], until: float, most: int | None = None
+    ) -> None:
+        self.ledger, self.pythons, self.until, self.most = ledger, pythons, until, most
+        self.broken: set[tuple[str, str]] = set()  # not tried again in this call
+        self.about = versions()
+
+    def run(self, turns: list[Turn]) -> int:
+        """The exit code: 1 where a batch couldn't be done or a case of hasten's wasn't good."""
+        while (turn := self._next(turns)) is not None:
+            self._do(turn)
+            self._tell(turn, turns)
+        bad = sum(
+            tally.cases - tally.good
+            for fault, trainer in turns
+            if trainer == "hasten"
+            for tally in [self.ledger.tally(trainer, fault.name)]
+        )
+        return 1 if bad or self.broken else 0
+
+    def _next(self, turns: list[Turn]) -> Turn | None:
+        """The one that is furthest behind and still fits."""
+        left = self.until - time.monotonic()
+        open_ = [
+            (self._share(turn), place, turn)
+            for place, turn in enumerate(turns)
+            if self._share(turn) < 1 and (turn[1], turn[0].name) not in self.broken
+        ]
+        fitting = [entry for entry in open_ if self._batch_seconds(entry[2]) < left + OVER]
+        return min(fitting)[2] if fitting and left > 0 else None
+
+    def _share(self, turn: Turn) -> float:
+        fault, trainer = turn
+        return share(fault, trainer, self.ledger.tally(trainer, fault.name))
+
+    def _batch_seconds(self, turn: Turn) -> float:
+        tally = self.ledger.tally(turn[1], turn[0].name)
+        return tally.seconds / tally.batches if tally.batches else 0.0
+
+    def _left_seconds(self, turn: Turn) -> float:
+        """Until it is done, where a batch of it was timed."""
+        done = self._share(turn)
+        took = self.ledger.tally(turn[1], turn[0].name).seconds
+        return took / done * (1 - done) if 0 < done < 1 else 0.0
+
+    def _do(self, turn: Turn) -> None:
+        fault, trainer = turn
+        tally = self.ledger.tally(trainer, fault.name)
+        began = time.monotonic()
+        found = self._batch(turn, tally.batches)
+        if "failed" in found:
+            print(f"{trainer} {fault.name}: the batch could not be done: {found['failed']}")
+            self.broken.add((trainer, fault.name))
+            return
+        seconds = time.monotonic() - began
+        line = line_of(trainer, fault.name, tally.batches, seconds, found, self.about)
+        self.ledger.add(line)
+        if line["skipped"]:
+            self.broken.add((trainer, fault.name))
+
+    def _batch(self, turn: Turn, number: int) -> dict[str, Any]:
+        """What a process of its own found, or why it found nothing."""
+        fault, trainer = turn
+        size = min(fault.batch[trainer], self.most or fault.batch[trainer])
+        with tempfile.TemporaryDirectory(prefix="hasten-campaign-") as folder:
+            out = Path(folder) / "out.json"
+            script = Path(__file__).with_name("batch.py")
+            words = [trainer, fault.name, str(number), str(size), str(out)]
+            with (Path(folder) / "log").open("w+", errors="replace") as log:
+                process = subprocess.Popen(
+                    [self.pythons[trainer], "-W", "ignore", str(script), *words],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                )
+                try:
+                    process.wait(BATCH_SECONDS)
+                except subprocess.TimeoutExpired:
+                    return {"failed": f"it wasn't done after {BATCH_SECONDS:.0f} s"}
+                finally:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+                if not out.exists():
+                    log.seek(0)
+                    last = (log.read().strip().splitlines() or ["it said nothing"])[-1]
+                    return {"failed": f"exit code {process.returncode}, {last[:300]}"}
+            found: dict[str, Any] = json.loads(out.read_text())
+            return found
+
+    def _tell(self, turn: Turn, turns: list[Turn]) -> None:
+        fault, trainer = turn
+        tally = self.ledger.tally(trainer, fault.name)
+        said = f"not possible here: {tally.skipped}" if tally.skipped else ""
+        done = f"{tally.amount:.0f} of {wanted_text(fault, trainer)}"
+        eta = sum(self._left_seconds(each) for each in turns) / 60
+        unknown = sum(not self._share(each) for each in turns)
+        print(
+            f"{time.strftime('%H:%M:%S')}  {TRAINERS[trainer]:<10} {fault.name:<12} "
+            + (said or f"{tally.good:,} good of {tally.cases:,}; {done}")
+            + f"; all done in about {eta:.0f} min"
+            + (f" and {unknown} kinds not begun" if unknown else ""),
+            flush=True,
+        )
+
+
+def versions() -> dict[str, str]:
+    """What the figures are of."""
+    wanted = ("torch", "transformers", "safetensors")
+    found = {name: importlib.metadata.version(name) for name in wanted}
+    words = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(words, capture_output=True, text=True).stdout.strip()
+    return found | ({"hasten": commit} if commit else {})
+
+
+def pythons(peers: str | None) -> dict[str, str]:
+    """By trainer, a Python that has it."""
+    found = {"hasten": sys.executable, "transformers": sys.executable}
+    if peers:
+        found["lightning"] = peers
+    elif importlib.util.find_spec("lightning"):
+        found["lightning"] = sys.executable
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = [fault.name for fault in FAULTS]
+    parser.add_argument("--minutes", type=float, default=60.0, help="no batch is begun after them")
+    parser.add_argument("--only", action="append", choices=names, help="a fault, may be repeated")
+    parser.add_argument("--trainer", action="append", choices=list(TRAINERS), help="may repeat")
+    parser.add_argument("--batch", type=int, help="cases at once; fewer where a machine is busy")
+    parser.add_argument("--peers", help="a Python that has Lightning")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="a folder to go on in")
+    parser.add_argument("--table", action="store_true", help="print what is known, run nothing")
+    given = parser.parse_args()
+    ledger = Ledger(given.results)
+    if given.table:
+        print(table(ledger))
+        return 0
+    known = pythons(given.peers)
+    turns = [
+        (fault, trainer)
+        for fault in FAULTS
+        for trainer in fault.wanted
+        if trainer in known
+        and fault.name in (given.only or names)
+        and trainer in (given.trainer or TRAINERS)
+    ]
+    if "lightning" not in known:
+        print("Lightning is left out: name a Python that has it with --peers")
+    campaign = Campaign(ledger, known, time.monotonic() + 60 * given.minutes, given.batch)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no batch is left behind
+    code = 0
+    try:
+        code = campaign.run(turns)
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from here")
+    print(f"\n{table(ledger)}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""A supervised run whose ranks' link is cut: waited for, gone on with, or ended with a name.
+
+A sample; ``python tests/faults/link_soak.py`` takes any length of cut.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.cluster.supervisor import WORN_OUT
+from netlab import missing
+
+SCRIPT = Path(__file__).with_name("link_soak.py")
+# Seconds of the cut, link_seconds, restarts. The first is shorter than ranks wait, the second isn't
+CASES = {"waited": ("5", "30", "2"), "restarted": ("20", "8", "5"), "for good": ("inf", "8", "1")}
+
+Case = tuple[dict[str, Any], Path, str]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    """All at once: they wait more than they work."""
+    if reason := missing():
+        pytest.skip(reason)
+    begun = {}
+    for name, words in CASES.items():
+        folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
+        process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(folder), *words],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        begun[name] = (process, folder)
+    found = {}
+    try:
+        for name, (process, folder) in begun.items():
+            out, err = process.communicate(timeout=250)
+            assert process.returncode == 0, err
+            found[name] = (json.loads(out), folder, err)
+    finally:
+        for process, _ in begun.values():
+            process.kill()
+    return found
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def trained_as_without_a_cut(folder: Path) -> bool:
+    return lines(folder / "metrics.jsonl") == lines(folder / "reference" / "metrics.jsonl")
+
+
+@pytest.mark.slow
+def test_a_cut_of_five_seconds_is_waited_for(cases: dict[str, Case]) -> None:
+    found, folder, _ = cases["waited"]
+    assert found["code"] == 0
+    assert found["seconds"] > 5
+    assert lines(folder / "restarts.jsonl") == []
+    assert trained_as_without_a_cut(folder)
+
+
+@pytest.mark.slow
+def test_a_cut_that_is_longer_than_ranks_wait_costs_restarts_and_no_step(
+    cases: dict[str, Case],
+) -> None:
+    found, folder, _ = cases["restarted"]
+    assert found["code"] == 0
+    assert 1 <= len(lines(folder / "restarts.jsonl")) <= 5
+    assert trained_as_without_a_cut(folder)
+
+
+@pytest.mark.slow
+def test_a_cut_for_good_ends_the_run_with_the_rank_named_in_bounded_time(
+    cases: dict[str, Case],
+) -> None:
+    found, folder, err = cases["for good"]
+    assert found["code"] == WORN_OUT
+    assert found["seconds"] < 90
+    first, *others = lines(folder / "restarts.jsonl")
+    assert "rank 0" in first["cause"] or "rank 1" in first["cause"]
+    assert "link is cut" in first["cause"]
+    assert len(others) == 1, "one restart, which can't meet"
+    assert "didn't meet the others" in others[0]["cause"]
+    assert "1 restart(s) are used up" in err

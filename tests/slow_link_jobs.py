@@ -1,0 +1,38 @@
+"""A few steps of two ranks on two hosts of a lab; the first says what it has to say of its link."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import torch
+
+from hasten.cluster.ranks import process_group
+from hasten.core import facts, slow_link
+from hasten.core.facts import World
+from hasten.core.plan import Plan
+from hasten.core.session import Session, assemble
+from hasten.core.setup import prepare
+from hasten.core.slow_link import LOOK, SlowLink
+from hasten.core.step import training
+from hasten.techniques.layout import DDP
+from tiny import job_facts, language_job
+
+
+def session_on(world: World) -> Session:
+    job = language_job(steps=LOOK + 1)
+    return assemble(prepare(job, Plan((DDP(),)), job_facts(job, world=world)))
+
+
+def train(world: World) -> None:
+    slow_link.SHARE = 0.0  # a busy machine computes slowly as well
+    link = SlowLink(print if world.is_main else lambda text: None)
+    for metrics in training(session_on(world)):
+        link.note(metrics)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with process_group(facts.world(), "cpu"):
+        train(facts.world())
