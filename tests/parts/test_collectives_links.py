@@ -28,7 +28,7 @@ HEADERS = 66  # bytes of a packet's Ethernet, IPv4 and TCP headers, with time st
 BESIDE = 10_000  # bytes of the two barriers around a measurement
 
 
-@pytest.mark.parametrize(("mtu", "most"), [(1500, 1.05), (9000, 1.03)])
+@pytest.mark.parametrize(("mtu", "most"), [(1500, 1.07), (9000, 1.03)])
 def test_all_that_hierarchy_sends_beside_the_tensor_is_headers_of_packets(
     mtu: int, most: float
 ) -> None:
@@ -41,7 +41,8 @@ def test_all_that_hierarchy_sends_beside_the_tensor_is_headers_of_packets(
         payload = 2 * found["payload"]  # of both ranks of a host
         assert payload == SIZE
         assert 0 <= found["bytes"] - payload - HEADERS * found["packets"] < BESIDE
-        # A full packet of 1500 bytes has 1448 of the tensor: 66 in 1448 are 4.6 %; of 9000, 0.7 %.
+        # A full packet of 1500 bytes has 1448 of the tensor: 66 in 1448 are 4.6 %, and half of that
+        # again where every second one is acknowledged by a packet of its own; of 9000, 0.7 %.
         assert 1.0 <= found["bytes"] / SIZE < most
 
 
