@@ -27,22 +27,6 @@ from hasten.parts import codecs
 from hasten.parts.compression.exchange import WireError
 
 
-def trouble(world: World) -> dict[str, Any]:
-    return {
-        "infinite": {m: _infinite(m, world) for m in LEARNT},
-        "accumulated": {m: _accumulated(m, world) for m in LEARNT},
-        "scaled": {m: _scaled(m, world) for m in ("int4", "topk", "powersgd")},
-        "bf16": {m: _formats(m, world, torch.bfloat16) for m in LEARNT},
-        "unused": {m: _unused(m, world) for m in LEARNT},
-        "frozen": _frozen(world),
-        "hand": {m: _by_hand(m, world) for m in METHODS},
-        "resumed": {m: _resumed(m, world) for m in LEARNT},
-        "drifted": _error(lambda: _drifted(world)),
-        "disagreeing": _error(lambda: _disagreeing(world)),
-        "ended": _codec_fails(world),
-    }
-
-
 def four(world: World) -> dict[str, Any]:
     """What may depend on how many ranks there are."""
     return {
@@ -53,6 +37,16 @@ def four(world: World) -> dict[str, Any]:
         "unused": {m: _unused(m, world) for m in LEARNT},
         "frozen": _frozen(world),
         "resumed": {m: _resumed(m, world) for m in LEARNT},
+    }
+
+
+def trouble(world: World) -> dict[str, Any]:
+    return {
+        **four(world),
+        "hand": {m: _by_hand(m, world) for m in METHODS},
+        "drifted": _error(lambda: _drifted(world)),
+        "disagreeing": _error(lambda: _disagreeing(world)),
+        "ended": _codec_fails(world),  # the last: nothing is sent after it
     }
 
 

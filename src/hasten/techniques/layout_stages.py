@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -18,11 +18,11 @@ from hasten.core.setup import Dense, Setup, Wire
 from hasten.errors import InputError
 from hasten.parts.late_reduction import reduce_now
 from hasten.parts.layout.pipeline_work import Settings
-from hasten.techniques.layout_stages_cut import Cut
+from hasten.techniques.layout_stages_cut import Cut, DealsCut
 from hasten.techniques.wire_compressed import Compressed
 
 
-class Stages:
+class Stages(DealsCut):
     """``data_size`` pipelines side by side; neighbouring ranks make up one of them.
 
     Stages that several pipelines have are copies: their gradients are averaged when all passes of a
@@ -106,23 +106,6 @@ class Stages:
 
     def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
         return nullcontext(False) if self.data_rank else self.cut.put_together()
-
-    @property
-    def names(self) -> Sequence[str]:
-        return self.cut.names
-
-    @property
-    def copies(self) -> Mapping[str, str]:
-        return self.cut.copies
-
-    def ordered(self) -> list[str]:
-        return self.cut.ordered()
-
-    def told(self, mine: Any) -> list[Any]:
-        return self.cut.told(mine)
-
-    def brought(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self.cut.brought(mine)
 
 
 def check_wire(wire: Wire, pipelines: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
@@ -163,3 +163,26 @@ def _no_recompute(recompute: BlockRecompute, settings: Settings) -> str:
             "the blocks again; take the schedule 1f1b"
         )
     return ""
+
+
+class DealsCut:
+    """A layout of stages deals weights as its cut does (``hasten.core.layout.DealsWeights``)."""
+
+    cut: Cut
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self.cut.names
+
+    @property
+    def copies(self) -> Mapping[str, str]:
+        return self.cut.copies
+
+    def ordered(self) -> list[str]:
+        return self.cut.ordered()
+
+    def told(self, mine: Any) -> list[Any]:
+        return self.cut.told(mine)
+
+    def brought(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self.cut.brought(mine)

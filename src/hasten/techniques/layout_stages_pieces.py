@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -22,11 +22,11 @@ from hasten.parts.layout.pipeline_work import Settings
 from hasten.parts.layout.tensor_parallel import split_layers
 from hasten.parts.master_weights import MasterWeights
 from hasten.techniques import layout_dealt
-from hasten.techniques.layout_stages_cut import Cut
+from hasten.techniques.layout_stages_cut import Cut, DealsCut
 from hasten.techniques.layout_tensor import refuse_other_code
 
 
-class StagesInPieces:
+class StagesInPieces(DealsCut):
     """Pipelines of ``settings.ranks`` stages, each stage on copies, shards and pieces of layers.
 
     Ranks are numbered with ``tp`` innermost and stages next to it, so that what talks most are
@@ -149,20 +149,3 @@ class StagesInPieces:
 
     def part_of(self, weight: Tensor, whole: Tensor) -> Tensor:
         return layout_dealt.part_of(self.weights, weight, whole)
-
-    @property
-    def names(self) -> Sequence[str]:
-        return self.cut.names
-
-    @property
-    def copies(self) -> Mapping[str, str]:
-        return self.cut.copies
-
-    def ordered(self) -> list[str]:
-        return self.cut.ordered()
-
-    def told(self, mine: Any) -> list[Any]:
-        return self.cut.told(mine)
-
-    def brought(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self.cut.brought(mine)
