@@ -29,6 +29,7 @@ from evidence.planted_techniques import small_proofs
 from evidence.simulated import NOISES, ROUNDS, coverage
 
 BUSY_ROUNDS, CALM_ROUNDS = (8, 200, 1000, 2000, 3000), (5, 8, 12, 20, 40, 80)
+ALIKE = ("again", "nothing")  # both do what the baseline does
 CALM = (0.01, 0.02, 0.03, 0.05)  # how far a round's ratio strays where there is little else to do
 
 
@@ -86,19 +87,36 @@ def _cell(truth: Truth, words: Counter[str]) -> str:
 
 
 def print_real(experiments: int, rounds: int, steps: int) -> None:
-    """Per truth: its word in each experiment."""
+    """Per truth: its word in each experiment; then the intervals of arms that are alike."""
     from verdicts.real import real
 
     proofs, found = small_proofs(), []
     for seed in range(experiments):
         found.append(real(rounds, steps, seed, proofs))
-        print(f"experiment {seed + 1}/{experiments}", flush=True)
+        words = (f"{truth.name} {_told(found[-1][truth.name])}" for truth in TRUTHS)
+        print(f"experiment {seed + 1}/{experiments}: {'; '.join(words)}", flush=True)
     print(f"\n| truth | right | words in {experiments} experiments of {rounds} rounds |")
     print("|---|---|---|")
     for truth in TRUTHS:
-        words = [row[truth.name] for row in found]
-        good = sum(word in truth.right for word in words)
-        print(f"| {truth.name} | {good} of {experiments} | {', '.join(words)} |")
+        said = [_word(rows[truth.name]) for rows in found]
+        good = sum(word in truth.right for word in said)
+        print(f"| {truth.name} | {good} of {experiments} | {', '.join(said)} |")
+    for name in ALIKE:
+        ratios = [rows[name]["ratio"] for rows in found]
+        holding = sum(ratio["low"] <= 1 <= ratio["high"] for ratio in ratios)
+        print(f"\n{name}: {holding} of {experiments} intervals hold 1: {_intervals(ratios)}")
+
+
+def _word(row: dict[str, Any]) -> str:
+    return str(row["verdict"].partition(":")[0])
+
+
+def _told(row: dict[str, Any]) -> str:
+    return f"{_word(row)} {_intervals([row['ratio']])}"
+
+
+def _intervals(ratios: Sequence[dict[str, float]]) -> str:
+    return ", ".join(f"{r['median']:.3f} [{r['low']:.3f}, {r['high']:.3f}]" for r in ratios)
 
 
 def arguments() -> argparse.Namespace:

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from evidence.planted import BASELINE, TRUTHS, Proofs, words_of
+from evidence.planted import BASELINE, TRUTHS, Proofs, rows_of
 from hasten.core.plan import Plan
 from hasten.evidence.ablation import Design, Kind
 from hasten.evidence.controller import measure_arms, table
@@ -16,8 +16,8 @@ from verdicts.record import ENVIRON
 ENTRY = (str(Path(__file__).with_name("planted_trial.py")),)
 
 
-def real(rounds: int, steps: int, seed: int, proofs: Proofs) -> dict[str, Any]:
-    """One experiment; each arm's word, and its ratio to the baseline for the reader."""
+def real(rounds: int, steps: int, seed: int, proofs: Proofs) -> dict[str, dict[str, Any]]:
+    """One experiment: each arm's row of the report."""
     plans = {"baseline": Plan(BASELINE), "again": Plan(BASELINE)}
     plans |= {truth.name: truth.plan for truth in TRUTHS}
     kinds: dict[str, Kind] = {"baseline": "baseline", "again": "again"}
@@ -29,4 +29,4 @@ def real(rounds: int, steps: int, seed: int, proofs: Proofs) -> dict[str, Any]:
     for arm in arms:
         if arm.failed is not None:
             raise RuntimeError(f"{arm.name}: {arm.failed}")
-    return words_of(arms, proofs[0])
+    return {row["name"]: row for row in rows_of(arms, proofs[0])}

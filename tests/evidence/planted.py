@@ -111,7 +111,13 @@ def _drawn(
 
 def words_of(arms: Sequence[Arm], guard: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Each arm's verdict by the real path, its reason left out."""
-    report = report_of(
+    rows = rows_of(arms, guard)
+    return {row["name"]: row["verdict"].partition(":")[0] for row in rows}
+
+
+def rows_of(arms: Sequence[Arm], guard: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each arm's row of the report, by the real path."""
+    rows: list[dict[str, Any]] = report_of(
         arms,
         title="planted truths",
         command="",
@@ -119,8 +125,8 @@ def words_of(arms: Sequence[Arm], guard: Sequence[Mapping[str, Any]]) -> dict[st
         versions={},
         recipe={"seed": 0},
         guard=guard,
-    )
-    return {row["name"]: row["verdict"].partition(":")[0] for row in report["arms"]}
+    )["arms"]
+    return rows
 
 
 def counts(

@@ -24,7 +24,8 @@ def test_a_loop_is_tuned_proven_and_answered_at_once_the_second_time(tmp_path: P
     found = tune(f"{JOBS}:job", 60, Wishes(trials=3), space=SPACE, folder=tmp_path)
     assert found.better, str(found)
     ratio = found.report["winner"]["ratio"]
-    assert 1 < ratio["low"] < ratio["median"]
+    assert 1 < ratio["low"] < ratio["high"]
+    assert ratio["median"] > 1
     assert json.loads(found.text).items() >= found.settings.items()
     assert found.settings != {"batch": 1, "fused": False}
     kept = json.loads((found.folder / "study.json").read_text())
