@@ -1,46 +1,79 @@
-"""Run a function of a test helper module on several ranks, each a process of its own."""
+"""Run a function of a test helper module on several ranks, each a process of its own.
+
+Ranks are forked from a server that has torch, Transformers and hasten loaded but has computed
+nothing: importing takes seconds of a core, for each rank of each test, and forking hundredths.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hasten.cluster.ranks import rank_environment
+import torch
+
+from hasten.cluster.ranks import process_group, rank_environment
+from hasten.core.facts import world as world_now
 
 TIMEOUT_SECONDS = 240
+LOADED = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.models.deepseek_v3.modeling_deepseek_v3",
+    "transformers.models.llama.modeling_llama",
+    "hasten.core.session",
+    "hasten.core.setup",
+    "hasten.techniques",
+)
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload(list(LOADED))
 
 
 def on_ranks(function: str, folder: Path, world: int = 2) -> list[Any]:
     """What ``module:function(world)`` returned on every rank; gloo over the loopback interface."""
-    module, name = function.split(":")
-    processes = []
-    for rank in range(world):
-        code = (
-            "import json, sys, torch; torch.set_num_threads(1)\n"
-            "from hasten.cluster.ranks import process_group\n"
-            "from hasten.core.facts import world\n"
-            f"from {module} import {name}\n"
-            "with process_group(world(), 'cpu'):\n"
-            f"    found = {name}(world())\n"
-            f"open({str(folder / f'rank-{rank}.json')!r}, 'w').write(json.dumps(found))\n"
+    ranks = [
+        _server.Process(
+            target=_rank, args=(function, folder, rank, rank_environment(rank, world, folder, 1))
         )
-        env = rank_environment(rank, world, folder, threads=1)
-        paths = [str(Path(__file__).parent), env.get("PYTHONPATH", "")]
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True
-            )
-        )
+        for rank in range(world)
+    ]
+    end = time.monotonic() + TIMEOUT_SECONDS
     try:
-        errors = [p.communicate(timeout=TIMEOUT_SECONDS)[1] for p in processes]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(max(0.0, end - time.monotonic()))
+        codes = [rank.exitcode for rank in ranks]
     finally:
-        for process in processes:
-            process.kill()
-    for process, error in zip(processes, errors, strict=True):
-        assert process.returncode == 0, error
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    assert codes == [0] * world, f"{codes}: " + "\n".join(
+        path.read_text() for path in (_errors(folder, rank) for rank in range(world))
+    )
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world)]
+
+
+def _rank(function: str, folder: Path, rank: int, environment: Mapping[str, str]) -> None:
+    """The life of one rank: what it found is a file in the folder, its words another."""
+    os.environ.clear()
+    os.environ.update(environment)
+    with _errors(folder, rank).open("w") as errors:
+        os.dup2(errors.fileno(), sys.stderr.fileno())
+    torch.set_num_threads(1)
+    module, name = function.split(":")
+    job = getattr(importlib.import_module(module), name)
+    with process_group(world_now(), "cpu"):
+        found = job(world_now())
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+
+
+def _errors(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.err"
