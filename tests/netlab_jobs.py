@@ -66,6 +66,26 @@ def reduce(numbers: int, times: int, seconds: float) -> None:
     dist.destroy_process_group()
 
 
+def scatter(numbers: int, times: int) -> None:
+    """All ranks add tensors up and keep a part each."""
+    import gc
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    meeting = f"file://{os.environ['HASTEN_RENDEZVOUS']}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
+    piece = torch.empty(numbers // ranks)
+    for _ in range(times):
+        dist.reduce_scatter_tensor(piece, torch.ones(numbers))
+    print(json.dumps({"sum": float(piece.sum())}), flush=True)
+    dist.barrier()
+    gc.collect()
+    dist.destroy_process_group()
+
+
 def _reduce(numbers: int, times: int) -> dict[str, float]:
     import torch
     import torch.distributed as dist

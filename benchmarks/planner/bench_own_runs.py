@@ -78,7 +78,7 @@ def main() -> None:
     torch.set_num_threads(1)
     peak, memory = ceilings()
     print(f"one thread: {peak / 1e9:.0f} GFLOP/s in fp32, {memory / 1e9:.1f} GB/s")
-    chip = Device("cpu", peak, 64e9, memory, 1e9, 1, 1, peak32=peak, reached16=peak)
+    chip = Device("cpu", peak, 64e9, memory, 1e9, 1, 1, peak32=peak, reached16=peak, reached32=peak)
     cluster = Cluster(chip, 1, 1, 1e9, 1e9, topology="single_node")
     runs = []
     for name, micro_batch, count, sequence in RUNS:

@@ -79,7 +79,7 @@ def figures(seconds: HeldOut, memory: HeldOut, held: MemoryConstants) -> list[tu
     mean = float(np.mean([median for median, _, _ in stacks.values()]))
     chosen = held_out.choice(seconds, SWEEPS)
     sweeps = len(chosen.regrets)
-    bytes_off = held_out.off(memory.errors)
+    bytes_off = held_out.off(-memory.errors)
 
     def of(rows: Any) -> tuple[int, int]:
         groups = {r.group for r, used in zip(seconds.records, rows, strict=True) if used}

@@ -70,6 +70,16 @@ def test_a_link_cut_for_good_is_an_error_with_a_name_within_the_time_limit() -> 
         assert "gloo" in r.output.lower()
 
 
+def test_a_reduce_scatter_sends_what_an_all_reduce_does() -> None:
+    """What the planner takes for true of processors: half of it would do."""
+    with lab_with_links(rate="400mbit") as lab:
+        results = lab.run(job("scatter", NUMBERS, TIMES), seconds=60)
+        sent = [lab.bytes(host)[0] for host in (0, 1)]
+    assert sums(results) == [NUMBERS] * 2
+    whole = TIMES * 4 * NUMBERS  # an all-reduce of two ranks: 2 (2 - 1) / 2 of the bytes
+    assert sent == pytest.approx([whole, whole], rel=0.1)
+
+
 def test_ranks_without_interfaces_count_the_same_bytes_at_their_collectives() -> None:
     with Lab(2, 2, mode="loopback") as lab:
         results = lab.run(job("reduce", NUMBERS, TIMES, 30.0), seconds=60)

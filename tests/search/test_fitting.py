@@ -77,6 +77,17 @@ def test_broken_rows_hardly_move_the_fit(records: list[Record]) -> None:
     assert found.gemm16 == pytest.approx(sound.gemm16, rel=0.1)
 
 
+def test_memorys_figures_are_shares_of_what_was_measured(records: list[Record]) -> None:
+    """As those of ``--evaluate``, and of everybody who says how far off a prediction was."""
+    found = held_out.memory(records)
+    measured = np.array([r.memory_gb or np.nan for r in found.records])
+    predicted = measured / np.exp(found.errors)
+    off = np.abs(predicted / measured - 1)
+    told = calibrated().provenance["held_out"]
+    assert f"{np.median(off):.1%}" == told["memory, median"].replace(" ", "")
+    assert f"{np.quantile(off, 0.9):.1%}" == told["memory, p90"].replace(" ", "")
+
+
 def test_memory_is_fitted_as_well(records: list[Record]) -> None:
     rows = held_out.weighed(records)
     errors = held_out.memory_errors(rows, fit_memory(Cases.of(rows)))
@@ -135,7 +146,10 @@ def test_a_calibration_survives_its_file() -> None:
     assert again == calibrated()
 
 
-@pytest.mark.parametrize("wrong", [{}, [], {"kind": "hasten calibration"}, None])
+@pytest.mark.parametrize(
+    "wrong",
+    [{}, [], {"kind": "hasten calibration"}, {"kind": "hasten calibration", "constants": []}, None],
+)
 def test_a_file_that_is_no_calibration_is_refused(wrong: object) -> None:
     with pytest.raises(InputError, match="make calibrate"):
         Calibration.from_dict(wrong)

@@ -50,6 +50,31 @@ def test_presets_agree_with_the_datasheets_of_parts(name: str, driver: str) -> N
     assert device(name).reached16 in (0, sheet.reached)
 
 
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [
+        *((driver, name) for name, driver in SAME.items()),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A800-SXM4-80GB", "a800"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GH200 480GB", "gh200"),
+    ],
+)
+def test_a_device_is_known_by_its_drivers_name(driver: str, name: str) -> None:
+    assert device(driver).name == name
+
+
+@pytest.mark.parametrize(
+    "driver",
+    ["NVIDIA H100 NVL", "NVIDIA H100 80GB HBM2e", "NVIDIA A100-PCIE-40GB", "NVIDIA H800 80GB PCIe"],
+)
+def test_a_variant_with_other_figures_is_not_taken_for_a_known_one(driver: str) -> None:
+    with pytest.raises(InputError, match="no figures are known"):
+        device(driver)
+
+
 def test_no_device_reaches_more_than_it_promises() -> None:
     for chip in DEVICES.values():
         assert 0.3 * chip.peak16 < chip.best16 <= chip.peak16
@@ -79,6 +104,12 @@ def test_every_topology_of_a_cloud_config_is_a_cluster(topology: str) -> None:
     assert cluster.inter <= cluster.intra
 
 
+@pytest.mark.parametrize("per_node", [1, 2, 8])
+def test_over_ethernet_a_nodes_devices_share_its_one_card(per_node: int) -> None:
+    cluster = Cluster.preset("ethernet", 2, per_node, "h100")
+    assert cluster.inter * per_node == pytest.approx(100e9 / 8)
+
+
 def test_a_dgx_says_its_device_and_a_fat_tree_must_be_told() -> None:
     assert Cluster.preset("dgx_h100", 2).device.name == "h100-80gb"
     with pytest.raises(InputError, match="name one"):
@@ -99,6 +130,14 @@ def test_a_file_of_the_bench_is_a_machine() -> None:
     assert cluster.device.best16 == 2e12
     assert cluster.device.memory_rate == 5e10
     assert cluster.devices == 2
+
+
+def test_a_processor_that_is_slow_in_16_bits_is_taken_as_slow_in_16_bits() -> None:
+    products = [{"dtype": "fp32", "best": 2e12}, {"dtype": "bf16", "best": 3e11}]
+    chip = own_machine(rates(products=products), memory_bytes=64e9, link=1e9).device
+    assert (chip.best16, chip.peak("fp32"), chip.best32) == (3e11, 2e12, 2e12)
+    single = own_machine(rates(products=products[:1]), memory_bytes=64e9, link=1e9).device
+    assert single.best16 == 2e12
 
 
 @pytest.mark.parametrize("wrong", [{}, {"kind": "else"}, rates(products=[]), rates(copies=[{}])])

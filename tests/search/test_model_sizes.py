@@ -118,6 +118,16 @@ def test_a_window_sees_the_keys_that_a_plain_count_finds(sequence: int, window: 
     assert model.keys(sequence) <= sequence / 2
 
 
+@pytest.mark.parametrize("windowed", [0, 3, 5, 6])
+def test_keys_are_the_mean_over_the_layers_that_the_config_lists(windowed: int) -> None:
+    """As Gemma 3 has it: five layers of six see a window, the sixth sees all."""
+    kinds = ["sliding_attention"] * windowed + ["full_attention"] * (6 - windowed)
+    fields = {**LLAMA_8B, "sliding_window": 1024, "layer_types": kinds}
+    near = Architecture.from_config({**LLAMA_8B, "sliding_window": 1024}).keys(32768)
+    expected = (windowed * near + (6 - windowed) * 32768 / 2) / 6
+    assert Architecture.from_config(fields).keys(32768) == pytest.approx(expected)
+
+
 def test_operators_add_up_to_twice_the_active_weights_and_attention() -> None:
     model = Architecture.from_config("deepseek-v2-lite")
     tokens, length = 1000, 2048

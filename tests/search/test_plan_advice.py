@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
-from hasten.search.advice import devices, sensitivity, switches, what_if
+from hasten.search.advice import _changed, devices, sensitivity, switches, what_if
 from hasten.search.architecture import Architecture, Experts
 from hasten.search.closing import closing, table
 from hasten.search.constants import Calibration
@@ -53,6 +53,14 @@ def test_a_change_is_what_planning_anew_would_find() -> None:
     anew = what_if(found, "network=2x")[1]
     ratio = found.best[0].step_seconds.middle / anew.best[0].step_seconds.middle
     assert told.best_layout == pytest.approx(ratio, rel=0.03)
+
+
+@pytest.mark.parametrize("layers", [30, 61])
+def test_a_change_of_nothing_changes_nothing(layers: int) -> None:
+    """Stages that aren't even: closed forms order them otherwise than schedules played through."""
+    found = planned("ethernet", 4, replace(MODEL, layers=layers, vocabulary=256_000))
+    told = _changed(found, "nothing", found.cluster)
+    assert (told.same_layout, told.best_layout, told.layout) == (1.0, 1.0, None)
 
 
 def test_compression_pays_on_a_slow_network_and_not_on_nvlink() -> None:
@@ -159,7 +167,7 @@ def test_words_of_a_layout_are_fields() -> None:
     assert found == {"tp": 8, "pp": 2, "micro_batch": 4, "recompute": "full", "zero": 0} | {
         "flash": False
     }
-    for wrong in ("tq=8", "tp", "tp=0", "tp=x"):
+    for wrong in ("tq=8", "tp", "tp=0", "tp=x", "flash=maybe"):
         with pytest.raises(InputError):
             layout_fields([wrong])
 

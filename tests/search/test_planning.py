@@ -16,6 +16,7 @@ from hasten.cluster.config import CloudConfig
 from hasten.core.facts import Facts, ModelFacts, World, hardware
 from hasten.core.slot import Slot
 from hasten.errors import InputError
+from hasten.parts.layout.pipeline_schedules import VIRTUAL
 from hasten.recipe.build import requested_plan
 from hasten.recipe.schema import Recipe
 from hasten.search.advice import what_if
@@ -34,7 +35,14 @@ from hasten.search.layout import RECOMPUTE, SCHEDULES, Job, Layout, Layouts
 from hasten.search.machines import Cluster
 from hasten.search.planning import consider, pareto, plan
 from hasten.search.predict import predict
-from hasten.search.reasons import impossibilities, read_layout, refusals, rejected, why_not
+from hasten.search.reasons import (
+    dominated,
+    impossibilities,
+    read_layout,
+    refusals,
+    rejected,
+    why_not,
+)
 from hasten.search.resimulate import dealt, pipeline_seconds, resimulated
 from hasten.search.schedules import SIMULATED, StageSeconds, impossible, orders, simulate
 from hasten.search.space import Space, enumerate_layouts
@@ -326,11 +334,31 @@ def test_a_layout_is_read_back_from_its_words() -> None:
         assert [getattr(again, n) for n in names] == [getattr(one.layout, n) for n in names]
 
 
+def test_a_pipelines_words_are_not_taken_over_where_there_is_none() -> None:
+    deep = Layout(dp=4, pp=4, schedule="interleaved", virtual=4)
+    assert read_layout(["dp=16,pp=1"], deep) == Layout(dp=16)
+    assert read_layout(["schedule=1f1b"], deep) == Layout(dp=4, pp=4)
+    assert read_layout(["micro=2"], deep) == replace(deep, micro_batch=2)
+    with pytest.raises(InputError, match="4 virtual stages"):
+        read_layout(["schedule=gpipe virtual=4"], deep)
+
+
+def test_what_is_quicker_than_the_best_is_not_called_as_quick() -> None:
+    best = plan(MODEL, TWO, JOB, calibration=PLAIN, top=1, fewer_nodes=False).best[0]
+    quick, same = (replace(best, step_seconds=best.step_seconds.times(x)) for x in (0.9, 0.9999))
+    assert "10.0% quicker" in dominated(quick, best)
+    assert "as quick as" in dominated(same, best)
+
+
 def test_what_the_trainer_cannot_run_is_said() -> None:
     assert "no tp beside pp" in beyond_trainer(Layout(dp=4, tp=2, pp=2))
     assert "dualpipe" in beyond_trainer(Layout(pp=4, schedule="dualpipe"))
     assert "zero beside ep" in beyond_trainer(Layout(dp=4, ep=2, zero=3))
     assert "norms" in beyond_trainer(Layout(dp=4, recompute="light"))
+    two, four = (Layout(pp=4, schedule="interleaved", virtual=v) for v in (2, 4))
+    assert VIRTUAL["interleaved"] == 2
+    assert beyond_trainer(two) == ""
+    assert "interleaving of 4 chunks" in beyond_trainer(four)
     assert recipe_lines(Layout(dp=4, cp=2)) == ""
 
 

@@ -11,12 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
+from hasten.search import compute
 from hasten.search.architecture import Architecture
 from hasten.search.constants import Calibration, Constants
+from hasten.search.devices import device
 from hasten.search.layout import PRECISIONS, RECOMPUTE, SCHEDULES, Job, Layout, Layouts
 from hasten.search.machines import Cluster
-from hasten.search.memory import in_flight
+from hasten.search.memory import LORA_SHARE, in_flight
 from hasten.search.predict import Prediction, predict, why
+from hasten.search.quantities import machine
 
 DENSE = Architecture.from_config("deepseek-llm-7b")
 SPARSE = Architecture.from_config("deepseek-v2-lite")
@@ -181,6 +184,15 @@ def test_a_head_width_that_is_no_multiple_of_eight_is_slow_without_flash() -> No
     assert ratio > 1.15
 
 
+def test_32_bits_reach_no_more_of_their_peak_than_16_do() -> None:
+    rows = Layouts.of([Layout(precision=p) for p in ("bf16", "fp32")])
+    chip = device("l4")  # whose best product nobody is known to have measured
+    for one, share in ((chip, 1.0), (replace(chip, reached32=0.5 * chip.best32), 0.5)):
+        cluster = Cluster(one, 1, 1, one.link, one.link)
+        half, whole = compute.rates(machine(cluster), rows, Constants())[0]
+        assert whole / half == pytest.approx(share * chip.peak32 / chip.peak16)
+
+
 def test_an_uneven_pipeline_waits_for_its_fullest_stage() -> None:
     even, uneven = (replace(DENSE, layers=n, vocabulary=1) for n in (32, 33))
     layout = Layout(pp=4, dp=8)
@@ -200,6 +212,26 @@ def test_compression_pays_on_a_slow_network_and_not_on_a_fast_link() -> None:
     assert on_fast[1] > 0.97 * on_fast[0]
 
 
+def test_gradients_are_encoded_as_often_as_they_are_exchanged() -> None:
+    """ZeRO 2 and 3 exchange those of every micro-batch, the others those of a step."""
+    free = replace(CLUSTER, intra=1e30, inter=1e30, intra_latency=0.0, inter_latency=0.0)
+    rows = [Layout(dp=8, zero=z, micro_batch=2, compression="int8") for z in range(4)]
+    encoded = predict(DENSE, free, JOB, Layouts.of(rows), PLAIN).step.dp
+    assert encoded[0] > 0
+    np.testing.assert_allclose(encoded / encoded[0], [1, 1, 16, 16], rtol=1e-9)
+
+
+@pytest.mark.parametrize("changes", [{"schedule": "dualpipe"}, {"schedule": "interleaved"}])
+def test_without_stages_the_schedule_makes_no_difference(changes: dict[str, str]) -> None:
+    chunks = 4 if changes["schedule"] == "interleaved" else 1
+    plain = Layout(dp=8, ep=8)
+    other = replace(plain, virtual=chunks, **changes)  # type: ignore[arg-type]
+    model = replace(SPARSE, layers=30)  # four chunks don't go into it
+    found = predict(model, CLUSTER, JOB, Layouts.of([plain, other]), PLAIN)
+    assert found.step_seconds[0] == found.step_seconds[1]
+    assert found.memory_bytes[0] == found.memory_bytes[1]
+
+
 def test_dualpipe_hides_the_experts_exchange_and_pays_in_compute() -> None:
     rows = Layouts.of([Layout(dp=16, pp=2, ep=16, schedule=s) for s in ("1f1b", "dualpipe")])
     slow, fast = (replace(CLUSTER, inter=CLUSTER.inter * times) for times in (0.5, 2))
@@ -207,6 +239,16 @@ def test_dualpipe_hides_the_experts_exchange_and_pays_in_compute() -> None:
     assert 0 < on_slow[1] < on_slow[0]
     assert on_fast[0] < on_slow[0]
     assert on_fast[1] == on_slow[1]  # hidden is hidden, on either network
+
+
+def test_a_lora_has_neither_gradients_nor_moments_of_what_is_frozen() -> None:
+    rows = Layouts.of([Layout(dp=8, zero=0)])
+    silent = Calibration(replace(Constants(), loss_bytes=1e-300))
+    full, lora = (
+        predict(DENSE, CLUSTER, Job(2048, 64, task), rows, silent).step for task in ("full", "lora")
+    )
+    assert lora.head[0] == pytest.approx(full.head[0] * 2 / 3)
+    assert lora.optimizer[0] == pytest.approx(full.optimizer[0] * LORA_SHARE)
 
 
 def test_lora_takes_less_memory_and_less_time() -> None:
@@ -264,6 +306,9 @@ def test_an_impossible_layout_is_refused_in_a_sentence(wrong: dict[str, object])
 def test_a_job_of_nothing_is_refused() -> None:
     with pytest.raises(InputError, match="global_batch"):
         Job(4096, 0)
+    for tokens in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(InputError, match="job: tokens is"):
+            Job(4096, 8, tokens=tokens)
 
 
 def test_columns_of_different_length_are_refused() -> None:

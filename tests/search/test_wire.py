@@ -63,6 +63,36 @@ def test_data_parallelism_moves_what_its_zero_stage_says() -> None:
         assert found.dp[0] == pytest.approx(expected, rel=1e-6)  # type: ignore[attr-defined]
 
 
+def test_over_gloo_a_reduce_scatter_is_an_all_reduce_and_nothing_hides_it() -> None:
+    parameters = Architecture.from_config("deepseek-llm-7b").parameters()
+    free = replace(HERE, intra_latency=0.0, inter_latency=0.0)
+    bytes_sent = {0: 8, 2: 6, 3: 8}  # per parameter: a gather or two, and 4 in place of 2
+    for zero, count in bytes_sent.items():
+        found = sent(Layout(dp=8, zero=zero), here=replace(free, gloo=1.0))
+        expected = count * parameters * 7 / 8 / CLUSTER.intra
+        assert found.dp[0] == pytest.approx(expected, rel=1e-6)  # type: ignore[attr-defined]
+        whole = found.dp_last[0] == 1.0  # type: ignore[attr-defined]
+        assert whole == (zero >= 2)
+
+
+def test_compressed_gradients_travel_in_their_own_bits() -> None:
+    parameters = Architecture.from_config("deepseek-llm-7b").parameters()
+    free = replace(HERE, intra_latency=0.0, inter_latency=0.0)
+    for word, bits in (("int8", 8), ("int4", 4)):  # there and back, whatever the sums are kept in
+        found = sent(Layout(dp=8, zero=0, compression=word), here=free)
+        expected = 2 * bits / 8 * parameters * 7 / 8 / CLUSTER.intra
+        assert found.dp[0] == pytest.approx(expected, rel=1e-6)  # type: ignore[attr-defined]
+
+
+def test_a_lora_has_no_gradients_worth_compressing() -> None:
+    model = numbers(Architecture.from_config("deepseek-llm-7b"), 2048)
+    for zero in (0, 3):
+        rows = Layouts.of([Layout(dp=8, zero=zero, compression=c) for c in ("none", "int8")])
+        found = wire(model, HERE, rows, C, True)
+        assert found.dp[0] == found.dp[1]
+        assert list(found.encode) == [0, 0]
+
+
 def test_nobody_to_talk_to_is_silence() -> None:
     found = sent(Layout())
     for kind in ("tp", "cp", "ep", "pp", "dp", "encode"):
@@ -120,10 +150,19 @@ def test_the_last_bucket_is_all_of_a_small_model_and_little_of_a_large_one() -> 
     assert sharded.dp_last[0] == pytest.approx(1 / layers)  # type: ignore[attr-defined]
 
 
-def test_experts_within_a_node_dont_use_its_cards() -> None:
-    near = sent(Layout(dp=8, ep=8), "deepseek-v2-lite")
+@pytest.mark.parametrize("tp", [1, 4, 8])
+def test_experts_within_a_node_dont_use_its_cards(tp: int) -> None:
+    """Nor where tensor parallelism shares them: experts aren't cut, so its ranks have some each."""
+    layout = Layout(dp=16 // tp, tp=tp, ep=8)
+    near = sent(layout, "deepseek-v2-lite")
     slower = replace(HERE, inter=HERE.inter / 100)
-    assert sent(Layout(dp=8, ep=8), "deepseek-v2-lite", slower).ep[0] == near.ep[0]  # type: ignore[attr-defined]
+    assert sent(layout, "deepseek-v2-lite", slower).ep[0] == near.ep[0]  # type: ignore[attr-defined]
+
+
+def test_a_rank_gathers_the_layers_of_its_own_stage_one_by_one() -> None:
+    free = replace(HERE, intra=1e30, inter=1e30)
+    whole, quarter = (sent(Layout(dp=8, pp=pp, zero=3), here=free) for pp in (1, 4))
+    assert quarter.dp[0] == pytest.approx(whole.dp[0] / 4)  # type: ignore[attr-defined]
 
 
 def test_compression_shrinks_gradients_and_costs_passes() -> None:

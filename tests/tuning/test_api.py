@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from hasten.errors import InputError
 from hasten.search import tune
+from hasten.tuning.api import _Tuning
 from hasten.tuning.files import replace_file
 from hasten.tuning.subject import Wishes
 
@@ -93,13 +96,17 @@ def _wait_for(folder: Path, process: subprocess.Popen[bytes]) -> Path:
     [
         ("soon", {}, "budget: can't read 'soon'"),
         ("1s", {}, "is too short"),
+        (0, {}, "is no time"),
+        (-5.0, {}, "budget: can't read"),
         ("60s", {"sampler": "tpee"}, "did you mean 'tpe'"),
         ("60s", {"objective": "speed"}, "objective: there is no 'speed'"),
         ("60s", {"objective": "memory"}, "only its speed is known"),
         ("60s", {"trials": 0}, "trials is 0"),
     ],
 )
-def test_bad_input_is_a_sentence(budget: str, wishes: dict, said: str, tmp_path: Path) -> None:
+def test_bad_input_is_a_sentence(
+    budget: str | float, wishes: dict, said: str, tmp_path: Path
+) -> None:
     with pytest.raises(InputError, match=said):
         tune(f"{JOBS}:job", budget, Wishes(**wishes), space=SPACE, folder=tmp_path)
 
@@ -109,6 +116,22 @@ def test_a_loop_without_a_space_and_a_recipe_with_one_are_refused(tmp_path: Path
         tune(f"{JOBS}:job", folder=tmp_path)
     with pytest.raises(InputError, match="leave it out"):
         tune("recipe.yaml", space=SPACE)
+
+
+def test_for_less_memory_a_slower_arm_may_win_and_a_worse_model_may_not() -> None:
+    def row(verdict: str, peak: int, idle: tuple[str, ...] = ()) -> dict:
+        return {"verdict": verdict, "peak_memory_bytes": peak, "idle": list(idle)}
+
+    rows = [row("baseline", 100), row("baseline: a second copy, for the noise", 100)]
+    rows += [
+        row("harmed: held-out loss 2.0000 → 2.1000", 50),
+        row("failed: killed", 50),
+        row("harmed: recompute did not act", 70, ("recompute",)),
+        row("harmed", 80),
+    ]
+    study: Any = SimpleNamespace(objective="memory", memory=None)
+    place = _Tuning._best_arm(cast(Any, None), study, rows)
+    assert place == 4
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(

@@ -67,6 +67,12 @@ def test_another_batch_trains_the_same_tokens(given: Subject) -> None:
         assert (changed.global_batch_size or 4, changed.max_steps) == (batch, steps)
 
 
+def test_a_batch_that_whole_steps_dont_make_as_many_tokens_of_is_left_out(folder: Path) -> None:
+    found = RecipeTrainings(subject(folder, max_steps=9))
+    (batches,) = [d.values for d in found.space.dimensions if d.name == "global_batch_size"]
+    assert batches == (2, 4)  # of 8 records four steps would be a ninth less
+
+
 def test_warm_up_is_a_share_of_the_steps(given: Subject) -> None:
     found = RecipeTrainings(given)
     share = found.space.settings(found.space.start)["warmup_share"]
@@ -189,3 +195,5 @@ def test_bad_input_is_a_sentence(given: Subject, folder: Path) -> None:
         RecipeTrainings(subject(folder, max_steps=2))
     with pytest.raises(InputError, match="can't read 'soon'"):
         learn(given.recipe, "soon")
+    with pytest.raises(InputError, match="is no time"):
+        learn(given.recipe, 0)

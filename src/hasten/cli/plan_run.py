@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +77,7 @@ def machine_of(folder: Path) -> Cluster:
     hardware = hardware if isinstance(hardware, dict) else {}
     chips = hardware.get("accelerators")
     if isinstance(chips, list) and chips and isinstance(chips[0], dict):
-        chip = device(re.sub(r"(?i)\s*\b(hbm\w*|pcie)\b", "", str(chips[0].get("name"))))
+        chip = device(str(chips[0].get("name")))
         count = len(chips)
         if summary.get("world_size", 1) not in range(1, count + 1):
             raise InputError(

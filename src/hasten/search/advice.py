@@ -126,7 +126,7 @@ def what_if(found: ClusterPlan, change: str) -> tuple[Cluster, ClusterPlan]:
 
 
 def _faster(chip: Device, times: float) -> Device:
-    names = ("peak16", "peak8", "peak4", "peak32", "reached16", "reached8")
+    names = ("peak16", "peak8", "peak4", "peak32", "reached16", "reached8", "reached32")
     rates: dict[str, Any] = {name: times * getattr(chip, name) for name in names}
     return replace(chip, **rates)
 
@@ -137,7 +137,9 @@ def _changed(found: ClusterPlan, name: str, cluster: Cluster) -> Change:
     order = np.argsort(whole.found.step_seconds)[:WORTH]
     fitting = whole.order()[:WORTH]
     rows = [whole.layouts.at(int(row)) for row in {*order.tolist(), *fitting.tolist()}]
-    ratios = _ratio(found, cluster, [best, *rows])
+    # Closed forms may call another layout quicker than the best here already: not by the change.
+    ahead = np.nan_to_num(_ratio(found, found.cluster, [best, *rows]), nan=1.0)
+    ratios = (np.array(_ratio(found, cluster, [best, *rows])) / np.maximum(ahead, 1.0)).tolist()
     winner = int(np.nanargmax(ratios)) if not np.all(np.isnan(ratios)) else 0
     another = rows[winner - 1] if winner and ratios[winner] > 1.01 * ratios[0] else None
     return Change(name, ratios[0], ratios[winner] if another else ratios[0], another)

@@ -40,7 +40,6 @@ class Experts:
     width: int
     shared_width: int = 0
     dense_layers: int = 0  # the first layers that have an ordinary MLP
-    gate_bias: bool = False
     groups: int = 0  # of experts that one token may reach, a group to a node; 0: all of them
 
 
@@ -87,7 +86,7 @@ class Architecture:
     latent: Latent | None = None
     moe: Experts | None = None
     window: int = 0
-    window_every: int = 1
+    window_every: float = 1
     qkv_bias: bool = False
     qk_norm: bool = False
 

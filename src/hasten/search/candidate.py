@@ -21,6 +21,7 @@ TRAINER_SCHEDULES = {  # of the planner -> what the technique pipeline calls it
     "interleaved": "interleaved",
     "zb1p": "zero_bubble",
 }
+TRAINER_CHUNKS = 2  # stages of a rank that the technique pipeline interleaves
 # Of the planner -> an entry of a plan; the trainer keeps half of the bytes layer by layer.
 _RECOMPUTES: Mapping[str, list[str]] = {
     "none": [],
@@ -189,6 +190,8 @@ def beyond_trainer(layout: Layout) -> str:
         lacks += [f"{name} beside pp" for name in others]
         lacks += ["zero beside pp"] if layout.zero > 1 and layout.dp > 1 else []
         lacks += [] if layout.schedule in TRAINER_SCHEDULES else [f"the schedule {layout.schedule}"]
+        chunks = layout.virtual if layout.schedule == "interleaved" else TRAINER_CHUNKS
+        lacks += [f"interleaving of {chunks} chunks a rank"] if chunks != TRAINER_CHUNKS else []
         lacks += ["recomputation of some layers in a pipeline"] * (layout.recompute == "selective")
     elif layout.ep > 1:
         lacks += ["tp beside ep"] if layout.tp > 1 else []

@@ -1,6 +1,7 @@
 """Seconds that ranks spend on telling each other things, by kind, before any of it is hidden.
 
-Ranks are laid out as Megatron does: tensor parallelism innermost, then context, data and pipeline.
+Ranks are laid out as Megatron does: tensor parallelism innermost, then context, data and pipeline;
+those of an expert group are neighbours, since experts aren't cut and tensor ranks share them.
 So a group of neighbours that fits into a node uses the link within it; a wider one goes through the
 nodes' network cards. A ring of n ranks carries (n-1)/n of the bytes once for a gather or a scatter
 and twice for an all-reduce (arXiv 1909.09756, appendix; NCCL's bus bandwidth). Where several ranks
@@ -20,7 +21,8 @@ from hasten.search.layout import COMPRESSIONS, Column, Layouts
 from hasten.search.memory import first_rank, rank_parameters
 from hasten.search.quantities import MachineNumbers, ModelNumbers, Value
 
-# Bytes that travel for each of a gradient, and passes over it in memory to encode and decode.
+# What travels of a gradient over its 16 bits, however wide its sum is kept; and passes over it in
+# memory to encode and decode.
 WIRE = np.array([1.0, 0.5, 0.25, 0.02])
 ENCODE = np.array([0.0, 3.0, 3.0, 8.0])
 BUCKET = 25 * 2**20  # bytes of gradients that leave together, as DistributedDataParallel has it
@@ -46,7 +48,7 @@ class Wire:
     dp: Column  # of a step, or of a micro-batch where ``dp_each`` is 1
     dp_each: Column
     dp_last: Column  # share of ``dp`` that comes when all else is done: the last bucket, or layer
-    encode: Column
+    encode: Column  # of one exchange, as ``dp``
 
 
 def gather_seconds(size: Value, ranks: Value, rate: Value, hop: Value) -> Column:
@@ -117,8 +119,7 @@ def _experts(
     if not np.any(model.moe_layers):
         return np.zeros(len(T))
     rows = T / layouts.tp
-    stride = 1.0 * layouts.tp
-    together = np.minimum(ep, np.maximum(1.0, np.floor(machine.per_node / stride)))
+    together = np.minimum(ep, machine.per_node)
     nodes = np.maximum(1.0, ep / together)
     reach = np.minimum(nodes, model.groups)
     met = reach * (1 - (1 - 1 / reach) ** model.active)
@@ -138,11 +139,14 @@ def _gradients(
 
     ZeRO 3 gathers weights for the forward and the backward pass and scatters gradients, ZeRO 2
     does without the second gathering, and both do it for every micro-batch; below that gradients
-    are exchanged once a step (arXiv 1910.02054, section 7).
+    are exchanged once a step (arXiv 1910.02054, section 7). Over gloo a reduce-scatter is an
+    all-reduce of which each rank keeps a part (torch's ProcessGroupGloo), twice the bytes, and
+    what is gathered is waited for at once.
     """
     tp, ep = layouts.tp, layouts.ep
-    code = layouts.compression.astype(int)
-    ratio, visits = WIRE[code], ENCODE[code]
+    # A LoRA has too few gradients of its own to count, so none to compress.
+    code = np.where(lora, 0.0, layouts.compression).astype(int)
+    visits = ENCODE[code]
     shards = layouts.dp * layouts.cp
     ring = links(tp, shards, machine, c)
     body, rare = rank_parameters(model, layouts, *first_rank(model, layouts))
@@ -153,18 +157,22 @@ def _gradients(
     # Sums over micro-batches are kept in fp32; with no 16 bits anywhere, so is all else.
     whole_width = element(layouts) / 2
     width = np.where(layouts.zero >= 2, whole_width, 2.0)
+    sent = np.where(code > 0, WIRE[code], width)
+
+    scattered = sent * np.where((layouts.zero >= 2) & (machine.gloo > 0), 2.0, 1.0)
 
     def exchange(parameters: Column, ranks: Column, found: Links) -> Column:
-        ways = np.where(layouts.zero > 0, gathers * whole_width, ratio * width) + ratio * width
-        hops = (gathers + 1) * (ranks - 1) * found.hop * np.where(whole, model.layers, 1.0)
+        ways = np.where(layouts.zero > 0, gathers * whole_width, sent) + scattered
+        times = np.where(whole, model.layers / layouts.pp, 1.0)  # each of a rank's layers by itself
+        hops = (gathers + 1) * (ranks - 1) * found.hop * times
         return np.asarray(2 * parameters * ways * (ranks - 1) / ranks / found.rate + hops)
 
     seconds = exchange(body, shards, ring) + exchange(rare, replicas, expert_ring)
-    # A frozen base: only gathered; a LoRA's own gradients are too few to count.
+    # A frozen base is gathered and nothing else.
     seconds = seconds * np.where(lora, np.where(whole, 2 / 3, 0.0), 1.0)
     encode = visits * 2 * (body + rare) / machine.memory_rate
     each = layouts.zero >= 2
-    bucket = np.minimum(BUCKET / (2 * ratio * width * (body + rare)), 1.0)
-    last = np.where(each, layouts.pp / model.layers, bucket)
+    bucket = np.minimum(BUCKET / (2 * sent * (body + rare)), 1.0)
+    last = np.where(each, np.where(machine.gloo > 0, 1.0, layouts.pp / model.layers), bucket)
     coded = np.where(shards > 1, encode, 0.0)
     return seconds, each.astype(np.float64), np.minimum(last, 1.0), coded

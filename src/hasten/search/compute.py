@@ -74,7 +74,7 @@ def rates(machine: MachineNumbers, layouts: Layouts, c: Constants) -> tuple[Colu
         (FP8, machine.best8 * c.gemm8),
         (MXFP8, machine.best8 * c.gemm8_blocks),
         (NVFP4, machine.peak4 * c.gemm4),
-        (FP32, machine.peak32 * share),
+        (FP32, machine.best32 * share),
     )
     rate = half
     for code, other in by_format:
@@ -90,7 +90,11 @@ def low_bits(layouts: Layouts) -> Column:
 
 
 def forward(
-    model: ModelNumbers, machine: MachineNumbers, layouts: Layouts, c: Constants
+    model: ModelNumbers,
+    machine: MachineNumbers,
+    layouts: Layouts,
+    c: Constants,
+    lora: Value = False,
 ) -> Forward:
     """The forward pass of one micro-batch."""
     T, tp = tokens(model, layouts), layouts.tp
@@ -103,7 +107,8 @@ def forward(
         speed = half if slot in WHOLE_BITS else rate
         seconds = count * _product(index, model, machine, layouts, speed, c)
         if slot == "head":
-            head = 3 * seconds + T * model.vocabulary / tp * c.loss_bytes / machine.memory_rate
+            head = (1 + passes(lora)[0]) * seconds  # a frozen head has no gradient of its own
+            head = head + T * model.vocabulary / tp * c.loss_bytes / machine.memory_rate
         elif slot in EXPERTS:
             expert = expert + seconds * (1 + c.imbalance)
         else:

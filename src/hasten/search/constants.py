@@ -124,7 +124,7 @@ class Calibration:
                 {str(k): (float(v[0]), float(v[1])) for k, v in found["spread"].items()},
                 found["provenance"],
             )
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise InputError(
                 f"the calibration can't be used ({error}): write it anew with `make calibrate`"
             ) from error

@@ -40,6 +40,8 @@ class Device:
     peak32: float = 0.0  # tf32 where there is such a unit
     reached16: float = 0.0
     reached8: float = 0.0
+    reached32: float = 0.0
+    gloo: bool = False  # its ranks talk through gloo, as processors' do
     source: str = SOURCE
 
     def __post_init__(self) -> None:
@@ -56,6 +58,10 @@ class Device:
     @property
     def best8(self) -> float:
         return self.reached8 or USUALLY_REACHED * self.peak8
+
+    @property
+    def best32(self) -> float:
+        return self.reached32 or USUALLY_REACHED * self.peak("fp32")
 
     def peak(self, precision: str) -> float:
         """FLOP/s that MFU is a share of: that of the format in which products run."""
@@ -184,27 +190,25 @@ _ALL = (
     _blackwell("gb300", (2500, 5000, 15000), 288, (1822, 3615.6), 72, f"{SOURCE}; as GB200, B300"),
     _gpu("l20", 119.5, 48, 0.864, PCIE4, 92, peak8=239, peak32=59.8, source=RECALLED),
     _gpu("gh200", 989, 96, 4.0, 450, 132, peak8=1979, peak32=494, source=RECALLED),
-    _gpu("mi300x", 1307, 192, 5.3, 448, 304, peak8=2614, reached16=668.4),
+    # tf32 as AMD's datasheet has it, recalled.
+    _gpu("mi300x", 1307, 192, 5.3, 448, 304, peak8=2614, peak32=653.7, reached16=668.4),
 )
 DEVICES: Mapping[str, Device] = {device.name: device for device in _ALL}
 # What people say for short; the SXM variant, as clusters have it.
 _ALIASES = {"a100": "a100-80gb", "h100": "h100-80gb", "v100": "v100-32gb", "rtxa6000": "a6000"}
+_ALIASES["gh200480gb"] = "gh200"  # the driver tells the processor's memory
+_PLAIN_ENDS = ("", "hbm3", "hbm3e", "pcie")  # of a driver's name, behind the memory
 
 
 def device(name: str) -> Device:
-    """The preset of that name, however it is spelt (``H100 80GB``, ``a100_80gb``).
+    """The preset of that name, however it is spelt (``H100 80GB``, ``a100_80gb``), by drivers too.
 
     Raises:
         InputError: no such device, with near names and how to give one's own figures.
     """
     plain = _plain(name)
     by_plain = {_plain(key): value for key, value in DEVICES.items()}
-    found = by_plain.get(_plain(_ALIASES.get(plain, name)))
-    said = re.fullmatch(r"(.*?)[-_ ](\d+) ?gb.*", name.strip().lower())
-    if found is None and said:  # a name that says the memory of a device which has but one size
-        short = by_plain.get(_plain(said[1]))
-        if short is not None and abs(float(said[2]) * _G / short.memory_bytes - 1) < 0.1:
-            found = short
+    found = by_plain.get(_plain(_ALIASES.get(plain, name))) or _of_memory(name, by_plain)
     if found is not None:
         return found
     near = difflib.get_close_matches(plain, [*by_plain, *_ALIASES], n=3, cutoff=0.5)
@@ -215,5 +219,16 @@ def device(name: str) -> Device:
     )
 
 
+def _of_memory(name: str, by_plain: Mapping[str, Device]) -> Device | None:
+    """The device of a name that says its memory too: ``H100 80GB HBM3``, ``A100 80GB PCIe``."""
+    said = re.fullmatch(r"(.*?)[-_ ](\d+) ?gb(.*)", name.strip().lower())
+    if said is None or _plain(said[3]) not in _PLAIN_ENDS:
+        return None
+    family, wired = _plain(said[1]), "pcie" * ("pcie" in said[3])
+    keys = [family + wired] if wired else [family, f"{family}{said[2]}gb"]
+    chips = [by_plain[key] for key in keys if key in by_plain]
+    return next((c for c in chips if abs(float(said[2]) * _G / c.memory_bytes - 1) < 0.1), None)
+
+
 def _plain(name: str) -> str:
-    return re.sub(r"nvidia|geforce|sxm\d?|[^a-z0-9]", "", name.lower())
+    return re.sub(r"nvidia|geforce|tesla|amd|instinct|sxm\d?|[^a-z0-9]", "", name.lower())

@@ -114,7 +114,10 @@ def memory_errors(records: Sequence[Record], constants: MemoryConstants) -> Colu
 
 
 def off(errors: Column) -> Column:
-    """Relative errors of the predicted rate, |predicted / measured - 1|, from logarithms."""
+    """Relative errors, |predicted / measured - 1|, from ln(predicted / measured).
+
+    Of rates these are the errors of seconds; of bytes they have to be turned round.
+    """
     return np.abs(np.expm1(errors))
 
 

@@ -123,14 +123,14 @@ def _reached_groups(fields: Mapping[str, Any], name: str) -> int:
     return chosen if 0 < chosen < groups else 0
 
 
-def _window(fields: Mapping[str, Any]) -> tuple[int, int]:
-    """Keys of a sliding window and one in how many layers has it; (0, 1): none."""
+def _window(fields: Mapping[str, Any]) -> tuple[int, float]:
+    """Keys of a sliding window, and all layers over those that have it; (0, 1): none has."""
     window = fields.get("sliding_window")
     if not window or fields.get("use_sliding_window") is False:
         return 0, 1
-    kinds = fields.get("layer_types") or ()
+    kinds = fields.get("layer_types") or ("sliding_attention",)
     windowed = sum(kind == "sliding_attention" for kind in kinds)
-    return int(window), max(1, round(len(kinds) / windowed)) if windowed else 1
+    return (int(window), len(kinds) / windowed) if windowed else (0, 1)
 
 
 def _have(fields: Mapping[str, Any], word: str) -> bool:

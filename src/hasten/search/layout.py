@@ -36,6 +36,8 @@ class Job:
         for field in ("sequence", "global_batch"):
             if getattr(self, field) < 1:
                 raise InputError(f"job: {field} is {getattr(self, field)}; give 1 at least")
+        if not 0 <= self.tokens < float("inf"):
+            raise InputError(f"job: tokens is {self.tokens}; give how many in all, or 0: unsaid")
         if self.task not in TASKS:
             raise InputError(f"job: task is {self.task!r}; it must be one of {', '.join(TASKS)}")
 

@@ -19,15 +19,15 @@ from hasten.search.devices import PCIE4, Device, device
 
 _G = 1e9
 INTRA_LATENCY, INTER_LATENCY = 3e-6, 8e-6
-# Topology -> bytes/s between nodes per device: 8 x 200, 8 x 400 Gbit/s a node; one 100 Gbit/s NIC.
+# Topology -> bytes/s between nodes per device, each with a card of its own: 200 or 400 Gbit/s.
 _BETWEEN: Mapping[str, float] = {
     "single_node": 25 * _G,
     "fat_tree": 50 * _G,
     "rail_optimized": 50 * _G,
     "dgx_a100": 25 * _G,
     "dgx_h100": 50 * _G,
-    "ethernet": 12.5 / 8 * _G,
 }
+_ETHERNET = 12.5 * _G  # of a node: one card of 100 Gbit/s, which its devices share
 _PRIORITY = {"low_latency": 1.0, "high_bandwidth": 1.0, "low_cost": 0.25}
 
 
@@ -77,7 +77,7 @@ class Cluster:
             )
         chip = device(name)
         joined = chip.link if cloud.gpus_per_node <= chip.per_node else PCIE4 * _G
-        between = _BETWEEN[cloud.topology]
+        between = _BETWEEN.get(cloud.topology, _ETHERNET / cloud.gpus_per_node)
         if cloud.topology in ("fat_tree", "rail_optimized"):
             between *= _PRIORITY[cloud.network_priority]
         slow = cloud.topology == "ethernet" or cloud.network_priority == "low_cost"
@@ -112,11 +112,12 @@ def own_machine(
             best[product["dtype"]] = max(best.get(product["dtype"], 0.0), float(product["best"]))
         copies = [float(copy["best"]) for copy in found["copies"] if "memory" in copy["way"]]
         memory_rate = max(copies or [float(copy["best"]) for copy in found["copies"]])
-        half = max(best[key] for key in ("bf16", "fp16", "fp32") if key in best)
+        half = best.get("bf16") or best.get("fp16") or best["fp32"]
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(
             f"{name} doesn't hold what `hasten bench --json` writes: measure this machine anew"
         ) from error
+    single = max(best.get("fp32", 0.0), best.get("tf32", 0.0))
     chip = Device(
         name=str(found.get("device_name") or found.get("device") or "this machine"),
         peak16=half,
@@ -125,9 +126,11 @@ def own_machine(
         link=link,
         per_node=devices,
         peak8=best.get("fp8", 0.0),
-        peak32=max(best.get("fp32", 0.0), best.get("tf32", 0.0)),
+        peak32=single,
         reached16=half,
         reached8=best.get("fp8", 0.0),
+        reached32=single,
+        gloo=str(found.get("device") or "").startswith("cpu"),
         source=f"hasten bench, {found.get('measured_at', 'undated')}",
     )
     return Cluster(chip, 1, devices, link, link, topology="single_node")

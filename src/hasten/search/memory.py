@@ -169,7 +169,7 @@ def _held(
     layer = (body + experts) / np.maximum(rank.layers, 1)
     gathered = np.where(layouts.zero >= 3, 2 * layer, 0.0)  # one at work, the next on its way
     # DualPipe's second copy of the weights shares the optimizer's shards with the first.
-    copies = np.where(layouts.schedule == DUALPIPE, 2.0, 1.0)
+    copies = np.where((layouts.schedule == DUALPIPE) & (layouts.pp > 1), 2.0, 1.0)
     working = np.maximum(c.working * one.working - np.maximum(one.plain, one.expert), 0.0)
     logits = rank.head * tokens(model, layouts) * model.vocabulary / layouts.tp * c.logits
     return Memory(

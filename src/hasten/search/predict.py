@@ -22,7 +22,7 @@ from hasten.search.communication import Wire, wire
 from hasten.search.constants import Calibration, Constants, calibrated
 from hasten.search.layout import PRECISIONS, Column, Job, Layouts
 from hasten.search.machines import Cluster
-from hasten.search.memory import Memory, first_rank, memory, rank_parameters
+from hasten.search.memory import LORA_SHARE, Memory, first_rank, memory, rank_parameters
 from hasten.search.quantities import MachineNumbers, ModelNumbers, Value, machine, numbers
 from hasten.search.stages import DUALPIPE, bubble_stages, stage_seconds
 
@@ -170,7 +170,7 @@ def steps(
 ) -> Step:
     """Seconds of a step before the software's factor."""
     M = _micro_batches(layouts, global_batch)
-    part = compute.forward(model, here, layouts, c)
+    part = compute.forward(model, here, layouts, c, lora)
     sent = wire(model, here, layouts, c, lora)
     back, back_attention = compute.passes(lora)
     core = part.products + part.experts
@@ -195,7 +195,7 @@ def steps(
         head=part.head * share,
         recompute=again * share,
         tp=tensor * share,
-        dp=exposed + sent.encode,
+        dp=exposed + sent.encode * np.where(sent.dp_each > 0, M, 1.0),
         pp=M * (slow - mean) + np.where(layouts.pp > 1, M * sends, 0.0) + bubble,
         ep=experts * share,
         optimizer=_owned(model, layouts, lora) * c.optimizer_bytes / here.memory_rate,
@@ -207,11 +207,12 @@ def _expert_seconds(seconds: Column, work: Column, layouts: Layouts, c: Constant
     """Expert parallelism's exchanges that nothing hides; where all hide, what hiding them costs."""
     waited = c.ep_exposed * seconds
     hidden = np.maximum(waited - work, 0) + work * SENDING / (1 - SENDING)
-    return np.where((layouts.schedule == DUALPIPE) & (seconds > 0), hidden, waited)
+    overlaps = (layouts.schedule == DUALPIPE) & (layouts.pp > 1) & (seconds > 0)
+    return np.where(overlaps, hidden, waited)
 
 
 def _owned(model: ModelNumbers, layouts: Layouts, lora: Value) -> Column:
-    """Parameters that one rank's optimizer updates; of a LoRA a hundredth is a generous guess."""
+    """Parameters that one rank's optimizer updates."""
     body, rare = rank_parameters(model, layouts, *first_rank(model, layouts))
     sharded = layouts.zero >= 1
     copies = np.where((layouts.schedule == DUALPIPE) & (layouts.pp > 1), 2.0, 1.0)
@@ -219,7 +220,7 @@ def _owned(model: ModelNumbers, layouts: Layouts, lora: Value) -> Column:
     spread = np.maximum(ranks * layouts.tp / layouts.ep, 1)
     owned = body / np.where(sharded, ranks * copies, 1)
     owned = owned + rare / np.where(sharded, spread * copies, 1)
-    return np.asarray(owned * np.where(lora, 0.01, 1.0))
+    return np.asarray(owned * np.where(lora, LORA_SHARE, 1.0))
 
 
 def _micro_batches(layouts: Layouts, global_batch: Value) -> Column:

@@ -65,6 +65,7 @@ class MachineNumbers:
     peak8: Value
     peak4: Value
     peak32: Value
+    best32: Value
     memory_bytes: Value
     memory_rate: Value
     per_node: Value
@@ -74,6 +75,7 @@ class MachineNumbers:
     inter: Value
     intra_latency: Value
     inter_latency: Value
+    gloo: Value  # 1: an all-reduce stands for a reduce-scatter, and gathers hide behind nothing
 
 
 def numbers(model: Architecture, sequence: int) -> ModelNumbers:
@@ -123,6 +125,7 @@ def machine(cluster: Cluster) -> MachineNumbers:
         peak8=chip.peak8,
         peak4=chip.peak4,
         peak32=chip.peak("fp32"),
+        best32=chip.best32,
         memory_bytes=chip.memory_bytes,
         memory_rate=chip.memory_rate,
         per_node=float(cluster.per_node),
@@ -132,6 +135,7 @@ def machine(cluster: Cluster) -> MachineNumbers:
         inter=cluster.inter,
         intra_latency=cluster.intra_latency,
         inter_latency=cluster.inter_latency,
+        gloo=float(chip.gloo),
     )
 
 

@@ -22,6 +22,7 @@ from hasten.search.schedules import SIMULATED, impossible
 from hasten.search.words import layout_fields
 
 MEMORY = 1
+SAME = 0.0005  # of a step: less wouldn't be seen in what is printed
 PARTS = {
     "compute": "products",
     "attention": "attention",
@@ -58,7 +59,7 @@ def why_not(found: ClusterPlan, layout: Layout) -> list[str]:
     bits = int(told.reasons[0])
     said = [too_much(one)] if bits & MEMORY else []
     said += [
-        f"{sentence.partition(': ')[2]}"
+        sentence.partition(": ")[2]
         for place, sentence in enumerate(REASONS)
         if bits >> place & 1 and place and FATAL >> place & 1
     ]
@@ -117,7 +118,9 @@ def too_much(one: Candidate) -> str:
 def dominated(one: Candidate, best: Candidate) -> str:
     """By how much another is quicker, and in which part of the step."""
     slower = one.step_seconds.middle / best.step_seconds.middle - 1
-    if slower <= 0:
+    if slower <= -SAME:
+        return f"{-slower:.1%} quicker than the best that the search has played through: try it"
+    if slower < SAME:
         return "as quick as the best by this prediction: either will do"
     gaps = {name: one.step_parts[name] - best.step_parts[name] for name in PARTS}
     worst = max(gaps, key=gaps.__getitem__)
@@ -180,10 +183,18 @@ def best_of_each_deal(whole: Considered) -> list[int]:
 def read_layout(words_: Sequence[str], like: Layout) -> Layout:
     """``dp=4 tp=8 micro=2 recompute=full`` as a layout; what isn't said is as in ``like``.
 
+    Where it has no pipeline, or another schedule, the schedule or the chunks of ``like`` aren't
+    taken over.
+
     Raises:
         InputError: by ``Layout``, for values that can't be.
     """
-    return replace(like, **layout_fields(words_))
+    said = layout_fields(words_)
+    if said.get("pp", like.pp) == 1:
+        said = {"schedule": "1f1b", "virtual": 1} | said
+    elif said.get("schedule", like.schedule) != like.schedule:
+        said = {"virtual": 1} | said
+    return replace(like, **said)
 
 
 def _deal(layout: Layout) -> tuple[int, ...]:

@@ -36,17 +36,18 @@ class Shape:
 
 def shape_advice(found: ClusterPlan, most: int = 5) -> list[Shape]:
     """The neighbours that gain the most in the plan's best layout, one for each kind of change."""
-    base = found.best[0]
+    like = found.best[0]
+    base = _predicted(found, found.model, like)
     shapes: dict[str, Shape] = {}
     for kind, said, model in neighbours(found.model):
-        one = _predicted(found, model, base)
+        one = _predicted(found, model, like)
         if not one.fits:
             continue
         size = model.parameters() / found.model.parameters()
-        gain = _closed(found, base).step_seconds.middle / one.step_seconds.middle * size - 1
+        gain = base.step_seconds.middle / one.step_seconds.middle * size - 1
         if gain < WORTH:
             continue
-        shape = Shape(model, said, size, gain, _reason(_closed(found, base), one, size))
+        shape = Shape(model, said, size, gain, _reason(base, one, size))
         if kind not in shapes or gain > shapes[kind].gain:
             shapes[kind] = shape
     return sorted(shapes.values(), key=lambda s: -s.gain)[:most]
@@ -108,14 +109,10 @@ def _wide(model: Architecture, layers: int, width: int) -> Architecture:
 
 
 def _predicted(found: ClusterPlan, model: Architecture, like: Candidate) -> Candidate:
-    """The neighbour in the layout of the plan's best, by the closed form as all of them are."""
+    """That model in the layout of the plan's best, by the closed form as all of them are."""
     rows = Layouts.of([like.layout])
     told = predict(model, found.cluster, found.job, rows, found.calibration, found.stack)
     return candidate(told, rows, 0, found.cluster, found.job)
-
-
-def _closed(found: ClusterPlan, like: Candidate) -> Candidate:
-    return _predicted(found, found.model, like)
 
 
 def _reason(base: Candidate, one: Candidate, size: float) -> str:

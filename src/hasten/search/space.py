@@ -111,7 +111,7 @@ def enumerate_layouts(
 
 
 def micro_batches(job: Job, dp: int) -> list[int]:
-    """Powers of two, and the whole share of a rank, that divide what a rank gets of a step."""
+    """Powers of two that divide what a rank gets of a step."""
     if job.global_batch % dp:
         return []
     share = job.global_batch // dp

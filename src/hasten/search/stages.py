@@ -28,6 +28,7 @@ def stage_layers(layers: Value, stages: Value, virtual: Value) -> StageLayers:
     arXiv 2407.21783, section 3.3.2). Where that doesn't go either, the last stage gets what is
     left. Without stages all three are all layers.
     """
+    virtual = np.where(np.asarray(stages) > 1, virtual, 1)
     chunks = stages * virtual
     most = np.ceil(layers / chunks) * virtual
     ends = (np.mod(layers, chunks) > 0) & (np.mod(layers + 2, chunks) == 0)

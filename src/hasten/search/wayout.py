@@ -52,7 +52,7 @@ def nothing_fits(model: Architecture, cluster: Cluster, job: Job, found: Found, 
 
 
 def ways_out(model: Architecture, cluster: Cluster, job: Job, fits: Fits) -> list[str]:
-    """What would fit, cheapest changes first."""
+    """What would fit: more nodes, the next larger device, a LoRA, shorter sequences."""
     found = []
     for times in (2, 4, 8, 16, 32, 64):
         nodes = cluster.nodes * times

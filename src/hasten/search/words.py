@@ -52,7 +52,7 @@ def layout_fields(words: Sequence[str]) -> dict[str, Any]:
                 f"a layout has no {word!r}{_near(key, kinds)}: write tp=8,recompute=full"
             )
         if isinstance(kinds[name], bool):
-            found[name] = value.lower() in ("1", "true", "yes", "on")
+            found[name] = _switch(value, name)
         elif isinstance(kinds[name], int):
             found[name] = _whole(value, name)
         else:
@@ -72,7 +72,7 @@ def changed_cluster(cluster: Cluster, change: str) -> Cluster:
     if not equals or key not in CHANGES:
         raise InputError(
             f"can't try {change!r}{_near(key, CHANGES)}: what may change is {', '.join(CHANGES)}, "
-            "written gpu=a100, nodes=8, network=25 (Gbit/s of a device) or network=2x"
+            "written gpu=a100, nodes=8, network=25 (Gbit/s a device), network=2x, link=100 (GB/s)"
         )
     if key == "gpu":
         chip = device(value)
@@ -99,9 +99,18 @@ def _rate(value: str, now: float, unit: float, key: str) -> float:
 
 
 def _whole(value: str, name: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", value) or int(value) < (0 if name == "zero" else 1):
-        raise InputError(f"{name} is {value!r}; give a whole number, 1 at least")
+    least = 0 if name == "zero" else 1
+    if not re.fullmatch(r"[0-9]{1,9}", value) or int(value) < least:
+        raise InputError(f"{name} is {value!r}; give a whole number, {least} at least")
     return int(value)
+
+
+def _switch(value: str, name: str) -> bool:
+    known = {"1": True, "true": True, "yes": True, "on": True}
+    known |= {"0": False, "false": False, "no": False, "off": False}
+    if value.lower() not in known:
+        raise InputError(f"{name} is {value!r}; write yes or no")
+    return known[value.lower()]
 
 
 def _near(key: str, known: Any) -> str:

@@ -90,7 +90,7 @@ def tune(
     """
     began = time.monotonic()
     wishes, audience = wishes or Wishes(), audience or Silence()
-    seconds = seconds_of(budget) if isinstance(budget, str) else float(budget)
+    seconds = seconds_of(str(budget))
     subject: Subject
     if isinstance(job, Recipe | Path) or (isinstance(job, str) and _is_yaml(job)):
         if space is not None:
@@ -256,7 +256,7 @@ class _Tuning:
             i
             for i, row in enumerate(rows)
             if i >= 2
-            and not row["verdict"].startswith(("harmed:", "failed"))
+            and not _worse(row)
             and base
             and (row["peak_memory_bytes"] or base) < 0.99 * base
         ]
@@ -274,6 +274,13 @@ class _Tuning:
 
 def _is_yaml(name: str) -> bool:
     return name.endswith((".yaml", ".yml"))
+
+
+def _worse(row: Mapping[str, Any]) -> bool:
+    """Whether an arm failed, or its model is worse; that it is slower alone is neither."""
+    slower = f"harmed: {', '.join(row['idle'])} did not act"
+    verdict: str = row["verdict"]
+    return verdict.startswith(("harmed:", "failed")) and verdict != slower
 
 
 def _of(objective: str, duel: Mapping[str, Any]) -> str:

@@ -105,7 +105,7 @@ def learn(
     """
     began = time.monotonic()
     wishes, audience = wishes or LearningWishes(), audience or Silence()
-    seconds = seconds_of(budget) if isinstance(budget, str) else float(budget)
+    seconds = seconds_of(str(budget))
     given = prepared(recipe if isinstance(recipe, Recipe) else Path(recipe), audience)
     return _Study(RecipeTrainings(given, wishes.only), seconds, wishes, audience, began).run()
 

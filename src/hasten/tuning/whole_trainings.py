@@ -29,6 +29,7 @@ TIMES = [2 ** (k / 2) for k in range(-6, 7)]  # the own rate, from an eighth of 
 WARMUPS = (0.0, 0.01, 0.03, 0.1)
 BATCHES = (0.5, 1, 2)  # times the own batch
 FEWEST_STEPS = 4
+APART = 0.01  # of the tokens: by so much a training of whole steps may miss the recipe's
 
 
 class RecipeTrainings:
@@ -107,6 +108,7 @@ class RecipeTrainings:
         train = self._material.train
         most = int(train.lengths.sum()) if recipe.global_batch_tokens else len(train)
         batches = {own, *(b for t in BATCHES if 1 <= (b := round(own * t)) <= most)}
+        batches = {b for b in batches if _as_long(recipe.max_steps, b / own)}
         every: dict[str, tuple[str, list[Any], Any]] = {
             "learning_rate": (RATE, sorted({recipe.learning_rate, *rates}), recipe.learning_rate),
             "warmup": (WARMUP, sorted(steps_of.values()), share),
@@ -116,6 +118,13 @@ class RecipeTrainings:
         chosen = [(name, values, first) for name, values, first in chosen if len(values) > 1]
         dimensions = tuple(Dimension(n, tuple(v), ordered=True) for n, v, _ in chosen)
         return Space(dimensions, tuple(v.index(first) for _, v, first in chosen))
+
+
+def _as_long(steps: int | None, times: float) -> bool:
+    """Whether whole steps so many times as large make a training of the same tokens."""
+    if not steps:
+        return True  # it ends by tokens or epochs, whatever its steps
+    return abs(round(steps / times) * times / steps - 1) <= APART
 
 
 def begun(

@@ -51,6 +51,7 @@ class Machine:
 class Simulated:
     def __init__(self, machine: Machine, settings: dict[str, Any]) -> None:
         self.machine, self.settings, self.ended = machine, settings, False
+        self.cut_off = False
 
     def begin(self, patience: float) -> None:
         self._pass(self.machine.start_seconds, patience)
@@ -60,6 +61,7 @@ class Simulated:
             raise RunnerFailedError("the process ended with code -9: killed for want of memory")
 
     def steps(self, count: int, patience: float) -> list[Step]:
+        assert not self.cut_off, "its answer to an earlier order is still to come"
         found = []
         for _ in range(count):
             seconds = self.machine.seconds(self.settings)
@@ -76,4 +78,5 @@ class Simulated:
     def _pass(self, seconds: float, patience: float) -> None:
         self.machine.clock.now += min(seconds, patience)
         if seconds > patience:
+            self.cut_off = True
             raise RunnerFailedError("no answer in time: it hangs")

@@ -133,6 +133,8 @@ def test_the_start_is_expected_to_gain_nothing_over_itself() -> None:
 def test_an_unknown_name_in_only_is_refused() -> None:
     with pytest.raises(InputError, match="neither a technique nor a slot"):
         plan_space(catalogue(), Plan(), FACTS, only=("fused",))
+    with pytest.raises(InputError, match="did you mean 'precision'"):
+        plan_space(catalogue(), Plan(), FACTS, only=("precison",))
 
 
 def test_a_technique_that_did_not_act_is_left_out_and_its_slot_is_empty() -> None:

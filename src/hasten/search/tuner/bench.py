@@ -4,6 +4,7 @@ The start's process stays alive for the whole study. A point's process is starte
 then takes turns with it, in an order drawn anew each round; what counts is the ratio within a
 round, so a machine that slows down slows both. First the start is measured against a second copy
 of itself: what differs between them is noise. A round that others disturbed is done once more.
+Where the start's process fails beside a point, or is cut off, it is started anew for the next one.
 """
 
 from __future__ import annotations
@@ -127,6 +128,12 @@ class Bench:
             self._base.end()
             self._base = None
 
+    def _drop(self) -> None:
+        """End the start's process at once; `measure` starts another."""
+        if self._base is not None:
+            self._base.end(at_once=True)
+            self._base = None
+
     def open(self, deadline: float) -> None:
         """Start the first process.
 
@@ -140,15 +147,25 @@ class Bench:
             warm = self._warmed(self._base, deadline)
         except RunnerFailedError as error:
             raise InputError(f"tune: the job fails as it is, before any change: {error}") from error
+        except OutOfTimeError:
+            self._drop()
+            raise
         self.start_seconds = self._clock() - began
         self.step_seconds = statistics.median(s.seconds for s in warm[-2:])
         self.rate = statistics.median(s.items / s.seconds for s in warm[-2:])
         self.memory = max((s.memory for s in warm if s.memory), default=None)
 
     def noise(self, deadline: float) -> float:
-        """Standard deviation of a round's ratio between two copies of the start, a logarithm."""
+        """Standard deviation of a round's ratio between two copies of the start, a logarithm.
+
+        Raises:
+            InputError: the second copy fails.
+            OutOfTimeError: the deadline came before two rounds were over.
+        """
         found = self.measure(self._first, deadline, rounds=NOISE_ROUNDS)
-        if len(found.logs) < 2:
+        if found.state == "ok" and len(found.logs) < 2:
+            raise OutOfTimeError
+        if not found.logs:
             raise InputError(f"tune: a second copy of the job fails beside the first: {found.why}")
         return max(math.sqrt(statistics.fmean(x * x for x in found.logs)), LEAST_NOISE)
 
@@ -158,8 +175,11 @@ class Bench:
         """One trial; it ends after a round that leaves it far below ``best``.
 
         Raises:
+            InputError: the start's process failed beside an earlier point, and now by itself.
             OutOfTimeError: the deadline came before the first round was over.
         """
+        if self._base is None:
+            self.open(deadline)
         began = self._clock()
         runner, logs = self._start(point), list[float]()
         memory, rates, loads = None, list[float](), list[float]()
@@ -181,6 +201,9 @@ class Bench:
             gone = any(word in text.lower() for word in OUT_OF_MEMORY)
             state: State = "out of memory" if gone else "failed"
             return Measurement(state, seconds=self._clock() - began, why=text)
+        except OutOfTimeError:
+            if not logs:
+                raise  # else the rounds that were over count
         finally:
             runner.end(at_once=not sound)
         if not logs:
@@ -204,17 +227,30 @@ class Bench:
         return min(found, self._round(runner, deadline), key=lambda f: f[2])
 
     def _round(self, runner: Runner, deadline: float) -> tuple[float, float, float, float | None]:
-        assert self._base is not None  # `open` came before
         before, rates = look(), {}
         peak = None
         for mine in self._order.sample([True, False], 2):
-            who = runner if mine else self._base
-            steps = _sound(self._within(who.steps, deadline)(self._steps))
+            steps = self._turn(runner, deadline) if mine else self._turn_of_start(deadline)
             rates[mine] = statistics.median(s.items / s.seconds for s in steps)
             if mine:
                 peak = max((s.memory for s in steps if s.memory), default=None)
         load = foreign_share(before, look(), self._cores)
         return math.log(rates[True] / rates[False]), rates[True], load, peak
+
+    def _turn(self, runner: Runner, deadline: float) -> list[Step]:
+        return _sound(self._within(runner.steps, deadline)(self._steps))
+
+    def _turn_of_start(self, deadline: float) -> list[Step]:
+        """The start's turn; a process that was cut off would answer late, for another turn."""
+        assert self._base is not None  # `measure` has opened it
+        try:
+            return self._turn(self._base, deadline)
+        except RunnerFailedError as error:
+            self._drop()
+            raise RunnerFailedError(f"the start's process failed beside it: {error}") from error
+        except OutOfTimeError:
+            self._drop()
+            raise
 
     def _warmed(self, runner: Runner, deadline: float) -> list[Step]:
         """Built, and its steps even: a compiled graph takes some until it runs."""

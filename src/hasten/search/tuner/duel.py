@@ -18,6 +18,7 @@ from hasten.errors import InputError
 from hasten.evidence.ablation import AGAIN, BASELINE, Arm
 from hasten.evidence.comparisons import floor_of, ratio_to
 from hasten.evidence.judgement import idle, judge
+from hasten.evidence.luck import with_luck
 from hasten.search.tuner.bench import Runner, RunnerFailedError
 from hasten.search.tuner.space import Point
 
@@ -64,7 +65,7 @@ def duel(
     whole = len(arms[0].rounds)
     for arm in arms:
         arm.beside = arms[0].rounds if len(arm.rounds) == whole else []
-    return arms
+    return with_luck(arms)
 
 
 def judged(arms: Sequence[Arm]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """What earlier studies of similar jobs tell before the first trial: a forecast that was measured.
 
-Two jobs are similar if their records say the same of what they are `about` (architecture, device,
-unit). Settings that both know are matched by name and value; what an earlier study measured is
-believed half, since the job is another.
+Two jobs are similar if their records say the same of what they are `about` (architecture, device
+and objective; of a loop, its name). Settings that both know are matched by name and value; what an
+earlier study measured is believed half, since the job is another.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def similar_trials(folder: Path, about: Mapping[str, Any], but: str) -> list[dic
 def learnt(
     space: Space, trials: Sequence[Mapping[str, Any]], forecast: Callable[[Point], float]
 ) -> Callable[[Point], float]:
-    """The forecast as earlier trials correct it; itself where they are too few."""
+    """The forecast as earlier trials correct it; itself where they are too few.
+
+    Their values are over a start of their own: what is told is over this one's, which is 0.
+    """
     seen, values = [], []
     for trial in trials:
         try:
@@ -59,4 +62,5 @@ def learnt(
         before = forecast(point)
         return before + BELIEVED * (known[point] - before)
 
-    return corrected
+    first = corrected(space.start)
+    return lambda point: corrected(point) - first

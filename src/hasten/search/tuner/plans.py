@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hasten.core.facts import Facts
-from hasten.core.plan import Plan
+from hasten.core.plan import Plan, did_you_mean
 from hasten.core.setup import obstacles
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Knob, Technique
@@ -116,7 +116,8 @@ def plan_space(
     wanted = {name.lower() for name in only}
     known = {n for kind in catalogue for n in (kind.name(), kind.slot.name.lower())}
     for name in sorted(wanted - known):
-        raise InputError(f"only: {name!r} is neither a technique nor a slot")
+        near = did_you_mean(name, sorted(known))
+        raise InputError(f"only: {name!r} is neither a technique nor a slot{near}")
     for slot in Slot:
         own = present.get(slot)
         offered = _offered(slot, catalogue, own, facts, lossy, more)
