@@ -125,6 +125,20 @@ def test_an_auto_that_nothing_decides_is_named() -> None:
         filled({"zero_optimization": {"sub_group_size": "auto"}}, Known())
 
 
+def test_sizes_of_a_width_that_is_not_known_are_not_zero() -> None:
+    with pytest.raises(ValueError, match="nothing decides zero_optimization: reduce_bucket_size"):
+        filled({"zero_optimization": {"reduce_bucket_size": "auto"}}, Known())
+
+
+@pytest.mark.parametrize(("on", "words"), [(False, "off"), (True, "bf16_master_weights")])
+def test_bf16_under_its_old_name_is_read_alike(on: bool, words: str) -> None:
+    found = mapped({"bfloat16": {"enabled": on}}, Known())
+    assert found.precision == ("bf16" if on else None)
+    assert [row.words for row in found.rows] == [words]
+    with pytest.raises(ValueError, match="bfloat16: unknown key 'enabld'"):
+        check_keys({"bfloat16": {"enabld": True}})
+
+
 @pytest.mark.parametrize("config", [ARTICLE, CODER], ids=["article", "coder"])
 def test_published_configs_have_a_row_for_every_key_and_none_refused(
     config: dict[str, Any],
@@ -146,6 +160,8 @@ def test_published_configs_have_a_row_for_every_key_and_none_refused(
     [
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention"),
         ({"elasticity": {"enabled": True}}, "elasticity"),
+        ({"sparse_gradients": True}, "sparse_gradients"),
+        ({"zero_optimization": {"zero_quantized_gradients": True}}, "zero_quantized_gradients"),
         ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_hpz_partition_size"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer"),
         ({"optimizer": {"type": "OneBitAdam"}}, "type"),

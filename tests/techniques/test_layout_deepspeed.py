@@ -17,6 +17,7 @@ from hasten.core.setup import prepare
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.parts.layout import zero_trainer
+from hasten.parts.layout.zero_config import Known
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout_deepspeed import DeepSpeed
 from hasten.techniques.optimizer import Muon
@@ -124,6 +125,38 @@ def test_a_config_that_contradicts_is_refused(
         prepare(job, Plan([DeepSpeed(config=str(file))]), job_facts(job, world=TWO))
 
 
+@pytest.mark.parametrize(
+    ("beside", "dtype", "runs_in"),
+    [
+        ({}, "bf16", "bf16"),
+        ({"fp16": {"enabled": "auto"}}, "bf16", "bf16"),
+        ({}, "fp16", "fp16"),
+        ({"bf16": {"enabled": False}}, "bf16", None),
+        ({"bfloat16": {"enabled": True}}, "fp16", "bfloat16"),
+        ({}, "float32", None),
+    ],
+)
+def test_the_format_is_the_config_s_or_else_the_technique_s(
+    beside: dict[str, Any], dtype: str, runs_in: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3}, **beside}))
+    known = Known(fp16=dtype == "fp16", bf16=dtype == "bf16")
+    found = DeepSpeed(config=str(file), dtype=dtype).settings_of(known)
+    on = [name for name, section in found.items() if section.get("enabled") is True]
+    assert on == ([] if runs_in is None else [runs_in])
+
+
+def test_what_is_dealt_out_is_foretold_by_the_config_s_stage(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    facts = job_facts(language_job(data=records(4)), world=TWO)
+    by_config = DeepSpeed(config=str(file)).forecast(facts)
+    assert by_config == DeepSpeed(stage=3).forecast(facts)
+    assert by_config != DeepSpeed().forecast(facts)
+    assert DeepSpeed(config=str(tmp_path / "none")).forecast(facts) == DeepSpeed().forecast(facts)
+
+
 def test_it_stands_aside_on_one_rank() -> None:
     job = language_job(data=records(4))
     assert prepare(job, Plan([DeepSpeed()]), job_facts(job)).layout.size == 1
@@ -149,6 +182,10 @@ def test_the_lock_of_a_killed_build_is_found(tmp_path: Path) -> None:
     lock.touch()
     assert zero_trainer.stale_locks(tmp_path) == []
     os.utime(lock, (0, 0))
+    assert zero_trainer.stale_locks(tmp_path) == [lock]
+    link = tmp_path / "op" / "main.cpp"
+    link.symlink_to(tmp_path / "gone")
+    os.utime(link, (0, 0), follow_symlinks=False)
     assert zero_trainer.stale_locks(tmp_path) == [lock]
     (tmp_path / "op" / "main.o").touch()  # somebody is at work
     assert zero_trainer.stale_locks(tmp_path) == []

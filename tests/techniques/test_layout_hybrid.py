@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from hasten.core.facts import World
+from hasten.core.setup import Dense
 from hasten.core.technique import Technique
+from hasten.techniques import layout_experts_sharded
+from hasten.techniques.layout_experts import ExpertParallel, routed
+from hasten.techniques.layout_experts_sharded import SharedAndSharded
 from hasten.techniques.layout_hybrid import Hybrid
+from hasten.techniques.layout_tensor import TensorParallel
 from hybrid_rank_jobs import CASES, REFUSED, on_four
 from ranks import on_ranks
 from sharded_rank_jobs import Case, outcome
@@ -61,6 +68,24 @@ def test_what_does_not_go_together_is_refused_on_every_rank(four: list[Any]) -> 
     assert set(REFUSED) <= set(four[0])
 
 
+def test_experts_are_on_the_device_before_their_copies_are_made_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copies are sent over a link that carries the device's memory alone."""
+    done: list[str] = []
+    for name in ("ExpertGradients", "shard_rest"):
+        monkeypatch.setattr(
+            layout_experts_sharded, name, lambda *given, name=name: done.append(name)
+        )
+    layout: Any = object.__new__(SharedAndSharded)
+    layout.shared = SimpleNamespace(parameters=list)
+    layout.place = lambda module: done.append("place")
+    layout.mesh = {"dp": SimpleNamespace(size=lambda: 1), "shard": None}
+    layout.averages, layout._replicas, layout._reshard = 4, None, True
+    layout.across(torch.nn.Module(), Dense())
+    assert done == ["place", "ExpertGradients", "shard_rest"]
+
+
 @pytest.mark.parametrize(
     ("technique", "size", "architecture", "says"),
     [
@@ -83,3 +108,23 @@ def test_a_product_takes_the_memory_of_a_piece_of_a_stage() -> None:
     whole = 16 * facts.model.parameters
     assert Hybrid(pp=2, shard=2).forecast(facts).resident_bytes == pytest.approx(-0.75 * whole)
     assert Hybrid(pp=2, dp=2).forecast(facts).resident_bytes == pytest.approx(-0.5 * whole)
+
+
+def test_experts_and_what_lies_beside_them_are_counted_each_by_its_own_cut() -> None:
+    """Tensor parallelism cuts no routed expert, and shards beside experts hold no expert."""
+    known = job_facts(language_job(), "deepseek_v3", World(size=4))
+    facts = replace(known, model=replace(known.model, parameters=10**9))
+    experts = routed(facts)
+    rest = 10**9 - experts
+    assert experts == 10**9 - 2 * 97 * 32 - 4 * 2 * 32**2
+    for layout, gone in (
+        (ExpertParallel(), 0.75 * experts),
+        (ExpertParallel(size=2), 0.5 * experts),
+        (Hybrid(dp=4, ep=2), 0.5 * experts),
+        (Hybrid(shard=4, ep=2), 0.5 * experts + 0.75 * rest),
+        (TensorParallel(), 0.75 * rest),
+        (Hybrid(shard=2, tp=2), 0.5 * experts + 0.75 * rest),
+    ):
+        assert layout.forecast(facts).resident_bytes == pytest.approx(-16 * gone, rel=1e-9)
+    assert ExpertParallel(size=2).forecast(replace(facts, world=World())).resident_bytes == 0
+    assert routed(job_facts(language_job())) == 0

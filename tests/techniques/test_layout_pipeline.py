@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 
 from hasten.core.facts import World
 from hasten.core.plan import Plan
 from hasten.core.setup import prepare
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.parts.layout.pipeline_tied import MARK
 from hasten.parts.layout.pipeline_work import Settings
+from hasten.parts.master_weights import MasterWeights
 from hasten.techniques.batch import AdaptiveBatch
 from hasten.techniques.compile import Compiled
 from hasten.techniques.layout import DDP
 from hasten.techniques.layout_pipeline import Pipeline
 from hasten.techniques.layout_stages import Stages, check_wire
-from hasten.techniques.layout_stages_cut import check_company
+from hasten.techniques.layout_stages_cut import Cut, check_company
 from hasten.techniques.recompute import Recompute
 from hasten.techniques.wire import Half, Quantised
 from hasten.techniques.wire_local import LocalSteps
@@ -135,9 +139,23 @@ def test_what_cannot_work_on_a_job_is_said_in_one_sentence(
     assert Pipeline(stages=2).obstacles(job_facts(language_job(), world=World(0, 0, 4))) == ()
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_tied_head_is_told_from_a_matrix_of_its_shape(trained: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 9, bias=False), nn.Linear(4, 9, bias=False))
+    end = model[1].weight.requires_grad_(trained)
+    setattr(end, MARK, True)
+    masters = MasterWeights()
+    masters.prepare(model)
+    masters.own(torch.optim.SGD(p for p in model.parameters() if p.requires_grad))
+    layout: Any = object.__new__(Stages)
+    layout.cut = SimpleNamespace(tied=SimpleNamespace(weight=end, counts=False))
+    found = layout.carrier(masters.parameters())
+    assert found is (masters.parameters()[1] if trained else None)
+
+
 @pytest.mark.parametrize("wrong", [{"stages": -1}, {"schedule": "gypipe"}, {"checkpoint": "no"}])
 def test_settings_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"negative|no schedule|checkpoint is"):
+    with pytest.raises(ValueError, match=r"stages is -1|no schedule|checkpoint is"):
         Pipeline(**wrong)
 
 
@@ -158,6 +176,14 @@ def test_techniques_that_reach_into_passes_are_refused_by_name(
     setup = prepare(job, Plan([other]), job_facts(job), tmp_path)
     with pytest.raises(InputError, match=f"{other.name()} doesn't work under pipeline.*{said}"):
         check_company(setup, Settings(**{"schedule": "1f1b", "ranks": 2, **settings}))
+
+
+def test_a_loss_that_holds_no_language_model_is_refused_with_advice() -> None:
+    job, no_group = language_job(), cast(Any, None)
+    setup = prepare(job, Plan([]), job_facts(job))
+    cut = Cut(setup, Settings("1f1b", 2), 0, True, no_group)
+    with pytest.raises(InputError, match=r"Linear isn't a loss around .*take ddp or fsdp2"):
+        cut.split(nn.Linear(2, 2))
 
 
 def wire_of(technique: Technique) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,14 @@ def test_ranks_that_cannot_be_dealt_into_copies_are_an_obstacle() -> None:
     assert "leave offload out" in FSDP2(offload=True).obstacles(facts)[0]
     with pytest.raises(ValueError, match="at least 1"):
         FSDP2(replicas=0)
+
+
+def test_what_is_offloaded_takes_nothing_of_the_device() -> None:
+    facts = job_facts(Case(FSDP2()).job(), world=World(size=2))
+    whole = 16 * facts.model.parameters
+    on_gpu = replace(facts, device="cuda")
+    assert FSDP2().forecast(on_gpu).resident_bytes == -whole / 2
+    assert FSDP2(offload=True).forecast(on_gpu).resident_bytes == -whole
 
 
 def test_one_rank_needs_no_pieces() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hasten.techniques.layout_hybrid import Hybrid
 from hasten.techniques.layout_tensor import TensorParallel
 from ranks import on_ranks
 from sharded_rank_jobs import Case, outcome
-from tensor_rank_jobs import CASES, MESHES, REFUSED, TERMS, cut, meshes, reference
+from tensor_rank_jobs import CASES, MESHES, REFUSED, TERMS, cut, meshes, reference, uneven
 from tiny import job_facts
 
 # Routers and DeepSeek V2's rotary embedding compute in float32 whatever the model's format is.
@@ -69,6 +70,12 @@ def test_cross_entropy_over_a_dealt_out_vocabulary_is_that_of_whole_logits(
     wanted = reference(TERMS[index // 2])
     for rank in two:
         for found, expected in zip(rank["vocabulary"][index], wanted, strict=True):
+            assert found == pytest.approx(expected, rel=1e-12, abs=1e-13)
+
+
+def test_ranks_with_pieces_of_unequal_size_take_the_same_chunks(tmp_path: Path) -> None:
+    for rank in on_ranks(f"tensor_rank_jobs:{uneven.__name__}", tmp_path):
+        for found, expected in zip(rank, reference(TERMS[0]), strict=True):
             assert found == pytest.approx(expected, rel=1e-12, abs=1e-13)
 
 

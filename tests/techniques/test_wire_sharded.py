@@ -41,6 +41,21 @@ def test_losses_stay_near_those_of_full_gradients(
     assert losses != plain
 
 
+def test_bytes_of_each_step_are_those_of_its_passes(found: list[Any], four: list[Any]) -> None:
+    """A step sends what a pass does, or its passes together; how long it took isn't known."""
+    for rank in found:
+        runs = rank["runs"]
+        for name, case in runs.items():
+            assert sum(case["sent"]) == case["sent in all"] if name != "plain" else True
+        assert set(runs["plain"]["sent"]) == {None}
+        assert set(runs[str(WIRES[0])]["sent"]) == {runs[str(WIRES[0])]["a pass or step"]}
+        assert set(runs["accumulated"]["exposed"]) == {None}
+    for rank in four:
+        case = rank["pieces"]
+        assert sum(case["sent"]) == case["sent in all"]
+        assert case["sent"][-1] == case["a pass or step"]  # past the dense start
+
+
 def test_a_start_that_never_ends_is_the_plain_layout(found: list[Any]) -> None:
     runs = found[0]["runs"]
     assert runs["dense"]["losses"] == runs["plain"]["losses"]

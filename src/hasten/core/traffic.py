@@ -17,13 +17,13 @@ class Traffic:
     """Of one step's gradients, or of the weights that travel in their place.
 
     Args:
-        exposed: seconds in which this rank had nothing to do but wait for it.
+        exposed: seconds in which this rank had nothing to do but wait for it; None: not known.
         hidden: seconds in which it was under way beside the computation; None: not known.
         sent_bytes: what this rank has handed over for others; None: not known.
         during: the part of the step in which the exposed seconds were spent.
     """
 
-    exposed: float
+    exposed: float | None
     hidden: float | None = None
     sent_bytes: int | None = None
     during: str = BACKWARD

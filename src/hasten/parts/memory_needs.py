@@ -72,6 +72,18 @@ def state_bytes(parameters: int, more: float = 0.0, dealt: float = 0.0) -> float
     return (usual + more) * max(1.0 - dealt / usual, 0.0) if usual else 0.0
 
 
+def routed_weights(
+    parameters: int, hidden: int, layers: int, vocabulary: int, tied: bool = False
+) -> float:
+    """How many of a model's weights belong to its routed experts, from its outer sizes alone.
+
+    All but embedding, head and four square matrices of the model's width in a layer, which is what
+    attention has about; latents, shared experts and dense layers are not told apart from that.
+    """
+    rest = (1 if tied else 2) * vocabulary * hidden + 4 * layers * hidden**2
+    return float(max(parameters - rest, 0))
+
+
 def activation_bytes(
     size: ModelSize, slots: int, number_bytes: float = 4.0, recomputed: float = 0.0
 ) -> float:

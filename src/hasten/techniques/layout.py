@@ -130,7 +130,7 @@ class Replicas:
             self._watched.late = True
 
     def sum(self, values: Tensor) -> Tensor:
-        moved = values.to(self._device)
+        moved = values.to(self._device, copy=True)
         dist.all_reduce(moved)
         return moved.cpu()
 

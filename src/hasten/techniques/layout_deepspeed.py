@@ -23,7 +23,14 @@ from hasten.core.setup import Setup, Wire
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.errors import InputError
-from hasten.parts.layout.zero_config import BATCH_KEYS, Known, batch_sizes, filled, read_config
+from hasten.parts.layout.zero_config import (
+    BATCH_KEYS,
+    Known,
+    batch_sizes,
+    enabled,
+    filled,
+    read_config,
+)
 from hasten.parts.layout.zero_trainer import ZeroTrainer, why_not
 
 EXTENSIONS = "TORCH_EXTENSIONS_DIR"
@@ -71,11 +78,12 @@ class DeepSpeed(Technique):
         if self.offload:
             zero["offload_optimizer"] = {"device": "cpu"}
         config: dict[str, Any] = {"zero_optimization": zero}
-        if self.dtype != "float32":
-            config[self.dtype] = {"enabled": True}
         try:
             if self.config:
                 config = read_config(Path(self.config))
+            said = {name: enabled(config, name) for name in DTYPES[1:]}
+            if self.dtype != "float32" and said[self.dtype] is None and True not in said.values():
+                config[self.dtype] = {"enabled": True}
             batch_sizes(config, known)  # the rest of what the job decides isn't DeepSpeed's
             found = filled({k: v for k, v in config.items() if k not in JOBS}, known)
         except ValueError as error:
@@ -121,10 +129,20 @@ class DeepSpeed(Technique):
         return (f"{reason} (to train this {facts.model.architecture} under it)",) if reason else ()
 
     def forecast(self, facts: Facts) -> Forecast:
-        ranks = facts.world.size
-        dealt = {1: 8.0, 2: 12.0, 3: 16.0}[self.stage]  # bytes of state per weight
+        ranks, stage = facts.world.size, self._stage()
+        dealt = {1: 8.0, 2: 12.0, 3: 16.0}[stage]  # bytes of state per weight
         gone = dealt * facts.model.parameters * (1 - 1 / ranks)
-        return Forecast(wire_bytes=1.5 if self.stage == 3 else 1.0, resident_bytes=-gone)
+        return Forecast(wire_bytes=1.5 if stage == 3 else 1.0, resident_bytes=-gone)
+
+    def _stage(self) -> int:
+        """The config's, or this one's where none can be read (``apply`` says why it can't)."""
+        if not self.config:
+            return self.stage
+        try:
+            zero = read_config(Path(self.config)).get("zero_optimization") or {}
+        except ValueError:
+            return self.stage
+        return int(zero.get("stage") or self.stage)
 
     def probe(self, session: Session) -> Proof:
         engine, steps = session.engine, session.progress.step

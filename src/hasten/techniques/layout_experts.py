@@ -18,7 +18,7 @@ from hasten.core.layout import gradients_of, total_norm
 from hasten.core.session import Session
 from hasten.core.setup import Setup, Wire
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Proof, Technique, knob, setting
+from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.parts.layout.expert_parallel import (
     ExpertGradients,
@@ -29,6 +29,7 @@ from hasten.parts.layout.expert_parallel import (
     replicated,
     share_experts,
 )
+from hasten.parts.memory_needs import ADAMW_FLOAT32, routed_weights
 from hasten.parts.recompute import BlockRecompute
 from hasten.techniques.experts import ARCHITECTURES
 
@@ -87,10 +88,32 @@ class ExpertParallel(Technique):
             )
         return ()
 
+    def forecast(self, facts: Facts) -> Forecast:
+        return forecast(facts, self._ranks(facts))
+
     def probe(self, session: Session) -> Proof:
         layout = session.setup.layout
         shared = layout.shared if isinstance(layout, SharedOut) else None
         return Proof(False, "every rank holds all experts") if shared is None else proof(shared)
+
+
+def routed(facts: Facts) -> float:
+    """About how many of the model's weights belong to routed experts."""
+    model = facts.model
+    if not model.experts:
+        return 0.0
+    sizes = model.hidden_size, model.layers, model.vocabulary
+    return routed_weights(model.parameters, *sizes, model.tied_head)
+
+
+def forecast(facts: Facts, ranks: int, shards: int = 1) -> Forecast:
+    """State of experts on so many ranks, the rest in so many pieces."""
+    if facts.world.size == 1:
+        return Forecast()
+    experts = routed(facts)
+    rest = facts.model.parameters - experts
+    gone = ADAMW_FLOAT32 * (experts * (1 - 1 / ranks) + rest * (1 - 1 / shards))
+    return Forecast(resident_bytes=-gone)
 
 
 def proof(shared: SharedExperts, more: str = "") -> Proof:
@@ -156,7 +179,7 @@ class SharedOut:
             self._gradients.reduces = True
 
     def sum(self, values: Tensor) -> Tensor:
-        moved = values.to(self._device)
+        moved = values.to(self._device, copy=True)
         dist.all_reduce(moved)
         return moved.cpu()
 

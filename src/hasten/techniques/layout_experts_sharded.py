@@ -83,6 +83,7 @@ class SharedAndSharded:
                 "which no wire enters here; leave the wire's technique out, or give ep beside dp"
             )
         self._module, shared = module, self._held()
+        self.place(module)  # copies are made alike next, by what carries the device's memory
         self._gradients = ExpertGradients(shared.parameters(), self._replicas, self.averages)
         shard_rest(module, shared, data_mesh(self.mesh), self._reshard)
         return module

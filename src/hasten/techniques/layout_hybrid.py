@@ -106,6 +106,8 @@ class Hybrid(Technique):
         other, sizes = self._other(), self._sizes()
         if self.pp > 1 and sizes.shard * sizes.tp > 1:
             return forecast(facts, replace(sizes, shard=sizes.shard * self.pp))
+        if self.ep > 1:
+            return layout_experts.forecast(facts, self.ep, self.shard)
         return other.forecast(facts) if other else forecast(facts, sizes)
 
     def probe(self, session: Session) -> Proof:

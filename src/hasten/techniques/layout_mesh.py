@@ -12,20 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from hasten.core.facts import Facts
 from hasten.core.routing import AsTheModelDoes
 from hasten.core.setup import AsGiven, Dense, Setup, Wire, on_device
 from hasten.core.slot import Slot
+from hasten.core.traffic import Traffic
 from hasten.errors import InputError
 from hasten.parts.compression.settings import Settings
-from hasten.parts.layout import whole_state
 from hasten.parts.layout.arrival import Arrival
 from hasten.parts.layout.local_shards import LocalShards, whole_on_first
 from hasten.parts.layout.mesh import MeshSizes, data_mesh
 from hasten.parts.layout.sharding import Sharding, is_sharded, send_gradients, shard
 from hasten.parts.master_weights import MasterWeights
+from hasten.techniques import layout_dealt
 from hasten.techniques.wire_compressed import Compressed
 from hasten.techniques.wire_sharded import Exchange, exchange_for
 
@@ -68,6 +68,7 @@ class Meshed:
         self._module = nn.Module()
         self._scale = setup.loss_scale
         self._exchange: Exchange | None = None
+        self._counted = 0  # bytes that the exchange had sent when a step was asked for
         self.arrived_bytes = 0  # of weights that one rank of a host sent to the others
         self._sends = how.once and _can_send(setup)
         self.builds = not self._sends or world.local_rank == 0
@@ -126,6 +127,13 @@ class Meshed:
         send_gradients(module, last or not self.how.whole_gradients)
         return nullcontext()
 
+    def traffic(self) -> Traffic | None:
+        """Bytes of a step's gradients where a wire counts them; of seconds nothing is known."""
+        if self._exchange is None:
+            return None
+        before, self._counted = self._counted, self._exchange.sent_bytes
+        return Traffic(None, sent_bytes=self._counted - before)
+
     def sum(self, values: Tensor) -> Tensor:
         return self.everywhere(values) / self.sizes.tp
 
@@ -141,23 +149,10 @@ class Meshed:
         return whole_on_first(self._module, model, self._first)
 
     def whole_of(self, weight: Tensor, value: Tensor) -> Tensor:
-        parameter = self.weights.parameter_of(weight)
-        if not isinstance(parameter, DTensor) or not value.ndim:  # a number of steps
-            return value
-        try:
-            return whole_state.whole_of(value, parameter, self._first)
-        except ValueError as error:
-            raise InputError(
-                f"{self.how.name}: this optimizer keeps its state in another shape than weights "
-                f"have ({error}); leave checkpoints out, or take another optimizer"
-            ) from error
+        return layout_dealt.whole_of(self.how.name, self.weights, weight, value, self._first)
 
     def part_of(self, weight: Tensor, whole: Tensor) -> Tensor:
-        parameter = self.weights.parameter_of(weight)
-        if not isinstance(parameter, DTensor) or whole.shape != parameter.shape:
-            return whole
-        part = whole_state.part_of(whole, parameter)
-        return part if parameter is weight else part.to_local()
+        return layout_dealt.part_of(self.weights, weight, whole)
 
 
 def _weights(setup: Setup) -> LocalShards:

@@ -15,11 +15,10 @@ from hasten.parts import cut
 from hasten.parts.layout.pipeline_schedules import SCHEDULES, missing, virtual
 from hasten.parts.layout.pipeline_stages import KNOWN
 from hasten.parts.layout.pipeline_work import CHECKPOINTS, Settings
+from hasten.parts.memory_needs import ADAMW_FLOAT32
 from hasten.techniques.layout_pipeline_engine import PipelineEngine
 from hasten.techniques.layout_stages import Stages
 from hasten.techniques.layout_stages_pieces import StagesInPieces
-
-STATE_BYTES = 16  # of a float32 weight, its gradient and AdamW's two moments
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,10 @@ class Pipeline(Technique):
 
     def __post_init__(self) -> None:
         if self.stages < 0 or self.micro_batch_size < 0:
-            raise ValueError("stages and micro_batch_size can't be negative")
+            raise ValueError(
+                f"stages is {self.stages} and micro_batch_size {self.micro_batch_size}; neither "
+                "can be negative, and 0 leaves it to the ranks and to BATCH"
+            )
         Settings(self.schedule, max(self.stages, 1), self.checkpoint)  # refuses what doesn't fit
 
     @property
@@ -101,7 +103,7 @@ class Pipeline(Technique):
     def forecast(self, facts: Facts) -> Forecast:
         """The rank's part of the weights; hidden states travel instead of gradients."""
         share = 1 - 1 / self.ranks(facts.world.size)
-        return Forecast(resident_bytes=-STATE_BYTES * facts.model.parameters * share)
+        return Forecast(resident_bytes=-ADAMW_FLOAT32 * facts.model.parameters * share)
 
     def probe(self, session: Session) -> Proof:
         engine = session.engine

@@ -26,7 +26,10 @@ class PipelineEngine(PlainEngine):
         super().__init__(assembly)
         layout = self.setup.layout
         if not isinstance(layout, Stages | StagesInPieces) or not self.setup.job.counted:
-            raise InputError("pipeline: a loss of the user's own can't be cut into stages")
+            raise InputError(
+                "pipeline: a loss of the user's own can't be cut into stages; take ddp or fsdp2 as "
+                "the layout"
+            )
         self.layout, precision = layout, self.setup.precision
         self.sum_loads = layout.of_layers
         self.passes = self.filler = 0  # micro-batches so far

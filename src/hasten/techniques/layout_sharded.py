@@ -11,9 +11,8 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.parts.layout.mesh import MeshSizes
 from hasten.parts.layout.sharding import Sharding, groups, is_sharded
+from hasten.parts.memory_needs import ADAMW_FLOAT32
 from hasten.techniques.layout_mesh import How, Meshed, lay_out, no_ranks
-
-STATE_BYTES = 16  # of a float32 weight, its gradient and AdamW's two moments
 
 
 @dataclass(frozen=True)
@@ -65,11 +64,15 @@ class FSDP2(Technique):
         return tuple(found)
 
     def forecast(self, facts: Facts) -> Forecast:
-        """Communication is an all-gather more for each pass: 3/2 of an all-reduce, or 1."""
+        """Communication is an all-gather more for each pass: 3/2 of an all-reduce, or 1.
+
+        What is offloaded isn't on the device at all.
+        """
         shards = max(facts.world.size // self.replicas, 1)
         if shards == 1:
             return Forecast()
-        gone = STATE_BYTES * facts.model.parameters * (1 - 1 / shards)
+        here = 0.0 if self.offload and facts.on_gpu else 1 / shards
+        gone = ADAMW_FLOAT32 * facts.model.parameters * (1 - here)
         return Forecast(wire_bytes=1.5 if self.reshard else 1.0, resident_bytes=-gone)
 
     def probe(self, session: Session) -> Proof:

@@ -17,6 +17,7 @@ from hasten.core.layout import gradients_of, total_norm
 from hasten.core.setup import Dense, Setup, Wire
 from hasten.errors import InputError
 from hasten.parts.late_reduction import reduce_now
+from hasten.parts.layout.pipeline_tied import is_end
 from hasten.parts.layout.pipeline_work import Settings
 from hasten.techniques.layout_stages_cut import Cut, DealsCut
 from hasten.techniques.wire_compressed import Compressed
@@ -77,12 +78,8 @@ class Stages(DealsCut):
             reduce_now(self._replicas)
 
     def carrier(self, parameters: Sequence[Tensor]) -> Tensor | None:
-        """The tied weight among the true weights: itself, or the master of its shape."""
-        weight = self.cut.tied.weight
-        if weight is None:
-            return None
-        alike = [p for p in parameters if p is weight or p.shape == weight.shape]
-        return next((p for p in alike if p is weight), alike[0] if alike else None)
+        """The tied weight among the true weights: itself, or its master."""
+        return next((p for p in parameters if is_end(p)), None)
 
     def sum(self, values: Tensor) -> Tensor:
         return self.everywhere(values) / self.settings.ranks

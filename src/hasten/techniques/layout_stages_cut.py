@@ -75,7 +75,12 @@ class Cut:
             whole = LanguageModel(module)
             costs, first, last = whole.costs()
             self.sizes = partition.balanced(costs, len(self.settings.homes), first, last)
-        except (ValueError, AttributeError) as error:
+        except AttributeError as error:
+            raise InputError(
+                f"pipeline: {type(module).__name__} isn't a loss around a language model "
+                "of Hugging Face's, and nothing else can be cut into stages; take ddp or fsdp2"
+            ) from error
+        except ValueError as error:
             raise InputError(f"pipeline: {error}") from error
         self._tied = TiedHead(whole, self.settings.homes, self.group)
         state = module.state_dict(keep_vars=True)

@@ -20,11 +20,11 @@ from hasten.parts.layout.mesh import MeshSizes
 from hasten.parts.layout.sharding import Sharding
 from hasten.parts.layout.tensor_parallel import split_layers, split_vocabulary
 from hasten.parts.losses import LabelOnlyLoss, WholeLogitsLoss
+from hasten.parts.memory_needs import ADAMW_FLOAT32
 from hasten.techniques.compile import Bucketed
+from hasten.techniques.layout_experts import routed
 from hasten.techniques.layout_mesh import How, Meshed, lay_out, no_ranks
 from hasten.techniques.precision import AutocastRegion
-
-STATE_BYTES = 16  # of a float32 weight, its gradient and AdamW's two moments
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,8 @@ def _split(module: nn.Module, mesh: DeviceMesh, sequence: bool, parallel_loss: b
     """The loss module with its model's layers cut over ``mesh``."""
     if not isinstance(module, WholeLogitsLoss | LabelOnlyLoss):
         raise ValueError(
-            f"only language models can be cut, and the loss is {type(module).__name__}"
+            f"only language models can be cut, and the loss is {type(module).__name__}; take ddp "
+            "or fsdp2 as the layout"
         )
     model = module.model
     plan = TENSOR_PLANS.get(causal_lm(model).config.model_type)
@@ -137,11 +138,14 @@ def _split(module: nn.Module, mesh: DeviceMesh, sequence: bool, parallel_loss: b
 
 
 def forecast(facts: Facts, sizes: MeshSizes) -> Forecast:
-    """Pieces of layers hold what shards do, save for what stays whole: norms, routers, latents."""
+    """Pieces of layers hold what shards do, save for what stays whole: routed experts, and of small
+    things norms, routers, latents."""
     pieces = sizes.shard * sizes.tp
     if facts.world.size == 1 or pieces == 1:
         return Forecast()
-    gone = STATE_BYTES * facts.model.parameters * (1 - 1 / pieces)
+    experts = routed(facts)
+    rest = facts.model.parameters - experts
+    gone = ADAMW_FLOAT32 * (rest * (1 - 1 / pieces) + experts * (1 - 1 / sizes.shard))
     return Forecast(flops=1 / sizes.tp, resident_bytes=-gone)
 
 

@@ -148,6 +148,8 @@ def test_batches_that_cannot_be_cut_are_refused_in_one_sentence() -> None:
         pipeline.step(stages, (x, y), F.mse_loss)
     with pytest.raises(ValueError, match=r"takes\s+\(x, y\) and loss_fn"):
         pipeline.step(stages, (x, y))
+    with pytest.raises(ValueError, match=r"takes\s+\(x, y\) and loss_fn"):
+        pipeline.step(stages, {"x": x, "y": y}, F.mse_loss)
     with pytest.raises(ValueError, match="what partition_model returned"):
         pipeline.step(layers(), (x, y), F.mse_loss)  # type: ignore[arg-type]
     whole = AsyncPipeline(2, 2, schedule="dualpipev")
@@ -233,6 +235,29 @@ def test_a_gradient_that_was_there_is_added_to() -> None:
     pipeline.step(stages, batch, F.mse_loss)
     for before, p in zip(once, model.parameters(), strict=True):
         torch.testing.assert_close(p.grad, 2 * before)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_that_failed_leaves_nothing_to_the_next(schedule: str) -> None:
+    model, reference = layers(), layers()
+    pipeline = AsyncPipeline(stages=2, microbatch_size=2, schedule=schedule)
+    stages = pipeline.partition_model(model)
+    x, y = torch.randn(8, 5).double(), torch.randn(8, 3).double()
+    losses = 0
+
+    def fails(output: Tensor, wanted: Tensor) -> Tensor:
+        nonlocal losses
+        losses += 1
+        if losses == 2:  # one micro-batch is through, others are on their way
+            raise RuntimeError("out of memory")
+        return F.mse_loss(output, wanted)
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        pipeline.step(stages, (x + 1, y), fails)
+    stages.zero_grad()
+    pipeline.step(stages, (x, y), F.mse_loss)
+    F.mse_loss(reference(x), y).backward()
+    assert largest_error(stages, model, reference) < 1e-14
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

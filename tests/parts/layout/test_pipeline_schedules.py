@@ -84,10 +84,12 @@ def test_a_v_begins_and_ends_on_the_same_rank() -> None:
 
 
 def test_numbers_that_a_schedule_cannot_run_are_refused_in_one_sentence() -> None:
-    assert "multiples of 2, not 5" in impossible("interleaved", 2, 5)
+    assert "take a multiple of 2" in impossible("interleaved", 2, 5)
+    assert "3 equal rounds, which 13 can't be dealt into" in impossible("interleaved", 4, 13)
+    assert [impossible("zero_bubble", 4, count) for count in (3, 7, 10, 15)] == [""] * 4
     assert "as many micro-batches at least, not 3" in impossible("dualpipev", 2, 3)
     assert impossible("gpipe", 4, 1) == ""
-    with pytest.raises(ValueError, match="multiples of 4, not 9"):
+    with pytest.raises(ValueError, match="2 equal rounds, which 9 can't"):
         orders("zero_bubble", 4, 9)
     with pytest.raises(ValueError, match="no schedule 'chimera': take one of gpipe"):
         virtual("chimera")

@@ -210,7 +210,7 @@ class PipelineModel(nn.Module):
                     "labels; leave loss_fn out, or cut an nn.Sequential"
                 )
             whole, weight = language_batch(batch)
-        elif not self._language and loss_fn is not None and len(batch) == 2:
+        elif not self._language and loss_fn is not None and _is_pair(batch):
             whole, weight = {"x": batch[0], "y": batch[1]}, rows / len(batch[0])
         else:
             raise ValueError(
@@ -221,6 +221,10 @@ class PipelineModel(nn.Module):
         pieces = cut(moved, rows)
         more = {} if loss_fn is None else {"loss_fn": loss_fn}
         return [{**piece, **more} for piece in pieces], weight
+
+
+def _is_pair(batch: Any) -> bool:
+    return isinstance(batch, tuple | list) and len(batch) == 2
 
 
 def devices(ranks: int, place: torch.device) -> list[torch.device]:

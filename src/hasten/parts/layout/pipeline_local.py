@@ -36,6 +36,8 @@ class LocalRunner:
         settings = self.work.settings
         listed = orders(settings.schedule, settings.ranks, len(micro_batches))
         self.work.begin([dict(m) for m in micro_batches], scale=scale)
+        self._sent.clear()  # what a step that failed has left isn't this one's
+        self._returned.clear()
         at = [0] * len(listed)
         while any(at[r] < len(ops) for r, ops in enumerate(listed)):
             before = sum(at)
@@ -45,15 +47,6 @@ class LocalRunner:
                     at[rank] += 1
             if sum(at) == before:
                 raise RuntimeError(f"{settings.schedule}: ranks wait for each other for ever")
-        return self.work.total
-
-    def evaluate(self, inputs: Inputs) -> Tensor:
-        self.work.begin([inputs])
-        hidden: Tensor | None = None
-        for index, stage in sorted(self._stages.items()):
-            self._place(inputs, index)
-            hidden = self._to(hidden, index)
-            hidden = self.work.forward(stage, index, 0, hidden)
         return self.work.total
 
     def _ready(self, op: Op) -> bool:

@@ -58,7 +58,10 @@ class RanksRunner:
         return self._everywhere(self.work.total)
 
     def evaluate(self, inputs: Inputs) -> Tensor:
-        """One after the other: an evaluation is rare, and needs no buffers of its own."""
+        """The loss of one micro-batch on every rank, forward passes alone.
+
+        Stages run one after the other: an evaluation is rare, and needs no buffers of its own.
+        """
         homes = self.work.settings.homes
         self.work.begin([inputs])
         hidden: Tensor | None = None

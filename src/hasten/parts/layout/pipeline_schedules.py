@@ -87,8 +87,8 @@ def impossible(schedule: str, ranks: int, micro_batches: int) -> str:
     rounds = max(1, micro_batches // ranks)
     if schedule in ("interleaved", "zero_bubble") and micro_batches % rounds:
         return (
-            f"{schedule} on {ranks} ranks needs micro-batches in multiples of {ranks}, not "
-            f"{micro_batches}"
+            f"{schedule} on {ranks} ranks runs so many micro-batches in {rounds} equal rounds, "
+            f"which {micro_batches} can't be dealt into; take a multiple of {rounds}"
         )
     if schedule == "dualpipev" and micro_batches < 2 * ranks:
         return (

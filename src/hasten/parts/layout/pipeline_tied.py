@@ -16,6 +16,8 @@ from torch import distributed as dist
 
 from hasten.parts.layout.pipeline_stages import Cuttable, LanguageModel
 
+MARK = "end_of_a_tied_head"  # the attribute of a weight whose other end is on another rank
+
 
 class TiedHead:
     """The weight's copy on this rank, where the other is on another rank; else nothing."""
@@ -32,6 +34,7 @@ class TiedHead:
         ends, rank = (homes[0], homes[-1]), dist.get_rank(group)
         if ends[0] != ends[1] and rank in ends:
             self.weight = whole.causal.lm_head.weight
+            setattr(self.weight, MARK, True)
             self._peer = ends[1] if rank == ends[0] else ends[0]
             self.counts = rank == ends[0]
 
@@ -59,3 +62,8 @@ class TiedHead:
             work.wait()
         held.grad = mine + other if self._before is None else mine + other + self._before
         self._before = None
+
+
+def is_end(weight: Tensor) -> bool:
+    """Whether it is an end of a tied head, or a master that took the weight's marks over."""
+    return hasattr(weight, MARK)

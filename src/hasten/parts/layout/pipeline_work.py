@@ -161,6 +161,3 @@ class Runner(Protocol):
 
     def run(self, micro_batches: Sequence[Inputs], scale: float) -> Tensor:
         """Gradients of ``scale`` x the summed losses; the sum itself, unscaled, on every rank."""
-
-    def evaluate(self, inputs: Inputs) -> Tensor:
-        """The loss of one micro-batch, forward passes alone, on every rank."""

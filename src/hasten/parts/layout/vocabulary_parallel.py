@@ -66,7 +66,8 @@ class VocabularyParallelHead(nn.Module):
             return F.linear(hidden, weight, bias)
         if not isinstance(self.weight, DTensor):
             return label_only_cross_entropy(hidden, weight, labels, chunk, bias, terms)
-        rows = chunk_rows(chunk, weight.shape[0])
+        # By the largest piece: ranks with fewer rows have to take as many chunks as the others.
+        rows = chunk_rows(chunk, _piece(self.out_features, self._mesh))
         first = _first_row(self.out_features, self._mesh)
         group = self._mesh.get_group()
         return vocabulary_parallel_cross_entropy(
@@ -189,6 +190,11 @@ def _local(parameter: nn.Parameter | None) -> Tensor | None:
 
 def _first_row(rows: int, mesh: DeviceMesh) -> int:
     """Where this rank's rows begin, as ``Shard(0)`` cuts them: all pieces but the last alike."""
-    piece: int = -(-rows // mesh.size())
     place: int = mesh.get_local_rank()
-    return min(piece * place, rows)
+    return min(_piece(rows, mesh) * place, rows)
+
+
+def _piece(rows: int, mesh: DeviceMesh) -> int:
+    """Rows of every piece but the last, which may have fewer."""
+    found: int = -(-rows // mesh.size())
+    return found

@@ -191,16 +191,12 @@ def filled(config: Mapping[str, Any], known: Known) -> dict[str, Any]:
             found[key] = value
         elif explicit(found.get(key)) is None:
             found.pop(key, None)  # two of the three are enough for DeepSpeed
-    hidden = known.hidden
     values: dict[tuple[str, ...], Any] = {
+        **{("zero_optimization", key): size for key, size in _by_width(known.hidden).items()},
         ("gradient_clipping",): known.clipping or 0.0,
         ("fp16", "enabled"): known.fp16,
         ("bf16", "enabled"): known.bf16,
         ("bfloat16", "enabled"): known.bf16,
-        ("zero_optimization", "reduce_bucket_size"): hidden * hidden,
-        ("zero_optimization", "allgather_bucket_size"): hidden * hidden,
-        ("zero_optimization", "stage3_prefetch_bucket_size"): int(0.9 * hidden * hidden),
-        ("zero_optimization", "stage3_param_persistence_threshold"): 10 * hidden,
         ("optimizer", "params", "lr"): known.learning_rate,
         ("optimizer", "params", "betas"): list(known.betas),
         ("optimizer", "params", "eps"): known.eps,
@@ -219,6 +215,18 @@ def filled(config: Mapping[str, Any], known: Known) -> dict[str, Any]:
             section = section[name]
         section[path[-1]] = values[path]
     return found
+
+
+def _by_width(hidden: int) -> dict[str, int]:
+    """Sizes that follow from the model's width; none where that isn't known."""
+    if not hidden:
+        return {}
+    return {
+        "reduce_bucket_size": hidden * hidden,
+        "allgather_bucket_size": hidden * hidden,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+        "stage3_param_persistence_threshold": 10 * hidden,
+    }
 
 
 def _autos(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:

@@ -79,6 +79,13 @@ TOP: Mapping[str, Fate] = {
     "quantize_training": _NONE,
 }
 _SCALE = "hasten's scale falls at each overflow and rises after loss_scale_window steps"
+_BF16: Mapping[str, Fate] = {
+    "enabled": (HONOURED, "bf16_master_weights"),
+    "immediate_grad_update": _INNER,
+    "check_grad_overflow": (IGNORED, "every step is checked"),
+    "bf16_master_weights_and_grads": _NONE,
+    "bf16_optimizer_states": _NONE,
+}
 INSIDE: Mapping[str, Mapping[str, Fate]] = {
     "optimizer": {
         "type": (HONOURED, "AdamW; another rule is a technique of the slot OPTIMIZER"),
@@ -100,13 +107,8 @@ INSIDE: Mapping[str, Mapping[str, Fate]] = {
         "auto_cast": (IGNORED, "inputs are token ids"),
         "fp16_master_weights_and_grads": _NONE,
     },
-    "bf16": {
-        "enabled": (HONOURED, "bf16_master_weights"),
-        "immediate_grad_update": _INNER,
-        "check_grad_overflow": (IGNORED, "every step is checked"),
-        "bf16_master_weights_and_grads": _NONE,
-        "bf16_optimizer_states": _NONE,
-    },
+    "bf16": _BF16,
+    "bfloat16": _BF16,  # its old name
     "activation_checkpointing": {
         "partition_activations": (HONOURED, "recompute: each rank keeps its own records' inputs"),
         "number_checkpoints": (HONOURED, "recompute, of every block"),

@@ -146,7 +146,7 @@ def _rows(config: Mapping[str, Any]) -> Iterator[Row]:
         if inside is None or not isinstance(value, Mapping):
             yield _row(key, key, value, TOP[key])
             continue
-        if key in ("fp16", "bf16") and enabled(config, key) is not True:
+        if key in ("fp16", "bf16", "bfloat16") and enabled(config, key) is not True:
             auto = enabled(config, key) == AUTO
             yield Row(key, HONOURED, "auto: as the plan says" if auto else "off")
             continue
@@ -171,7 +171,8 @@ def _row(key: str, name: str, value: Any, fate: tuple[str, str]) -> Row:
 def _switched_on(value: Any) -> bool:
     if isinstance(value, Mapping):
         return bool(value.get("enabled", bool(value)))
-    return bool(value) and value != 1  # a partition or pipeline of one is none
+    # A partition or pipeline of one is none; true isn't that one, though it equals it.
+    return bool(value) and (value is True or value != 1)
 
 
 def _wrong_offload(value: Any) -> str | None:

@@ -94,7 +94,7 @@ class ZeroTrainer:
         finally:
             delattr(zero, name)
 
-    def whole(self, name: str, weight: nn.Parameter) -> Tensor:
+    def whole(self, weight: nn.Parameter) -> Tensor:
         """A true weight in one piece; every rank calls it, in the same order."""
         from deepspeed import zero
         from deepspeed.utils import safe_get_full_fp32_param
@@ -116,8 +116,8 @@ class ZeroTrainer:
         Every rank enters and leaves; the others hold one whole weight at a time.
         """
         found: dict[int, nn.Parameter] = {}
-        for name, weight in model.named_parameters():
-            value = self.whole(name, weight)
+        for weight in model.parameters():
+            value = self.whole(weight)
             if mine:
                 value = value.to(weight.device, torch.float32)
                 found[id(weight)] = nn.Parameter(value, weight.requires_grad)
@@ -188,7 +188,8 @@ def stale_locks(folder: Path, seconds: float = OLD_LOCK_SECONDS) -> list[Path]:
     """
     found = []
     for lock in sorted(folder.glob("**/lock")):
-        newest = max((p.stat().st_mtime for p in lock.parent.iterdir()), default=0.0)
-        if time.time() - newest > seconds:
-            found.append(lock)
+        with contextlib.suppress(OSError):  # files come and go where somebody is at work
+            newest = max((p.lstat().st_mtime for p in lock.parent.iterdir()), default=math.inf)
+            if time.time() - newest > seconds:
+                found.append(lock)
     return found
