@@ -94,6 +94,10 @@ def test_a_file_that_appears_is_a_notice(session: Session, tmp_path: Path) -> No
     assert (outcome.stopped, session.progress.step) == ("left", 2)
 
 
+def test_a_file_that_can_not_be_looked_at_is_no_notice(tmp_path: Path) -> None:
+    assert not Notice(lambda: None, tmp_path / ("x" * 300)).there()
+
+
 @pytest.mark.parametrize(
     ("command", "there"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
 from pathlib import Path
@@ -11,11 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hasten.core.evaluate import evaluate
+from hasten.core.evaluate import Evaluation, evaluate
 from hasten.core.job import Stop
 from hasten.core.state import restore, state_of
 from hasten.core.step import training
-from hasten.core.trainer import Watch, fit
+from hasten.core.trainer import Outcome, Watch, fit
 from hasten.errors import InputError
 from hasten.parts import checkpoint
 from hasten.techniques.adapter import LoRA
@@ -76,6 +78,58 @@ def test_training_stops_early_when_the_held_out_loss_stops_falling() -> None:
     assert outcome.best is not None
     assert best[-1] == outcome.best.step
     assert session.progress.step == outcome.best.step + 2 * 3
+
+
+def test_an_attempt_goes_on_with_what_the_one_before_measured() -> None:
+    earlier = [Evaluation(1, 10, 0.001), Evaluation(2, 20, 0.002)]
+    best: list[int] = []
+    watch = Watch(2, 3, earlier, on_best=lambda e: best.append(e.step))
+    session = session_of(language_job(steps=20))
+    outcome = fit(session, watch)
+    assert best == [], "the best model so far is an earlier attempt's"
+    assert session.progress.step == 4, "three looks without a better one"
+    assert [e.step for e in outcome.evaluations] == [1, 2, 2, 4]
+
+
+def test_what_was_measured_before_does_not_stand_for_the_last_look() -> None:
+    session = session_of(language_job(steps=4))
+    outcome = fit(session, Watch(earlier=[Evaluation(4, 10, 0.5)]))
+    assert len(outcome.evaluations) == 2
+
+
+def test_a_loss_that_is_no_number_is_never_the_best() -> None:
+    outcome = Outcome(evaluations=[Evaluation(1, 1, math.nan), Evaluation(2, 2, 3.0)])
+    assert outcome.best == outcome.evaluations[1]
+
+
+def test_rates_are_of_this_process_alone_after_a_resume() -> None:
+    first = session_of(language_job(steps=30))
+    steps = training(first)
+    for _ in range(28):
+        next(steps)
+    second = session_of(language_job(steps=30))
+    restore(second, *state_of(first))
+    outcome = fit(second)
+    summary = outcome.summary(second)
+    trained = sum(outcome.step_seconds)
+    new = second.progress.tokens - first.progress.tokens
+    assert summary["steps"] == 30
+    assert summary["tokens"] == second.progress.tokens
+    assert summary["tokens_per_second"] == pytest.approx(new / trained)
+    assert summary["records_per_second"] * trained == pytest.approx(
+        second.progress.records - first.progress.records
+    )
+    assert outcome.tokens(second) == new
+
+
+def test_a_run_without_a_step_left_has_a_summary_that_json_can_say() -> None:
+    first = session_of(language_job(steps=2))
+    run(first)
+    second = session_of(language_job(steps=2))
+    restore(second, *state_of(first))
+    summary = fit(second).summary(second)
+    assert summary["training_loss"] is None
+    json.dumps(summary, allow_nan=False)
 
 
 def test_an_interrupt_ends_the_run_between_two_steps() -> None:

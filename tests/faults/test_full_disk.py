@@ -90,6 +90,19 @@ def test_a_run_is_refused_where_two_checkpoints_do_not_fit(
     assert keeper.restore() is model
 
 
+def test_what_a_killed_save_left_takes_no_room_at_the_next_start(tmp_path: Path) -> None:
+    left = tmp_path / ".writing-step-00000003-99"
+    left.mkdir()
+    (left / "state.safetensors").write_bytes(b"half")
+    keeper = SmartCheckpointer(folder=tmp_path)
+    keeper.open()
+    assert not left.exists()
+    left.mkdir()  # of a save under way
+    keeper.open()
+    assert left.exists()
+    keeper.close()
+
+
 def test_a_folder_that_can_not_be_written_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

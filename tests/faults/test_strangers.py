@@ -74,6 +74,14 @@ def test_a_difference_to_itself_or_to_a_difference_is_refused(one: Path) -> None
         load(one)
 
 
+def test_differences_that_go_round_in_a_circle_are_refused(one: Path) -> None:
+    other = save(one.parent, 5, {"w": torch.ones(2000)}, {})
+    forge(one, base={"name": other.name, "seal": "x"})
+    forge(other, base={"name": one.name, "seal": "x"})
+    with pytest.raises(DamagedCheckpointError, match="isn't what it differs from"):
+        load(one)
+
+
 def test_a_link_or_a_pipe_in_the_place_of_a_file_is_not_opened(one: Path) -> None:
     outside = one.parent.parent / "secret.safetensors"
     (one / STATE).unlink()
@@ -114,7 +122,7 @@ def test_a_manifest_of_any_kind_is_a_sentence(text: bytes, one: Path) -> None:
         *({"files": {}}, {"files": None}, {"files": {STATE: 3}}, {"files": {STATE: {}}}),
         *({"meta": 3}, {"step": "4"}, {"step": -1}, {"step": True}, {"base": 3}, {"base": {}}),
         *({"files": {STATE: {"bytes": "9", "xxh3_128": ""}}}, {"coded": {"w": 3}}),
-        *({"coded": {"gone": {}}}, {"coded": [1]}),
+        *({"coded": {"gone": {}}}, {"coded": [1]}, {"step": 10**400}),
     ],
     ids=str,
 )
@@ -144,6 +152,8 @@ def code(**changes: Any) -> dict[str, Any]:
         code(shape=[2**40, 2**40], bytes=40),
         code(shape=[-1], bytes=-4),
         code(bytes=10**12),
+        code(bytes=float("inf")),
+        code(shape=[float("inf")]),
         code(dtype="OBJECT"),
         code(difference=True),
         code(),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hasten.core.evaluate import Evaluation
 from hasten.core.spikes import SpikePolicy, SpikeWatch
 from hasten.errors import InputError
 from hasten.recipe.faults import set_guards, supervision_of, watch_notices
 from hasten.recipe.schema import recipe_from
+from hasten.recipe.starting import evaluations_before
 from hasten.run_folder import Lines, clear_the_way, keep_lines_until
 from hasten.techniques.checkpoint import Checkpoints
 from tiny import language_job, session_of
@@ -100,6 +103,35 @@ def test_lines_of_steps_that_are_done_again_are_taken_out_and_half_a_line_too(
     assert [line["step"] for line in kept] == [1, 2, 3, 4]
     assert (tmp_path / "evaluations.jsonl").read_text() == ""
     keep_lines_until(tmp_path / "empty", 4)  # nothing there, nothing to do
+
+
+def test_lines_that_a_full_disk_does_not_take_follow_once_there_is_room(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    lines = Lines(tmp_path)
+    with pytest.warns(UserWarning, match="can't be written: No space left on device"):
+        lines.step({"step": 1})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        lines.step({"step": 2})
+    lines._metrics._file = (tmp_path / "room").open("ab", buffering=0)
+    lines.step({"step": 3})
+    found = [json.loads(line) for line in (tmp_path / "room").read_text().splitlines()]
+    assert [line["step"] for line in found] == [1, 2, 3]
+
+
+def test_an_attempt_knows_what_those_before_it_measured(tmp_path: Path) -> None:
+    file = tmp_path / "evaluations.jsonl"
+    session = session_of(language_job(steps=2))
+    assert evaluations_before(session, file) == []
+    session.progress.step = 4
+    lines = [
+        *('{"step": 2, "tokens": 7, "held_out_loss": 1.5, "own": 3}', '{"step": 3}', "[1]"),
+        *('{"step": 3, "tokens": 8, "held_out_loss": null}', "half a"),
+        *('{"step": 4, "tokens": 9, "held_out_loss": 1.0}',),
+        *('{"step": 6, "tokens": 9, "held_out_loss": 0.5}', '{"step": 7, "tok'),
+    ]
+    file.write_text("\n".join(lines))
+    assert evaluations_before(session, file) == [Evaluation(2, 7, 1.5), Evaluation(4, 9, 1.0)]
 
 
 def test_what_went_wrong_moves_aside_with_the_run_it_is_of(tmp_path: Path) -> None:

@@ -82,6 +82,14 @@ def test_accelerate_and_training_arguments_say_what_they_lack(tmp_path: Path) ->
     assert found.missing == ["model", "dataset"]
 
 
+def test_two_keys_that_ask_for_the_same_make_one_line_of_the_plan(tmp_path: Path) -> None:
+    more = '{"packing": true, "padding_free": true, "adam_epsilon": 1e-6, '
+    found = imported(tmp_path, TRAINING_ARGUMENTS.replace("{", more, 1), "args.json")
+    assert found.values["plan"].count("packed") == 1
+    assert found.values["plan"].count("document_attention") == 1
+    assert fates(found)["adam_epsilon"] == "unmapped", "another epsilon is another training"
+
+
 @pytest.mark.parametrize("text", [LLAMA_FACTORY, AXOLOTL, ACCELERATE, TRAINING_ARGUMENTS])
 def test_no_key_is_passed_over(tmp_path: Path, text: str) -> None:
     filled = text if text is TRAINING_ARGUMENTS else text.format(model="m", folder="f", data="d")

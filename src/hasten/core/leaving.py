@@ -12,6 +12,7 @@ by the second SIGTERM and must not wait for an evaluation. SIGUSR1 is what Slurm
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import threading
@@ -118,7 +119,7 @@ class Notice:
 
     def there(self) -> bool:
         """Look now."""
-        if self._file is not None and self._file.exists():
+        if self._file is not None and os.path.exists(self._file):  # unlike Path's, never raises
             return True
         if not self._command:
             return False

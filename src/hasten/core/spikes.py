@@ -77,7 +77,7 @@ class SpikePolicy:
     at_most: int = 3
 
     def __post_init__(self) -> None:
-        if self.sigmas <= 0 or self.window < FEWEST or self.in_a_row < 1 or self.at_most < 1:
+        if not self.sigmas > 0 or self.window < FEWEST or self.in_a_row < 1 or self.at_most < 1:
             raise ValueError(
                 f"sigmas must be above 0, window at least {FEWEST}, in_a_row and at_most at least 1"
             )

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hasten.core import facts
 from hasten.core.clock import data_stall, split, stability
 from hasten.core.evaluate import Evaluation, evaluate
 from hasten.core.leaving import asked, interruptible
-from hasten.core.session import Session
+from hasten.core.session import Progress, Session
 from hasten.core.step import StepMetrics, training
 
 
@@ -24,6 +24,7 @@ class Watch:
     Args:
         every_steps: evaluate so often; 0: at the end only.
         patience: evaluations without a better held-out loss before stopping; 0: never stop early.
+        earlier: what an attempt before this one measured, the same on every rank.
         on_step: called after every step (progress, metrics file).
         on_evaluation: called after every evaluation.
         on_best: called when the held-out loss is the lowest so far (keep the model).
@@ -31,6 +32,7 @@ class Watch:
 
     every_steps: int = 0
     patience: int = 0
+    earlier: Sequence[Evaluation] = ()
     on_step: Callable[[StepMetrics], None] = lambda metrics: None
     on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None
     on_best: Callable[[Evaluation], None] = lambda evaluation: None
@@ -38,8 +40,12 @@ class Watch:
 
 @dataclass
 class Outcome:
-    """What a run did, from its first step to its last."""
+    """What a run did, from its first step to its last.
 
+    ``before`` is what an earlier process had done; times and rates are of this one alone.
+    """
+
+    before: Progress = field(default_factory=Progress)
     seconds: float = 0.0
     step_seconds: list[float] = field(default_factory=list)
     epoch_seconds: dict[int, float] = field(default_factory=dict)
@@ -51,15 +57,20 @@ class Outcome:
 
     @property
     def best(self) -> Evaluation | None:
-        measured = [e for e in self.evaluations if e.held_out_loss is not None]
+        measured = [e for e in self.evaluations if _finite(e.held_out_loss) is not None]
         return min(measured, key=lambda e: e.held_out_loss or 0.0, default=None)
+
+    def tokens(self, session: Session) -> int:
+        """Those that this process trained."""
+        return session.progress.tokens - self.before.tokens
 
     def summary(self, session: Session) -> dict[str, Any]:
         """The measured part of ``summary.json``."""
         progress = session.progress
         trained = sum(self.step_seconds)
         last = self.evaluations[-1] if self.evaluations else None
-        loss = last.held_out_loss if last else None
+        loss = _finite(last.held_out_loss) if last else None
+        records = progress.records - self.before.records
         meter, clocked = session.meter, list(session.setup.clock.steps)
         return {
             "stopped": self.stopped,
@@ -68,8 +79,8 @@ class Outcome:
             "trained_tokens": progress.trained_tokens,
             "records": progress.records,
             "seconds": self.seconds,
-            "tokens_per_second": progress.tokens / trained if trained else None,
-            "records_per_second": progress.records / trained if trained else None,
+            "tokens_per_second": self.tokens(session) / trained if trained else None,
+            "records_per_second": records / trained if trained else None,
             "epoch_seconds": list(self.epoch_seconds.values()),
             "step_seconds_median": statistics.median(self.step_seconds or [0.0]),
             "step_parts": split(clocked, session.saves),
@@ -80,7 +91,7 @@ class Outcome:
             "ceiling": asdict(meter) if meter.ceiling else None,
             "peak_memory_bytes": self.peak_memory_bytes,
             "peak_host_memory_bytes": facts.host_memory_peak(),
-            "training_loss": self.last_loss,
+            "training_loss": _finite(self.last_loss),
             "held_out_loss": loss,
             "perplexity": math.exp(min(loss, 700.0)) if loss is not None else None,
             "metrics": last.metrics if last else {},
@@ -96,7 +107,7 @@ def fit(session: Session, watch: Watch | None = None) -> Outcome:
     the session is intact.
     """
     watch = watch or Watch()
-    outcome = Outcome()
+    outcome = Outcome(replace(session.progress), evaluations=[*watch.earlier])
     began = time.perf_counter()
     with interruptible(session):
         for metrics in training(session):
@@ -113,7 +124,8 @@ def fit(session: Session, watch: Watch | None = None) -> Outcome:
     if in_haste:
         outcome.seconds = time.perf_counter() - began
         return outcome
-    if not outcome.evaluations or outcome.evaluations[-1].step != session.progress.step:
+    here = outcome.evaluations[len(watch.earlier) :]
+    if not here or here[-1].step != session.progress.step:
         _look(session, watch, outcome)
     outcome.seconds = time.perf_counter() - began
     return outcome
@@ -129,14 +141,11 @@ def _take_note(outcome: Outcome, metrics: StepMetrics) -> None:
 
 
 def _look(session: Session, watch: Watch, outcome: Outcome) -> None:
-    best_before = outcome.best
     evaluation = evaluate(session)
     outcome.evaluations.append(evaluation)
+    if evaluation is outcome.best:
+        watch.on_best(evaluation)  # first: an attempt after this one believes what was told
     watch.on_evaluation(evaluation)
-    if evaluation.held_out_loss is None:
-        return
-    if best_before is None or evaluation is outcome.best:
-        watch.on_best(evaluation)
 
 
 def _should_stop(outcome: Outcome, watch: Watch) -> bool:
@@ -144,3 +153,8 @@ def _should_stop(outcome: Outcome, watch: Watch) -> bool:
     if not watch.patience or best is None:
         return False
     return len(outcome.evaluations) - 1 - outcome.evaluations.index(best) >= watch.patience
+
+
+def _finite(loss: float | None) -> float | None:
+    """A loss that JSON can say."""
+    return loss if loss is not None and math.isfinite(loss) else None

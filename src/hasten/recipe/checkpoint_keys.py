@@ -61,4 +61,7 @@ def _settings(entry: Any) -> dict[str, Any]:
         return {}
     if "technique" in entry:
         return {key: value for key, value in entry.items() if key != "technique"}
-    return dict(entry[next(iter(entry))] or {})
+    settings = entry[next(iter(entry))] or {}
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"plan: {NAME} is {settings!r}; write its settings as {{name: value}}")
+    return dict(settings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,16 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
-        for position, key in enumerate(keys):
-            if key in keys[:position]:
+        seen = set()
+        for inner, _ in node.value:
+            key = self.construct_object(inner, deep=deep)
+            if not isinstance(key, Hashable):
+                continue  # refused below
+            if key in seen:
                 raise yaml.MarkedYAMLError(
                     problem=f"key {key!r} stands twice", problem_mark=node.start_mark
                 )
+            seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
 

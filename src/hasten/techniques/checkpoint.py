@@ -14,6 +14,7 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.state import restore, state_of
+from hasten.core.state_parts import told
 from hasten.core.technique import Fidelity, Proof, Technique, setting
 from hasten.errors import InputError
 from hasten.parts.checkpoint import SmartCheckpointer
@@ -139,9 +140,13 @@ class SessionCheckpoints:
                 "brought together from ranks that hold parts; take another optimizer, or leave "
                 "checkpoints out"
             )
-        weights = {t.data_ptr(): t.nbytes for t in session.loss_module.state_dict().values()}
+        held = session.loss_module.state_dict(keep_vars=True).values()
+        # Tied weights count once; one that is dealt out over ranks has no memory of its own.
+        weights = {t.data_ptr() or id(t): t.nbytes for t in held}
+        mine = sum(weights.values()) + moments_to_come(session.optimizer)
+        expected = sum(told(session, mine))  # the first rank writes those of all stages
         with _as_advice():
-            self.keeper.open(sum(weights.values()) + moments_to_come(session.optimizer))
+            self.keeper.open(expected)
 
     def _first_rank_says(self, numbers: Sequence[float]) -> Sequence[float]:
         main = self._setup.facts.world.is_main
@@ -157,5 +162,10 @@ def _as_advice() -> Iterator[None]:
         yield
     except InputError:
         raise
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise InputError(f"checkpoints: {error}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"checkpoints: what was saved is not the state of a run ({error!r}); go on with the "
+            "program that wrote it, or choose another folder"
+        ) from error

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from hasten.parts.checkpoint import (
     NewerFormatError,
     commit,
 )
+from hasten.parts.checkpoint.disk import Disk
 from hasten.parts.checkpoint.folder import REASON
 from hasten.parts.checkpoint.manifest import sealed
 
@@ -272,6 +273,18 @@ def test_a_tensor_that_safetensors_can_not_hold_is_named(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"masks is a torch\.sparse_coo tensor"):
         checkpoint.save(tmp_path, 1, {"masks": torch.eye(3).to_sparse()}, {})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_that_is_there_is_durable_before_it_is_relied_on(tmp_path: Path) -> None:
+    class Noting(Disk):
+        forced: ClassVar[list[Path]] = []
+
+        def sync(self, path: Path) -> None:
+            self.forced.append(path)
+
+    checkpoint.save(tmp_path, 1, state(), {})
+    checkpoint.save(tmp_path, 1, state(), {}, disk=Noting())
+    assert Noting.forced == [tmp_path]
 
 
 def test_a_damaged_checkpoint_does_not_block_its_step(tmp_path: Path) -> None:

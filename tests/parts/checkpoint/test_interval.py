@@ -66,6 +66,22 @@ def test_failures_shorten_the_interval_and_survive_a_restart() -> None:
     assert again.state_dict()["recovery"] == 5.0
 
 
+@pytest.mark.parametrize(
+    "state",
+    [
+        *({}, {"failures": float("inf")}, {"failures": -1}, {"seen": float("nan")}),
+        *({"recovery": -1.0}, {"failures": None}),
+    ],
+    ids=str,
+)
+def test_a_history_that_can_not_be_is_refused(state: dict[str, object]) -> None:
+    interval = Interval()
+    known = {"failures": 2, "seen": 5.0, "recovery": 1.0}
+    with pytest.raises(ValueError, match="history of failures"):
+        interval.load_state_dict({**known, **state} if state else {})
+    assert interval.failures == 0
+
+
 @pytest.mark.parametrize("settings", [{"between_failures": 0}, {"longest_loss": -1}])
 def test_a_time_that_is_none_is_refused(settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be above 0 seconds"):

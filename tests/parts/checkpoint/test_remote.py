@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.parts.checkpoint import MANIFEST, STATE, SmartCheckpointer
+from hasten.parts.checkpoint import (
+    MANIFEST,
+    STATE,
+    DamagedCheckpointError,
+    SmartCheckpointer,
+    checkpoints,
+)
 from hasten.parts.checkpoint.remote import Mirror
 
 
@@ -82,11 +88,12 @@ def test_damage_there_is_found_and_the_one_before_is_used(address: str) -> None:
         assert again.step == 2
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, DamagedCheckpointError])
 def test_a_place_that_can_not_be_reached_is_an_alarm(
-    address: str, monkeypatch: pytest.MonkeyPatch
+    kind: type[Exception], address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cut(self: Mirror, path: Path) -> None:
-        raise RuntimeError("connection reset")
+        raise kind("connection reset")
 
     monkeypatch.setattr(Mirror, "send", cut)
     model = nn.Linear(3, 3)
@@ -109,3 +116,73 @@ def test_an_earlier_run_s_and_a_stranger_s_are_not_deleted_there(tmp_path: Path)
     (tmp_path / "step-00000000" / MANIFEST).write_text("more of them")
     Mirror(address).keep(tmp_path / "empty")
     assert Mirror(address).names() == ["step-00000000"]
+
+
+def failing_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The first call of this function of a mirror finds nobody there."""
+    real, calls = getattr(Mirror, name), []
+
+    def call(self: Mirror, *given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 1:
+            raise OSError("unplugged")
+        return real(self, *given)
+
+    monkeypatch.setattr(Mirror, name, call)
+
+
+def test_what_could_not_be_sent_follows_before_what_differs_from_it(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing_once(monkeypatch, "send")
+    with pytest.warns(UserWarning, match="unplugged"):
+        saved(address, 2, compression="difference")
+    assert Mirror(address).names() == ["step-00000001", "step-00000002"]
+    other = nn.Linear(40, 40)
+    with at(address, other) as keeper:
+        keeper.restore()
+        assert keeper.step == 2
+
+
+def test_what_differs_from_something_that_is_gone_is_no_checkpoint(address: str) -> None:
+    saved(address, 3, compression="difference")
+    files = fsspec.filesystem("memory")
+    files.rm_file(f"/{address.removeprefix('memory://')}/step-00000001/{MANIFEST}")
+    with at(address, nn.Linear(40, 40)) as keeper:
+        with pytest.warns(UserWarning, match="step-00000001, which it differs from, isn't at"):
+            keeper.restore()
+        assert keeper.step == 0
+
+
+def test_a_place_that_stays_away_does_not_fill_the_local_folder(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(self: Mirror, path: Path) -> None:
+        raise OSError("unplugged")
+
+    monkeypatch.setattr(Mirror, "send", cut)
+    keeper = at(address, nn.Linear(3, 3))
+    keeper.save(1)
+    for step in range(2, 6):
+        with pytest.warns(UserWarning, match="unplugged"):
+            keeper.save(step)
+    with pytest.warns(UserWarning, match="unplugged"):
+        keeper.close()
+    assert len(checkpoints(keeper.saver.folder)) == 2
+
+
+def test_nothing_is_saved_beside_checkpoints_of_another_way(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(address, 2)
+    failing_once(monkeypatch, "set_aside")
+    model = nn.Linear(40, 40)
+    with at(address, model) as keeper:
+        with pytest.warns(UserWarning, match="nothing is saved, as checkpoints after step 0"):
+            keeper.save(1)
+        with pytest.warns(UserWarning, match="set aside"):
+            keeper.save(2)
+    other = nn.Linear(40, 40)
+    with at(address, other) as again:
+        again.restore()
+    assert torch.equal(other.weight, model.weight)

@@ -14,6 +14,8 @@ from torch import nn
 
 from hasten import SmartCheckpointer
 from hasten.parts.checkpoint import checkpoints, load
+from hasten.parts.checkpoint.random_state import random_state, set_random_state
+from hasten.parts.checkpoint.saver import Saver
 from hasten.parts.checkpoint.writer import Staging, Writer
 from ranks import on_ranks
 
@@ -89,8 +91,12 @@ def test_a_save_holds_the_state_of_its_moment(tmp_path: Path) -> None:
             lambda k: k.protect(optimizer=torch.optim.SGD([torch.zeros(3, requires_grad=True)])),
             "is of another optimizer: groups of",
         ),
+        (
+            lambda k: k.protect(schedule=torch.optim.SGD([torch.zeros(3, requires_grad=True)])),
+            "is of another schedule: no optimizer's",
+        ),
     ],
-    ids=["objects", "model", "optimizer"],
+    ids=["objects", "model", "optimizer", "kinds"],
 )
 def test_a_state_of_something_else_is_refused_and_nothing_is_changed(
     change: Any, sentence: str, tmp_path: Path
@@ -163,6 +169,13 @@ def test_the_history_of_failures_is_kept(tmp_path: Path) -> None:
     assert keeper.interval.mean_between_failures < 86400 / 2
 
 
+def test_going_back_on_the_way_is_no_failure(tmp_path: Path) -> None:
+    with Loop().protected(tmp_path) as keeper:
+        keeper.save(1)
+        keeper.restore()
+        assert keeper.interval.failures == 0
+
+
 def test_a_loop_that_begins_anew_keeps_its_own_saves(tmp_path: Path) -> None:
     with Loop().protected(tmp_path) as keeper:
         for step in (3, 8, 12):
@@ -187,6 +200,24 @@ def test_two_ranks_save_the_same_steps_and_each_gets_its_own_random_state_back(
         assert rank["again"] == rank["after"]
         assert rank["sharded"].startswith("model is sharded over ranks")
     assert first["after"] != second["after"]
+
+
+def test_a_random_state_of_another_kind_is_a_sentence() -> None:
+    for wrong in ({"torch": "00"}, {"torch": "no"}, {"python": [3, [1], None]}, {"numpy": 3}):
+        with pytest.raises(ValueError, match="random state of the checkpoint"):
+            set_random_state({**random_state(), **wrong})
+
+
+@pytest.mark.parametrize("compression", [False, "shuffle"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_a_view_of_other_numbers_is_saved_as_what_it_says(
+    asynchronous: bool, compression: Any, tmp_path: Path
+) -> None:
+    turned = torch.randn(1000, dtype=torch.complex64).conj()
+    saver = Saver(tmp_path, compression=compression, asynchronous=asynchronous)
+    saver.save(1, {"z": turned}, {})
+    saver.close()
+    assert torch.equal(load(tmp_path / "step-00000001")[0]["z"], turned.resolve_conj())
 
 
 def test_staging_keeps_its_memory_and_copies() -> None:

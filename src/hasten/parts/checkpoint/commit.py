@@ -23,9 +23,9 @@ from hasten.parts.checkpoint.disk import Disk
 from hasten.parts.checkpoint.folder import quarantine
 from hasten.parts.checkpoint.manifest import (
     FORMAT,
+    LAST_STEP,
     MANIFEST,
     STATE,
-    STEP,
     DamagedCheckpointError,
     sealed,
 )
@@ -56,10 +56,11 @@ def save(
         TypeError, ValueError: JSON can't say the meta, or safetensors can't hold a tensor.
     """
     final = folder / f"step-{step:08d}"
-    if not STEP.fullmatch(final.name):
-        raise ValueError(f"step is {step}; it must lie between 0 and {10**12 - 1}")
+    if not 0 <= step <= LAST_STEP:
+        raise ValueError(f"step is {step}; it must lie between 0 and {LAST_STEP}")
     _make_durably(folder, disk)
     if os.path.lexists(final) and _is_whole(final):
+        disk.sync(folder)  # whoever renamed it may have been killed before this
         return final  # the same step again, after a resume: the older one is as good
     temporary = folder / f".writing-{final.name}-{os.getpid()}"
     disk.remove(temporary)

@@ -73,8 +73,19 @@ class Interval:
         return {"failures": self.failures, "seen": running, "recovery": self.recovery}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.failures, self.seen = int(state["failures"]), float(state["seen"])
-        self.recovery = float(state["recovery"])
+        """Go on with what an earlier process saw.
+
+        Raises:
+            ValueError: it isn't such a state.
+        """
+        try:
+            failures, seen = int(state["failures"]), float(state["seen"])
+            recovery = float(state["recovery"])
+        except (KeyError, TypeError, OverflowError) as error:
+            raise ValueError(f"the history of failures can't be read: {error!r}") from error
+        if failures < 0 or not (0 <= seen < math.inf and 0 <= recovery < math.inf):
+            raise ValueError(f"{state} can't be a history of failures")
+        self.failures, self.seen, self.recovery = failures, seen, recovery
 
 
 class Rhythm:

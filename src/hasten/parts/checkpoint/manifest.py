@@ -10,6 +10,7 @@ read as a stranger's: its size has a limit, and the names in it can't leave the 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -23,7 +24,9 @@ import xxhash
 STATE, MANIFEST = "state.safetensors", "manifest.json"
 FORMAT = 2  # 1: without sha256, codes and base; still read
 LARGEST_MANIFEST = 1 << 26
-STEP = re.compile(r"step-\d{8,12}")
+STEP = re.compile(r"step-[0-9]{8,12}")
+LAST_STEP = 10**12 - 1
+PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of the process, and say nothing of a file
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
@@ -48,6 +51,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     Raises:
         DamagedCheckpointError: it is missing, isn't as it was written, or names files elsewhere.
         NewerFormatError: a later version wrote it.
+        OSError: this process has no file or memory left to read it with.
     """
     try:
         text = _bounded(path / MANIFEST)
@@ -59,6 +63,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         if not newer:
             _check(manifest)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if getattr(error, "errno", None) in PASSING:
+            raise
         raise DamagedCheckpointError(f"{path}: {_reason(error)}") from error
     if newer:
         raise NewerFormatError(
@@ -101,7 +107,7 @@ def _check(manifest: Mapping[str, Any]) -> None:
             raise ValueError(f"{name[:120]!r} can't be the name of a checkpoint's file")
         if not isinstance(found["bytes"], int) or not isinstance(found["xxh3_128"], str):
             raise ValueError(f"{name} has no size or no hash")
-    if type(manifest["step"]) is not int or manifest["step"] < 0:
+    if type(manifest["step"]) is not int or not 0 <= manifest["step"] <= LAST_STEP:
         raise ValueError(f"{manifest['step']!r} is no step")
     if not isinstance(manifest.get("coded") or {}, dict):
         raise ValueError("what is said of packed tensors isn't by name")

@@ -66,7 +66,7 @@ class Protected:
             )
         try:
             states = {name: given(state, tensors) for name, state in saved.items()}
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{place} holds no state that can be read: {error!r}") from error
         for name, held in self.objects.items():
             _check_same(name, held, states[name], place)
@@ -106,7 +106,8 @@ def _check_same(name: str, held: Any, state: Any, place: Path) -> None:
     """A module of the same tensors, an optimizer of as many weights."""
     if isinstance(held, nn.Module):
         here = {k: getattr(v, "shape", None) for k, v in held.state_dict().items()}
-        there = {k: getattr(v, "shape", None) for k, v in state.items()}
+        saved = state if isinstance(state, dict) else {}
+        there = {k: getattr(v, "shape", None) for k, v in saved.items()}
         wrong = sorted(k for k in here.keys() | there.keys() if here.get(k) != there.get(k))
         if wrong:
             raise ValueError(
@@ -114,9 +115,18 @@ def _check_same(name: str, held: Any, state: Any, place: Path) -> None:
                 "the one that was saved, or use another folder"
             )
     elif isinstance(held, Optimizer):
-        counts = [[len(g["params"]) for g in s["param_groups"]] for s in (held.state_dict(), state)]
-        if counts[0] != counts[1]:
+        ours, theirs = _group_sizes(held.state_dict()), _group_sizes(state)
+        if ours != theirs:
+            found = f"groups of {theirs} weights, not {ours}" if theirs else "no optimizer's"
             raise ValueError(
-                f"{place} is of another {name}: groups of {counts[1]} weights, not {counts[0]}; "
-                "restore the one that was saved, or use another folder"
+                f"{place} is of another {name}: {found}; restore the one that was saved, or use "
+                "another folder"
             )
+
+
+def _group_sizes(state: Any) -> list[int] | None:
+    """How many weights each group of an optimizer's state has; None where it is no such state."""
+    try:
+        return [len(group["params"]) for group in state["param_groups"]]
+    except (KeyError, TypeError):
+        return None

@@ -34,15 +34,18 @@ def set_random_state(state: dict[str, Any]) -> None:
     """Go on from what ``random_state`` found.
 
     Raises:
-        KeyError, TypeError, ValueError: it isn't such a state.
+        ValueError: it isn't such a state.
     """
-    torch.set_rng_state(_state(state["torch"]))
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.asarray(keys, np.uint32), *rest))
-    if "accelerator" in state and torch.accelerator.is_available():
-        _module().set_rng_state(_state(state["accelerator"]))
+    try:
+        torch.set_rng_state(_state(state["torch"]))
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        kind, keys, *rest = state["numpy"]
+        np.random.set_state((kind, np.asarray(keys, np.uint32), *rest))
+        if "accelerator" in state and torch.accelerator.is_available():
+            _module().set_rng_state(_state(state["accelerator"]))
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"the random state of the checkpoint can't be used: {error}") from error
 
 
 def of_all_ranks(found: Callable[[], dict[str, Any]] = random_state) -> list[dict[str, Any]]:

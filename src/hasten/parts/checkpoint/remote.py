@@ -12,7 +12,7 @@ import importlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,17 @@ class Mirror:
         self.address = address
 
     def send(self, path: Path) -> None:
-        """Copy a committed checkpoint there, the manifest last."""
-        if path.name in self.names():
+        """Copy a committed checkpoint there, the manifest last; what it differs from before it."""
+        there = self.names()
+        if path.name in there:
             return
+        manifest = read_manifest(path)
+        base = manifest.get("base")
+        if base and base["name"] not in there:  # it could not be sent when it was written
+            self.send(path.with_name(base["name"]))
         place = f"{self._root}/{path.name}"
         self._files.makedirs(place, exist_ok=True)
-        for name in [*read_manifest(path)["files"], MANIFEST]:
+        for name in [*manifest["files"], MANIFEST]:
             self._files.put_file(str(path / name), f"{place}/{name}")
 
     def names(self) -> list[str]:
@@ -117,8 +122,7 @@ class Mirror:
                 with contextlib.suppress(FileNotFoundError):  # verifying finds it
                     self._files.get_file(f"{self._root}/{name}/{file}", str(coming / file))
             os.rename(coming, local / name)
-            if manifest.get("base") and not (local / manifest["base"]["name"]).exists():
-                self.bring(manifest["base"]["name"], local)
+            self._bring_base(manifest, local)
             verify(local / name)
         except DamagedCheckpointError as error:
             if (local / name).exists():
@@ -126,6 +130,17 @@ class Mirror:
             raise
         finally:
             shutil.rmtree(coming, ignore_errors=True)
+
+    def _bring_base(self, manifest: Mapping[str, Any], local: Path) -> None:
+        base = manifest.get("base")
+        if not base or (local / base["name"]).exists():
+            return
+        try:
+            self.bring(base["name"], local)
+        except FileNotFoundError as error:
+            raise DamagedCheckpointError(
+                f"{base['name']}, which it differs from, isn't at {self.address}"
+            ) from error
 
     def _move_manifest(self, name: str, why: str) -> None:
         """Without a manifest it is no checkpoint any more, and its step can be sent anew."""

@@ -17,6 +17,7 @@ from hasten.parts.checkpoint.disk import Disk
 from hasten.parts.checkpoint.folder import checkpoints, quarantine
 from hasten.parts.checkpoint.manifest import (
     MANIFEST,
+    PASSING,
     DamagedCheckpointError,
     NewerFormatError,
     read_manifest,
@@ -37,7 +38,8 @@ def prune(
     """Delete all but the newest ``keep`` checkpoints that verify; those that are left.
 
     What a killed process left half done goes too, and of checkpoints that were set aside all but
-    as many. A checkpoint that others differ from stays as long as they do.
+    as many. A checkpoint that others differ from stays as long as they do; and one that is whole
+    by itself before it, unless ``keep`` is 1, so that damage to one file never costs all of them.
 
     Args:
         known: what verified before isn't read again while size and time of its files stay; kept
@@ -52,21 +54,35 @@ def prune(
     known = {} if known is None else known
     good: list[Path] = []
     needed: set[str] = set()
+    wholes = 0
     for path in reversed(checkpoints(folder)):
-        with contextlib.suppress(NewerFormatError):  # of a later version: neither counted nor gone
-            if len(good) >= keep and path.name not in needed:
+        # Of a later version, or not to be read just now: neither counted nor gone.
+        with contextlib.suppress(NewerFormatError, OSError):
+            spare = len(good) >= keep and path.name not in needed
+            if spare and (wholes >= min(keep, 2) or _base_of(path)):
                 _delete(path)
             elif _verifies(path, known, noted):
                 good.append(path)
-                needed |= _base_of(path)
+                base = _base_of(path)
+                needed |= base
+                wholes += not base
+            else:
+                for lost in [other for other in good if path.name in _base_of(other)]:
+                    good.remove(lost)
+                    known.pop(lost.name, None)
     for name in [name for name in known if not (folder / name).exists()]:
         del known[name]
-    for path in list(folder.iterdir()):
-        if _UNDONE.fullmatch(path.name):
-            Disk().remove(path)
+    sweep(folder)
     for path in _left_aside(folder)[keep:]:
         Disk().remove(path)
     return good[::-1]
+
+
+def sweep(folder: Path) -> None:
+    """Delete what a killed process left half done, for whoever alone may write into the folder."""
+    for path in list(folder.iterdir()):
+        if _UNDONE.fullmatch(path.name):
+            Disk().remove(path)
 
 
 def _left_aside(folder: Path) -> list[Path]:
@@ -76,7 +92,7 @@ def _left_aside(folder: Path) -> list[Path]:
         name = _ASIDE.fullmatch(path.name)
         if name is None or path.is_symlink():
             continue
-        with contextlib.suppress(DamagedCheckpointError, NewerFormatError):
+        with contextlib.suppress(DamagedCheckpointError, NewerFormatError, OSError):
             read_manifest(path)
             found.append((int(name[1]), path))
     return [path for _, path in sorted(found, reverse=True)]
@@ -90,6 +106,8 @@ def _verifies(path: Path, known: Known, noted: Callable[[Path, str], None]) -> b
             verify(path)
             known[path.name] = stands
     except (DamagedCheckpointError, OSError) as error:
+        if getattr(error, "errno", None) in PASSING:
+            raise
         quarantine(path, str(error))
         noted(path, str(error))
         return False

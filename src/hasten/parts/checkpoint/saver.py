@@ -22,11 +22,12 @@ from hasten.parts.checkpoint.commit import LOCAL, force_names, save
 from hasten.parts.checkpoint.disk import Disk
 from hasten.parts.checkpoint.folder import bytes_in, set_aside
 from hasten.parts.checkpoint.lock import FolderLock
-from hasten.parts.checkpoint.manifest import read_manifest
+from hasten.parts.checkpoint.manifest import DamagedCheckpointError, read_manifest
 from hasten.parts.checkpoint.remote import Mirror, is_address
-from hasten.parts.checkpoint.retention import Known, prune
+from hasten.parts.checkpoint.retention import Known, prune, sweep
 from hasten.parts.checkpoint.shuffle import DIFFERENCE, PLAIN, SHUFFLE, Choice, choose, encode
 from hasten.parts.checkpoint.slowness import Slowness
+from hasten.parts.checkpoint.tensor_file import on_host
 from hasten.parts.checkpoint.verify import load, load_latest
 from hasten.parts.checkpoint.writer import Staging, Writer
 
@@ -85,7 +86,9 @@ class Saver:
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire()
+            if not self._lock.held:
+                self._lock.acquire()
+                sweep(self.folder)  # it takes room that is looked for below
             force_names(self.folder, self._disk)
             with tempfile.TemporaryFile(dir=self.folder):
                 pass
@@ -169,11 +172,11 @@ class Saver:
         names = [path.name for path in set_aside(self.folder, step)]
         self._reach(lambda mirror: names.extend(mirror.set_aside(step)))
         for name in names:
-            self._alarm(f"{name} is of steps after {step} and was set aside")
+            self.alarm(f"{name} is of steps after {step} and was set aside")
 
     def _guarded(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         try:
-            self._write(step, tensors, meta)
+            self._write(step, {name: on_host(name, t) for name, t in tensors.items()}, meta)
         except (OSError, MemoryError) as error:
             self._tell(error)
 
@@ -183,13 +186,15 @@ class Saver:
             self.choice = choose(tensors, self._differs_from()[0], self._plain_speed)
         chosen = time.perf_counter()
         path = self._commit(step, tensors, meta)
-        self._reach(lambda mirror: mirror.send(path))
-        whole = sum(t.numel() * t.element_size() for t in tensors.values())
-        taken = time.perf_counter() - chosen
-        self._plain_speed = whole / taken
-        self._slowness.wrote(_size(path), taken)
-        self.saved += 1
-        prune(self.folder, self.keep, self._known, self._noted)
+        try:
+            self._reach(lambda mirror: mirror.send(path))
+            whole = sum(t.numel() * t.element_size() for t in tensors.values())
+            taken = time.perf_counter() - chosen
+            self._plain_speed = whole / taken
+            self._slowness.wrote(_size(path), taken)
+            self.saved += 1
+        finally:  # an address that can't be reached for long must not fill the local folder
+            prune(self.folder, self.keep, self._known, self._noted)
         self._reach(lambda mirror: mirror.keep(self.folder))
         self.writing_seconds = time.perf_counter() - began
 
@@ -232,12 +237,12 @@ class Saver:
         return Path(place)
 
     def _noted(self, path: Path, reason: str) -> None:
-        self._alarm(f"{path.name} is damaged, was set aside, and the one before is used: {reason}")
+        self.alarm(f"{path.name} is damaged, was set aside, and the one before is used: {reason}")
 
     def _tell(self, error: BaseException | None) -> None:
-        if isinstance(error, OSError | MemoryError):
+        if isinstance(error, OSError | MemoryError | DamagedCheckpointError):
             reason = getattr(error, "strerror", None) or str(error) or "out of memory"
-            self._alarm(
+            self.alarm(
                 f"no checkpoint could be written to {self.address}: {reason}; "
                 "training goes on, and the checkpoints before are as they were"
             )
@@ -246,9 +251,10 @@ class Saver:
 
     def _alarm_if(self, text: str) -> None:
         if text:
-            self._alarm(text)
+            self.alarm(text)
 
-    def _alarm(self, text: str) -> None:
+    def alarm(self, text: str) -> None:
+        """Tell what went wrong and was survived."""
         self.alarms.append(text)
         warnings.warn(text, stacklevel=2)
 

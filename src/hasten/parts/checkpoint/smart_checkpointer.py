@@ -72,7 +72,7 @@ class SmartCheckpointer:
         self._agree = agree or _broadcast
         self._born = time.monotonic()
         self._opened = self._resumed = False
-        self._begins = True  # the next save is the first on the way from ``step``
+        self._way: int | None = 0  # the step that the next save is the first after
 
     def protect(self, **objects: Any) -> SmartCheckpointer:
         """Add objects by name; they come back by it.
@@ -136,14 +136,13 @@ class SmartCheckpointer:
         if _rank() == 0:
             if not self.saver.is_open:
                 self.saver.open()
-            if self._begins:
-                self._begin()
-            began = time.perf_counter()
-            self.saver.save(step, tensors, {**meta, HISTORY: self.interval.state_dict()})
-            self.interval.blocked.append(time.perf_counter() - began)
-            self.interval.writing = self.saver.writing_seconds
+            if self._begun():
+                began = time.perf_counter()
+                self.saver.save(step, tensors, {**meta, HISTORY: self.interval.state_dict()})
+                self.interval.blocked.append(time.perf_counter() - began)
+                self.interval.writing = self.saver.writing_seconds
         self.rhythm.saved()
-        self.step = step
+        self.step, self._resumed = step, True
 
     def restore(self, path: str | Path | None = None) -> Any:
         """Bring the protected objects to the newest state that verifies, or to that of ``path``.
@@ -177,7 +176,7 @@ class SmartCheckpointer:
             self.interval.load_state_dict(found[1][HISTORY])
             self.interval.restarted(time.monotonic() - self._born)
         self._resumed = True  # a run that goes back on its way hasn't failed
-        self.step, self._begins = int(step), True
+        self.step = self._way = int(step)
         return found
 
     def list(self) -> list[Path]:
@@ -197,14 +196,23 @@ class SmartCheckpointer:
             raise ValueError(f"{self.saver.folder} holds no checkpoint")
         return verify(Path(path) if path is not None else there[-1], thorough=True)
 
-    def _begin(self) -> None:
-        """What an earlier run saved later on would stay in the place of this run's saves."""
-        try:
-            self.saver.settle()
-            self.saver.go_back_to(self.step)
-        except OSError as error:
-            self.saver.alarms.append(f"later checkpoints can't be set aside: {error}")
-        self._begins = False
+    def _begun(self) -> bool:
+        """Whether what an earlier run saved later on is out of the way.
+
+        It would stay in the place of this run's saves, and be the newest at the next start.
+        """
+        if self._way is not None:
+            try:
+                self.saver.settle()
+                self.saver.go_back_to(self._way)
+            except OSError as error:
+                self.saver.alarm(
+                    f"nothing is saved, as checkpoints after step {self._way} can't be set aside: "
+                    f"{error}; the next save tries again"
+                )
+                return False
+            self._way = None
+        return True
 
     def close(self) -> None:
         """Wait for the save under way, and leave the folder to others."""

@@ -70,7 +70,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], disk: Disk) -> dict
         ValueError: a tensor's dtype has no name in safetensors, or a tensor is sparse.
         OSError: the disk is full, or doesn't take the file.
     """
-    host = {name: _on_host(name, tensor) for name, tensor in tensors.items()}
+    host = {name: on_host(name, tensor) for name, tensor in tensors.items()}
     # Wide ones first, so that every tensor lies at a multiple of its own width.
     order = sorted(host, key=lambda name: (-host[name].element_size(), name))
     return write_blocks(path, _blocks({name: host[name] for name in order}), disk)
@@ -97,7 +97,12 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
-def _on_host(name: str, tensor: Tensor) -> Tensor:
+def on_host(name: str, tensor: Tensor) -> Tensor:
+    """The tensor in one piece of host memory, without a copy where it is that already.
+
+    Raises:
+        ValueError: its dtype has no name in safetensors, or it is sparse.
+    """
     if tensor.layout != torch.strided or tensor.dtype not in DTYPES:
         raise ValueError(
             f"{name} is a {tensor.layout} tensor of {tensor.dtype}, which safetensors can't hold; "

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hasten.parts.checkpoint.folder import checkpoints, quarantine
 from hasten.parts.checkpoint.manifest import (
+    PASSING,
     STEP,
     DamagedCheckpointError,
     open_regular,
@@ -29,6 +30,12 @@ from hasten.parts.checkpoint.shuffle import decode, decoded_limit
 from hasten.parts.checkpoint.tensor_file import BLOCK
 
 State = tuple[dict[str, Tensor], dict[str, Any]]
+# What files of another shape raise; what has verified is of another shape only if it was forged.
+MALFORMED = (
+    *(OSError, ValueError, KeyError, TypeError, RuntimeError, OverflowError, AttributeError),
+    SafetensorError,
+)
+NO_MEMORY = "allocate memory"  # in the words of torch, which raises RuntimeError for it
 
 
 def verify(path: Path, thorough: bool = False) -> dict[str, Any]:
@@ -40,6 +47,7 @@ def verify(path: Path, thorough: bool = False) -> dict[str, Any]:
     Raises:
         DamagedCheckpointError: a file is missing, or differs from what was written.
         NewerFormatError: a later version of this program wrote it.
+        OSError: this process has no file or memory left to read it with.
     """
     manifest = read_manifest(path)
     if STEP.fullmatch(path.name) and int(path.name.removeprefix("step-")) != manifest["step"]:
@@ -59,6 +67,7 @@ def load(path: Path) -> State:
     Raises:
         DamagedCheckpointError: as ``verify``, or a file isn't safetensors.
         NewerFormatError: a later version of this program wrote it.
+        MemoryError, OSError: this process has no memory or file left for it; it may well be whole.
     """
     manifest = verify(path)
     try:
@@ -74,7 +83,11 @@ def load(path: Path) -> State:
         return stored, manifest["meta"]
     except DamagedCheckpointError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+    except MALFORMED as error:
+        if getattr(error, "errno", None) in PASSING:
+            raise
+        if isinstance(error, RuntimeError) and NO_MEMORY in str(error):
+            raise MemoryError(f"{path} can't be held: {error}") from error
         raise DamagedCheckpointError(f"{path}: {error!r}") from error
 
 
@@ -109,7 +122,9 @@ def _tensors(path: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
 def _verify_base(path: Path, base: Mapping[str, Any], thorough: bool) -> None:
     place = path.parent / base["name"]
     try:
-        found = verify(place, thorough) if place.name != path.name else {"base": base}
+        found = read_manifest(place)
+        if not found.get("base"):  # or forged ones could go round in a circle
+            verify(place, thorough)
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(f"{path}: what it differs from is damaged: {error}") from error
     if found.get("base") or found["seal"] != base.get("seal"):
@@ -143,6 +158,8 @@ def _difference(file: Path, expected: Mapping[str, Any], thorough: bool) -> str:
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
+        if error.errno in PASSING:
+            raise
         return f"can't be read: {error}"
     wrong = [key for key, value in wanted.items() if digests[key].hexdigest() != value]
     return f"is not as it was written ({wrong[0]} differs)" if wrong else ""

@@ -18,7 +18,7 @@ SCHEDULES = {
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adamw_apex_fused")
 INT8 = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adamw_torch_8bit")
 WRITERS = ("tensorboard", "wandb", "mlflow")
-BETAS = {"adam_beta1": 0.9, "adam_beta2": 0.95}
+FIXED = {"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-8}
 PRINTED = needless("hasten writes a line per step into metrics.jsonl")
 MEMORY = needless("hasten copies and pins batches by itself (technique prefetched)")
 
@@ -70,8 +70,9 @@ def optimizer(draft: Draft, key: str, value: Any) -> None:
         draft.note(key, "unmapped", f"there is no optimizer {value!r}: AdamW takes its place")
 
 
-def beta(draft: Draft, key: str, value: Any) -> None:
-    mine = BETAS[key]
+def fixed(draft: Draft, key: str, value: Any) -> None:
+    """What a recipe can't say of AdamW."""
+    mine = FIXED[key]
     same = value is None or float(value) == mine
     words = f"hasten's AdamW has {mine}" + ("" if same else f", not {value}")
     draft.note(key, "needless" if same else "unmapped", words)
@@ -161,9 +162,9 @@ TRAINING: dict[str, Handler] = {
     "seed": named("seed", int),
     "data_seed": needless("the data's order follows seed"),
     "optim": optimizer,
-    "adam_beta1": beta,
-    "adam_beta2": beta,
-    "adam_epsilon": needless("AdamW's own 1e-8"),
+    "adam_beta1": fixed,
+    "adam_beta2": fixed,
+    "adam_epsilon": fixed,
     "bf16": half("bf16"),
     "fp16": half("fp16"),
     "tf32": unmapped("hasten has no switch for TF32"),

@@ -23,7 +23,8 @@ def draft_of(given: dict[str, Any], ranks: int) -> Draft:
 def packing(draft: Draft, key: str, value: Any) -> None:
     if value:
         draft.use(key, "packed")
-        draft.plan.append("document_attention")
+        if "document_attention" not in draft.plan:
+            draft.plan.append("document_attention")
     else:
         draft.note(key, "needless", "it is off")
 
