@@ -21,7 +21,7 @@ from hasten.evidence.report import render_markdown, write_report
 from hasten.experiment import ablate
 from hasten.recipe.schema import Recipe
 
-ROUNDS, STEPS = 8, 2
+ROUNDS, STEPS, BUILDS = 12, 2, 2
 COLUMNS = ("technique", "metric", "claimed", "measured", "verdict")
 
 
@@ -66,6 +66,7 @@ def main() -> None:
         steps=STEPS,
         warmup=2,
         longest_warmup=8,
+        builds=BUILDS,
         noise=True,
         foreign_load=0.25,
         budget_seconds=seconds_of(given.budget),

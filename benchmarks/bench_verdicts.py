@@ -2,7 +2,7 @@
 
     python benchmarks/bench_verdicts.py --coverage
     python benchmarks/bench_verdicts.py --replays 100
-    python benchmarks/bench_verdicts.py --real 5 --rounds 60 --steps 12
+    python benchmarks/bench_verdicts.py --real 5 --rounds 24 --builds 2 --steps 12
     python benchmarks/bench_verdicts.py --record tests/evidence/data/step_speeds.json --rounds 400
 
 Coverage: how often 95 % intervals hold a known ratio. Replays: seven arms of which the truth is
@@ -40,7 +40,7 @@ def main() -> None:
     if chosen.replays:
         print_replays(chosen.replays)
     if chosen.real:
-        print_real(chosen.real, chosen.rounds, chosen.steps)
+        print_real(chosen.real, chosen.rounds, chosen.steps, chosen.builds)
     if chosen.record:
         from verdicts.record import record
 
@@ -86,16 +86,17 @@ def _cell(truth: Truth, words: Counter[str]) -> str:
     return f"{words[sure]} ({wrong})" if wrong else str(words[sure])
 
 
-def print_real(experiments: int, rounds: int, steps: int) -> None:
+def print_real(experiments: int, rounds: int, steps: int, builds: int) -> None:
     """Per truth: its word in each experiment; then the intervals of arms that are alike."""
     from verdicts.real import real
 
     proofs, found = small_proofs(), []
     for seed in range(experiments):
-        found.append(real(rounds, steps, seed, proofs))
+        found.append(real(rounds, steps, builds, seed, proofs))
         words = (f"{truth.name} {_told(found[-1][truth.name])}" for truth in TRUTHS)
         print(f"experiment {seed + 1}/{experiments}: {'; '.join(words)}", flush=True)
-    print(f"\n| truth | right | words in {experiments} experiments of {rounds} rounds |")
+    size = f"{experiments} experiments of {rounds} rounds in {builds} builds"
+    print(f"\n| truth | right | words in {size} |")
     print("|---|---|---|")
     for truth in TRUTHS:
         said = [_word(rows[truth.name]) for rows in found]
@@ -127,6 +128,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--real", type=int, default=0, help="real experiments")
     parser.add_argument("--rounds", type=int, default=60, help="of a real one, or of a recording")
     parser.add_argument("--steps", type=int, default=12, help="of a turn in a real one")
+    parser.add_argument("--builds", type=int, default=2, help="of each arm in a real one")
     parser.add_argument("--record", type=Path, help="where to write a recording")
     chosen = parser.parse_args()
     if not (chosen.coverage or chosen.replays or chosen.real or chosen.record):

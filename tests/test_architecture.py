@@ -32,9 +32,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "monitor": {"monitor", "parts", "errors"},
     "recorded": {"core", "recipe", "parts", "monitor"},
     "saving": {"core", "recipe", "models", "sample"},
+    "adjusting": {"core", "evidence", "recipe", "run_folder"},
     "run": {
         *("run_folder", "core", "recipe", "data", "models", "cluster", "evidence", "sample"),
-        *("saving", "recorded", "monitor", "errors"),
+        *("adjusting", "saving", "recorded", "monitor", "errors"),
     },
     "trial": {"core", "cluster", "recipe", "evidence", "sample"},
     "guarding": {"guarding", "core", "recipe", "parts", "cluster", "errors"},

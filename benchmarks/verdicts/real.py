@@ -16,12 +16,14 @@ from verdicts.record import ENVIRON
 ENTRY = (str(Path(__file__).with_name("planted_trial.py")),)
 
 
-def real(rounds: int, steps: int, seed: int, proofs: Proofs) -> dict[str, dict[str, Any]]:
+def real(
+    rounds: int, steps: int, builds: int, seed: int, proofs: Proofs
+) -> dict[str, dict[str, Any]]:
     """One experiment: each arm's row of the report."""
     plans = {"baseline": Plan(BASELINE), "again": Plan(BASELINE)}
     plans |= {truth.name: truth.plan for truth in TRUTHS}
     kinds: dict[str, Kind] = {"baseline": "baseline", "again": "again"}
-    design = Design(rounds=rounds, steps=steps, warmup=WARM_UP, evaluations=1, seed=seed)
+    design = Design(rounds, steps, WARM_UP, evaluations=1, seed=seed, builds=builds)
     with tempfile.TemporaryDirectory() as place:
         recipe = resolved_recipe(Path(place), design.steps_in_all)
         at = table(recipe, lambda plan: ENVIRON, Path(place), entry=ENTRY)

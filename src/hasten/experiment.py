@@ -66,14 +66,9 @@ class Audience(Protocol):
 class Silence:
     """Nobody is told."""
 
-    def tell(self, text: str) -> None:
-        return None
-
-    def begin(self) -> None:
-        return None
-
-    def show(self, text: str, share: float) -> None:
-        return None
+    def tell(self, text: str) -> None: ...
+    def begin(self) -> None: ...
+    def show(self, text: str, share: float) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -153,17 +148,20 @@ def gradual_optimize(
     design = replace(design or Design(seed=subject.recipe.seed), noise=False)
     plans, kinds = plans_of(subject.plan, "alone")
     techniques: list[Technique] = list(subject.plan)
+    seconds: list[float] = []  # of each experiment on the way
     if order == "gain" and len(techniques) > 1:
         found = measured(subject, plans, kinds, design, fresh, audience)
         techniques = by_gain(techniques, found.arms)
+        seconds.append(found.design["seconds"])
 
     def measure(before: Plan, after: Plan) -> tuple[Any, Any]:
         (new,) = set(after.techniques) - set(before.techniques)
         audience.tell(f"does {new} pay on top of: {before}?")
         names = {"so far": before, f"+ {new.name()}": after}
         labels: dict[str, Kind] = dict(zip(names, ("baseline", "ladder"), strict=True))
-        pair = measured(subject, names, labels, design, fresh, audience).arms
-        return pair[0], pair[-1]
+        found = measured(subject, names, labels, design, fresh, audience)
+        seconds.append(found.design["seconds"])
+        return found.arms[0], found.arms[-1]
 
     climbed = climb(techniques, measure)
     if not len(climbed.plan):
@@ -171,7 +169,7 @@ def gradual_optimize(
     plans, kinds = with_second_baseline(*plans_of(climbed.plan, "plan"))
     further = also(subject)
     found = measured(subject, plans, kinds, design, fresh, audience)
-    report = _report(subject, found, design, title, command, further)
+    report = _report(subject, found, design, title, command, further, sum(seconds))
     report["design"]["climb"] = climbed.rows()
     return replace(climbed, report=report)
 
@@ -275,6 +273,7 @@ def _report(
     title: str,
     command: str,
     further: Mapping[str, Any],
+    earlier_seconds: float = 0.0,
 ) -> dict[str, Any]:
     recipe, known = subject.recipe, subject.known
     report = report_of(
@@ -297,4 +296,5 @@ def _report(
         preset=preset_of(recipe.plan, recipe.nproc),
         data=data_files(recipe),
         energy=subject.meter.source,
+        earlier_seconds=earlier_seconds,
     )

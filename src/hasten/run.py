@@ -9,6 +9,7 @@
       quarantined.jsonl, spikes.jsonl, restarts.jsonl   what went wrong, where anything did
       run.json, machine.jsonl, ranks/   for those who watch; tensorboard/, wandb/, mlflow/ as asked
       rejected.jsonl    records left out, and why     checkpoints/      where the plan writes them
+      adjustments.jsonl settings that were tried while training, where the recipe says ``auto``
 
 An earlier run in the same folder is not overwritten: its results move to ``previous/1`` and so on.
 """
@@ -23,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hasten.adjusting import adjust, adjusted
 from hasten.cluster.joining import agree, backend_for
 from hasten.cluster.naming_ranks import naming_ranks
 from hasten.cluster.pulse import Pulse, attempt, attempt_folder, telling
@@ -51,13 +53,14 @@ from hasten.recipe.memory_budget import advising, settle_memory
 from hasten.recipe.overlap import tell_overlap
 from hasten.recipe.price import cost_of
 from hasten.recipe.schema import Recipe
-from hasten.recipe.starting import noting_first_step, promised, resume_from
+from hasten.recipe.starting import evaluations_before, noting_first_step, promised, resume_from
 from hasten.recorded import both, machine, recorded
 from hasten.run_folder import Lines, check_folder, check_space, clear_the_way, keep_lines_until
 from hasten.sample import Sample
 from hasten.saving import form, save_all, save_weights
 
 SHOWN_CHARACTERS = 500  # of a record, at the start
+EVALUATED = "evaluations.jsonl"
 Tell = Callable[[str], None]
 OnStep = Callable[[StepMetrics], None]
 OnEvaluation = Callable[[Evaluation], None]
@@ -153,6 +156,7 @@ def _train(
     with advising(helps):
         session = assemble(setup)
     set_guards(session, recipe, run.output)
+    adjust(session, recipe, run.output, run.tell)
     if recipe.resume != "never":
         resume_from(session, recipe.resume, run.tell)
     session.startup_seconds |= seconds
@@ -184,11 +188,13 @@ def _watch(
     watch = Watch(
         every_steps=run.recipe.eval_every,
         patience=run.recipe.patience,
+        earlier=evaluations_before(session, run.output / EVALUATED) if attempt() > 1 else (),
         on_step=lambda metrics: pulse.beat(metrics.step),
         on_evaluation=lambda evaluation: pulse.beat(evaluation.step),
     )
 
     def keep_best(evaluation: Evaluation) -> None:
+        pulse.beat(evaluation.step)
         save_weights(session, run.material, run.output / "best")
 
     watch = replace(watch, on_best=keep_best if run.recipe.eval_every else _silent)
@@ -262,7 +268,7 @@ def _leave(
     noted: tuple[dict[str, Any], dict[str, Any], Sequence[Sample]],
 ) -> dict[str, Any]:
     recipe, material, output, known = run.recipe, run.material, run.output, run.known
-    seconds, progress = outcome.seconds, session.progress
+    seconds = outcome.seconds
     proofs, energy, samples = noted
     summary = {
         **outcome.summary(session),
@@ -270,8 +276,9 @@ def _leave(
         "saved": str(output / form(session)),
         "plan": session.setup.plan.to_list(),
         "acted": proofs,
+        "adjusted": adjusted(session),
         "samples": [asdict(s) for s in samples],
-        "cost": cost_of(recipe, seconds, progress.tokens, known.world.size, energy["kwh"]),
+        "cost": cost_of(recipe, seconds, outcome.tokens(session), known.world.size, energy["kwh"]),
         "energy": energy,
         "corpus_sha256": material.note.corpus_sha256,
         "rejected": len(material.note.rejected),

@@ -11,16 +11,18 @@ import contextlib
 import json
 import shutil
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from hasten.core.facts import Facts
 from hasten.errors import InputError
 
 STEP_LINES = ("metrics.jsonl", "evaluations.jsonl")
 FAULT_LINES = ("quarantined.jsonl", "spikes.jsonl", "restarts.jsonl")
-WATCHED = ("run.json", "machine.jsonl", "ranks", "tensorboard", "wandb", "mlflow")
+ADJUSTMENTS = "adjustments.jsonl"  # settings that were tried while training
+WATCHED = ("run.json", ADJUSTMENTS, "machine.jsonl", "ranks", "tensorboard", "wandb", "mlflow")
 RESULTS = (*STEP_LINES, *FAULT_LINES, *WATCHED, "summary.json", "rejected.jsonl", "recipe.yaml")
 MODELS = ("model", "adapter", "model_average", "adapter_average", "merged")
 
@@ -64,20 +66,39 @@ def _step_of(line: str) -> float:
 
 
 class Lines:
-    """Files to which a run's lines are added."""
+    """Files to which a run's lines are added; what a full disk doesn't take waits for room."""
 
     def __init__(self, output: Path) -> None:
-        self._metrics, self._evaluations = (_open(output / name) for name in STEP_LINES)
+        self._metrics, self._evaluations = (_Growing(output / name) for name in STEP_LINES)
 
     def step(self, line: Mapping[str, Any]) -> None:
-        self._metrics.write(json.dumps(line) + "\n")
+        self._metrics.add(json.dumps(line) + "\n")
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
-        self._evaluations.write(json.dumps(line) + "\n")
+        self._evaluations.add(json.dumps(line) + "\n")
 
 
-def _open(path: Path) -> TextIO:
-    return path.open("a", buffering=1)  # a line reaches the file when it is complete
+class _Growing:
+    """A file that each line reaches when it is complete."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""
+
+    def add(self, line: str) -> None:
+        known = bool(self._waiting)
+        self._waiting += line.encode()
+        try:
+            while self._waiting:  # the system may take a part of it
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            if not known:
+                warnings.warn(
+                    f"{self._path} can't be written: {error.strerror or error}; training goes on, "
+                    "and its lines follow once there is room",
+                    stacklevel=2,
+                )
 
 
 def check_folder(output: Path) -> None:

@@ -47,10 +47,11 @@ def test_ls_shows_what_was_set_aside_and_why(folder: Path) -> None:
     (folder / "step-00000002" / MANIFEST).write_bytes(b"x")
     with pytest.warns(UserWarning, match="damaged"):
         Saver(folder).latest()
-    lines = call("ls", folder).stdout.splitlines()
-    assert len(lines) == 3
-    assert lines[1].startswith(".damaged-step-00000002")
-    assert "bytes instead of" in lines[2]
+    for place in (folder, folder.parent):
+        lines = call("ls", place).stdout.splitlines()
+        assert len(lines) == 3
+        assert lines[1].startswith(".damaged-step-00000002")
+        assert "bytes instead of" in lines[2]
 
 
 def test_verify_finds_damage_and_moves_nothing(folder: Path) -> None:

@@ -211,6 +211,18 @@ def test_report_of_something_else_is_explained(tmp_path: Path, hasten: Hasten) -
     assert "is not a report" in err
 
 
+def test_a_report_of_another_name_does_not_replace_the_folder_s(
+    tmp_path: Path, hasten: Hasten
+) -> None:
+    example = Path(__file__).parents[1] / "evidence" / "data" / "report_full.json"
+    shutil.copyfile(example, tmp_path / "before.json")
+    (tmp_path / "report.json").write_text("of a later experiment")
+    code, out, err = hasten("report", tmp_path / "before.json")
+    assert code == 0, err
+    assert f"report: {tmp_path / 'before' / 'report.html'}" in out
+    assert (tmp_path / "report.json").read_text() == "of a later experiment"
+
+
 def test_an_interrupted_run_saves_its_model_and_says_so(tmp_path: Path) -> None:
     path = recipe(tmp_path, max_steps=5000, lr_schedule="constant")
     process = subprocess.Popen(

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
+from hasten.cli.regress import conclusion
 from hasten.evidence.ablation import Arm, Design
 from hasten.evidence.bundle import read_bundle
 from hasten.evidence.controller import Measured, design_words
+from hasten.evidence.regress import Change
 from material import small
 
 Hasten = Callable[..., tuple[int, str, str]]
@@ -101,6 +103,54 @@ def test_an_experiment_is_stored_done_again_and_a_planted_loss_is_exit_code_4(
     assert "lost: only packed, without packed, all" in out
     code, out, err = hasten("regress", archive, "--margin", "0.2", *again)
     assert code == 0, out + err
+
+
+def test_nothing_is_said_to_have_kept_its_gain_that_is_not_known_to() -> None:
+    same, open_ = Change("a", "same"), Change("b", "inconclusive")
+    assert conclusion([same], 0.005) == "nothing lost by more than 0.5%"
+    assert conclusion([same, open_], 0.02) == "nothing lost by more than 2%; not known of b"
+    assert conclusion([same, open_, Change("c", "lost")], 0.02) == "lost: c"
+
+
+def test_a_climb_that_keeps_nothing_says_that_there_is_no_report(
+    tmp_path: Path, hasten: Hasten, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, [1.0])
+    path = recipe(tmp_path, plan=["packed"])
+    asked = ("--arms", "climb", "--no-guard", "--json", tmp_path / "found.json")
+    code, out, err = hasten("speedup", path, *asked)
+    assert code == 0, err
+    assert "kept: nothing" in out
+    assert "no report was written" in out
+    assert not (tmp_path / "found.json").exists()
+
+
+def test_a_report_may_be_asked_for_where_it_stands_anyway(
+    tmp_path: Path, hasten: Hasten, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, [1.2])
+    path, place = recipe(tmp_path, plan=["packed"]), tmp_path / "run" / "report.json"
+    place.parent.mkdir()
+    code, out, err = hasten("speedup", path, "--no-guard", "--json", place)
+    assert code == 0, out + err
+    assert json.loads(place.read_text())["arms"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--order", "gain"), "say --arms climb"),
+        (("--no-guard", "--seeds", "3"), "leave --no-guard out"),
+        (("--arms", "climb", "--only", "packed"), "shorten the plan"),
+    ],
+)
+def test_an_option_that_nothing_would_read_is_refused(
+    tmp_path: Path, hasten: Hasten, words: tuple[str, ...], said: str
+) -> None:
+    code, _, err = hasten("speedup", recipe(tmp_path, plan=["packed"]), *words)
+    assert code == 2
+    assert said in err
+    assert not (tmp_path / "run" / "experiments").exists()
 
 
 def test_the_articles_plan_puts_their_promises_beside_what_was_measured(

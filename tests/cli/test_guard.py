@@ -84,6 +84,25 @@ def test_what_was_proven_is_not_proven_again_until_something_changes(
         assert beforehand(False, 0, False, display)(subject) == {}
 
 
+def test_what_a_dead_process_left_open_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def died(self: Any, orders: Any) -> list[dict[str, Any]]:
+        asked.append(len(orders))
+        self.broken = True
+        return [{"failed": "killed, most likely for want of memory"} for _ in orders]
+
+    monkeypatch.setattr(guard_process.Processes, "__call__", died)
+    subject = prepared(load_recipe(Path(recipe(tmp_path, plan=["packed"]))), Silence())
+    with Display() as display:
+        for _ in range(2):
+            found = beforehand(True, 0, False, display)(subject)
+            assert {row["verdict"] for row in found["guard"]} == {"not tested"}
+    assert len(asked) == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "words", "why"),
     [

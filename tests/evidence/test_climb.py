@@ -41,6 +41,7 @@ def test_only_what_pays_is_kept() -> None:
     assert [t.name() for t in found.plan] == ["packed", "fused_adamw"]
     assert [rung.kept for rung in found.rungs] == [True, False, True]
     assert "slower" in str(found)
+    assert "times the plan so far [98.3 %]" in str(found)  # three decisions share 5 %
     assert str(found).endswith("kept: packed + fused_adamw")
 
 

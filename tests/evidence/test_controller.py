@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from hasten.errors import InputError
 from hasten.evidence import seat
 from hasten.evidence.ablation import Design, with_second_baseline
 from hasten.evidence.findings import report_of
+from hasten.evidence.record import Record, seconds_of
 from hasten.evidence.report_schema import read_report
 from pretence import KINDS, NAMES, PLANS, log, pretend
 
@@ -194,6 +198,17 @@ def test_on_a_busy_machine_the_rounds_are_doubled_and_the_least_disturbed_count(
     assert max(max(shares) for shares in loads_of) <= 0.93  # the last three of six rounds
 
 
+def test_rounds_that_are_done_again_leave_the_second_build_its_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seat, "foreign_share", lambda *seen: 0.9)
+    design = Design(rounds=4, steps=1, builds=2, foreign_load=0.5)
+    found = pretend(tmp_path, design, plans=TWO)
+    assert log(tmp_path).count("start baseline") == 2
+    assert found.design["redone_rounds"] == 4
+    assert [len(arm.rounds) for arm in found.arms] == [4, 4]
+
+
 def test_a_budget_that_holds_no_two_rounds_is_refused_with_the_time_needed(
     tmp_path: Path,
 ) -> None:
@@ -213,11 +228,122 @@ def test_a_budget_decides_over_rounds_and_arms_and_says_what_it_dropped(tmp_path
     assert all(arm.held_out[-1][0] == arm.losses[-1][0] for arm in found.arms)
 
 
+def late(record: Record, at: str, seconds: float, time: int = 1) -> Callable[[str, float], None]:
+    """The clock leaps by so many seconds when something is told for the so manieth time."""
+    told: list[str] = []
+
+    def tell(text: str, share: float) -> None:
+        told.append(text)
+        if text == at and told.count(at) == time:
+            record._began -= seconds
+
+    return tell
+
+
+def test_a_budget_that_ends_before_the_second_build_keeps_the_first(tmp_path: Path) -> None:
+    record = Record()
+    design = Design(rounds=8, steps=1, builds=2, budget_seconds=1000)
+    tell = late(record, "starting baseline", 2000.0, time=2)
+    found = pretend(tmp_path, design, plans=TWO, record=record, tell=tell)
+    assert [len(arm.rounds) for arm in found.arms] == [4, 4]
+    assert (found.design["rounds"], found.design["builds"]) == (4, 1)  # as there are
+    assert found.design["dropped"] == ["further builds: no time for them"]
+    assert any(event["event"] == "finish" for event in record.events)
+
+
+def test_a_budget_that_ends_before_the_second_group_keeps_the_first(tmp_path: Path) -> None:
+    record = Record()
+    tell = late(record, "starting baseline", 2000.0, time=2)
+    design = Design(rounds=3, steps=1, budget_seconds=1000)
+    found = pretend(tmp_path, design, memory=340, record=record, tell=tell)
+    assert found.design["dropped"] == ["attention: no time for it"]
+    assert {arm.name: len(arm.rounds) for arm in found.arms} == dict.fromkeys(
+        ("baseline", "packed", "all"), 3
+    )
+
+
+def test_an_arm_that_has_rounds_is_not_dropped_when_it_sits_down_again(tmp_path: Path) -> None:
+    told = {name: {"rate": 10.0} for name in PLANS}  # a second a step, as they say
+    design = Design(rounds=6, steps=1, budget_seconds=60)
+
+    def killed(text: str, share: float) -> None:
+        if text.startswith("round 4/"):
+            raise KeyboardInterrupt
+
+    path = tmp_path / "record.jsonl"
+    with Record(path) as record, pytest.raises(KeyboardInterrupt):
+        pretend(tmp_path, design, told, record=record, tell=killed)
+    with Record(path) as record:
+        tell = late(record, "starting baseline", 30.0)  # all six rounds of four wouldn't fit now
+        found = pretend(tmp_path, design, told, record=record, tell=tell)
+    assert found.design["dropped"] == []
+    assert [len(arm.rounds) for arm in found.arms] == [6, 6, 6, 6]
+
+
+def test_time_before_a_kill_counts_if_turns_of_it_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    lines = [
+        *({"event": "run", "at": 0.0}, {"event": "start", "arm": "baseline", "at": 40.0}),
+        *({"event": "run", "at": 0.0}, {"event": "turn", "arm": "baseline", "at": 90.0}),
+        {"event": "evaluate", "arm": "baseline", "at": 95.0},
+    ]
+    path.write_text("".join(json.dumps(x) + "\n" for x in ({"record": 1, "key": ""}, *lines)))
+    with Record(path) as record:
+        assert 95.0 <= record.spent < 100.0  # the start without a turn left nothing
+        assert record.elapsed < 5.0
+        assert seconds_of(record.events) == 135.0
+
+
+def test_a_start_after_a_kill_does_not_begin_the_budget_anew(tmp_path: Path) -> None:
+    told = {name: {"rate": 10.0} for name in TWO}
+    design = Design(rounds=30, steps=1, budget_seconds=60)
+    path = tmp_path / "record.jsonl"
+
+    def killed(text: str, share: float) -> None:
+        if text.startswith("round 4/"):
+            record._began -= 50.0
+            record.append("evaluate", arm="all", sitting=1, tokens=0, held_out_loss=None)
+            raise KeyboardInterrupt
+
+    with Record(path) as record, pytest.raises(KeyboardInterrupt):
+        pretend(tmp_path, design, told, plans=TWO, record=record, tell=killed)
+    with Record(path) as record:
+        found = pretend(tmp_path, design, told, plans=TWO, record=record)
+    assert [len(arm.rounds) for arm in found.arms] == [3, 3]
+    assert found.design["rounds"] == 3
+    assert [arm.failed for arm in found.arms] == [None, None]
+
+
+def test_an_arm_that_cannot_start_again_for_its_proof_keeps_its_rounds(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+
+    def killed(text: str, share: float) -> None:
+        if text == "finishing all":
+            raise KeyboardInterrupt
+
+    with Record(path) as record, pytest.raises(KeyboardInterrupt):
+        pretend(tmp_path, Design(rounds=3, steps=1), plans=TWO, record=record, tell=killed)
+    with Record(path) as record:
+        told = {"all": {"fails": {"start": "end"}}}
+        found = pretend(tmp_path, Design(rounds=3, steps=1), told, plans=TWO, record=record)
+    last = found.arms[-1]
+    assert (last.failed, len(last.rounds)) == (None, 3)
+    assert last.unfinished == "the process ended with code 7: an error of its own"
+
+
 def test_the_energy_of_an_arm_is_what_the_counter_showed_during_its_own_turns(
     tmp_path: Path,
 ) -> None:
     readings = iter(range(0, 10_000, 5))  # joules go on between turns too
     found = pretend(tmp_path, Design(rounds=2, steps=3), joules=lambda: float(next(readings)))
+    for arm in found.arms:
+        tokens = sum(step["tokens"] for step in arm.steps)
+        assert arm.joules_per_token == pytest.approx(2 * 5.0 / tokens)
+
+
+def test_what_a_counter_missed_between_turns_costs_no_turn_its_energy(tmp_path: Path) -> None:
+    readings = itertools.cycle([None, 0.0, 5.0])  # a gap before each turn, in which arms start
+    found = pretend(tmp_path, Design(rounds=2, steps=3), joules=lambda: next(readings))
     for arm in found.arms:
         tokens = sum(step["tokens"] for step in arm.steps)
         assert arm.joules_per_token == pytest.approx(2 * 5.0 / tokens)

@@ -146,6 +146,32 @@ def test_the_articles_table_says_what_is_missing_measured_and_not_comparable(
     assert len(read_report({**report, "claims": list(rows.values())})["claims"]) == len(rows)
 
 
+def test_a_promise_is_judged_beyond_the_noise_and_the_number_of_arms(
+    report: dict[str, Any],
+) -> None:
+    def word() -> str:
+        rows = {r["claimed"]: r for r in preset_claims(preset("article"), report)}
+        return rows["12.5 -> 18.4 it/s, +47 %"]["verdict"]
+
+    assert word() == "held"
+    report["noise"] = {"floor": 0.9}  # a machine on which nothing below 90 % may be acted on
+    assert word() == "inconclusive"
+    report["noise"] = {"floor": 0.01}
+    report["arms"][-1]["p_value"] = 0.2  # after the correction
+    assert word() == "inconclusive"
+
+
+def test_what_led_to_an_experiment_is_a_part_of_its_cost(report: dict[str, Any]) -> None:
+    report["design"] = {"seconds": 600.0}
+    found = cost_of_experiment(report, PRICE, earlier_seconds=3000.0)
+    assert found is not None
+    assert found["experiment"]["seconds"] == 3600.0
+    assert found["experiment"]["money"] == pytest.approx(2.4)
+    alone = cost_of_experiment(report, PRICE)
+    assert alone is not None
+    assert found["payback"]["hours"] == pytest.approx(6 * alone["payback"]["hours"])
+
+
 def test_a_promise_that_only_the_plan_makes_is_checked_on_the_technique_alone(
     report: dict[str, Any],
 ) -> None:

@@ -69,6 +69,20 @@ def test_a_counter_read_too_seldom_says_so_and_gives_no_number(tmp_path: Path) -
     assert meter.found() == {"kwh": None, "source": meter.source}
 
 
+def test_after_a_gap_differences_are_known_again(tmp_path: Path) -> None:
+    path = zone(tmp_path, "z", "package-0", 0, most=262_143_328_850)
+    times = iter([0.0, 500.0, 510.0, 520.0])
+    meter = Meter("RAPL", [RaplCounter(path, clock=lambda: next(times))])
+    assert meter.reading() is None  # ten minutes: nobody knows how often it turned over
+    first = meter.reading()
+    (path / "energy_uj").write_text("7000000\n")
+    second = meter.reading()
+    assert first is not None
+    assert second is not None
+    assert second - first == pytest.approx(7.0)
+    assert meter.source == "RAPL"
+
+
 def test_without_counters_the_reason_is_given(tmp_path: Path) -> None:
     assert open_meter("cpu", powercap=tmp_path / "none").read() is None
     assert "no RAPL counter" in open_meter("cpu", powercap=tmp_path / "none").source

@@ -99,6 +99,15 @@ def test_a_process_that_hangs_is_ended(performs: Any) -> None:
     assert "hangs" in found["failed"]
 
 
+def test_it_is_known_whether_a_process_died_on_the_way(tmp_path: Path) -> None:
+    def after(do: str) -> bool:
+        perform = Processes(tmp_path / "r.yaml", tmp_path, lambda plan: {}, entry=("-c", FAKE))
+        perform([order(), order(do)])
+        return perform.broken
+
+    assert [after(do) for do in ("go", "refuse", "die")] == [False, False, True]
+
+
 def test_an_order_that_is_refused_costs_no_process(performs: Any) -> None:
     before, refused, after = performs(order(), order("refuse"), order())
     assert refused == {"failed": "not with this plan"}

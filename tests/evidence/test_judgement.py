@@ -56,6 +56,14 @@ def test_quality_is_judged_after_equal_tokens_only() -> None:
     assert "rounding" in quality(arm(Fake(), held_out=[]), baseline())["text"]
 
 
+def test_the_look_before_training_says_nothing_of_quality() -> None:
+    untrained = [(0, 4.0)]
+    found = quality(arm(Fake(), held_out=untrained), baseline(held_out=untrained))
+    assert found["verdict"] == "inconclusive"
+    rows = report(baseline(held_out=untrained), arm(Fake(), held_out=untrained))["arms"]
+    assert [row["held_out_loss"] for row in rows] == [None, None]
+
+
 @pytest.mark.parametrize("word", ["differs", "worse"])
 def test_a_technique_that_the_guard_finds_guilty_has_harmed_however_fast(word: str) -> None:
     arms = [baseline(), arm(Other(), speed=2.0), arm(Fake(), Other(), speed=3.0)]

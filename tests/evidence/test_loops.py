@@ -67,6 +67,8 @@ def test_a_function_another_process_can_t_find_is_refused() -> None:
 def test_numbers_that_can_t_be_are_refused() -> None:
     with pytest.raises(InputError, match="rounds is 0"):
         compare(f"{JOBS}:slow", f"{JOBS}:fast", rounds=0)
+    with pytest.raises(InputError, match=r"noise_floor is 1\.5"):
+        compare(f"{JOBS}:raising", f"{JOBS}:fast", noise_floor=1.5)  # before any job is built
 
 
 def test_a_loss_that_is_not_finite_is_none() -> None:

@@ -114,6 +114,15 @@ def test_an_arm_that_fails_or_no_longer_acts_is_lost() -> None:
     assert found.verdict == "lost"
 
 
+def test_where_the_baseline_fails_it_is_named_and_no_gain_is_invented() -> None:
+    now = arms(1.5, seed=1)
+    now[0].failed = "no driver"
+    now[1].beside = []  # rounds in which nobody ran beside it
+    found = compared(now)
+    assert (found.verdict, found.ratio) == ("lost", None)
+    assert found.reason == "the baseline failed: no driver"
+
+
 def test_a_single_round_tells_nothing() -> None:
     assert compared(arms(0.5, rounds=1)).verdict == "inconclusive"
 

@@ -255,3 +255,22 @@ def test_a_plan_measured_as_a_whole_says_nothing_of_its_switches(tmp_path: Path)
     whole["arms"][1]["techniques"] = ["packed", "fused_adamw"]
     assert "which of its techniques pay is not known" in written(whole, tmp_path / "a").words()
     assert "Everything that was measured paid" in written(single, tmp_path / "b").words()
+
+
+def test_what_failed_is_not_said_to_have_paid(tmp_path: Path) -> None:
+    none, some = smallest(), smallest()
+    none["arms"][1] |= {"verdict": "failed: killed", "techniques": ["packed", "fused_adamw"]}
+    said = written(none, tmp_path / "a").words()
+    assert "paid" not in said
+    assert "which of its techniques pay is not known" not in said
+    some["arms"].append(some["arms"][1] | {"name": "other", "verdict": "failed: killed"})
+    assert (
+        "Everything that has a result paid; what has none" in written(some, tmp_path / "b").words()
+    )
+
+
+def test_one_switch_beside_a_second_baseline_is_no_plan_of_unknown_parts(tmp_path: Path) -> None:
+    report = smallest()
+    again = report["arms"][0] | {"name": "baseline again", "kind": "again"}
+    report["arms"].insert(1, again)
+    assert "Everything that was measured paid" in written(report, tmp_path).words()

@@ -108,6 +108,12 @@ def test_a_gain_within_this_machines_noise_floor_did_not_pay() -> None:
     assert "a" in [row["name"] for row in unpaid(noisy)]
 
 
+def test_a_gain_within_the_noise_floor_is_not_drawn_as_one() -> None:
+    calm, noisy = (drawings(apart(noise={"floor": f}))["pairs"][0] for f in (0.01, 0.3))
+    assert "bar gain hollow" in calm
+    assert "bar gain hollow" not in noisy
+
+
 def test_a_switch_that_slows_the_others_did_not_pay_and_is_not_called_noise() -> None:
     report = read(
         [

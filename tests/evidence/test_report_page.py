@@ -14,6 +14,7 @@ from hasten.evidence.report import render_markdown, write_report
 from hasten.evidence.report_page import page_of
 from hasten.evidence.report_schema import as_json, read_report
 from hasten.evidence.report_shapes import REPORT
+from hasten.evidence.report_words import span
 
 DOC = Path(__file__).parents[2] / "docs" / "report-schema.md"
 
@@ -55,6 +56,17 @@ def test_the_full_example_shows_every_section() -> None:
         "ranks of each arm 2",
     ):
         assert words in said, words
+
+
+def test_a_ratio_that_the_text_tells_is_not_told_twice() -> None:
+    report = full_report()
+    for key in ("noise", "interaction"):
+        ratio = span(report[key]["ratio"], "times")
+        report[key]["text"] = f"In a sentence of its own: {ratio}."
+    said = page(report).words()
+    assert "a second copy of baseline ran at" not in said
+    assert "over the product of the single gains" not in said
+    assert said.count("In a sentence of its own") == 2
 
 
 def test_what_no_key_says_is_named_and_has_no_section() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,17 @@ def test_equal_runs_raise_no_warning_and_differing_ones_name_what_differs() -> N
         "the machine differs (usable_cores)",
     ):
         assert f"not fair: {words}" in text
+
+
+def test_what_only_one_file_says_of_its_machine_is_no_difference() -> None:
+    trained_run = RunFacts("a", "hasten train", tokens=1.0, recipe=RECIPE, hardware=HERE)
+    arm = RunFacts(
+        "b", "hasten speedup", tokens=1.0, recipe=RECIPE, hardware={**HERE, "device": "cpu"}
+    )
+    assert compare_runs([trained_run, arm])["warnings"] == []
+    assert "the machine differs (device)" in render(
+        compare_runs([arm, replace(arm, hardware={**HERE, "device": "cuda:0"})])
+    )
 
 
 def test_what_cannot_be_checked_is_said(tmp_path: Path) -> None:

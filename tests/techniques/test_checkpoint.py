@@ -5,17 +5,19 @@ from __future__ import annotations
 import random
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from hasten.core.layout import OneProcess
 from hasten.core.plan import read_technique
 from hasten.core.state import restore, state_of
 from hasten.core.step import training
 from hasten.errors import InputError
 from hasten.parts import checkpoint
-from hasten.parts.checkpoint import STATE
+from hasten.parts.checkpoint import STATE, SmartCheckpointer
+from hasten.parts.checkpoint.protected import moments_to_come
 from hasten.techniques.checkpoint import Checkpoints
 from ranks import on_ranks
 from tiny import language_job, run, session_of
@@ -59,6 +61,13 @@ def test_a_named_checkpoint_is_gone_back_to_and_later_ones_are_set_aside(tmp_pat
         "step-00000002",
         "step-00000004",
     ]
+
+
+def test_a_state_of_another_loop_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 3, {"w": torch.ones(3)}, {"objects": {}})
+    session = session_of(language_job(steps=4), Checkpoints(2), folder=tmp_path)
+    with pytest.raises(InputError, match=r"not the state of a run .*choose another folder"):
+        session.setup.checkpoint.resume(session, path)
 
 
 def test_a_new_run_in_an_old_folder_keeps_its_own_and_deletes_nothing(tmp_path: Path) -> None:
@@ -125,6 +134,51 @@ def test_a_folder_of_its_own_is_used(tmp_path: Path) -> None:
     run(session_of(language_job(steps=2), technique, folder=tmp_path / "run"))
     assert len(checkpoint.checkpoints(elsewhere)) == 2
     assert not (tmp_path / "run").exists()
+
+
+class Dealt(torch.Tensor):
+    """As weights that lie on several ranks: of a shape, without memory of its own."""
+
+    @staticmethod
+    def __new__(cls, size: int) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, (size,))
+
+    @classmethod
+    def __torch_dispatch__(cls, *given: Any) -> Any:
+        raise NotImplementedError
+
+
+class Stages(OneProcess):
+    """Another rank has other weights, of which a state would have 7 bytes."""
+
+    names: tuple[str, ...] = ()
+    copies: ClassVar[dict[str, str]] = {}
+
+    def ordered(self) -> list[str]:
+        return []
+
+    def told(self, mine: Any) -> list[Any]:
+        return [mine, 7]
+
+    def brought(self, mine: Any) -> dict[str, torch.Tensor]:
+        return dict(mine)
+
+
+def test_room_is_asked_for_all_weights_that_are_dealt_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = session_of(language_job(), Checkpoints(), folder=tmp_path)
+    dealt = {"a": Dealt(30), "b": Dealt(50)}
+    dealt["tied"] = dealt["a"]
+    asked: list[int] = []
+    monkeypatch.setattr(session.loss_module, "state_dict", lambda **settings: dealt)
+    monkeypatch.setattr(SmartCheckpointer, "open", lambda self, size: asked.append(size))
+    kept: Any = session.setup.checkpoint
+    kept._open(session)
+    own = 4 * 80 + moments_to_come(session.optimizer)
+    session.setup.layout = Stages()
+    kept._open(session)
+    assert asked == [own, own + 7], "of all stages, as the first rank writes them"
 
 
 def test_two_runs_in_one_folder_are_refused_before_a_step(tmp_path: Path) -> None:

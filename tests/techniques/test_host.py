@@ -81,6 +81,24 @@ def test_variables_join_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -
     assert Allocator(kind="tcmalloc").environ(here()) == {"LD_PRELOAD": "/a.so:/b.so"}
 
 
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_expandable_segments_join_what_torchs_allocator_is_told(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    technique = Allocator(kind="expandable")
+    assert technique.environ(here()) == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    monkeypatch.setenv(variable, "roundup_power2_divisions:[256:1,512:2],max_split_size_mb:128")
+    (found,) = technique.environ(here()).items()
+    assert found == (
+        variable,
+        "roundup_power2_divisions:[256:1,512:2],max_split_size_mb:128,expandable_segments:True",
+    )
+    monkeypatch.setenv(*found)
+    assert dict([found]) == technique.environ(here())
+
+
 def test_a_process_begins_again_only_for_what_is_missing_and_only_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

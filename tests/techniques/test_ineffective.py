@@ -29,6 +29,7 @@ from hasten.techniques.feed import Prefetched
 from hasten.techniques.layers import FusedLayers
 from hasten.techniques.layout import DDP
 from hasten.techniques.loss import LabelledTokenLoss
+from hasten.techniques.objective import MultiTokenPrediction
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from hasten.techniques.precision import Autocast, BF16MasterWeights
 from hasten.techniques.recompute import Recompute
@@ -192,6 +193,14 @@ def test_looking_counts_for_no_other_probe() -> None:
     before = [technique.probe(session) for technique in (LabelledTokenLoss(), compiled)]
     assert looking.operators(session)
     assert [t.probe(session) for t in (LabelledTokenLoss(), compiled)] == before
+
+
+def test_looking_is_no_pass_of_modules_that_predict_further_ahead() -> None:
+    session = session_of(language_job(steps=2), MultiTokenPrediction())
+    run(session)
+    before = MultiTokenPrediction().probe(session)
+    assert looking.operators(session)
+    assert MultiTokenPrediction().probe(session) == before
 
 
 def test_what_was_laid_out_is_counted_as_the_session_did() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,6 +95,11 @@ def test_weights_that_drift_apart_end_the_run_and_name_the_rank(four: list[Any])
     for rank in four:
         for said in rank["drifted"].values():
             assert "after step 4 the weights of rank 2 are not those of rank 0" in said
+
+
+def test_hosts_of_unequal_size_are_an_error_at_the_start_on_all_ranks(tmp_path: Path) -> None:
+    for said in on_ranks("wire_topology_rank_jobs:uneven", tmp_path, 3):
+        assert said.startswith("hierarchical: hosts have 2, 1 ranks")
 
 
 def test_only_codecs_are_lossy() -> None:

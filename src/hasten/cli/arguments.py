@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -20,3 +21,9 @@ def writable(option: str, path: Path | None) -> Path | None:
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise InputError(f"{option}: {path} can't be written; name a file in an existing folder")
     return path
+
+
+def copied(source: Path, target: Path | None) -> None:
+    """A result as a file that an option names as well, which may be the very same one."""
+    if target is not None and not (target.exists() and target.samefile(source)):
+        shutil.copyfile(source, target)

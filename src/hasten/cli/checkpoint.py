@@ -46,7 +46,7 @@ def ls(folder: Folder) -> None:
         packed = "  packed" if manifest.get("coded") else ""
         base = f"  differs from {manifest['base']['name']}" if manifest.get("base") else ""
         typer.echo(f"{path.name}  {size / 1e6:,.1f} MB  {when}{packed}{base}")
-    for path, reason in _set_aside(folder):
+    for path, reason in _set_aside(_home(folder)):
         typer.echo(f"{path.name}  {reason}")
 
 
@@ -140,13 +140,18 @@ def _all(folder: Path) -> list[Path]:
 
     if (folder / MANIFEST).is_file():
         return [folder]
-    found = checkpoints(folder)
+    found = checkpoints(_home(folder))
     if not found:
-        inside = folder / "checkpoints"
-        if checkpoints(inside):
-            return checkpoints(inside)
         raise InputError(f"{folder} holds no checkpoint")
     return found
+
+
+def _home(folder: Path) -> Path:
+    """Where the checkpoints lie: in the folder, or if that is a run's, in one of it."""
+    from hasten.parts.checkpoint import checkpoints
+
+    inside = folder / "checkpoints"
+    return inside if checkpoints(inside) and not checkpoints(folder) else folder
 
 
 def _loaded(place: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:

@@ -33,7 +33,8 @@ from hasten.recipe.schema import Recipe, load_recipe
 from hasten.run_folder import check_folder
 
 STEPS, EVERY, KILLS = 8, 2, 3
-PLAIN: dict[str, Any] = {"max_steps": STEPS, "max_restarts": 0, "eval_every": 0, "patience": 0}
+PLAIN: dict[str, Any] = dict.fromkeys(("max_restarts", "eval_every", "patience"), 0)
+PLAIN |= {"max_steps": STEPS, "auto": False}  # auto goes by clocks, and bits are compared here
 PLAIN |= dict.fromkeys(("epochs", "max_tokens", "leave_file", "leave_command"))
 PATIENCE_SECONDS = 1800.0  # for one start of the job
 NO_ROOM = (

@@ -26,7 +26,7 @@ from hasten.evidence.guard import GuardDesign, guard_report
 from hasten.evidence.guard_process import Processes
 from hasten.evidence.guard_rows import failures
 from hasten.evidence.record import key_of, source_digest
-from hasten.experiment import Subject, prepared
+from hasten.experiment import Subject, environment, prepared
 from hasten.recipe.build import batch_of
 from hasten.recipe.schema import Recipe, load_recipe
 
@@ -71,7 +71,7 @@ def guarded(
     """``report.invariance`` and ``report.guard`` of a recipe whose data lies ready.
 
     ``fresh`` proves anew; else what the same plan, data, design, machine and sources have proven
-    before counts.
+    before counts. Where a process died or hung, nothing is kept for later.
 
     Raises:
         InputError: the recipe asks for seeds with nothing held out.
@@ -91,16 +91,15 @@ def guarded(
     resolved = folder / "recipe.yaml"
     resolved.write_text(recipe.to_yaml())
 
-    def environ(plan: Plan) -> Mapping[str, str]:
-        return {"OMP_WAIT_POLICY": "PASSIVE"} | plan.environ(known) | dict(recipe.transport)
-
+    environ = partial(environment, known=known, transport=recipe.transport)
     ranks = partial(places, recipe.nproc, known.hardware.usable_cores)
     perform = Processes(resolved, folder, environ, ranks=ranks)
     try:
         found = guard_report(plan, perform, design, tell, recipe.nproc)
-        temporary = kept.with_suffix(".new")
-        temporary.write_text(json.dumps(found, indent=1))
-        temporary.replace(kept)
+        if not perform.broken:
+            temporary = kept.with_suffix(".new")
+            temporary.write_text(json.dumps(found, indent=1))
+            temporary.replace(kept)
         return found
     finally:  # gradients and checkpoints are large; orders, answers and logs stay
         for path in folder.glob("*.pt"):

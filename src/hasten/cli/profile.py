@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.cli.display import Display
-from hasten.cli.train import as_ranks
+from hasten.cli.train import as_ranks, lacking
 from hasten.cluster.ranks import again, process_group
 from hasten.core import facts
 from hasten.core.facts import Facts
@@ -23,7 +23,7 @@ from hasten.core.setup import prepare
 from hasten.evidence.profile import measure, steps_needed
 from hasten.evidence.profile_page import write_profile
 from hasten.evidence.profile_text import render_text
-from hasten.recipe.build import facts_of, job_of, plan_of
+from hasten.recipe.build import job_of
 from hasten.recipe.ceiling import meter_of, mfu_words
 from hasten.recipe.material import Material
 from hasten.recipe.schema import Recipe, load_recipe
@@ -42,11 +42,8 @@ def profile(
     recipe = _long_enough(load_recipe(path, changes), steps)
     if recipe.nproc > 1 and facts.world().size == 1:
         return as_ranks(recipe, "profile", options)
-    if recipe.plan:
-        known = facts_of(recipe)
-        missing = facts.not_yet_so(plan_of(recipe, known).environ(known))
-        if missing:  # some settings count only for a process that starts with them
-            again(["profile", str(path), *changes, *options], missing)
+    if missing := lacking(recipe):
+        again(["profile", str(path), *changes, *options], missing)
     with Display() as display:
         tell = display.tell if facts.world().is_main else _nothing
         known, plan, material = ready(recipe, tell)

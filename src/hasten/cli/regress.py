@@ -46,7 +46,7 @@ def regress(
     result = changes(before, measurements(found.arms), margin)
     print(table(result))
     worse = lost(result)
-    print(f"lost: {', '.join(worse)}" if worse else f"nothing lost by more than {margin:.0%}")
+    print(conclusion(result, margin))
     return LOST if worse else 0
 
 
@@ -84,6 +84,15 @@ def differences(bundle: Bundle) -> list[str]:
     if other:
         lines.append(f"another machine ({', '.join(other)}): a gain may differ for that alone")
     return lines
+
+
+def conclusion(found: Sequence[Change], margin: float) -> str:
+    """Who lost; where nobody did, whether that is shown of all."""
+    if worse := lost(found):
+        return f"lost: {', '.join(worse)}"
+    unknown = [c.name for c in found if c.verdict in ("inconclusive", "not measured")]
+    rest = f"; not known of {', '.join(unknown)}" if unknown else ""
+    return f"nothing lost by more than {100 * margin:g}%{rest}"
 
 
 def table(found: Sequence[Change]) -> str:

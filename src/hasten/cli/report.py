@@ -33,7 +33,7 @@ def report(paths: Sequence[Path], as_json: bool = False) -> None:
         shown = read_object(experiment)
         told = predicted_section(experiment.parent)
         shown |= {} if told is None else {"predicted": told}
-        page = write_report(shown, experiment.parent)
+        page = write_report(shown, _folder_of(experiment))
         print(json.dumps(shown, indent=1) if as_json else render_markdown(shown))
         if not as_json:
             print(f"report: {page}")
@@ -46,6 +46,12 @@ def report(paths: Sequence[Path], as_json: bool = False) -> None:
         _summary(values)
         print(predicted_lines(run))
         _tell(studies)
+
+
+def _folder_of(experiment: Path) -> Path:
+    """Where its page goes: beside it, but one of another name may not replace report.json there."""
+    named = experiment.name == "report.json"
+    return experiment.parent if named else experiment.with_suffix("")
 
 
 def _is_other(path: Path) -> bool:

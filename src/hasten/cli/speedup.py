@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hasten.cli.arguments import writable
+from hasten.cli.arguments import copied, writable
 from hasten.cli.display import Display, duration
 from hasten.cli.guard import beforehand
 from hasten.cli.main import FAILED
@@ -85,14 +84,18 @@ def speedup(
     design = wishes.design(recipe.seed)
     if wishes.arms == "climb" and wishes.only is not None:
         raise InputError("only: a climb tries every technique of the plan; shorten the plan")
+    if wishes.arms != "climb" and wishes.order != "slots":
+        raise InputError("order: only a climb tries techniques in an order; say --arms climb")
+    if wishes.seeds and not wishes.guard:
+        raise InputError("seeds: the guard trains in pairs; leave --no-guard out")
     command = "hasten " + " ".join(shlex.quote(word) for word in sys.argv[1:])
     with Display() as display:
         report = _measure(recipe, wishes, design, path.stem, command, display)
     if report is None:
+        print("nothing paid, so there is no plan to report on: no report was written")
         return 0
     page = write_report(report, Path(recipe.output))
-    if json_out is not None:
-        shutil.copyfile(page.with_name("report.json"), json_out)
+    copied(page.with_name("report.json"), json_out)
     if bundle is not None:
         pack(Path(recipe.output), bundle)
     print(render_markdown(report))

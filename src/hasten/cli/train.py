@@ -36,12 +36,8 @@ def train(path: Path, overrides: Sequence[str], started: float) -> int:
         return as_supervised_ranks(recipe)
     if alone and recipe.nproc > 1:
         return as_ranks(recipe, "train")
-    if recipe.plan or recipe.transport:
-        known = facts_of(recipe)
-        wanted = {**plan_of(recipe, known).environ(known), **recipe.transport}
-        missing = facts.not_yet_so(wanted)
-        if missing:  # some settings count only for a process that starts with them
-            again(["train", str(path), *overrides], missing)
+    if missing := lacking(recipe):
+        again(["train", str(path), *overrides], missing)
     with Display() as display:
         line = StepLine(display, recipe)
         silent = not facts.world().is_main
@@ -62,6 +58,14 @@ def train(path: Path, overrides: Sequence[str], started: float) -> int:
     return {"interrupted": INTERRUPTED, "left": LEFT}.get(summary.get("stopped", ""), 0)
 
 
+def lacking(recipe: Recipe) -> dict[str, str]:
+    """Variables that count only for a process that starts with them, as far as this one didn't."""
+    if not (recipe.plan or recipe.transport):
+        return {}
+    known = facts_of(recipe)
+    return facts.not_yet_so({**plan_of(recipe, known).environ(known), **recipe.transport})
+
+
 def warn_of_idle(acted: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Name the techniques that were requested and had no effect, on the error stream."""
     idle = [name for name, proof in acted.items() if proof["acted"] is False]  # None: not known
@@ -79,7 +83,7 @@ class StepLine:
     def __init__(self, display: Display, recipe: Recipe) -> None:
         self._display, self._recipe = display, recipe
         self._steps = 1
-        self._seconds = 0.0
+        self._began = time.perf_counter()
         self._devices = 1
 
     def tokenising(self, done: int, total: int) -> None:
@@ -88,10 +92,10 @@ class StepLine:
     def start(self, session: Session) -> None:
         self._steps = session.setup.job.schedule.total_steps
         self._devices = session.setup.facts.world.size
+        self._began = time.perf_counter()
         self._display.begin()
 
     def step(self, m: StepMetrics) -> None:
-        self._seconds += m.step_seconds
         parts = [
             f"step {m.step}/{self._steps}",
             f"loss {m.loss:.4f}",
@@ -103,7 +107,8 @@ class StepLine:
             parts.append(f"MFU {m.mfu:.1%}")
         price = self._recipe.price
         if price is not None:
-            cost = price.money(self._seconds, self._devices)
+            # Evaluations and saving are paid for, too.
+            cost = price.money(time.perf_counter() - self._began, self._devices)
             parts.append(f"{cost:.4f} {price.currency}")
         if m.skipped:
             parts.append("SKIPPED: not finite")
@@ -153,13 +158,14 @@ def as_supervised_ranks(recipe: Recipe) -> int:
 
 
 def _conclude(summary: dict[str, Any]) -> None:
+    rate = summary["tokens_per_second"]  # None: no step of its own, as after a resume at the end
     print(
         f"{summary['stopped']}: {summary['steps']} steps, {summary['tokens']:,} tokens in "
         f"{duration(summary['seconds'])}"
-        + (f", {summary['tokens_per_second']:,.0f} tokens/s" if summary["steps"] else "")
+        + (f", {rate:,.0f} tokens/s" if rate else "")
         + f", peak {size(summary['peak_memory_bytes'])}"
     )
-    if summary["data_stall_share"] is not None and summary["steps"]:
+    if summary["data_stall_share"] is not None and rate:
         print(_evenness(summary["data_stall_share"], summary["stability"]))
     if summary["mfu"] is not None:
         ceiling = summary["ceiling"]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hasten.cli.arguments import writable
+from hasten.cli.arguments import copied, writable
 from hasten.cli.display import Display, duration, size
-from hasten.cli.guard import guarded
+from hasten.cli.guard import Rows, guarded
 from hasten.core.plan import Plan
+from hasten.core.technique import Fidelity
 from hasten.evidence.guard import GuardDesign
 from hasten.evidence.guard_rows import failures
 from hasten.experiment import Subject
+from hasten.recipe.price import Price
 from hasten.recipe.schema import load_recipe
 from hasten.search.tuner.choosing import Sampler
 from hasten.search.tuner.study import Objective
@@ -71,17 +72,26 @@ def tune(
             found = guarded(
                 shown, subject.known, plan, subject.data_key, design, display.tell, asked.fresh
             )
-            untested = [row for row in found["guard"] if row["verdict"] in ("not tested",)]
-            return [*failures(found), *(f"{r['technique']}: {r['text']}" for r in untested)]
+            return objections(found)
 
         found = tune_job(recipe, asked.budget, wishes, audience=display, prove=prove)
     target = output or Path(recipe.output) / "tuned.yaml"
     replace_file(target, found.text)
-    if json_out is not None:
-        shutil.copyfile(found.folder / "study.json", json_out)
-    show(found, recipe.price.per_device_hour if recipe.price else None)
+    copied(found.folder / "study.json", json_out)
+    show(found, recipe.price, recipe.nproc)
     print(f"\nrecipe: {target}\nstudy: {found.folder / 'study.html'}")
     return 0
+
+
+def objections(found: Rows) -> list[str]:
+    """What speaks against a winner: what failed in the guard, and what it owes and wasn't shown."""
+    owing = [
+        row
+        for row in found["guard"]
+        if row["verdict"] == "not tested"
+        or (row["verdict"] == "inconclusive" and row["fidelity"] == Fidelity.LOSSY.name)
+    ]
+    return [*failures(found), *(f"{row['technique']}: {row['text']}" for row in owing)]
 
 
 def named(text: str | None) -> tuple[str, ...]:
@@ -89,8 +99,8 @@ def named(text: str | None) -> tuple[str, ...]:
     return tuple(name.strip() for name in (text or "").split(",") if name.strip())
 
 
-def show(found: Tuned, per_hour: float | None = None) -> None:
-    """The duel as a table, and the result in a sentence."""
+def show(found: Tuned, price: Price | None = None, devices: int = 1) -> None:
+    """The duel as a table, and the result in a sentence; with a price what it saves."""
     report = found.report
     duel = report["duel"]
     if duel is not None:
@@ -100,10 +110,10 @@ def show(found: Tuned, per_hour: float | None = None) -> None:
                 print(f"{'':17}{_changes(row['settings'], report['start']['settings'])}")
     print(f"\n{found}")
     winner = report["winner"]
-    if winner and per_hour is not None and winner["ratio"]["median"]:
-        before = per_hour / 3600 / report["start"]["rate"] * 1e6
+    if winner and price is not None and winner["ratio"]["median"]:
+        before = price.money(1e6 / report["start"]["rate"], devices)
         after = before / winner["ratio"]["median"]
-        print(f"a million tokens: {before:.4g} before, {after:.4g} after, in the recipe's currency")
+        print(f"a million tokens: {before:.4g} {price.currency} before, {after:.4g} after")
     if report["objective"] == "pareto":
         for place in report["front"]:
             trial = report["trials"][place]

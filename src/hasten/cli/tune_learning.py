@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from hasten.cli.arguments import writable
+from hasten.cli.arguments import copied, writable
 from hasten.cli.display import Display, duration
 from hasten.recipe.schema import load_recipe
 from hasten.tuning.files import replace_file
@@ -30,8 +29,7 @@ def learn(
         found = learn_job(recipe, budget, wishes, audience=display)
     target = output or Path(recipe.output) / "learnt.yaml"
     replace_file(target, found.text)
-    if json_out is not None:
-        shutil.copyfile(found.folder / "study.json", json_out)
+    copied(found.folder / "study.json", json_out)
     show(found)
     print(f"\nrecipe: {target}\nstudy: {found.folder / 'study.html'}")
     return 0

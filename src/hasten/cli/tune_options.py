@@ -24,8 +24,7 @@ def tune(
     budget: Annotated[
         str | None,
         typer.Option(
-            help="what all of it may take, the proof included: 90s, 8m, 1h30m; 8m if left out, of "
-            "learning 1h"
+            help="what trials and duel may take: 90s, 8m, 1h30m; 8m if left out, of learning 1h"
         ),
     ] = None,
     sampler: Annotated[

@@ -28,6 +28,7 @@ from hasten.core.order import Sampler, ShuffledOrder
 from hasten.core.plan import Plan
 from hasten.core.routing import AsTheModelDoes, Routing
 from hasten.core.spikes import NoSpikes, SpikeWatching
+from hasten.core.switch import Adjusting, AsSet
 from hasten.errors import InputError
 
 if TYPE_CHECKING:
@@ -208,6 +209,7 @@ class Setup:
     clock: Clock = field(default_factory=Unclocked)  # counts what a step's time goes into
     guards: Guards = field(default_factory=Guards)  # what each step is checked for
     spikes: SpikeWatching = field(default_factory=NoSpikes)  # what follows from a loss that rises
+    adjusting: Adjusting = field(default_factory=AsSet)  # changes settings between two steps
 
     @property
     def agreement(self) -> Agreement:

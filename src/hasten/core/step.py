@@ -129,6 +129,7 @@ def _steps(session: Session) -> Generator[StepMetrics, None, bool]:
         yield metrics
         if back:
             return True
+        setup.adjusting.after_step(metrics)
         clock.begin()
         started = time.perf_counter()
     return False
@@ -148,7 +149,7 @@ def _note(
     total, slots = session.setup.agreement.sum(mine).tolist()  # has waited for it
     session.setup.clock.mark(COMMUNICATION)
     traffic = traffic_of(session.setup.layout)
-    if traffic is not None:
+    if traffic is not None and traffic.exposed is not None:
         session.setup.clock.exposed(traffic.during, traffic.exposed)
     counts = replace(batch.counts, slots=int(slots))
     seconds = time.perf_counter() - started
@@ -190,6 +191,8 @@ def _of_the_wire(traffic: Traffic | None, sums: float) -> dict[str, Any]:
     """The step's fields about traffic; ``sums`` are the seconds of what ranks tell each other."""
     if traffic is None:
         return {}
+    if traffic.exposed is None:
+        return {"wire_bytes": traffic.sent_bytes}
     exposed, hidden = traffic.exposed + sums, traffic.hidden
     return {
         "wire_seconds": None if hidden is None else exposed + hidden,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hasten.core.facts import Facts
     from hasten.core.session import Session
     from hasten.core.setup import Setup
+    from hasten.core.switch import Switch
 
 
 class Fidelity(Enum):
@@ -128,6 +129,10 @@ class Technique(ABC):
     @abstractmethod
     def probe(self, session: Session) -> Proof:
         """What you did in this session, after at least one step."""
+
+    def switches(self, session: Session) -> tuple[Switch, ...]:
+        """What of you may change between two steps of this session, which has done some."""
+        return ()
 
     @classmethod
     def name(cls) -> str:

@@ -82,7 +82,7 @@ def measurements(arms: Iterable[Arm]) -> dict[str, Measurement]:
     return {
         arm.name: Measurement(
             rounds=tuple(arm.rounds),
-            beside=tuple(arm.beside or base.rounds[: len(arm.rounds)]),
+            beside=tuple(() if base.failed else arm.beside or base.rounds[: len(arm.rounds)]),
             idle=tuple(str(a["technique"]) for a in arm.acted if a["acted"] is False),
             failed=arm.failed,
         )

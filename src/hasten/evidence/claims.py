@@ -64,7 +64,7 @@ def _speeds(
             found[technique] = ratio
     # Arms of different groups have an interval and no rounds in common; it decides alone.
     paired = [technique for technique, (_, rounds) in found.items() if rounds]
-    corrected = holm([p_beyond(found[technique][1], floor) for technique in paired])
+    corrected = holm([p_beyond(found[t][1], floor, base.luck) for t in paired])
     p_values = dict(zip(paired, corrected, strict=True))
     return {technique: (ratio, p_values.get(technique)) for technique, (ratio, _) in found.items()}
 
@@ -80,7 +80,8 @@ def _checked(
         word = verdict(ratio, claim.ratio, floor, nothing=LEAST_FLOOR, p_value=p_value)
         return span(ratio.summary(), "times"), word
     if claim.metric == MEMORY:
-        return _memory_claim(pair, claim.ratio)
+        before, after = (arm.peak_memory_bytes for arm in pair)
+        return memory_claim(before, after, claim.ratio)
     return "not measured", "inconclusive"
 
 
@@ -95,12 +96,12 @@ def _pair_for(technique: Technique, arms: Sequence[Arm]) -> Pair | None:
     return None
 
 
-def _memory_claim(pair: Pair, claimed: float) -> tuple[str, str]:
-    """Peak memory of a fixed shape repeats itself, so one value per arm is enough.
+def memory_claim(before: float | None, after: float | None, claimed: float) -> tuple[str, str]:
+    """What was measured of a claim on peak memory, and the verdict on it.
 
-    The words are those of `statistics.verdict`, for a ratio of which less is better.
+    Peak memory of a fixed shape repeats itself, so one value per arm is enough. The words are those
+    of `statistics.verdict`, for a ratio of which less is better.
     """
-    before, after = pair[0].peak_memory_bytes, pair[1].peak_memory_bytes
     if not before or not after:
         return "not measured", "inconclusive"
     found = after / before

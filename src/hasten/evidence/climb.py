@@ -36,7 +36,8 @@ class Rung:
     """One technique's chance: what was measured, and what became of it."""
 
     technique: str
-    ratio: dict[str, float | None] | None  # against the plan so far; None: not measured
+    # Against the plan so far, with the interval of the decision; None: not measured.
+    ratio: dict[str, float | None] | None
     kept: bool
     why: str
 
@@ -53,7 +54,9 @@ class Climb:
     report: dict[str, Any] | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
-        rows = ["| technique | times the plan so far | kept | why |", "|---|---|---|---|"]
+        sure = 100 * (1 - DOUBT / max(len(self.rungs), 1))
+        head = f"| technique | times the plan so far [{sure:.3g} %] | kept | why |"
+        rows = [head, "|---|---|---|---|"]
         for rung in self.rungs:
             found = "not measured" if rung.ratio is None else span(rung.ratio, "times")
             kept = "yes" if rung.kept else "no"
@@ -88,6 +91,7 @@ def decide(technique: Technique, before: Arm, after: Arm, doubt: float) -> Rung:
     if not ratios:
         return rung(False, f"the plan so far has no result: {before.failed or 'no rounds'}")
     ratio = paired_ratio([1.0] * len(ratios), ratios, confidence=1 - doubt)
+    ratio = ratio if after.luck is None else after.luck.widened(ratio, confidence=1 - doubt)
     if after.unfinished is not None:
         return rung(False, f"what it did is not known: {after.unfinished}", ratio)
     if technique.name() in idle(after):

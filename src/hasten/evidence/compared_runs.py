@@ -134,9 +134,9 @@ def _warnings(runs: Sequence[RunFacts]) -> list[str]:
         found.append(f"the tokens differ ({span}): held-out losses are of different stages")
     elif not tokens or len(tokens) < len(runs):
         found.append(f"tokens are not known of {_names(runs, 'tokens')}")
-    machines = [_machine(run.hardware) for run in runs if run.hardware is not None]
-    if any(machine != machines[0] for machine in machines):
-        other = [k for k in MACHINE if len({str(m[k]) for m in machines}) > 1]
+    machines = [run.hardware for run in runs if run.hardware is not None]
+    other = [key for key in MACHINE if len(_said(machines, key)) > 1]
+    if other:
         found.append(f"the machine differs ({', '.join(other)})")
     for key, what in (("hardware", "the machine"), ("recipe", "model and data")):
         unknown = _names(runs, key)
@@ -149,12 +149,9 @@ def _warnings(runs: Sequence[RunFacts]) -> list[str]:
     return found
 
 
-def _said(versions: Sequence[Mapping[str, Any]], key: str) -> set[str]:
-    return {str(version[key]) for version in versions if key in version}
-
-
-def _machine(hardware: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: hardware.get(key) for key in MACHINE}
+def _said(found: Sequence[Mapping[str, Any]], key: str) -> set[str]:
+    """What is said of a key, by those that say it: a training's summary names no device, say."""
+    return {str(one[key]) for one in found if key in one}
 
 
 def _names(runs: Sequence[RunFacts], key: str) -> str:

@@ -38,7 +38,7 @@ def ratio_to(arm: Arm, base: Arm) -> Interval | None:
     Rounds are complete from the first on, so those with the same number ran in the same turn.
     """
     found = ratios_of(arm, base)
-    return paired_ratio([1.0] * len(found), found) if found else None
+    return _widened(paired_ratio([1.0] * len(found), found), arm) if found else None
 
 
 def ratio_between(arm: Arm, other: Arm, base: Arm) -> tuple[Interval, list[float]] | None:
@@ -50,15 +50,15 @@ def ratio_between(arm: Arm, other: Arm, base: Arm) -> tuple[Interval, list[float
         theirs = arm.beside if other is base and arm.beside else other.rounds
         ours = other.beside if arm is base and other.beside else arm.rounds
         found = [a / b for a, b in zip(ours, theirs, strict=False)]
-        return (paired_ratio([1.0] * len(found), found), found) if found else None
+        return (_widened(paired_ratio([1.0] * len(found), found), arm), found) if found else None
     sides = ratios_of(other, base), ratios_of(arm, base)
-    return (unpaired_ratio(*sides), []) if all(sides) else None
+    return (_widened(unpaired_ratio(*sides), arm), []) if all(sides) else None
 
 
 def floor_of(arms: Sequence[Arm]) -> float:
     """The share that nobody should act on in this experiment."""
     ratios = _again(arms)
-    return noise_floor(ratios) if ratios else LEAST_FLOOR
+    return noise_floor(ratios, arms[0].luck) if ratios else LEAST_FLOOR
 
 
 def noise_of(arms: Sequence[Arm]) -> dict[str, Any] | None:
@@ -66,7 +66,8 @@ def noise_of(arms: Sequence[Arm]) -> dict[str, Any] | None:
     ratios = _again(arms)
     if not ratios:
         return None
-    ratio, floor = paired_ratio([1.0] * len(ratios), ratios), noise_floor(ratios)
+    luck, floor = arms[0].luck, floor_of(arms)
+    ratio = _widened(paired_ratio([1.0] * len(ratios), ratios), arms[0])
     said = span(ratio.summary(), "times")
     rounds = "1 round" if len(ratios) == 1 else f"{len(ratios)} rounds"
     text = f"A second copy of the baseline ran at {said} of the first over {rounds}."
@@ -78,6 +79,11 @@ def noise_of(arms: Sequence[Arm]) -> dict[str, Any] | None:
             "machine favours one process over another."
         )
     text += f" Changes below {100 * floor:.1f} % are not counted as gain or harm."
+    if luck is not None:
+        text += (
+            f" Processes of one program lie {100 * luck.spread:.1f} % apart here (standard "
+            "deviation, from all arms' builds); intervals allow for it."
+        )
     text += _losses_apart(arms)
     return {"ratio": ratio.summary(), "floor": floor, "text": text}
 
@@ -138,8 +144,13 @@ def rebuilt_of(arm: Arm, base: Arm) -> dict[str, Any] | None:
     ratio = unpaired_ratio(first, second)
     text = f"The second build ran at {span(ratio.summary(), 'times')} of the first"
     if not ratio.low <= 1 <= ratio.high:
-        text += ": builds differ by more than their rounds do, so the interval above is too narrow"
+        text += ": builds differ by more than their rounds do, which the interval above allows for"
     return {"ratio": ratio.summary(), "text": f"{text}."}
+
+
+def _widened(ratio: Interval, arm: Arm, arms: float = 2.0) -> Interval:
+    """At least as wide as the luck of the processes makes it, where that is known."""
+    return ratio if arm.luck is None else arm.luck.widened(ratio, arms=arms)
 
 
 def _again(arms: Sequence[Arm]) -> list[float]:
@@ -157,7 +168,8 @@ def _joint(together: Arm, singles: Sequence[Arm], base: Arm) -> Interval:
     every = [beside, together.rounds, *(arm.rounds for arm in singles)]
     rounds = min(len(values) for values in every)
     first, second, *rest = (values[:rounds] for values in every)
-    return joint_ratio(first, second, rest)
+    # The baseline's luck is in every single gain and once in that of all together.
+    return _widened(joint_ratio(first, second, rest), base, 1 + len(rest) + (len(rest) - 1) ** 2)
 
 
 def _interaction_words(ratio: Interval) -> str:

@@ -22,6 +22,7 @@ def completed(
     preset: Mapping[str, Any] | None = None,
     data: Sequence[Path] = (),
     energy: str = "not measured",
+    earlier_seconds: float = 0.0,
 ) -> dict[str, Any]:
     """The report with all that follows from it; ``bundle.json`` is written into the folder.
 
@@ -34,9 +35,10 @@ def completed(
         preset: the published plan that was measured, if it was one.
         data: the files of the records.
         energy: which counter the arms' joules are of, or why there is none.
+        earlier_seconds: of experiments that led to this one; their cost is a part of its own.
     """
     joules = {arm.name: arm.joules_per_token for arm in arms if arm.failed is None}
-    cost = cost_of_experiment(report, price, joules, source=energy)
+    cost = cost_of_experiment(report, price, joules, source=energy, earlier_seconds=earlier_seconds)
     if cost is not None:
         report["cost"] = {**cost, **(report["cost"] or {})}
     if preset is not None:

@@ -27,7 +27,7 @@ from hasten.evidence import grouping
 from hasten.evidence.ablation import Arm, Design, Kind
 from hasten.evidence.crew import ALONE
 from hasten.evidence.energy import Meter
-from hasten.evidence.record import Event, Record
+from hasten.evidence.record import Event, Record, seconds_of
 from hasten.evidence.rounds import Rounds, arms_of
 from hasten.evidence.sittings import Experiment, Table, Tell
 from hasten.evidence.trial import ENTRY
@@ -50,16 +50,16 @@ def table(
     meter: Meter | None = None,
     ranks: Callable[[Path], Sequence[Mapping[str, str]]] = lambda folder: ALONE,
 ) -> Table:
-    """The table on this machine: its cores, and the memory of the device as far as it is free.
+    """The table on this machine: its cores, and its free memory, or all of the accelerator's.
 
     Arms tell how much their neediest rank uses. Ranks share a processor's memory, and have an
-    accelerator each.
+    accelerator each, of which the smallest counts.
     """
     here = facts.hardware()
     memory = processes.available_bytes(here.memory_limit_bytes) // len(ranks(folder))
     if not device.startswith("cpu"):
         memory = min((gpu.memory_bytes for gpu in here.accelerators), default=memory)
-    joules = Meter("none").read if meter is None else meter.read
+    joules = Meter("none").reading if meter is None else meter.reading
     return Table(recipe, environ, folder, memory, here.usable_cores, entry, joules, ranks)
 
 
@@ -98,9 +98,6 @@ def measure_arms(
 def design_words(events: Sequence[Event], base: str, design: Design) -> dict[str, Any]:
     """``report.design``: how the experiment was run, what was left out, what was done again."""
     rounds = Rounds(events, base, design)
-    seconds, last = 0.0, 0.0
-    for e in events:
-        seconds, last = seconds + (last if e["event"] == "run" else 0.0), e["at"]
     dropped = [e for e in events if e["event"] == "dropped"]
     return {
         "rounds": rounds.wanted,
@@ -108,7 +105,7 @@ def design_words(events: Sequence[Event], base: str, design: Design) -> dict[str
         "warmup": design.warmup,
         "seed": design.seed,
         "builds": min([design.builds, *(e["builds"] for e in dropped if "builds" in e)]),
-        "seconds": round(seconds + last, 1),
+        "seconds": round(seconds_of(events), 1),
         "budget_seconds": design.budget_seconds,
         "grouping": grouping.words(events),
         "dropped": [e["text"] for e in dropped],

@@ -81,6 +81,7 @@ def cost_of_experiment(
     joules_per_token: Mapping[str, float | None] | None = None,
     joules: float | None = None,
     source: str = "not measured",
+    earlier_seconds: float = 0.0,
 ) -> dict[str, Any] | None:
     """A report's ``cost``, as docs/report-schema.md has it; None without a price.
 
@@ -90,6 +91,7 @@ def cost_of_experiment(
         joules_per_token: of each arm, as far as they were counted.
         joules: of the whole experiment.
         source: which counter gave them, or why there is none.
+        earlier_seconds: of the experiments that led to this one, which are a part of its cost.
     """
     if price is None:
         return None
@@ -107,6 +109,7 @@ def cost_of_experiment(
     }
     if seconds is None:
         return cost
+    seconds += earlier_seconds
     final = arms[-1]
     good = final["verdict"].partition(":")[0] not in BAD and quality != "worse"
     kwh = None if joules is None else joules / JOULES_PER_KWH

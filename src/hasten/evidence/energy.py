@@ -42,6 +42,16 @@ class Meter:
 
     def read(self) -> float | None:
         """Joules so far. With RAPL read it every minute or so: its counters are short."""
+        found = self.reading()
+        if found is None and self.counters and not self._lost:
+            self._lost, self.source = True, "not measured: the counter was read too seldom"
+        return found
+
+    def reading(self) -> float | None:
+        """A count of joules, for the difference of two; None after a gap that may hide a turnover.
+
+        What comes after the gap is counted again, so a turn doesn't need to know what was before.
+        """
         if not self.counters or self._lost:
             return None
         try:
@@ -49,10 +59,8 @@ class Meter:
         except OSError as error:
             self._lost, self.source = True, f"not measured: the counter failed ({error})"
             return None
-        if any(value is None for value in values):
-            self._lost, self.source = True, "not measured: the counter was read too seldom"
-            return None
-        return sum(value for value in values if value is not None)
+        known = [value for value in values if value is not None]
+        return sum(known) if len(known) == len(values) else None
 
     def note(self, moment: object) -> None:
         """Read, so that no counter turns over unseen; for callbacks."""
@@ -103,11 +111,11 @@ class RaplCounter:
 
     def __call__(self) -> float | None:
         now, at = _number(self._file), self._clock()
-        if (at - self._at) * MOST_WATTS * 1e6 > self._range:
-            return None
-        step = now - self._last
-        self._sum += step if step >= 0 else step + self._range
+        step, gap = now - self._last, at - self._at
         self._last, self._at = now, at
+        if gap * MOST_WATTS * 1e6 > self._range:
+            return None
+        self._sum += step if step >= 0 else step + self._range
         return self._sum / 1e6
 
 

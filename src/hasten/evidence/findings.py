@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from hasten.evidence.ablation import Arm
@@ -98,6 +99,7 @@ def _arm(arm: Arm, base: Arm, said: Judgement) -> dict[str, Any]:
         "corrected": said.corrected,
         "rounds_needed": said.rounds_needed,
         "rebuilt": rebuilt_of(arm, base),
+        "luck": None if arm.luck is None else asdict(arm.luck),
         "peak_memory_bytes": _peak(arm),
         "held_out_loss": last_loss(arm),
         "held_out_curve": [list(point) for point in arm.held_out],

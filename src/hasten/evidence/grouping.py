@@ -52,3 +52,10 @@ def words(events: Sequence[Event]) -> str:
         count = len(next(iter(groups), ()))
         return f"all {count} arms alive together"
     return "groups that share the baseline: " + "; ".join(", ".join(g) for g in groups)
+
+
+def all_fit(names: Sequence[str], peaks: Mapping[str, int], memory: int, design: Design) -> bool:
+    """Whether all of these have been alive before, and memory holds them together."""
+    return all(name in peaks for name in names) and all(
+        may_join(names[:i], peaks, name, memory, design) for i, name in enumerate(names)
+    )

@@ -75,6 +75,7 @@ class Processes:
         self._recipe, self._folder, self._environ = recipe, folder, environ
         self._patience, self._ranks, self._entry = patience_seconds, ranks, entry
         self._crews = 0
+        self.broken = False  # a process died or hung: another attempt may find more
 
     def __call__(self, orders: Sequence[Order]) -> list[Answer]:
         """The answers, in the order of the orders."""
@@ -106,12 +107,14 @@ class Processes:
         try:
             crew.answers(self._patience)  # they are ready
         except CrewFailedError as error:
+            self.broken = True
             crew.end(at_once=True)
             return [{"failed": str(error)} for _ in orders]  # so would the next one
         try:
             for order in orders:
                 found.append(together(crew.ask(order.to_dict(), self._patience)))
         except CrewFailedError as error:
+            self.broken = True
             crew.end(at_once=True)
             found.append({"failed": str(error)})
         return found

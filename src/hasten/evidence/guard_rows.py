@@ -23,7 +23,7 @@ LOSS_FLOAT32, LOSS_HALF = 1e-5, 1e-2  # of a loss
 LEAK_FLOAT32, LEAK_HALF = 1e-5, 1e-3  # of a document's loss, by changes of its neighbours
 UPDATE = 1e-3  # of what the weights moved by in three steps
 WIRE = 4e-3  # of numbers that travel in 16 bits: 2^-9 for each of two roundings of bf16
-FAILED = ("differs", "worse")
+FAILED = ("differs", "worse")  # the words for a technique that does harm
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any
 from hasten.core.technique import Technique
 from hasten.evidence.ablation import Arm
 from hasten.evidence.comparisons import floor_of, ratio_to, ratios_of
+from hasten.evidence.guard_rows import FAILED
 from hasten.evidence.report_words import signed
 from hasten.evidence.significance import (
     LEAST_FLOOR,
@@ -26,7 +27,7 @@ from hasten.evidence.significance import (
 from hasten.evidence.statistics import DOUBT, Interval, verdict
 
 MARGIN = 0.01  # of the held-out loss: fixed before any run, for the whole plan; wide for one seed
-GUILTY = ("worse", "differs")  # the guard's words for a technique that does harm
+GUILTY = FAILED
 Guard = Sequence[Mapping[str, Any]]  # report.guard: one entry per technique that was tested
 
 
@@ -44,7 +45,7 @@ def judge(arms: Sequence[Arm], guard: Guard = ()) -> list[Judgement]:
     """The verdict of every arm, in their order; the first is the baseline."""
     base, floor = arms[0], floor_of(arms)
     tested = [n for n, arm in enumerate(arms) if _is_tested(arm, base)]
-    raw = [p_beyond(ratios_of(arms[n], base), floor) for n in tested]
+    raw = [p_beyond(ratios_of(arms[n], base), floor, arms[n].luck) for n in tested]
     p_values = dict(zip(tested, holm(raw), strict=True))
     found = []
     for number, arm in enumerate(arms):
@@ -83,8 +84,9 @@ def idle(arm: Arm) -> list[str]:
 
 
 def last_loss(arm: Arm) -> float | None:
-    """The held-out loss at the end; None for an arm that failed or had no look."""
-    return arm.held_out[-1][1] if arm.held_out and not arm.failed else None
+    """The held-out loss at the end; None for an arm that failed or had no look after training."""
+    looked = bool(arm.held_out) and arm.held_out[-1][0] > 0  # the first look is at 0 tokens
+    return arm.held_out[-1][1] if looked and not arm.failed else None
 
 
 def speed_claim(arm: Arm, base: Arm) -> float | None:
@@ -134,7 +136,7 @@ def _speed_word(arm: Arm, base: Arm, floor: float, p: float) -> str:
         return word
     if ratio.low <= 1 + floor and ratio.high >= 1 - floor:
         return f"{word}: within the noise of {100 * floor:.1f} %"
-    return f"{word}: not beyond doubt among several arms (p = {p:.2f}, at most {DOUBT:g} wanted)"
+    return f"{word}: not beyond doubt among several arms (p = {p:.3g}, at most {DOUBT:g} wanted)"
 
 
 def _with_idle(arm: Arm, word: str) -> str:

@@ -122,6 +122,8 @@ def compare(
     for name, value, least in (("rounds", rounds, 1), ("steps", steps, 1), ("warmup", warmup, 0)):
         if value < least:
             raise InputError(f"{name} is {value}; it must be {least} at least")
+    if not 0 <= noise_floor < 1:
+        raise InputError(f"noise_floor is {noise_floor}; it is a share from 0 up to 1")
     references = [reference(job) for job in (job_a, job_b)]
     called = names or (_name(references[0]), _name(references[1]))
     with contextlib.ExitStack() as stack:

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hasten.evidence.claims import MEMORY, SPEED, memory_claim
 from hasten.evidence.report_words import span, words
+from hasten.evidence.significance import LEAST_FLOOR
 from hasten.evidence.statistics import Interval, verdict
 
-MEMORY_NOISE = 0.01  # a change of peak memory that nobody should act on
 QUALITY = "quality"  # a claim of any measure of it: here it is the held-out loss
 Row = dict[str, str]
 
@@ -21,20 +22,22 @@ def preset_claims(preset: Mapping[str, Any], report: Mapping[str, Any]) -> list[
 
     A claim that a technique carries itself stands in the report already, beside the two arms that
     differ by it alone; one that only the published plan makes is checked on the arm that has the
-    technique and no other.
+    technique and no other. A claim of speed is judged as its arm is: beyond the experiment's noise
+    floor, and by the arm's own p-value.
     """
     source = preset["source"]
     told = {(_base(c["technique"]), c["metric"]) for c in report["claims"]}
     rows = [
-        _row(switch["name"], claim, source, *_alone(switch, claim, report["arms"]))
+        _row(switch["name"], claim, source, *_alone(switch, claim, report))
         for switch in preset["switches"]
         for claim in switch["claims"]
         if (switch.get("technique"), claim["metric"]) not in told
     ]
     missing = [switch["name"] for switch in preset["switches"] if "missing" in switch]
-    name = f"the whole plan{f' without {chr(44).join(missing)}' if missing else ''}"
+    name = "the whole plan" + (f" without {', '.join(missing)}" if missing else "")
     for claim in preset["totals"]:
-        found = _quality(report) if claim["metric"] == QUALITY else _whole(claim, report["arms"])
+        final = report["arms"][-1]
+        found = _quality(report) if claim["metric"] == QUALITY else _checked(claim, final, report)
         rows.append(_row(name, claim, source, *found))
     for entry in preset.get("not_comparable", ()):
         claim = {"metric": "not one metric", "said": entry["said"]}
@@ -58,16 +61,18 @@ def _base(technique: str) -> str:
     return technique.partition("(")[0]
 
 
-def _alone(switch: Mapping[str, Any], claim: Mapping[str, Any], arms: Any) -> tuple[str, str]:
+def _alone(
+    switch: Mapping[str, Any], claim: Mapping[str, Any], report: Mapping[str, Any]
+) -> tuple[str, str]:
     """What the arm of one technique showed against the baseline, as far as there is one."""
     if "missing" in switch:
         return "not measured", switch["missing"]
     name = switch["technique"]
-    single = (arm for arm in arms if [_base(t) for t in arm["techniques"]] == [name])
+    single = (arm for arm in report["arms"] if [_base(t) for t in arm["techniques"]] == [name])
     arm = next(single, None)
     if arm is None:
         return "not measured apart", "inconclusive"
-    measured, word = _whole(claim, [arms[0], arm])
+    measured, word = _checked(claim, arm, report)
     idle = [row for row in arm.get("acted") or () if row["acted"] is False]
     return measured, "no effect: it did not act" if idle else word
 
@@ -83,24 +88,21 @@ def _quality(report: Mapping[str, Any]) -> tuple[str, str]:
     return f"held-out loss {said}, one seed", word
 
 
-def _whole(claim: Mapping[str, Any], arms: Any) -> tuple[str, str]:
-    """The last arm against the first."""
-    base, final = arms[0], arms[-1]
-    failed = any(arm["verdict"].partition(":")[0] == "failed" for arm in (base, final))
-    if failed:
+def _checked(
+    claim: Mapping[str, Any], arm: Mapping[str, Any], report: Mapping[str, Any]
+) -> tuple[str, str]:
+    """What an arm showed of a claim against the baseline, and the verdict on it."""
+    base = report["arms"][0]
+    if any(one["verdict"].partition(":")[0] == "failed" for one in (base, arm)):
         return "not measured", "inconclusive"
-    if claim["metric"] == "tokens_per_second":
-        ratio = final["ratio"]
-        if None in ratio.values():
-            return "not measured", "inconclusive"
-        found = Interval(ratio["median"], ratio["median"], ratio["low"], ratio["high"], 0)
-        return span(ratio, "times"), verdict(found, claim["ratio"])
-    before, after = base.get("peak_memory_bytes"), final.get("peak_memory_bytes")
-    if claim["metric"] != "peak_memory_bytes" or not before or not after:
+    if claim["metric"] == MEMORY:
+        before, after = (one.get("peak_memory_bytes") for one in (base, arm))
+        return memory_claim(before, after, claim["ratio"])
+    ratio = arm["ratio"]
+    if claim["metric"] != SPEED or None in ratio.values():
         return "not measured", "inconclusive"
-    change = after / before
-    if change <= claim["ratio"]:
-        return f"{change:.2f}×", "held"
-    if change > 1 + MEMORY_NOISE:
-        return f"{change:.2f}×", "harmed"
-    return f"{change:.2f}×", "fell short" if change < 1 - MEMORY_NOISE else "no effect"
+    found = Interval(ratio["median"], ratio["median"], ratio["low"], ratio["high"], 0)
+    floor = (report.get("noise") or {}).get("floor") or LEAST_FLOOR
+    p_value = arm.get("p_value")
+    word = verdict(found, claim["ratio"], floor, nothing=LEAST_FLOOR, p_value=p_value)
+    return span(ratio, "times"), word

@@ -25,9 +25,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -67,6 +68,7 @@ class Record:
     def __init__(self, path: Path | None = None, key: str = "") -> None:
         self.path = path
         self.events: list[Event] = []
+        self._earlier = 0.0  # seconds of the starts before this one
         self._began = time.monotonic()
         self._file = None
         if path is None:
@@ -74,6 +76,7 @@ class Record:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.events = _read(path, key)
+            self._earlier = seconds_of(self.events, with_turns=True)
             self._file = path.open("ab")
         except OSError as error:
             raise InputError(
@@ -102,6 +105,11 @@ class Record:
         """Seconds since this process opened the record."""
         return time.monotonic() - self._began
 
+    @property
+    def spent(self) -> float:
+        """The same, with the seconds of earlier starts of which turns are kept."""
+        return self._earlier + self.elapsed
+
     def append(self, event: str, **details: Any) -> None:
         """Note what happened; it is in the file when this returns."""
         entry = {"event": event, "at": round(self.elapsed, 3), **details}
@@ -118,6 +126,18 @@ class Record:
             self._file.write(json.dumps(entry).encode() + b"\n")
             self._file.flush()
             os.fsync(self._file.fileno())  # a line for a turn of seconds: it costs nothing
+
+
+def seconds_of(events: Sequence[Event], with_turns: bool = False) -> float:
+    """What all processes of a record took; or those alone of which turns are kept."""
+    found: list[float] = []
+    for e in events:
+        if e["event"] == "run" or not found:
+            found.append(0.0)
+            kept = not with_turns
+        kept = kept or e["event"] == "turn"
+        found[-1] = float(e.get("at", 0.0)) if kept else 0.0
+    return math.fsum(found)
 
 
 def _read(path: Path, key: str) -> list[Event]:

@@ -12,7 +12,7 @@ lies below 1 - margin.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hasten.errors import InputError
@@ -50,10 +50,14 @@ def changes(
     """
     if not 0 <= margin < 1:
         raise InputError(f"--margin is a share from 0 up to 1, not {margin:g}")
-    return [
-        _change(name, stored, now.get(name, Measurement(failed="it wasn't measured")), margin)
-        for name, stored in list(before.items())[1:]
-    ]
+    (base, _), *others = before.items()
+    missing = Measurement(failed="it wasn't measured")
+    found = [_change(name, stored, now.get(name, missing), margin) for name, stored in others]
+    without = now[base].failed if base in now else None
+    if without is None:
+        return found
+    reason = f"the baseline failed: {without}"  # whatever became of the arm itself
+    return [replace(c, reason=reason) if c.verdict == "lost" else c for c in found]
 
 
 def lost(found: Sequence[Change]) -> list[str]:

@@ -37,8 +37,9 @@ def write_report(report: Mapping[str, Any], folder: Path) -> Path:
         _replace(folder / "report.json", json.dumps(plain) + "\n")
         return _replace(folder / "report.html", page)
     except OSError as error:
+        why = error.strerror or error
         raise InputError(
-            f"The report can't be written to {folder} ({error.strerror}): name another folder."
+            f"The report can't be written to {folder} ({why}): name another folder."
         ) from error
 
 

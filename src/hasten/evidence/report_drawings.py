@@ -32,9 +32,10 @@ from hasten.evidence.report_gains import (
     result_of,
     said,
     switches,
+    word_of,
 )
 from hasten.evidence.report_words import UNITS, span, words
-from hasten.evidence.statistics import Interval, verdict
+from hasten.evidence.statistics import Interval
 
 WIDTHS = (800, 324)  # pixels of a drawing for wide and for narrow screens
 _CURVES = (390, 250)  # pixels, width and height
@@ -67,7 +68,7 @@ def drawings(report: Mapping[str, Any]) -> Drawings:
 def _speeds(arms: Sequence[Arm], floor: float | None) -> dict[str, Draw]:
     """The waterfall, the pairs, and bars for the arms that neither of them shows."""
     ladder, apart = ladder_of(arms), switches(arms)
-    pairs = _pairs(apart) if any(switch.beside for switch in apart) else []
+    pairs = _pairs(apart, floor) if any(switch.beside for switch in apart) else []
     shown = {arm["name"] for arm in ladder}
     if pairs:
         shown |= {switch.alone["name"] for switch in apart if switch.alone}
@@ -75,7 +76,7 @@ def _speeds(arms: Sequence[Arm], floor: float | None) -> dict[str, Draw]:
     rest = [arm for arm in arms if arm["name"] not in shown and arm["kind"] != "again"]
     found: dict[str, Draw] = {}
     if ladder:
-        steps = _waterfall(ladder)
+        steps = _waterfall(ladder, floor)
         found["waterfall"] = _bars("Speed against the baseline, one more at a time", steps, floor)
     if pairs:
         found["pairs"] = _bars("What each switch gains, alone and with the others", pairs, floor)
@@ -95,18 +96,18 @@ def _speed(arm: Arm) -> Bar:
     return Bar(arm["name"], text, ratio["median"], ratio["low"], ratio["high"], tone)
 
 
-def _waterfall(ladder: Sequence[Arm]) -> list[Bar]:
+def _waterfall(ladder: Sequence[Arm], floor: float | None) -> list[Bar]:
     """Each rung's bar begins where the last known one ended; its whiskers are its own interval."""
     bars, height = [_speed(ladder[0])], ladder[0]["ratio"]["median"]
     for below, arm in pairwise(ladder):
         found, ratio = _speed(arm), against(below, arm, ladder[0])
-        tone = _hue(ratio) if found.tone != "harm" else "harm"
+        tone = _hue(ratio, floor) if found.tone != "harm" else "harm"
         bars.append(replace(found, tone=tone, start=height))
         height = found.value if found.value is not None else height
     return bars
 
 
-def _pairs(apart: Sequence[Switch]) -> list[Bar]:
+def _pairs(apart: Sequence[Switch], floor: float | None) -> list[Bar]:
     """Two rows per technique: a full bar for it alone, a hollow one beside all the others."""
     bars = []
     for switch in apart:
@@ -117,12 +118,12 @@ def _pairs(apart: Sequence[Switch]) -> list[Bar]:
         ratio = switch.beside
         found = ratio.summary() if ratio else dict.fromkeys(("median", "low", "high"))
         ends = found["median"], found["low"], found["high"]
-        bars.append(Bar(f"↳ {label}", said(ratio), *ends, f"{_hue(ratio)} hollow"))
+        bars.append(Bar(f"↳ {label}", said(ratio), *ends, f"{_hue(ratio, floor)} hollow"))
     return bars
 
 
-def _hue(ratio: Interval | None) -> str:
-    return "other" if ratio is None else _HUES.get(verdict(ratio), "other")
+def _hue(ratio: Interval | None, floor: float | None) -> str:
+    return "other" if ratio is None else _HUES.get(word_of(ratio, floor), "other")
 
 
 def _memory(arms: Sequence[Arm]) -> Draw:

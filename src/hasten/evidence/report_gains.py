@@ -13,12 +13,15 @@ from itertools import pairwise
 from typing import Any
 
 from hasten.evidence.charts_svg import NOT_MEASURED
+from hasten.evidence.guard_rows import FAILED
+from hasten.evidence.luck import Luck
 from hasten.evidence.report_words import span, words
+from hasten.evidence.significance import LEAST_FLOOR
 from hasten.evidence.statistics import Interval, paired_ratio, verdict
 
 Arm = Mapping[str, Any]
 GOOD = ("held", "fell short")
-GUILTY = ("worse", "differs")  # the guard's words for a technique that does harm
+GUILTY = FAILED
 _SAME = 1e-3  # by which a ratio may differ from its rounds' for being rounded
 _SENSIBLE = (1e-50, 1e50)  # tokens per second; beyond, logarithms and their squares lose meaning
 
@@ -60,7 +63,10 @@ def against(one: Arm, other: Arm, base: Arm) -> Interval | None:
         sides = [one["rounds"], other["rounds"]]
     pairs = list(zip(*(side or [] for side in sides), strict=False))
     known = [(a, b) for a, b in pairs if _sensible(a) and _sensible(b)]
-    return paired_ratio([a for a, _ in known], [b for _, b in known]) if known else None
+    if not known:
+        return None
+    ratio = paired_ratio([a for a, _ in known], [b for _, b in known])
+    return Luck(**other["luck"]).widened(ratio) if other.get("luck") else ratio
 
 
 def ladder_of(arms: Sequence[Arm]) -> list[Arm]:
@@ -102,23 +108,27 @@ def switches(arms: Sequence[Arm]) -> list[Switch]:
     return found
 
 
+def compared(arms: Sequence[Arm]) -> list[Arm]:
+    """The arms whose own speed says whether something pays."""
+    return [a for a in arms[1:] if a["kind"] not in ("again", "left out")]
+
+
 def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
     """What did not pay, each with its reason: `name` and `why`, one entry per arm or switch."""
-    arms, found = report["arms"], []
-    judged = [a for a in arms[1:] if a["kind"] not in ("again", "left out")]
-    for arm in judged:
+    arms, floor, found = report["arms"], report["noise"]["floor"], []
+    for arm in compared(arms):
         if head(arm["verdict"]) in ("harmed", "no effect", "inconclusive"):
             found.append({"name": arm["name"], "why": f"{_ratio(arm)}; {arm['verdict']}"})
     listed = {row["name"] for row in found}
     for below, rung in pairwise(ladder_of(arms)):
         gain = against(below, rung, arms[0])
-        if gain is not None and rung["name"] not in listed and _word(gain, report) not in GOOD:
+        if gain is not None and rung["name"] not in listed and word_of(gain, floor) not in GOOD:
             why = f"against the arm above it {said(gain)}: {_no_gain(gain, report)}"
             found.append({"name": rung["name"], "why": why})
     for switch in switches(arms):
         gain = switch.beside
         listed_alone = switch.alone is not None and switch.alone["name"] in listed
-        if gain is not None and not listed_alone and _word(gain, report) not in GOOD:
+        if gain is not None and not listed_alone and word_of(gain, floor) not in GOOD:
             alone = f"alone {_ratio(switch.alone)}, but " if switch.alone else ""
             why = f"{alone}beside all the others {said(gain)}: {_no_gain(gain, report)}"
             found.append({"name": switch.technique, "why": why})
@@ -159,15 +169,15 @@ def said(ratio: Interval | None) -> str:
     return NOT_MEASURED if ratio is None else span(ratio.summary(), "times")
 
 
-def _word(ratio: Interval, report: Mapping[str, Any]) -> str:
-    """The ratio's verdict beyond the noise floor of this report, without a claim."""
-    floor = report["noise"]["floor"]
-    known = floor is not None and 0 <= floor < 1
-    return verdict(ratio, None, max(floor, 0.01)) if known else verdict(ratio)
+def word_of(ratio: Interval, floor: float | None) -> str:
+    """The ratio's verdict beyond the noise floor of its report, without a claim."""
+    if floor is None or not 0 <= floor < 1:
+        return verdict(ratio)
+    return verdict(ratio, None, max(floor, LEAST_FLOOR))
 
 
 def _no_gain(ratio: Interval, report: Mapping[str, Any]) -> str:
-    slower = head(_word(ratio, report)) == "harmed"
+    slower = word_of(ratio, report["noise"]["floor"]) == "harmed"
     return "slower with it than without" if slower else "no gain beyond the noise"
 
 

@@ -20,6 +20,7 @@ from hasten.evidence.report_drawings import drawings
 from hasten.evidence.report_gains import (
     amount,
     any_known,
+    compared,
     head,
     ladder_of,
     result_of,
@@ -74,6 +75,7 @@ def page_of(plain: Mapping[str, Any], read: dict[str, Any]) -> str:
 def _rendered(plain: Mapping[str, Any], read: dict[str, Any], limits: Limits) -> str:
     data, complete = _embedded(plain)
     arms = read["arms"]
+    judged = compared(arms)
     return (
         _environment()
         .get_template("report.html.jinja")
@@ -91,6 +93,8 @@ def _rendered(plain: Mapping[str, Any], read: dict[str, Any], limits: Limits) ->
             step_terms=terms(arms, "step", "seconds"),
             memory_terms=terms(arms, "memory", "memory"),
             unpaid=unpaid(read),
+            compared=len(judged),
+            paid=sum(head(arm["verdict"]) != "failed" for arm in judged),  # if nothing is unpaid
             unmeasured=unmeasured(read),
             has_cost=has_cost(read["cost"]),
             recipe=_cut(outline(read["recipe"]) if read["recipe"] else "{}", limits.recipe),

@@ -32,6 +32,7 @@ ARM = {
     "corrected?": bool,
     "rounds_needed?": object,
     "rebuilt?": {"ratio?": SPAN, "text?": str},
+    "luck?": {"error": float, "freedom": float, "builds": float},
     "peak_memory_bytes?": float,
     "held_out_loss?": float,
     "held_out_curve?": [[float, float]],  # (tokens, loss)

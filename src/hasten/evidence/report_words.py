@@ -20,7 +20,7 @@ UNITS: dict[str, Callable[[float], str]] = {
     "memory": lambda v: f"{v / 1e9:.2f} GB" if v >= 1e9 else f"{v / 1e6:.0f} MB",
     "loss": lambda v: f"{v:.4f}",
     "loss_change": lambda v: signed(v, 4),
-    "seconds": lambda v: f"{v:.2f} s" if v >= 1 else f"{v * 1000:.0f} ms",
+    "seconds": lambda v: f"{v:.2f} s" if v >= 1 else _milliseconds(1000 * v),
     "duration": lambda v: _duration(v),
     "percent": lambda v: f"{100 * v:.1f} %",
     "change": lambda v: f"{signed(100 * v, 1)} %",
@@ -62,6 +62,11 @@ def span(value: Mapping[str, float | None], unit: str) -> str:
         return words(value["median"], unit)
     ends = (words(end, unit).rstrip("×") for end in (low, high))
     return f"{words(value['median'], unit)} [{', '.join(ends)}]"
+
+
+def _milliseconds(count: float) -> str:
+    """A part of a step may take microseconds, which is not the same as nothing."""
+    return f"{count:.2g} ms" if 0 < abs(count) < 9.5 else f"{count:.0f} ms"
 
 
 def _duration(seconds: float) -> str:

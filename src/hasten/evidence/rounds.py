@@ -19,6 +19,7 @@ from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.evidence.ablation import Arm, Design, Kind
+from hasten.evidence.luck import with_luck
 from hasten.evidence.record import Event
 
 Key = tuple[int, int]  # sitting, round
@@ -86,7 +87,8 @@ class Rounds:
             return 0
         keys = self.complete(arm)
         calm = sum(self.load(key) <= self.limit for key in keys)
-        return max(0, min(math.ceil(self.wanted * share) - calm, self.most - len(keys)))
+        lacking = math.ceil(self.wanted * share) - calm
+        return max(0, min(lacking, math.ceil(self.most * share) - len(keys)))
 
     def redone(self) -> int:
         """Rounds beyond those wanted, done because others had disturbed as many."""
@@ -118,7 +120,7 @@ def arms_of(
     found = Rounds(events, base, design)
     dropped = {name for e in events if e["event"] == "dropped" for name in e["arms"]}
     names = [name for name in plans if name not in dropped]
-    return [_arm(Arm(n, plans[n], kind=kinds.get(n, "other")), found) for n in names]
+    return with_luck([_arm(Arm(n, plans[n], kind=kinds.get(n, "other")), found) for n in names])
 
 
 def _arm(arm: Arm, found: Rounds) -> Arm:

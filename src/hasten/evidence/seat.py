@@ -101,6 +101,7 @@ class Seat:
         """Its steps of a round, and what others took of the machine meanwhile."""
         slowest = max((step["step_seconds"] for step in self.warm), default=0.0)
         patience = PATIENCE_FACTOR * (count * self.step_seconds + slowest)
+        self._at.joules()  # a gap since the last turn, in which others started, ends here
         before, joules = look(), self._at.joules()
         answer = self.trial.ask("steps", patience=max(patience, PATIENCE_AT_LEAST), count=count)
         after, share = self._at.joules(), foreign_share(before, look(), self._at.cores)

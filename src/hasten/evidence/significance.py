@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 from hasten.errors import InputError
+from hasten.evidence.luck import Luck
 from hasten.evidence.statistics import DOUBT, Interval, mean_and_error, require_positive
 from hasten.evidence.students_t import student_quantile, student_tail
 
@@ -31,12 +32,16 @@ def p_value(ratios: Sequence[float], edge: float) -> float:
     return _chance(*_mean_and_error(ratios), math.log(edge), len(ratios))
 
 
-def p_beyond(ratios: Sequence[float], floor: float) -> float:
-    """The p-value of a change beyond the noise floor: against its nearer edge, 1 within it."""
+def p_beyond(ratios: Sequence[float], floor: float, luck: Luck | None = None) -> float:
+    """The p-value of a change beyond the noise floor: against its nearer edge, 1 within it.
+
+    Neither rounds nor, where ``luck`` is known, processes alone may explain it.
+    """
     mean, error = _mean_and_error(ratios)
     for edge in (math.log1p(floor), math.log1p(-floor)):
         if abs(mean) > abs(edge) and mean * edge >= 0:
-            return _chance(mean, error, edge, len(ratios))
+            by_rounds = _chance(mean, error, edge, len(ratios))
+            return by_rounds if luck is None else max(by_rounds, luck.chance(mean - edge))
     return 1.0
 
 
@@ -57,18 +62,19 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def noise_floor(again: Sequence[float]) -> float:
+def noise_floor(again: Sequence[float], luck: Luck | None = None) -> float:
     """The share that nobody should act on, from ratios of the baseline to a second copy of itself.
 
     Twice the error of their mean, at least `LEAST_FLOOR`. Two copies that differ beyond doubt are
     a bias and no noise: then the floor reaches to what was found, too, for an arm can be favoured
-    as the copy was.
+    as the copy was. By what processes of one program differ anyway is in every interval already.
     """
     mean, error = _mean_and_error(again)
     if len(again) < 2:
         return LEAST_FLOOR  # one round has no error; nothing is concluded from it anyway
     found = [LEAST_FLOOR, math.expm1(min(2 * error, 1.0))]
-    if _chance(mean, error, 0.0, len(again)) <= DOUBT:
+    by_processes = 0.0 if luck is None else luck.chance(mean)
+    if max(_chance(mean, error, 0.0, len(again)), by_processes) <= DOUBT:
         found.append(math.expm1(min(abs(mean), 1.0)))
     return min(max(found), 0.99)
 

@@ -83,9 +83,8 @@ class Experiment:
                 self._sit(waiting)
         for name in self._unproven():
             self._prove(name)
-        for name in self._waiting():
-            if self.time.over and not self._rounds().complete(name):
-                self.record.append("dropped", text=f"{name}: no time for it", arms=[name])
+        if self.time.over:
+            self.time.close(self.base, self._waiting())
         self.record.append("done")
 
     # What the record says
@@ -122,25 +121,39 @@ class Experiment:
             names = self._start_all(waiting, number, stack)
             if self.fresh:
                 return  # two arms at a time are too many: nothing of this sitting counts
-            settled = max((len(seat.warm) for seat in self.seats.values()), default=0)
-            settled = max(settled, self._rounds().warmup)
-            for name in names:
-                self._attempt(name, lambda seat: seat.warm_up(settled))
-            self.time.settle(waiting, list(self.seats.values()))
-            names = self._without_dropped(names)
-            self.record.append("sitting", sitting=number, members=names)
-            self._take_turns(names, number)
-            self.record.append("sat", sitting=number)
-            for name in self.plans:
-                if name in self.seats and not (self._rounds().missing(name) and not self.time.over):
+            if not self.time.over:
+                self._play(waiting, names, number)
+            for name in [name for name in self.plans if name in self.seats]:
+                rounds = self._rounds()
+                if rounds.complete(name) and (self.time.over or not rounds.missing(name)):
                     self._finish(name)
+
+    def _play(self, waiting: Sequence[str], names: Sequence[str], number: int) -> None:
+        """Catch up with the longest warm-up, then take turns as long as there is time."""
+        settled = max((len(seat.warm) for seat in self.seats.values()), default=0)
+        settled = max(settled, self._rounds().warmup)
+        for name in names:
+            self._attempt(name, lambda seat: seat.warm_up(settled))
+        self.time.settle(waiting, list(self.seats.values()))
+        names = self._without_dropped(names)
+        done = len(self._rounds().complete(names[-1]))
+        if self.time.out(list(self.seats.values()), done):
+            return
+        self.record.append("sitting", sitting=number, members=names)
+        self._take_turns(names, number)
+        self.record.append("sat", sitting=number)
 
     def _start_all(
         self, waiting: Sequence[str], number: int, stack: contextlib.ExitStack
     ) -> list[str]:
-        """Start as many as memory holds; the names of those that had a seat."""
+        """Start as many as memory holds; the names of those that had a seat.
+
+        Who starts first may be slower for as long as it lives, so that every second sitting starts
+        from the other end, once it is known that memory holds all of them.
+        """
         names: list[str] = []
-        for name in waiting:
+        fit = grouping.all_fit(waiting, self.peaks, self.at.memory, self.design)
+        for name in reversed(waiting) if number % 2 == 0 and fit else waiting:
             if name in self.time.dropped:
                 continue
             alive = list(self.seats)
@@ -152,10 +165,17 @@ class Experiment:
             names.append(name)
             self._seat(name, number, stack)
             self.time.look(waiting, list(self.seats.values()))
-        return names
+            if self.time.over:
+                break
+        return [name for name in waiting if name in names]
 
     def _seat(
-        self, name: str, number: int, stack: contextlib.ExitStack, look_first: bool = True
+        self,
+        name: str,
+        number: int,
+        stack: contextlib.ExitStack,
+        look_first: bool = True,
+        at_the_end: bool = False,
     ) -> None:
         self._say(f"starting {name}")
         plan, place = self.plans[name], list(self.plans).index(name)
@@ -165,7 +185,7 @@ class Experiment:
         trial = Trial(self.at.recipe, plan, environ, log, self.at.entry, ranks)
         stack.enter_context(trial)
         self.seats[name] = Seat(name, trial, number, self.record, self.design, self.at)
-        self._attempt(name, lambda seat: seat.begin(look_first))
+        self._attempt(name, lambda seat: seat.begin(look_first), at_the_end)
         if name in self.seats and (peak := self.seats[name].peak):
             self.peaks[name] = peak
 
@@ -230,7 +250,7 @@ class Experiment:
         """What an arm's techniques do, seen in a process that trains no longer than a warm-up."""
         self.seats = {}
         with contextlib.ExitStack() as stack:
-            self._seat(name, self._next_sitting(), stack, look_first=False)
+            self._seat(name, self._next_sitting(), stack, look_first=False, at_the_end=True)
             self._finish(name)
 
     def _first_fresh(self) -> bool:

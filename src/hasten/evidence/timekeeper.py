@@ -5,7 +5,9 @@
   3. all have started: how many rounds fit?
   4. before every round: does one more fit, with what must follow?
 
-Without a budget it keeps quiet.
+What was measured stays: arms that sit down again, for a second build or after a kill, are neither
+dropped nor refused; where no more fits, the experiment ends with the rounds there are. Time that an
+earlier start took for turns that are kept counts. Without a budget it keeps quiet.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from collections.abc import Mapping, Sequence
 from hasten.evidence.ablation import Design, Kind
 from hasten.evidence.budget import FEWEST_ROUNDS, Costs, choose, require
 from hasten.evidence.record import Record
+from hasten.evidence.rounds import Rounds
 from hasten.evidence.seat import Seat
 
 FINISH_SECONDS = 2.0  # beside a look and a turn: samples are written, memory is counted
+STAYS: Kind = "all"  # a kind that is never dropped
 
 
 class Timekeeper:
@@ -50,15 +54,19 @@ class Timekeeper:
         """After an arm of those that wait has started.
 
         Raises:
-            InputError: there isn't time for two rounds of the first two of them.
+            InputError: nothing is measured yet, and there isn't time for two rounds of the first
+                two of them.
         """
         budget = self._design.budget_seconds
         if budget is None or not 1 <= len(seats) <= 2 or len(waiting) < 2:
             return
         costs = self._costs(seats)
         least = costs.of(arms=2, rounds=FEWEST_ROUNDS, looks=1, to_start=2 - len(seats))
-        require(budget, self._record.elapsed, least)
-        if len(seats) == 2:
+        if self._measured():
+            self.over = self.over or self._record.spent + least > budget
+        else:
+            require(budget, self._record.spent, least)
+        if len(seats) == 2 and not self.over:
             self._choose(waiting, len(seats), costs)
 
     def settle(self, waiting: Sequence[str], seats: Sequence[Seat]) -> None:
@@ -80,20 +88,39 @@ class Timekeeper:
         if budget is None or not seats or done < FEWEST_ROUNDS:
             return False
         rest = self._costs(seats).of(len(seats), rounds=1, looks=1, to_start=0)
-        self.over = self.over or self._record.elapsed + rest > budget
+        self.over = self.over or self._record.spent + rest > budget
         return self.over
 
+    def close(self, base: str, lacking: Sequence[str]) -> None:
+        """Note what there was no time for, and how many rounds and builds there are."""
+        rounds = Rounds(self._record.events, base, self._design)
+        measured = self._measured()
+        for name in lacking:
+            if name not in measured:
+                self._record.append("dropped", text=f"{name}: no time for it", arms=[name])
+        others = measured - {base} or measured
+        counted = max((len(rounds.counting(name)) for name in others), default=0)
+        self._record.append("rounds", rounds=counted)
+        builds = max((rounds.sat(name) for name in others), default=0)
+        if builds < self.builds:
+            text = "further builds: no time for them"
+            self._record.append("dropped", text=text, arms=[], builds=max(builds, 1))
+
     def _choose(self, names: Sequence[str], started: int, costs: Costs) -> int:
-        """Drop what doesn't fit; the number of rounds that do."""
+        """Drop what doesn't fit and has no rounds yet; the number of rounds that do."""
+        measured = self._measured()
+        if measured >= set(names):
+            return self._design.rounds
+        kinds = {**self._kinds, **dict.fromkeys(measured, STAYS)}
         ordered = [names[0], *names[2:], names[1]]  # the result started second
-        left = (self._design.budget_seconds or 0.0) - self._record.elapsed
+        left = (self._design.budget_seconds or 0.0) - self._record.spent
 
         def rest_of(kept: Sequence[str], builds: int, rounds: int) -> float:
             to_start = max(len(kept) - started, 0)
             return costs.of(len(kept), rounds, self._design.evaluations, to_start, builds)
 
         choice = choose(
-            ordered, self._kinds, self._expected, self.builds, self._design.rounds, rest_of, left
+            ordered, kinds, self._expected, self.builds, self._design.rounds, rest_of, left
         )
         for text, arms in choice.dropped:
             more = {} if arms else {"builds": 1}
@@ -101,6 +128,12 @@ class Timekeeper:
         self.builds = choice.builds
         self.dropped |= {name for _, arms in choice.dropped for name in arms}
         return choice.rounds
+
+    def _measured(self) -> set[str]:
+        """The arms that have complete rounds."""
+        rounds = Rounds(self._record.events, "", self._design)  # which is the baseline is no matter
+        names = {name for members in rounds.members.values() for name in members}
+        return {name for name in names if rounds.complete(name)}
 
     def _costs(self, seats: Sequence[Seat]) -> Costs:
         """Of one arm on the average, as these have shown."""

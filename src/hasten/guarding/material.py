@@ -179,7 +179,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _cut(record: TokenRecord, tokens: int) -> TokenRecord:
-    """Its first tokens, or the first that end in a trained one."""
+    """Its first tokens; where none of these is trained, those around the first that is."""
     if record.length <= tokens:
         return record
     trained = [i for i in range(1, record.length) if record.trained[i]]

@@ -99,7 +99,9 @@ class Alerts:
         if status != "reading":  # what was skipped before anybody looked is no news
             self._skipped[name] = found["skipped_steps"]
             if before is not None and found["skipped_steps"] > before:
-                causes["nan"] = f"step {found['step']:.0f} or one before it wasn't finite"
+                step = found["step"]  # a file of others may have lines without one
+                which = "a step" if step is None else f"step {step:.0f} or one before it"
+                causes["nan"] = f"{which} wasn't finite"
         if status == "ended":
             causes["ended"] = found["words"]
         return causes

@@ -73,6 +73,18 @@ def of_quarantine(line: Line) -> Event:
     return Event("quarantined", number(line.get("step")), text, True)
 
 
+def of_adjustment(line: Line) -> Event | None:
+    """A setting that was changed while training; None for one that was tried and taken back."""
+    if not line.get("kept"):
+        return None
+    ratio = line.get("ratio")
+    mean = number(ratio.get("mean")) if isinstance(ratio, Mapping) else None
+    gain = "" if mean is None else f", {mean:.2f}x tokens/s"
+    change = f"{short(line.get('from'))} -> {short(line.get('to'))}"
+    text = short(f"{short(line.get('switch'))}: {change}{gain}")
+    return Event("adjusted", number(line.get("step")), text)
+
+
 def of_skipped(line: Line) -> Event:
     return Event("skipped", number(line.get("step")), "gradients not finite: nothing moved", True)
 

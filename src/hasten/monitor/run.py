@@ -1,7 +1,7 @@
 """A run as its folder shows it just now: files followed, numbers in series, and where it stands.
 
     metrics, evaluations, machine .jsonl     -> series
-    restarts, spikes, quarantined .jsonl     -> events
+    restarts, spikes, quarantined, adjustments .jsonl   -> events
     run.json, summary.json, ranks/R.json     -> what is said once
 
 Nothing is written. A folder that can't be read any more keeps what was seen of it.
@@ -69,6 +69,7 @@ class Run:
                     ("restarts.jsonl", "restart", told.of_restart),
                     ("spikes.jsonl", "spike", told.of_spike),
                     ("quarantined.jsonl", "quarantined", told.of_quarantine),
+                    ("adjustments.jsonl", "adjusted", told.of_adjustment),
                 )
             ),
         ]
@@ -159,8 +160,13 @@ class Run:
         self.machine.add(number(line.get("step")) or 0, line)
         self.machine_last = line
 
-    def _event(self, make: Callable[[Line], Event]) -> Callable[[Line], None]:
-        return lambda line: self.events.add(make(line))
+    def _event(self, make: Callable[[Line], Event | None]) -> Callable[[Line], None]:
+        def take(line: Line) -> None:
+            event = make(line)
+            if event is not None:
+                self.events.add(event)
+
+        return take
 
     def _forgetting(self, kind: str) -> Callable[[], None]:
         return lambda: self.events.forget(kind)

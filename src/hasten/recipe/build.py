@@ -26,6 +26,7 @@ from hasten.errors import InputError
 from hasten.models.load import count_parameters, load_model, read_config
 from hasten.parts.collate import padded
 from hasten.parts.cross_entropy import LossTerms
+from hasten.parts.hugging_face import routed_experts
 from hasten.parts.losses import WholeLogitsLoss
 from hasten.parts.parameter_groups import decayed_groups
 from hasten.parts.token_accuracy import token_accuracy
@@ -62,7 +63,7 @@ def model_facts(recipe: Recipe, material: Material | None) -> ModelFacts:
         layers=config.num_hidden_layers,
         vocabulary=config.vocab_size,
         tied_head=bool(config.tie_word_embeddings),
-        experts=getattr(config, "n_routed_experts", 0) or 0,
+        experts=routed_experts(config),
         sliding_window=bool(getattr(config, "use_sliding_window", False)),
         heads=getattr(config, "num_attention_heads", 0) or 0,
         key_value_heads=getattr(config, "num_key_value_heads", 0) or 0,

@@ -25,13 +25,14 @@ from hasten.recipe.plain_yaml import first_complaint, read_overrides, read_yaml,
 from hasten.recipe.presets import entries_of
 from hasten.recipe.price import Price, price_of
 
+FINITE = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 __all__ = ["DataSource", "Price", "Recipe", "load_recipe", "read_yaml", "recipe_from"]
 
 
 class Recipe(BaseModel):
     """All keys of a recipe with their defaults."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = FINITE
 
     # Material
     model: str = Field(description="a preset, a Hugging Face folder, or a hub name")
@@ -142,7 +143,7 @@ class Recipe(BaseModel):
     max_restarts: int = Field(0, ge=0, description="restarts after a rank has died or hangs")
     hang_seconds: float = Field(600, gt=0, description="a rank without a step for so long hangs")
     start_seconds: float = Field(1800, gt=0, description="the same before its first step")
-    link_seconds: float = Field(600, gt=0, description="a rank waits so long for the others")
+    link_seconds: float = Field(600, gt=0, le=1e8, description="a rank waits so long for others")
     min_nproc: int | None = Field(
         None, ge=1, description="ranks to go on with where one fails twice in a row; none: nproc"
     )
@@ -174,6 +175,7 @@ class Recipe(BaseModel):
     deepspeed: str | None = Field(
         None, description="a ds_config.json whose settings join the recipe and its plan"
     )
+    auto: bool = Field(False, description="try safe settings while training; keep the faster")
     on_obstacle: Literal["stop", "skip"] = Field(
         "stop", description="when a technique can't work here: stop, or go on without it"
     )

@@ -16,6 +16,7 @@ from hasten.parts.threads import started_with
 
 KINDS = ("glibc", "tcmalloc", "jemalloc", "expandable")
 EXPANDABLE = "expandable_segments:True"
+OLDER, UNIFIED = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # torch takes the first, if set
 TUNABLE = "glibc.malloc.hugetlb=1"  # madvise for huge pages; glibc from 2.35 on
 KEPT = 0.1  # of a test block's pages may fault again where memory is kept
 
@@ -49,7 +50,8 @@ class Allocator(Technique):
 
     def environ(self, facts: Facts) -> Mapping[str, str]:
         if self.kind == "expandable":
-            return {"PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE}
+            name = UNIFIED if known.variable(UNIFIED) and not known.variable(OLDER) else OLDER
+            return {name: _joined(name, EXPANDABLE, ",")}
         if self.kind == "glibc":
             tunables = {"GLIBC_TUNABLES": _joined("GLIBC_TUNABLES", TUNABLE)}
             return allocator.keeping() | (tunables if self.huge_pages else {})
@@ -107,7 +109,7 @@ class HostAllocator:
         """What is loaded, and how often the kernel still has to fill in pages."""
         technique, start = self._technique, started_with()
         if technique.kind == "expandable":
-            stands = EXPANDABLE in start.get("PYTORCH_CUDA_ALLOC_CONF", "")
+            stands = EXPANDABLE in (start.get(OLDER) or start.get(UNIFIED, ""))
             return Proof(stands, f"expandable segments are {'on' if stands else 'off'}")
         per_step = (allocator.minor_faults() - self._faults) / max(steps, 1)
         again = allocator.faults_per_block()
@@ -136,7 +138,7 @@ class HostAllocator:
         return Proof(acted, "; ".join(words))
 
 
-def _joined(variable: str, value: str) -> str:
+def _joined(variable: str, value: str, separator: str = ":") -> str:
     """The value behind what the variable holds already, each once."""
-    before = [piece for piece in (known.variable(variable) or "").split(":") if piece]
-    return ":".join([*(piece for piece in before if piece != value), value])
+    before = [piece for piece in (known.variable(variable) or "").split(separator) if piece]
+    return separator.join([*(piece for piece in before if piece != value), value])

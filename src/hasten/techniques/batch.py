@@ -15,11 +15,13 @@ from hasten.core.facts import Facts
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
+from hasten.core.switch import Switch
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.parts import cut
 from hasten.parts.dynamic_batcher import release_memory
 from hasten.parts.headroom import Headroom, is_out_of_memory, memory_meter
+from hasten.techniques import changing
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,28 @@ class Accumulate(Technique):
         return Fidelity.ROUNDING
 
     def apply(self, setup: Setup) -> None:
-        setup.cut = self._cut
+        setup.cut = FixedCut(self.micro_batch_size, self.micro_batch_tokens)
 
-    def _cut(self, records: Sequence[Any]) -> list[list[Any]]:
-        if self.micro_batch_tokens:
-            lengths = [len(r.input_ids) for r in records]
-            return cut.by_tokens(records, lengths, self.micro_batch_tokens)
-        return cut.by_count(records, self.micro_batch_size)
+    def switches(self, session: Session) -> tuple[Switch, ...]:
+        """Smaller micro-batches; larger ones than were asked for may not fit."""
+        found = session.setup.cut
+        if not isinstance(found, FixedCut) or not session.setup.layout.whole:
+            return ()
+        longest = session.setup.facts.records.longest
+        by_tokens = self.micro_batch_tokens > 0
+        given = self.micro_batch_tokens or self.micro_batch_size
+        fewest = longest if by_tokens else 1
+        values = [v for v in (given // 8, given // 4, given // 2) if v >= fewest]
+        setting = "micro_batch_tokens" if by_tokens else "micro_batch_size"
+        return (
+            Switch(
+                f"{self.name()}.{setting}",
+                (*values, given),
+                lambda: found.tokens if by_tokens else found.records,
+                found.change,
+                lambda: changing.steps_read_ahead(session),
+            ),
+        )
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
         longest = facts.records.longest
@@ -70,6 +87,25 @@ class Accumulate(Technique):
     def probe(self, session: Session) -> Proof:
         passes, steps = session.progress.micro_batches, session.progress.step
         return Proof(passes > steps > 0, f"{passes} passes in {steps} steps on this rank")
+
+
+class FixedCut:
+    """Cuts a step into pieces of so many records, or tokens; one of them is 0."""
+
+    def __init__(self, records: int, tokens: int) -> None:
+        self.records, self.tokens = records, tokens
+
+    def change(self, size: int) -> None:
+        """Another number of what it counts."""
+        if self.tokens:
+            self.tokens = size
+        else:
+            self.records = size
+
+    def __call__(self, records: Sequence[Any]) -> list[list[Any]]:
+        if self.tokens:
+            return cut.by_tokens(records, [len(r.input_ids) for r in records], self.tokens)
+        return cut.by_count(records, self.records)
 
 
 @dataclass(frozen=True)

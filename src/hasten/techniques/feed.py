@@ -44,7 +44,8 @@ class Prefetched(Technique):
         setup.feed = PrefetchedFeed(self)
 
     def forecast(self, facts: Facts) -> Forecast:
-        # Token ids, labels and positions, int64, of the mean record: what one waiting slot holds.
+        # At least: token ids, labels and positions, int64, of one mean record in each waiting step.
+        # How many records a step has the facts don't say.
         records = facts.records
         mean = records.tokens / records.count if records.count else 0.0
         waiting = 3 * 8 * mean * self.lookahead

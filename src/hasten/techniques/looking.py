@@ -21,6 +21,7 @@ from hasten.core.batch import Collate, Counts
 from hasten.core.order import Sampler
 from hasten.core.session import Session
 from hasten.parts.losses import LabelOnlyLoss
+from hasten.parts.multi_token import MultiToken
 from hasten.techniques.compile import Compiling
 
 RECORDS = 4  # of the pass that is looked at
@@ -70,6 +71,9 @@ def _uncounted(session: Session) -> Iterator[None]:
     if isinstance(loss, LabelOnlyLoss):
         sizes = {"largest_logits": loss.largest_logits, "largest_slots": loss.largest_slots}
         held.append((loss, sizes))
+    ahead = getattr(loss, "ahead", None)
+    if isinstance(ahead, MultiToken):
+        held.append((ahead, {"passes": ahead.passes, "last": ahead.last}))
     try:
         yield
     finally:

@@ -10,10 +10,12 @@ from hasten.core.facts import Facts
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
+from hasten.core.switch import Switch
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob
 from hasten.errors import InputError
 from hasten.parts.cross_entropy import chunk_rows
 from hasten.parts.losses import LabelOnlyLoss, WholeLogitsLoss
+from hasten.techniques import changing
 
 # Architectures whose logits are head x hidden state, capped or not: no scaling.
 PLAIN_HEADS = (
@@ -61,6 +63,21 @@ class LabelledTokenLoss(Technique):
             return LabelOnlyLoss(whole.model, self.chunk, whole.terms)
 
         setup.loss = loss_of
+
+    def switches(self, session: Session) -> tuple[Switch, ...]:
+        """Chunks of fewer rows, and of twice as many where their logits fit twice over."""
+        loss = session.loss_module
+        if not isinstance(loss, LabelOnlyLoss) or not session.setup.layout.whole:
+            return ()
+        rows, width = loss.chunk, 4 * max(session.setup.facts.model.vocabulary, 1)
+        values = [v for v in (rows // 4, rows // 2) if v >= 64]
+        more = [2 * rows] if changing.fits(session, 2 * rows * width) else []
+
+        def change(chunk: int) -> None:
+            loss.chunk = chunk
+
+        name = f"{self.name()}.chunk"
+        return (Switch(name, (*values, rows, *more), lambda: loss.chunk, change),)
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
         if facts.model.architecture in PLAIN_HEADS:

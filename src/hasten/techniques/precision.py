@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from hasten.core.facts import Facts
 from hasten.core.session import Session
@@ -29,6 +30,7 @@ CLAIMS = (
 
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FP16_SETS = ("avx512_fp16", "amx_fp16")
+BF16_CAPABILITY = (8, 0)
 FLOAT8_CAPABILITY = (9, 0)  # torch's product with a scale for each row
 
 
@@ -48,7 +50,7 @@ def _capability(text: str) -> tuple[int, int]:
 
 
 def _slow_bf16(facts: Facts) -> tuple[str, ...]:
-    old = [g for g in facts.hardware.accelerators if int(g.capability.split(".")[0]) < 8]
+    old = [g for g in facts.hardware.accelerators if _capability(g.capability) < BF16_CAPABILITY]
     if facts.on_gpu and old:
         return (f"{old[0].name} has no bf16 units (compute capability below 8.0)",)
     return ()
@@ -210,12 +212,13 @@ class AutocastRegion:
         self._dtype = dtype
         self.layers = layers
         self._plain = AsGiven()
+        self._hooks: list[RemovableHandle] = []
         self.seen: set[torch.dtype] = set()  # formats that linear layers were seen to return
 
     def prepare(self, module: nn.Module) -> None:
         linear = next((m for m in module.modules() if isinstance(m, nn.Linear | nn.Conv2d)), None)
         if linear is not None:
-            linear.register_forward_hook(lambda m, args, out: self.seen.add(out.dtype))
+            self._hooks.append(linear.register_forward_hook(self._look))
         if self.layers is not None:
             try:
                 self.layers.attach(module)
@@ -242,8 +245,13 @@ class AutocastRegion:
         return None
 
     def finish(self, module: nn.Module) -> None:
+        for hook in self._hooks:
+            hook.remove()
         if self.layers is not None:
             self.layers.detach()
+
+    def _look(self, module: nn.Module, args: Any, out: Tensor) -> None:
+        self.seen.add(out.dtype)
 
 
 def _format(session: Session) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +11,10 @@ from hasten.core.facts import Facts
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
+from hasten.core.switch import Switch
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.parts.recompute import BlockRecompute
+from hasten.techniques import changing
 
 MEASURED_RECORDS = 4  # of the micro-batch on which the probe measures
 
@@ -42,6 +45,24 @@ class Recompute(Technique):
 
     def apply(self, setup: Setup) -> None:
         setup.recompute = BlockRecompute(self.segments, self.budget, self.offload)
+
+    def switches(self, session: Session) -> tuple[Switch, ...]:
+        """Whether to recompute at all, where everything that is kept then fits twice over."""
+        found = session.setup.recompute
+        if not isinstance(found, BlockRecompute) or self.offload or not session.setup.layout.whole:
+            return ()
+        sizes, slots = _measured(session, found), changing.largest_micro_batch(session)
+        if sizes is None:
+            return ()
+        kept, whole, measured = sizes
+        more = 2 * (whole - kept) * slots / measured if slots else math.inf
+        if not changing.fits(session, more):
+            return ()
+
+        def change(on: bool) -> None:
+            found.resting = not on
+
+        return (Switch(self.name(), (True, False), lambda: not found.resting, change),)
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
         found = []
@@ -75,10 +96,12 @@ class Recompute(Technique):
             return Proof(False, "every activation is kept")
         acted = found.passes > 0
         done = f"{found.passes} passes of blocks {'kept on the host' if self.offload else 'again'}"
+        if found.resting:
+            return Proof(acted, f"{done}, until all fitted and was kept: that was faster")
         sizes = _measured(session, found)
         if sizes is None:
             return Proof(acted, done)
-        kept, whole = (size / 1e6 for size in sizes)
+        kept, whole, _ = (size / 1e6 for size in sizes)
         return Proof(
             acted and sizes[0] < sizes[1],
             f"saved {kept:.2f} MB of activations where {whole:.2f} MB would be, "
@@ -86,8 +109,8 @@ class Recompute(Technique):
         )
 
 
-def _measured(session: Session, recompute: BlockRecompute) -> tuple[int, int] | None:
-    """Bytes of one micro-batch kept for backward, with recomputation and without."""
+def _measured(session: Session, recompute: BlockRecompute) -> tuple[int, int, int] | None:
+    """Bytes of a micro-batch kept for backward, recomputing and not, and its slots."""
     setup, job, module = session.setup, session.setup.job, session.loss_module
     if not len(job.records):
         return None  # a stream of the user's own is not ours to read from
@@ -105,4 +128,6 @@ def _measured(session: Session, recompute: BlockRecompute) -> tuple[int, int] | 
         with recompute.off():
             whole = recompute.saved_bytes(forward, module)
     recompute.passes = passes
-    return (kept, whole) if whole else None  # no rank of a pipeline runs a pass by itself
+    return (
+        (kept, whole, batch.counts.slots) if whole else None
+    )  # no rank of a pipeline runs a pass by itself

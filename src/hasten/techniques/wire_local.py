@@ -252,10 +252,11 @@ def _obstacles() -> tuple[str, ...]:
 
 
 def _forecast(facts: Facts, name: str, rarer: int, copies: int) -> Forecast:
-    """Every rank's message goes to every other, once in ``rarer`` steps."""
+    """Every rank's message goes to every other, once in ``rarer`` steps; float32 in DDP's ring."""
     numbers = max(facts.model.parameters, 1)
     per_weight = codec(name).message_bytes(numbers) / numbers
-    share = per_weight * facts.world.size / DDP_BYTES / rarer
+    whole = per_weight * facts.world.size / DDP_BYTES if name != "none" else 1.0
+    share = whole / rarer
     return Forecast(wire_bytes=share, resident_bytes=4.0 * copies * facts.model.parameters)
 
 

@@ -14,6 +14,7 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.errors import InputError
 from hasten.parts import wire_choice
 from hasten.parts.codecs import codec
 from hasten.parts.collective_plan import CODECS, Route
@@ -127,7 +128,10 @@ class Hierarchy:
         return self.buckets.sent_bytes
 
     def attach(self, module: nn.Module) -> None:
-        self.buckets.attach(module)
+        try:
+            self.buckets.attach(module)
+        except ValueError as error:  # hosts or settings that don't go together
+            raise InputError(f"hierarchical: {error}") from error
 
     def before_update(self, parameters: Sequence[Tensor]) -> None:
         return None

@@ -1,0 +1,210 @@
+"""Settings tried while a run goes on: what pays is kept, what doesn't is taken back."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hasten.core.facts import World
+from hasten.core.switch import Switch
+from hasten.errors import InputError
+from hasten.evidence.live import BLOCK, Candidate, Live, sentence
+
+VALUES = (1, 2, 4, 8)
+
+
+class Run:
+    """A run whose speed is a function of its settings, with noise; no model."""
+
+    def __init__(
+        self,
+        speed: Callable[[dict[str, Any]], float],
+        start: dict[str, Any],
+        noise: float = 0.01,
+        seed: int = 0,
+        delay: int = 0,
+    ) -> None:
+        self.settings, self.speed, self.noise = dict(start), speed, noise
+        self.draw, self.notes = random.Random(seed), list[dict[str, Any]]()
+        self.felt = [dict(start)] * (delay + 1)  # what steps under way still have
+        self.steps = 0
+        switches = tuple(self._switch(name, delay) for name in start)
+        technique = SimpleNamespace(switches=lambda session: switches)
+        setup = SimpleNamespace(
+            agreement=SimpleNamespace(apart=False, sum=lambda values: values),
+            layout=SimpleNamespace(everywhere=lambda values: values),
+            facts=SimpleNamespace(world=World()),
+            plan=[technique] if start else [],
+        )
+        self.session: Any = SimpleNamespace(setup=setup)
+        self.live = Live(self.session, seed, self.notes.append)
+
+    def _switch(self, name: str, delay: int) -> Switch:
+        def change(value: Any) -> None:
+            self.settings[name] = value
+
+        return Switch(name, VALUES, lambda: self.settings[name], change, lambda: delay)
+
+    def go(self, steps: int, skipped: Callable[[int], bool] = lambda step: False) -> None:
+        for _ in range(steps):
+            self.steps += 1
+            self.felt = [*self.felt[1:], dict(self.settings)]
+            rate = self.speed(self.felt[0]) * (1 + self.draw.gauss(0, self.noise))
+            lost = skipped(self.steps)
+            self.live.after_step(
+                SimpleNamespace(  # type: ignore[arg-type]
+                    step=self.steps,
+                    tokens=1000,
+                    step_seconds=1000 / rate * (50 if lost else 1),
+                    skipped=lost,
+                )
+            )
+
+
+def test_a_faster_value_is_climbed_to_and_written_down() -> None:
+    run = Run(lambda s: 100 * {1: 1.0, 2: 1.2, 4: 1.4, 8: 1.1}[s["size"]], {"size": 1})
+    run.go(400)
+    assert run.settings == {"size": 4}
+    assert run.live.changed == {"size": 4}
+    kept = [(n["from"], n["to"]) for n in run.notes if n.get("kept")]
+    assert kept == [(1, 2), (2, 4)]
+    back = next(n for n in run.notes if n["switch"] and not n["kept"])
+    assert (back["from"], back["to"], back["why"]) == (4, 8, "not faster")
+    assert run.live.at_rest
+    assert run.notes[-1] == {
+        "step": run.notes[-1]["step"],
+        "switch": None,
+        "why": "nothing is left to try",
+    }
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_makes_no_difference_is_taken_back(seed: int) -> None:
+    run = Run(lambda s: 100.0, {"size": 2, "rows": 4}, noise=0.03, seed=seed)
+    run.go(2000)
+    assert run.live.at_rest
+    assert run.settings == {"size": 2, "rows": 4}
+    assert run.live.changed == {}
+
+
+def test_a_value_that_is_much_slower_is_given_up_after_two_tries() -> None:
+    run = Run(lambda s: 100 if s["size"] == 8 else 50, {"size": 8})
+    run.go(60)
+    [note] = [n for n in run.notes if n["switch"]]
+    assert (note["tries"], note["kept"], run.settings["size"]) == (2, False, 8)
+    assert run.steps >= 2 * 2 * BLOCK
+
+
+def test_steps_under_way_with_the_old_value_are_left_out() -> None:
+    run = Run(lambda s: 100 * s["size"] ** 0.2, {"size": 4}, delay=5)
+    run.go(600)
+    assert run.settings == {"size": 8}
+    up = next(n for n in run.notes if n.get("kept"))
+    assert up["ratio"]["mean"] == pytest.approx(2**0.2, rel=0.02)
+
+
+def test_steps_that_were_given_up_say_nothing() -> None:
+    run = Run(lambda s: 100 * s["size"] ** 0.1, {"size": 4}, noise=0.001)
+    run.go(400, skipped=lambda step: step % 7 == 0)
+    assert run.settings == {"size": 8}
+
+
+def test_two_switches_are_tried_and_each_stands_while_the_other_is_tried() -> None:
+    run = Run(
+        lambda s: 100 * {1: 1.3, 2: 1.2, 4: 1.0, 8: 0.8}[s["a"]] * (1.1 if s["b"] == 8 else 1.0),
+        {"a": 4, "b": 4},
+    )
+    run.go(1500)
+    assert run.settings == {"a": 1, "b": 8}
+
+
+def test_a_resumed_run_begins_with_what_was_kept() -> None:
+    first = Run(lambda s: 100 * s["size"] ** 0.2, {"size": 2})
+    first.go(400)
+    again = Run(lambda s: 100 * s["size"] ** 0.2, {"size": 2})
+    again.live.load_state_dict(first.live.state_dict())
+    again.go(4)
+    assert again.live.changed == {"size": 8}
+    odd = Run(lambda s: 100.0, {"size": 2})
+    odd.live.load_state_dict({"standing": {"size": 3, "gone": 1}})
+    odd.go(4)
+    assert odd.live.changed == {}
+
+
+def test_a_plan_without_switches_says_so_once() -> None:
+    run = Run(lambda s: 100.0, {})
+    run.go(20)
+    [note] = run.notes
+    assert sentence(note) == (
+        "step 3: auto: no technique of this plan has a setting that may change while it trains"
+    )
+
+
+def test_ranks_take_the_same_decisions_by_the_mean_of_their_clocks() -> None:
+    """One of two ranks sees a gain, the other, more noisy, none."""
+    runs = [
+        Run(lambda s: 100 * s["size"] ** 0.4, {"size": 2}, noise=0.005),
+        Run(lambda s: 100.0, {"size": 2}, noise=0.02, delay=3),
+    ]
+    meeting, said = threading.Barrier(2, timeout=20), [torch.zeros(1), torch.zeros(1)]
+
+    def join(rank: int) -> None:
+        def total(values: torch.Tensor) -> torch.Tensor:
+            said[rank] = values
+            meeting.wait()
+            found = said[0] + said[1]
+            meeting.wait()
+            return found
+
+        setup = runs[rank].session.setup
+        setup.facts.world = World(rank=rank, size=2)
+        setup.agreement.sum = setup.layout.everywhere = total
+
+    for rank in (0, 1):
+        join(rank)
+    threads = [threading.Thread(target=run.go, args=(900,)) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert runs[0].notes == runs[1].notes
+    assert runs[0].settings == runs[1].settings == {"size": 8}
+    assert runs[0].live.at_rest
+
+
+def test_ranks_that_train_apart_and_compiled_blocks_are_refused() -> None:
+    run = Run(lambda s: 100.0, {"size": 2})
+    run.session.setup.agreement.apart = True
+    with pytest.raises(InputError, match="train apart"):
+        Live(run.session, 0, lambda line: None)
+
+
+def test_a_decision_is_one_sentence() -> None:
+    line = {
+        "step": 9,
+        "switch": "accumulate.micro_batch_size",
+        "from": 8,
+        "to": 4,
+        "kept": True,
+        "why": "faster",
+        "ratio": {"mean": 1.2, "low": 1.1, "high": 1.3},
+        "tries": 4,
+    }
+    assert sentence(line) == (
+        "step 9: accumulate.micro_batch_size 4 in place of 8 is kept: "
+        "1.20x [1.10, 1.30] tokens/s in 4 tries"
+    )
+    assert "taken back (not faster)" in sentence({**line, "kept": False, "why": "not faster"})
+
+
+def test_a_candidate_is_judged_at_its_looks_alone() -> None:
+    candidate = Candidate(SimpleNamespace(name="x"), 1, [0.1, 0.11, 0.1])  # type: ignore[arg-type]
+    assert candidate.verdict(0.05) is None
+    candidate.ratios.append(0.105)
+    assert candidate.verdict(0.05) == "faster"
