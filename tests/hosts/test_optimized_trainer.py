@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hasten import CloudConfig, InputError, OptimizedTrainer
+from hasten.hosts import optimized_trainer
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.precision import Autocast, BF16MasterWeights
 
@@ -214,3 +216,66 @@ def test_a_switch_is_a_bool_or_a_technique() -> None:
 def test_an_impossible_cluster_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         CloudConfig(**settings)
+
+
+def test_the_rate_of_a_resumed_run_is_of_its_own_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, spent = optimized_trainer.fit, []
+
+    def noted(*given: Any) -> Any:
+        outcome = usual(*given)
+        spent.append(sum(outcome.step_seconds))
+        return outcome
+
+    monkeypatch.setattr(optimized_trainer, "fit", noted)
+    for epochs in (1, 3):
+        model = classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = OptimizedTrainer(model, optimizer, F.cross_entropy)
+        loader = DataLoader(data(), batch_size=8)
+        summary = trainer.train(loader, epochs=epochs, checkpoint_dir=tmp_path, resume=True)
+    assert summary["records_per_second"] * spent[-1] == pytest.approx(2 * 22)
+
+
+@pytest.mark.parametrize("technique", [Autocast(), BF16MasterWeights()], ids=str)
+def test_a_trained_model_has_nothing_on_it_that_cannot_be_pickled(technique: Any) -> None:
+    model = classifier(torch.float32)
+    loader = DataLoader([(x.float(), y) for x, y in data()], batch_size=8)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    OptimizedTrainer(model, optimizer, F.cross_entropy, mixed_precision=technique).train(loader)
+    again = pickle.loads(pickle.dumps(model))
+    same(again, model)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_machines_that_are_not_here_are_said_with_the_way_to_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = classifier()
+    trainer = OptimizedTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy)
+    trainer.train(DataLoader(data(), batch_size=8), cloud_config=CloudConfig(2, 4, "fat_tree"))
+    out = capsys.readouterr().out
+    assert "asks for 8 devices" in out
+    assert "`hasten launch` writes the files that start a recipe on a cluster" in out
+
+
+def test_a_list_with_a_text_for_each_record_is_cut_with_them() -> None:
+    class Noting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.seen = classifier(), list[list[str]]()
+
+        def forward(self, x: Tensor, names: list[str]) -> Tensor:
+            assert len(x) == len(names)
+            self.seen.append(names)
+            found: Tensor = self.inner(x)
+            return found
+
+    rows = [(x, f"record {i}", y) for i, (x, y) in enumerate(data(8))]
+    model = Noting()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = OptimizedTrainer(model, optimizer, F.cross_entropy, **ACCUMULATE)
+    trainer.train(DataLoader(rows, batch_size=8))  # type: ignore[arg-type]
+    assert [len(names) for names in model.seen] == [3, 3, 2]
+    assert [n for names in model.seen for n in names] == [f"record {i}" for i in range(8)]

@@ -5,26 +5,30 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch.utils.data import DataLoader
 
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.hosts import lightning as lightning_host
 from hasten.hosts.lightning import with_techniques
 from hasten.hosts.plain import in_loop
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
+from hasten.techniques.experts import ExpertsImplementation
 from hasten.techniques.feed import Prefetched
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import Muon
 from hasten.techniques.precision import Autocast
 from hasten.techniques.recompute import Recompute
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
-from tiny import language_job, records, run, session_of, tiny_model
+from tiny import COMMON, language_job, records, run, session_of, tiny_model
 
 STEPS, BATCH, RATE, SEED = 6, 8, 1e-2, 3
 DATA = records(24)
@@ -177,3 +181,34 @@ def test_a_loop_has_no_place_for_a_number_format() -> None:
         in_loop(tiny_model(), [Autocast()], records=DATA, batch=8)
     with pytest.raises(InputError, match="there are none"):
         in_loop(tiny_model(), [GROUPED], records=[], batch=8)
+
+
+def test_techniques_are_told_the_device_that_lightning_will_train_on(tmp_path: Path) -> None:
+    trainer = SimpleNamespace(
+        strategy=SimpleNamespace(root_device=torch.device("cuda", 1)),
+        accumulate_grad_batches=2,
+        max_steps=-1,
+        max_epochs=3,
+        default_root_dir=tmp_path,
+    )
+    material, _ = lightning_host._material(trainer, loader(), [], SEED)
+    assert material.device == "cuda:1"
+    assert (material.steps, material.epochs, material.batch) == (None, 3, 2 * BATCH)
+
+
+def test_a_mask_by_its_place_is_refused_and_not_dropped() -> None:
+    model: Any = tiny_model()
+    in_loop(model, [LabelledTokenLoss(chunk=128)], records=DATA, batch=BATCH, steps=STEPS)
+    ids = torch.arange(3, 11).view(1, 8)
+    with pytest.raises(InputError, match="takes its inputs by name"):
+        model(ids, torch.ones_like(ids), labels=ids)
+    model(ids, labels=ids).loss.backward()
+
+
+def test_experts_of_qwen3_are_seen_too() -> None:
+    torch.manual_seed(0)
+    size = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    config = hf.Qwen3MoeConfig(**COMMON, **size, num_key_value_heads=2, head_dim=8)
+    model: Any = hf.AutoModelForCausalLM.from_config(config)
+    in_loop(model, [ExpertsImplementation("eager")], records=DATA, batch=BATCH, steps=STEPS)
+    assert model.config._experts_implementation == "eager"

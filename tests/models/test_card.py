@@ -55,6 +55,11 @@ def test_it_says_what_the_run_wrote_down() -> None:
     assert text == card_text(RECIPE, SUMMARY, REPORT, adapter=False)
 
 
+def test_a_run_that_was_resumed_behind_its_last_step_has_a_card_too() -> None:
+    text = card_text(RECIPE, {**SUMMARY, "tokens_per_second": None}, None, adapter=False)
+    assert "| time | 302 s |" in text
+
+
 @pytest.mark.parametrize(
     ("model", "named"),
     [

@@ -86,6 +86,16 @@ def test_a_step_that_is_not_finite_is_told_if_somebody_was_looking(tmp_path: Pat
     assert len(found) == 2
 
 
+def test_a_line_that_lacks_its_step_is_told_too(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, 5)
+    run = Run("r", folder)
+    alerts, found = collected()
+    looked(alerts, run)
+    append(folder / "metrics.jsonl", {"skipped": True})
+    looked(alerts, run)
+    assert [a.text for a in found] == ["nan: r: a step wasn't finite"]
+
+
 def test_a_slow_rank_a_full_disk_and_an_end_are_told(tmp_path: Path) -> None:
     folder = write_run(tmp_path, 5)
     (folder / "ranks").mkdir()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hasten.cluster.ranks import rank_environment
+from hasten.parts.collective_stages import ErrorMemory
 from hasten.parts.collectives import TopoAwareCollective
 from ranks import on_ranks
 
@@ -51,6 +52,11 @@ def test_other_formats_and_shapes_travel_too(four: Any) -> None:
         assert found["empty"] == 0
 
 
+def test_a_mean_in_fp16_is_there_though_the_sum_is_too_large(four: Any) -> None:
+    for found in four("large"):
+        assert found == dict.fromkeys(("flat", "hierarchical", "leader"), [40_000.0] * 4)
+
+
 def test_pieces_are_by_rank_whatever_the_path(four: Any) -> None:
     for found in four("pieces"):
         assert found["piece"] < 2e-6
@@ -76,12 +82,27 @@ def test_a_nan_of_one_rank_reaches_all_and_stays_in_no_memory(four: Any) -> None
             assert found[name]["healthy"]
 
 
+def test_a_memory_that_was_read_on_the_host_goes_to_the_gradients_device() -> None:
+    seen = []
+
+    class Codec:
+        def encode_with_feedback(self, numbers: Any, kept: Any, out: Any, rest: Any) -> None:
+            seen.append(kept.device.type)
+
+    memory = ErrorMemory()
+    memory.load_state_dict({"bucket": torch.ones(8)})
+    numbers, rows = torch.empty(8, device="meta"), torch.empty(2, 4, device="meta")
+    memory.encode(Codec(), numbers, 2, "bucket", rows)  # type: ignore[arg-type]
+    assert seen == ["meta", "meta"]
+
+
 def test_hosts_of_unequal_size_go_by_a_ring_and_refuse_codecs(tmp_path: Path) -> None:
     for rank, found in enumerate(on_ranks("topology_rank_jobs:unequal", tmp_path, 3)):
         assert found["sum"] == [3.0] * 10
         assert found["piece"] == [3 * (2.0 * rank), 3 * (2.0 * rank + 1)]
         assert found["gathered"] == [0.0, 1.0, 2.0]
-        assert "2, 1 ranks" in found["refused"]
+        assert len(found["refused"]) == 3
+        assert all("hosts have 2, 1 ranks" in said for said in found["refused"])
 
 
 def test_ranks_that_disagree_get_the_same_error(tmp_path: Path) -> None:
@@ -128,6 +149,7 @@ def test_a_rank_that_has_ended_is_named_by_all_others(tmp_path: Path, how: str) 
         assert words.startswith("(2,) "), words
         assert "rank 2" in words
         assert "did not answer within 4 s" in words
+        assert "Unable to cast" not in words  # of an error that reached DDP as a result
 
 
 def test_one_process_alone_needs_no_group() -> None:

@@ -163,3 +163,9 @@ def test_select_and_join_undo_each_other(at: int) -> None:
     for batch in numbers(0, 7).values():
         again = join([select(batch, 0, at), select(batch, at, 7)])
         assert ids(again) == ids(batch)
+
+
+def test_memory_before_the_first_batch_says_nothing_of_its_size() -> None:
+    made = batcher(20, lambda: (99.0, 100.0))
+    made.update_after_step()
+    assert made.size == 20

@@ -156,3 +156,11 @@ def test_what_cannot_be_is_refused() -> None:
         Float8Layers("tensorwise")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="multiples of 16"):
         Float8Layers(emulate=True).attach(nn.Sequential(nn.Linear(12, 12)))
+
+
+def test_a_head_with_an_adapter_around_it_stays_wide_too() -> None:
+    adapted = nn.ModuleDict({"base_layer": nn.Linear(16, 32)})
+    net = nn.ModuleDict({"proj": nn.Linear(32, 16), "lm_head": adapted})
+    layers = Float8Layers(emulate=True)
+    layers.attach(net)
+    assert layers.names == ["proj"]

@@ -122,12 +122,36 @@ def test_a_model_without_experts_is_refused_and_another_instance_left_alone() ->
     assert list(one.state_dict()) == names
 
 
-def test_starts_that_do_not_fit_the_rows_are_refused() -> None:
-    weights = torch.zeros(2, 8, 4).bfloat16()
+ODD = {
+    "a row too many": [0, 3, 7],
+    "not in order": [0, 5, 3],
+    "rows of nobody": [0, 3, 5],
+    "rows before the first": [1, 3, 6],
+    "an expert that is not there": [0, 3, 6, 6],
+    "an expert left out": [0, 6],
+}
+
+
+@pytest.mark.parametrize("starts", ODD.values(), ids=ODD.keys())
+def test_starts_that_do_not_fit_rows_and_experts_are_refused(starts: list[int]) -> None:
+    x, weights = torch.zeros(6, 4).bfloat16(), torch.zeros(2, 8, 4).bfloat16()
     with pytest.raises(ValueError, match="don't belong"):
-        experts.products(torch.zeros(5, 4).bfloat16(), weights, [0, 3, 6], True)
+        experts.products(x, weights, starts, True)
     with pytest.raises(ValueError, match="don't belong"):
-        experts.products(torch.zeros(6, 4).bfloat16(), weights, [0, 5, 3], True)
+        experts.gradients_(weights, torch.zeros(6, 8).bfloat16(), x, starts)
+
+
+@formats
+def test_matrices_that_lie_the_other_way_give_the_same(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, grad, starts = torch.randn(6, 4).to(dtype), torch.randn(6, 5).to(dtype), [0, 2, 6]
+    weights = torch.randn(2, 4, 5).to(dtype)
+    turned = experts.products(x, weights.mT, starts, True)
+    torch.testing.assert_close(turned, experts.products(x, weights, starts, False))
+    straight, across = torch.empty(2, 5, 4, dtype=dtype), torch.empty(2, 4, 5, dtype=dtype).mT
+    for out in (straight, across):
+        experts.gradients_(out, grad, x, starts)
+    torch.testing.assert_close(across, straight)
 
 
 @pytest.mark.parametrize("weighted", [True, False])
@@ -150,11 +174,12 @@ def test_combined_rows_and_their_gradients_are_plain_sums(weighted: bool) -> Non
 @pytest.mark.parametrize("name", ["products", "gradients_", "combine", "combine_backward"])
 def test_registered_operators_pass_torch_s_own_checks(name: str) -> None:
     x, places = torch.randn(6, 4), torch.randperm(6).view(3, 2)
+    turned = x.mT.contiguous().mT  # the same numbers, lying the other way
     given: dict[str, tuple[Any, ...]] = {
         "products": (x, torch.randn(2, 5, 4), [0, 2, 6], True),
         "gradients_": (torch.empty(2, 5, 4), torch.randn(6, 5), x, [0, 2, 6]),
         "combine": (x, places, torch.rand(3, 2)),
-        "combine_backward": (torch.randn(3, 4), x, places.flatten() // 2, torch.rand(6)),
+        "combine_backward": (torch.randn(3, 4), turned, places.flatten() // 2, torch.rand(6)),
     }
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(getattr(experts, name), given[name], test_utils=checks)

@@ -15,6 +15,7 @@ from torch import nn
 
 from fused_models import BATCHES, ROUNDING, TOKENS, check_half, distance, model_of, outcome, pair
 from hasten.parts.document_attention import use_document_attention
+from hasten.parts.float8 import Float8Layers
 from hasten.parts.fused_layers import ARCHITECTURES, fuse_layers, fused
 from hasten.parts.kernels import rows, tiles
 from tiny import COMMON
@@ -162,3 +163,29 @@ def test_a_compiled_model_runs_them_in_one_graph() -> None:
     compiled: Callable[..., Any] = torch.compile(model, backend="aot_eager", fullgraph=True)
     found = compiled(TOKENS, use_cache=False).logits
     assert (found - expected).norm() <= ROUNDING * expected.norm()
+
+
+@pytest.mark.skipif(not tiles.library().library, reason=tiles.library().reason)
+def test_what_somebody_puts_around_a_layer_later_is_called() -> None:
+    _, model = pair("llama", torch.bfloat16)
+    float8 = Float8Layers(emulate=True)
+    float8.attach(model)
+    model(TOKENS, use_cache=False)
+    assert float8.ran == set(float8.names)
+    float8.detach()
+    heard: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda *_, name=name: heard.append(name))
+    model(TOKENS, use_cache=False)
+    assert set(heard) == {*float8.names, "lm_head"}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "deepseek_v2"])
+def test_generation_with_a_cache_projects_once_for_each_token(architecture: str) -> None:
+    _, model = pair(architecture)
+    calls: list[int] = []
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: calls.append(1))
+    settings: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    model.eval().generate(TOKENS[:, :5], **settings)
+    assert len(calls) == 3

@@ -85,8 +85,30 @@ def test_predicted_bytes_are_those_that_travel(found: list[Any], method: str) ->
         assert seen["dense"] == 4 * seen["numbers"]  # the first two steps under DDP
 
 
+def test_gradients_in_fp16_travel_in_full_as_they_are(found: list[Any]) -> None:
+    for rank in found:
+        for sent, predicted, wrong in rank["fp16"].values():
+            assert sent == predicted == 2 * 5000
+            assert not wrong
+
+
 def test_momentum_correction_with_all_sent_is_the_gradient_itself(found: list[Any]) -> None:
     assert all(rank["dgc"] < 2**-8 for rank in found)  # bf16
+
+
+def test_momentum_correction_lets_the_velocity_of_what_waits_go_on() -> None:
+    """Lin et al., arXiv:1712.01887, section 3.1, in a loop of its own."""
+    c = compressor("topk", compression_ratio=16 / 256, momentum=0.9)
+    velocity, waiting = torch.zeros(256), torch.zeros(256)
+    for step in range(6):
+        gradient = torch.randn(256, generator=torch.Generator().manual_seed(step))
+        velocity = velocity * 0.9 + gradient
+        waiting = waiting + velocity
+        chosen = waiting.abs().topk(16).indices
+        sent = torch.zeros(256)
+        sent[chosen] = waiting[chosen].bfloat16().float()
+        assert torch.equal(c.compress(gradient, "weight"), sent)
+        waiting, velocity[chosen] = waiting - sent, 0.0
 
 
 @learnt

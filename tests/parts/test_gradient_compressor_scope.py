@@ -75,8 +75,9 @@ def test_a_model_is_attached_once_and_learns_in_the_usual_loop(two: list[Any], m
         assert seen["steps"][0] == seen["steps"][1] > 0
 
 
-def test_weights_travel_every_so_many_updates(two: list[Any]) -> None:
-    assert two[0]["diloco"]["steps"][0] == 24
+@pytest.mark.parametrize("method", ["diloco", "stream", "auto"])
+def test_every_update_is_a_step(two: list[Any], method: str) -> None:
+    assert two[0][method]["steps"][0] == 24
 
 
 @pytest.mark.parametrize("method", ["diloco", "stream", "auto"])

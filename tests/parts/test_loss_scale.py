@@ -74,3 +74,10 @@ def test_a_restored_scale_goes_on_as_if_it_had_never_stopped(
 def test_impossible_numbers_are_refused(numbers: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="a loss scale begins at 1 or more"):
         LossScale(**numbers)  # type: ignore[arg-type]
+
+
+def test_a_scale_that_is_resumed_with_a_shorter_interval_still_grows() -> None:
+    scale = LossScale(8.0, interval=3)
+    scale.load_state_dict({"value": 8.0, "good": 5, "skipped": 0})
+    scale.judge(True)
+    assert scale.value == 16.0

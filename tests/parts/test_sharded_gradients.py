@@ -14,7 +14,7 @@ from hasten.parts.compression.settings import Settings
 from hasten.parts.compression.sharded import ShardedGradients, row_codec
 from hasten.parts.layout.shard_groups import ShardGroup, Weight, rows_of, values_of
 from ranks import on_ranks
-from sharded_wire_jobs import DENSE, METHODS, PASSES, STEPS
+from sharded_gradients_jobs import DENSE, METHODS, PASSES, STEPS
 
 CPU = torch.device("cpu")
 # Of half formats: what they round away once (bf16: 2 ** -9) is lost.
@@ -23,12 +23,12 @@ ROUNDED = {"half": 2**-11, "bf16": 2**-8}
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("sharded_wire_jobs:parts_on_two", tmp_path_factory.mktemp("two"))
+    return on_ranks("sharded_gradients_jobs:parts_on_two", tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("sharded_wire_jobs:parts_on_four", tmp_path_factory.mktemp("four"), 4)
+    return on_ranks("sharded_gradients_jobs:parts_on_four", tmp_path_factory.mktemp("four"), 4)
 
 
 @pytest.mark.parametrize("method", METHODS)

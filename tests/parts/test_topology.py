@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from hasten.parts import collective_plan
 from hasten.parts.codecs import codec
 from hasten.parts.collective_plan import ADVISED, advice, rail_order
 from hasten.parts.link_model import (
@@ -133,6 +134,23 @@ def test_the_advice_says_of_each_codec_whether_it_pays_on_this_link(
     assert [line.split()[0] for line in lines] == list(ADVISED)
     assert all(line.endswith("codec: on this link") == pays for line in lines)
     assert pays or last == "don't compress on this link"
+
+
+def test_a_codec_is_timed_where_it_will_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = []
+
+    def speed(name: str, device: str) -> float:
+        timed.append((name, device))
+        return 1e9
+
+    monkeypatch.setattr(collective_plan, "codec_speed", speed)
+    monkeypatch.setattr(collective_plan.torch.cuda, "current_device", lambda: 1)
+    at = Topology(grid(2, 2), FAST, SLOW, "")
+    for backend in ("nccl", "gloo"):
+        monkeypatch.setattr(collective_plan.dist, "get_backend", lambda found=backend: found)
+        asked = collective_plan.Settings(backend, at, "auto", "none", "int8", 60.0)
+        assert collective_plan._made(asked, at).speeds == {"int8": 1e9}
+    assert timed == [("int8", "cuda:1"), ("int8", "cpu")]
 
 
 def test_what_saves_no_bytes_never_pays_and_what_costs_nothing_always_does() -> None:

@@ -31,7 +31,7 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.parts.collate import IGNORED, padded
-from hasten.parts.hugging_face import causal_lm
+from hasten.parts.hugging_face import causal_lm, routed_experts
 from hasten.parts.losses import WholeLogitsLoss
 from hasten.techniques.layout import DDP
 from hasten.techniques.wire_compressed import Compressed
@@ -143,6 +143,11 @@ def bind_loss(model: nn.Module, loss: nn.Module) -> None:
     def forward(*args: Any, **given: Any) -> Any:
         if not model.training or given.get("labels") is None:
             return usual(*args, **given)
+        if len(args) > 1:
+            raise InputError(
+                "a model with a technique for its loss takes its inputs by name: give "
+                "attention_mask=..., and so on, in place of the second argument"
+            )
         inputs = dict(zip(("input_ids",), args, strict=False)) | given
         labels, aligned = inputs.pop("labels"), inputs.pop("shift_labels", None)
         items = inputs.pop("num_items_in_batch", None)
@@ -227,7 +232,7 @@ def _model_facts(model: nn.Module) -> ModelFacts:
         layers=getattr(config, "num_hidden_layers", 0) or 0,
         vocabulary=getattr(config, "vocab_size", 0) or 0,
         tied_head=bool(getattr(config, "tie_word_embeddings", False)),
-        experts=getattr(config, "n_routed_experts", 0) or 0,
+        experts=routed_experts(config),
         sliding_window=bool(getattr(config, "use_sliding_window", False)),
         heads=getattr(config, "num_attention_heads", 0) or 0,
         key_value_heads=getattr(config, "num_key_value_heads", 0) or 0,

@@ -70,7 +70,7 @@ def with_techniques(
     """
     model, plan = _model_of(module), list(techniques)
     _check(trainer, loader, plan)
-    material, trained = _material(trainer, module, loader, plan, seed)
+    material, trained = _material(trainer, loader, plan, seed)
     setup = fitted(HOST, model, plan, material)
     saves = Saves.of(setup)
     edit(model, setup)
@@ -123,14 +123,14 @@ def _check(trainer: Any, loader: Any, plan: Iterable[Technique]) -> None:
 
 
 def _material(
-    trainer: Any, module: Any, loader: Any, plan: Iterable[Technique], seed: int
+    trainer: Any, loader: Any, plan: Iterable[Technique], seed: int
 ) -> tuple[Material, list[int]]:
     """What is known of the run, and how many tokens of each record carry loss."""
     sampled = any(t.slot is Slot.SAMPLER for t in plan)
     data: Any = loader.dataset if sampled else ()
     lengths, trained = sizes(data)
     material = Material(
-        device=str(module.device),
+        device=str(trainer.strategy.root_device),  # the module goes there when `fit` begins
         records=data,
         lengths=lengths,
         batch=(loader.batch_size or 1) * trainer.accumulate_grad_batches * facts.world().size,

@@ -38,6 +38,7 @@ from hasten.techniques.precision import Autocast
 from hasten.techniques.wire import Quantised, technique_of
 
 Switch = bool | Technique | DynamicBatcher | GradientCompressor | None
+COLUMNS = (Tensor, Mapping, tuple, list)  # what a batch is made of
 USUAL: Mapping[str, Technique] = {
     "compress_gradients": Quantised(),
     "mixed_precision": Autocast(),
@@ -127,10 +128,12 @@ class OptimizedTrainer:
         if resume and found is None:
             print(f"{setup.folder}: no checkpoint yet, starting from the beginning")
         losses: dict[int, list[float]] = {}
+        before = session.progress.records  # of the run that is resumed
         watch = Watch(on_step=lambda m: losses.setdefault(m.epoch, []).append(m.loss))
         outcome = fit(session, watch)
         session.finish()
-        return self._summary(outcome, session.progress.records, losses, found, setup)
+        records = session.progress.records - before
+        return self._summary(outcome, records, losses, found, setup)
 
     def _job(self, loader: Iterable[Any], epochs: int, known: Facts) -> Job:
         return Job(
@@ -214,8 +217,7 @@ def _say_what_is_here(cloud: CloudConfig | None, known: Facts) -> None:
     if cloud is not None and cloud.devices > here:
         print(
             f"cloud_config asks for {cloud.devices} devices and this machine has {here}: training "
-            "on what is here. A run on a cluster is started with `hasten launch`, which is not in "
-            "this version yet"
+            "on what is here. `hasten launch` writes the files that start a recipe on a cluster"
         )
 
 
@@ -230,7 +232,7 @@ def _records_in(batch: Any) -> int:
         return int(batch.shape[0]) if batch.ndim else 1
     values = batch.values() if isinstance(batch, Mapping) else batch
     for value in values if isinstance(values, Iterable) else ():
-        if isinstance(value, Tensor | Mapping | tuple | list):
+        if isinstance(value, COLUMNS):
             return _records_in(value)
     raise InputError(f"the loader gave a {type(batch).__name__} without a tensor in it")
 
@@ -239,20 +241,23 @@ def _whole_or_part(rows: Sequence[Row], count: Callable[[Any], int] | None) -> M
     """The loader's batch as it is, or the rows of it that a smaller micro-batch takes."""
     batch = rows[0].batch
     if len(rows) < rows[0].rows:
-        batch = _select(batch, torch.tensor([r.row for r in rows]))
+        batch = _select(batch, torch.tensor([r.row for r in rows]), rows[0].rows)
     weight = len(rows) if count is None else int(count(batch))
     inputs, named, target = _split(batch)
     given = {"inputs": inputs, "named": named, "target": target, "weight": weight}
     return MicroBatch(given, Counts(len(rows), len(rows), len(rows), weight))
 
 
-def _select(value: Any, rows: Tensor) -> Any:
+def _select(value: Any, rows: Tensor, whole: int) -> Any:
+    """These rows of all that has one for each of the ``whole`` batch's records."""
     if isinstance(value, Tensor):
         return value.index_select(0, rows.to(value.device))
     if isinstance(value, Mapping):
-        return {k: _select(v, rows) for k, v in value.items()}
+        return {k: _select(v, rows, whole) for k, v in value.items()}
     if isinstance(value, tuple | list):
-        return [_select(v, rows) for v in value]
+        if len(value) == whole and not any(isinstance(v, COLUMNS) for v in value):
+            return [value[row] for row in rows.tolist()]  # texts, of which DataLoader makes a list
+        return [_select(v, rows, whole) for v in value]
     return value
 
 

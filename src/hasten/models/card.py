@@ -94,7 +94,9 @@ def _training(recipe: Facts, summary: Facts) -> Iterable[tuple[str, str]]:
     where = f"{len(gpus)} x {gpus[0]['name']}" if gpus else hardware["cpu"]
     yield "steps", f"{summary['steps']:,} ({summary['stopped']})"
     yield "tokens", f"{summary['tokens']:,}, of which {summary['trained_tokens']:,} carry loss"
-    yield "time", f"{summary['seconds']:,.0f} s, {summary['tokens_per_second']:,.0f} tokens/s"
+    rate = summary["tokens_per_second"]  # None: the run was resumed behind its last step
+    told = "" if rate is None else f", {rate:,.0f} tokens/s"
+    yield "time", f"{summary['seconds']:,.0f} s{told}"
     yield "processes", f"{summary['world_size']} on {where}"
     yield "peak memory of one", f"{summary['peak_memory_bytes'] / 1e9:,.2f} GB"
     loss = summary["held_out_loss"]

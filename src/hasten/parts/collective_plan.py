@@ -124,16 +124,27 @@ def agreed(settings: Settings, host: str) -> tuple[Plan, list[str]]:
             )
     names = [name for name, _ in found]
     hosts = hosts_of(names)
-    if len({len(ranks) for ranks in hosts}) > 1 and (settings.coded or settings.way in WAYS[2:3]):
-        raise ValueError(
-            f"hosts have {', '.join(str(len(r)) for r in hosts)} ranks: hierarchical and codecs "
-            "need the same number on each; start as many on every host, or say way='flat'"
-        )
+    given = settings.topology.hosts if isinstance(settings.topology, Topology) else hosts
+    check_way("hierarchical" if settings.coded else settings.way, given)
     topology = _topology(settings.topology, hosts)
     plan = [_made(settings, topology) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(plan, 0)
     assert plan[0] is not None  # rank 0 made it
     return plan[0], names
+
+
+def check_way(way: str, hosts: Sequence[Sequence[int]]) -> None:
+    """Refuse a way that these hosts don't allow.
+
+    Raises:
+        ValueError: hierarchical, and hosts have different numbers of ranks.
+    """
+    sizes = [len(ranks) for ranks in hosts]
+    if way == "hierarchical" and len(set(sizes)) > 1:
+        raise ValueError(
+            f"hosts have {', '.join(map(str, sizes))} ranks: hierarchical and codecs need the same "
+            "number on each; start as many on every host, or let tensors travel flat"
+        )
 
 
 def explanation(plan: Plan, settings: Settings) -> str:
@@ -227,8 +238,7 @@ def _topology(asked: str | Topology, hosts: tuple[tuple[int, ...], ...]) -> Topo
         return detected(hosts, gpu_link() if dist.get_backend() == "nccl" else None)
     if asked != "measure":
         return named(asked, hosts)
-    device = "cpu" if dist.get_backend() == "gloo" else f"cuda:{torch.cuda.current_device()}"
-    within, between = measure(hosts, device)
+    within, between = measure(hosts, _device())
     return Topology(hosts, within or NOWHERE, between or NOWHERE, "measured")
 
 
@@ -236,7 +246,7 @@ def _made(settings: Settings, topology: Topology) -> Plan:
     names: tuple[str, ...] = () if settings.between == "none" else (settings.between,)
     if not names and settings.topology == "measure" and len(topology.hosts) > 1:
         names = ADVISED
-    speeds = {name: codec_speed(name) for name in names}
+    speeds = {name: codec_speed(name, device=_device()) for name in names}
     if settings.coded:
         return Plan(topology, ("hierarchical",) * SIZES, speeds)
     if settings.way != "auto":
@@ -264,6 +274,11 @@ def _one_of(name: str, value: str, known: Sequence[str]) -> None:
         near = difflib.get_close_matches(str(value), known, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ValueError(f"{name} is {value!r}{hint}; it must be one of {', '.join(known)}")
+
+
+def _device() -> str:
+    """Where the process group's tensors are, and so the codecs run."""
+    return f"cuda:{torch.cuda.current_device()}" if dist.get_backend() == "nccl" else "cpu"
 
 
 def _now(device: str) -> float:

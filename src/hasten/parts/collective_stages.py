@@ -44,6 +44,7 @@ class ErrorMemory:
         kept = self._kept.get(name)
         if kept is None or kept.numel() != numbers.numel():
             kept = torch.zeros_like(numbers, dtype=torch.float32)
+        kept = kept.to(numbers.device)  # a checkpoint is read on the host
         scaled = kept if self.scale == 1.0 else kept * self.scale
         rest = torch.empty_like(kept)
         rows = zip(into, *(t.view(pieces, -1) for t in (numbers, scaled, rest)), strict=True)

@@ -92,7 +92,7 @@ class TopoAwareCollective:
         if backend == "nccl" and not torch.cuda.is_available():
             warnings.warn("there is no GPU here: backend='nccl' means 'gloo'", stacklevel=2)
         self.calls = 0
-        self.bytes_sent = 0  # between hosts, by this rank; payload without headers
+        self.bytes_sent = 0  # to other hosts in hierarchical calls; payload without headers
         self._host = host
         self._plan: Plan | None = None
         self._groups: Groups | None = None
@@ -125,6 +125,7 @@ class TopoAwareCollective:
         if plan.topology.ranks > 1 and tensor.numel():
             route = route or self._route(plan, tensor.numel())
             route = route if op in ("sum", "mean") else Route()
+            collective_plan.check_way(route.way, plan.topology.hosts)
             with self._called(f"all_reduce ({route})"):
                 self._reduce(tensor, route, op, memory, name)
         return tensor
@@ -142,16 +143,19 @@ class TopoAwareCollective:
         if topology.ranks == 1:
             return tensor.clone()
         with self._called("reduce_scatter"):
-            groups = self._groups_of(topology)
+            groups, route = self._groups_of(topology), self._route(self._prepared(), tensor.numel())
+            early = _divides_early(op, tensor, route)
+            given = tensor / topology.ranks if early else tensor
             if topology.uniform:
-                codecs = codecs_for(tensor, self._route(self._prepared(), tensor.numel()))
-                pieces = tensor.reshape(topology.ranks, -1)[list(rail_order(topology))]
+                codecs = codecs_for(tensor, route)
+                pieces = given.reshape(topology.ranks, -1)[list(rail_order(topology))]
                 share = scatter_sum(pieces.view(-1), groups.within, codecs[0])
                 piece = self._across(share, groups, codecs[1])
             else:
-                pieces = tensor.reshape(topology.ranks, -1)[list(topology.order)]
+                pieces = given.reshape(topology.ranks, -1)[list(topology.order)]
                 piece = scatter_sum(pieces.view(-1), groups.ordered)
-            return (piece / topology.ranks if op == "mean" else piece).to(tensor.dtype)
+            late = op == "mean" and not early
+            return (piece / topology.ranks if late else piece).to(tensor.dtype)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """All ranks' tensors, flat and end to end, by rank; they have one size, and no codec."""
@@ -185,12 +189,11 @@ class TopoAwareCollective:
     ) -> None:
         topology = self._prepared().topology
         groups = self._groups_of(topology)
+        early = _divides_early(op, tensor, route)
+        whole = (tensor / topology.ranks if early else tensor).contiguous()
         if route.way == "hierarchical":
-            result = self._hierarchical(tensor, route, groups, op, memory, name)
-            tensor.copy_(result.view(tensor.shape))
-            return
-        whole = tensor.contiguous()
-        if route.way == "leader":
+            whole = self._hierarchical(whole, route, groups, memory, name).view(tensor.shape)
+        elif route.way == "leader":
             mine = topology.hosts[topology.host_of(dist.get_rank())]
             dist.reduce(whole, mine[0], group=groups.within)
             if dist.get_rank() == mine[0]:
@@ -198,26 +201,18 @@ class TopoAwareCollective:
             dist.broadcast(whole, mine[0], group=groups.within)
         else:
             dist.all_reduce(whole, op=OPS[op], group=groups.ordered)
-        if op == "mean":
+        if op == "mean" and not early:
             whole.div_(topology.ranks)
         if whole is not tensor:
             tensor.copy_(whole)
 
     def _hierarchical(
-        self,
-        tensor: Tensor,
-        route: Route,
-        groups: Groups,
-        op: str,
-        memory: ErrorMemory | None,
-        name: str,
+        self, tensor: Tensor, route: Route, groups: Groups, memory: ErrorMemory | None, name: str
     ) -> Tensor:
+        """The sum, flat."""
         ranks, count = self._prepared().topology.ranks, tensor.numel()
         within, between = codecs_for(tensor, route)
         flat = tensor.reshape(-1)
-        early = tensor.dtype in HALVES or "half" in (route.within, route.between)
-        if op == "mean" and early:
-            flat = flat / ranks  # before anything is added up: a sum may be too large for fp16
         padding = -count % ranks
         flat = torch.nn.functional.pad(flat, (0, padding)) if padding else flat
         share = scatter_sum(flat, groups.within, within)
@@ -229,8 +224,7 @@ class TopoAwareCollective:
             piece = self._across(share, groups, between, memory, name)
             self.bytes_sent += sent_bytes(piece, groups.across, between)
             share = gather(piece, groups.across, between, memory, f"{name}/mean")
-        whole = gather(share, groups.within, within)[:count]
-        return whole / ranks if op == "mean" and not early else whole
+        return gather(share, groups.within, within)[:count]
 
     def _across(
         self,
@@ -290,6 +284,11 @@ def _check_op(op: str, tensor: Tensor) -> None:
         raise ValueError(f"op is {op!r}; it must be one of {', '.join(OPS)}")
     if op == "mean" and not tensor.is_floating_point():
         raise ValueError(f"op is 'mean' for {tensor.dtype}; whole numbers have a sum")
+
+
+def _divides_early(op: str, tensor: Tensor, route: Route) -> bool:
+    """Whether a mean divides before anything is added up: a sum may be too large for fp16."""
+    return op == "mean" and (tensor.dtype in HALVES or "half" in (route.within, route.between))
 
 
 def _check_pieces(tensor: Tensor, ranks: int) -> None:

@@ -37,9 +37,8 @@ def whole_patterns(counts: NDArray[Any], row_tokens: int) -> tuple[int, Classes]
     need = np.asarray(counts)[sizes].astype(np.float64)
     if not len(sizes):
         return 0, []
-    basis: NDArray[Any] = np.diag(np.minimum(row_tokens // sizes, need)).astype(
-        np.float64
-    )  # (sizes, patterns)
+    alone = np.minimum(row_tokens // sizes, need).astype(np.float64)  # of each length in a row
+    basis: NDArray[Any] = np.diag(alone)  # (sizes, patterns)
     bound = 0.0
     for _ in range(PIVOTS * len(sizes)):
         inverse = np.linalg.inv(basis)

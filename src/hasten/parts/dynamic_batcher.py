@@ -88,7 +88,8 @@ class DynamicBatcher:
 
     def update_after_step(self) -> None:
         """Read the memory and choose the next size; a batch that wasn't full changes little."""
-        self._room.observe(self._last)
+        if self._last:  # before the first batch the memory says nothing of any size
+            self._room.observe(self._last)
 
     def on_out_of_memory(self) -> None:
         """The last batch didn't fit: half of it comes next, and its size never again."""

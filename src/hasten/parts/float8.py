@@ -138,8 +138,8 @@ class Float8Layers:
             ValueError: no layer suits.
         """
         for name, layer in module.named_modules():
-            parts = name.split(".")
-            if not isinstance(layer, nn.Linear) or parts[-1] in KEPT_WIDE or "lora_" in name:
+            last = name.removesuffix(".base_layer").rpartition(".")[2]  # an adapter is around it
+            if not isinstance(layer, nn.Linear) or last in KEPT_WIDE or "lora_" in name:
                 continue
             if any(side % SIDE for side in layer.weight.shape):
                 self.left.append(name)

@@ -8,10 +8,11 @@ end. They run on the processor's kernels (:mod:`hasten.parts.kernels`) or on a G
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hasten.parts import fused_gpu
 from hasten.parts.kernels import rows, tiles
@@ -75,12 +76,29 @@ def joined(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in found)
 
 
+def joinable(layer: Any, bound: Callable[..., Any]) -> bool:
+    """Whether a call of a layer is the product with its weight and nothing else.
+
+    No bias, no hooks, and no forward of its own but ``bound``, which does the same. A layer around
+    which somebody has put more (a number format, a probe) has to be called.
+    """
+    own = vars(layer).get("forward")
+    ahead = (layer._forward_hooks, layer._forward_pre_hooks)
+    back = (layer._backward_hooks, layer._backward_pre_hooks)
+    return (
+        type(layer) is nn.Linear
+        and layer.bias is None
+        and not any((*ahead, *back))
+        and (own is None or getattr(own, "func", None) is bound)
+    )
+
+
 def times(x: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
     """``x @ matrix`` in bf16, in one or two pieces of round sizes; added to ``out`` if given.
 
     The library behind ``torch.mm`` compiles a kernel for each shape it meets and keeps it: rows of
     ever new lengths cost time and memory without end. The first piece has as many rows as the
-    four leading bits of their number say, so that between n and 2 n rows there are at most sixteen
+    five leading bits of their number say, so that between n and 2 n rows there are at most sixteen
     shapes; the rest is filled up to the next multiple of 64.
     """
     beta = 0 if out is None else 1
@@ -94,7 +112,10 @@ def times(x: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
         filled = x.new_zeros(-(-rest // ROUND) * ROUND, x.shape[1])
         filled[:rest] = x[whole:]
         found = torch.mm(filled, matrix)[:rest]
-        out[whole:] = out[whole:].add_(found) if beta else found
+        if beta:
+            out[whole:].add_(found)
+        else:
+            out[whole:] = found
     return out
 
 

@@ -126,7 +126,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 @rms_norm.register_fake
 def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 @custom_op("hasten_gpu::rms_norm_backward", mutates_args=())
@@ -152,7 +152,7 @@ def rms_norm_backward(
 def _(
     grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, past: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight, dtype=torch.float32)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=torch.float32)
 
 
 @custom_op("hasten_gpu::swiglu", mutates_args=())
@@ -168,7 +168,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 @swiglu.register_fake
 def _(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.empty_like(gate)
+    return gate.new_empty(gate.shape)
 
 
 @custom_op("hasten_gpu::swiglu_backward", mutates_args=())
@@ -185,7 +185,7 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
 
 @swiglu_backward.register_fake
 def _(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(gate), torch.empty_like(up)
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
 @custom_op("hasten_gpu::rotate", mutates_args=())

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from hasten.parts import fused_gpu
 from hasten.parts.fused_functions import (
     fits,
+    joinable,
     joined,
     linear,
     norm_beside,
@@ -154,16 +155,15 @@ def _linear(self: Any, input: Tensor) -> Tensor:
 
 def _projected(x: Tensor, *layers: Any) -> tuple[Tensor, ...]:
     """``x`` through each layer: at once where all are plain and fit, else each by its own call."""
-    plain = all(type(layer) is nn.Linear and layer.bias is None for layer in layers)
-    plain = plain and not is_cut(*layers)
-    weights = [layer.weight for layer in layers] if plain else []
     if (
-        plain
+        tiles.fits(x)
         and not torch.is_autocast_enabled(x.device.type)
-        and tiles.fits(x, *weights)
         and x.numel() >= FEWEST_ROWS * x.shape[-1]
+        and all(joinable(layer, _linear) for layer in layers)
+        and not is_cut(*layers)
+        and tiles.fits(*(layer.weight for layer in layers))
     ):
-        return joined(x, *weights)
+        return joined(x, *(layer.weight for layer in layers))
     return tuple(layer(x) for layer in layers)
 
 
@@ -184,13 +184,12 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of Llama and Qwen: rotary embedding of whole heads, halves apart."""
     batch, length, _ = hidden_states.shape
-    projected = _projected(hidden_states, self.q_proj, self.k_proj, self.v_proj)
-    heads = [t.view(batch, length, -1, self.head_dim) for t in projected]
-    if past_key_values is not None or not fits(*heads):
+    if past_key_values is not None or not _takes(hidden_states):
         return _own(
             self, hidden_states, position_embeddings, attention_mask, past_key_values, **other
         )
-    query, key, value = heads
+    projected = _projected(hidden_states, self.q_proj, self.k_proj, self.v_proj)
+    query, key, value = (t.view(batch, length, -1, self.head_dim) for t in projected)
     if "q_norm" in self._modules:
         query, key = self.q_norm(query), self.k_norm(key)
     cos, sin = (_table(t[..., : t.shape[-1] // 2], batch) for t in position_embeddings)

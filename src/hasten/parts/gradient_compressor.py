@@ -28,11 +28,12 @@ from torch.nn.parallel import DistributedDataParallel
 from hasten.parts.compression import gradients
 from hasten.parts.compression.attached import Attached, whole
 from hasten.parts.compression.error_feedback import parts_of
-from hasten.parts.compression.exchange import InOrder, Ranks, WireError
+from hasten.parts.compression.exchange import Ranks, WireError
 from hasten.parts.compression.locally import Locally
 from hasten.parts.compression.meeting import Meeting
 from hasten.parts.compression.settings import WHOLE, Settings, backend_of
 from hasten.parts.compression.travel import Travel
+from hasten.parts.in_order import InOrder
 from hasten.parts.weights_checksum import checksum, drifted
 
 

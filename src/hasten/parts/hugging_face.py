@@ -1,4 +1,4 @@
-"""The two ends of a Hugging Face causal language model, adapters or not: its trunk and its head."""
+"""What of a Hugging Face causal language model is asked for: trunk, head, number of experts."""
 
 from __future__ import annotations
 
@@ -26,3 +26,9 @@ def trunk(model: nn.Module) -> nn.Module:
     inner = causal_lm(model)
     found: nn.Module = getattr(inner, inner.base_model_prefix)
     return found
+
+
+def routed_experts(config: Any) -> int:
+    """How many routed experts a layer has, whatever a model's config calls them; 0 without any."""
+    names = ("n_routed_experts", "num_local_experts", "num_experts")  # DeepSeek's first
+    return next((int(found) for name in names if (found := getattr(config, name, None))), 0)

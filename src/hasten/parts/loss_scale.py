@@ -54,7 +54,7 @@ class LossScale:
         if finite:
             self.searching = False
             self._good += 1
-            if self._good == self.interval:
+            if self._good >= self.interval:  # a resumed run may have a shorter one
                 # Beyond float32's own range the product with the loss could not be finite.
                 self.value, self._good = min(self.value * self.growth, 2.0**120), 0
             return

@@ -22,6 +22,7 @@ REAL = frozenset(
 SMALLEST = 256 * 2**20  # bytes: a smaller file system keeps no checkpoints
 ESCAPED = re.compile(r"\\([0-7]{3})")  # proc(5): a blank in a name is \040
 HUGE = 1 << 62  # a limit of control groups 1 that means none
+DOWN = ("down", "lowerlayerdown", "notpresent")  # of operstate; a virtual card says unknown
 Number = TypeVar("Number", int, float)
 
 
@@ -111,13 +112,8 @@ def cards(root: Path = Path("/")) -> list[Card]:
     """Network interfaces that are up, the loopback left out, and RDMA devices."""
     found = []
     for path in _entries(root / "sys/class/net"):
-        if path.name == "lo" or _read(path / "operstate") in (
-            "down",
-            "lowerlayerdown",
-            "notpresent",
-        ):
-            continue
-        if not (path / "operstate").exists():
+        state = path / "operstate"
+        if path.name == "lo" or not state.exists() or _read(state) in DOWN:
             continue
         real = (path / "device").exists()
         kind = "wireless" if (path / "wireless").exists() else "ethernet" if real else "virtual"

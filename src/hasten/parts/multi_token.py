@@ -130,10 +130,9 @@ def one_layer(decoder: Any) -> nn.Module:
         kinds = getattr(config, name, None)
         if kinds is not None:
             setattr(config, name, list(kinds)[-1:])
-    if (
-        getattr(config, "first_k_dense_replace", None) is not None
-    ):  # the layers before have no experts
-        config.first_k_dense_replace = int(config.first_k_dense_replace >= config.num_hidden_layers)
+    dense = getattr(config, "first_k_dense_replace", None)  # the layers before it have no experts
+    if dense is not None:
+        config.first_k_dense_replace = int(dense >= config.num_hidden_layers)
     config.num_hidden_layers = 1
     config.vocab_size, config.pad_token_id = 1, None
     made: nn.Module = type(decoder)(config)

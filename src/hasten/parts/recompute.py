@@ -72,7 +72,7 @@ class BlockRecompute:
         self._forwards: list[Forward] = []
         self._measured: dict[int, tuple[int, int]] = {}  # block -> bytes kept as it is, recomputed
         self._held: list[Tensor] | None = None  # inputs that stay, while somebody measures
-        self._off = False
+        self.resting = False  # everything is kept
         self._open: tuple[dict[str, Any], Any] | None = None
 
     def __call__(self, module: nn.Module) -> None:
@@ -100,11 +100,11 @@ class BlockRecompute:
     @contextmanager
     def off(self) -> Iterator[None]:
         """Inside, everything is kept."""
-        self._off = True
+        before, self.resting = self.resting, True
         try:
             yield
         finally:
-            self._off = False
+            self.resting = before
 
     def saved_bytes(self, forward: Callable[[], Any], without: nn.Module) -> int:
         """Bytes that a forward pass leaves on the device for its backward pass.
@@ -121,7 +121,7 @@ class BlockRecompute:
         """Block ``start`` runs its whole segment; the others of it hand its result through."""
 
         def first(*args: Any, **kwargs: Any) -> Any:
-            if self._off or not torch.is_grad_enabled():
+            if self.resting or not torch.is_grad_enabled():
                 self._open = None
                 return self._forwards[start](*args, **kwargs)
             kwargs = _without_cache(kwargs)

@@ -14,10 +14,7 @@ which traffic can hide.
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -27,14 +24,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.parts.collective_plan import Route
+from hasten.parts.collective_plan import Route, check_way
 from hasten.parts.collective_stages import ErrorMemory
 from hasten.parts.collectives import TopoAwareCollective
+from hasten.parts.in_order import InOrder
 from hasten.parts.roll_call import CollectiveError
 from hasten.parts.weights_checksum import checksum, drifted
 
 DENSE_STEPS = 2  # DDP forms its buckets anew after the first step; what is left out needs a name
-Item = Callable[[], None] | None
 
 
 @dataclass
@@ -75,20 +72,21 @@ class RoutedBuckets:
         self._scale = scale
         self._names: dict[int, str] = {}
         self._now, self._began, self._done = StepTraffic(), 0.0, 0.0
-        self._queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._in_order: InOrder | None = None
 
     def attach(self, module: nn.Module) -> None:
         """Take the module's buckets over; all ranks call it.
 
         Raises:
-            ValueError: the module isn't wrapped in DistributedDataParallel.
+            ValueError: the module isn't wrapped in DistributedDataParallel, or these hosts don't
+                allow the route.
         """
         if not isinstance(module, DistributedDataParallel):
             raise ValueError("buckets are those of DistributedDataParallel: wrap the module first")
         self.collective.prepare()  # here, so that no group is opened in the middle of backward
+        check_way(self.route.way, self.collective.topology.hosts)
         self._names = {id(p): name for name, p in module.module.named_parameters()}
-        threading.Thread(target=_work, args=(self._queue,), daemon=True).start()
-        weakref.finalize(self, self._queue.put, None)
+        self._in_order = InOrder()
         module.register_comm_hook(self, _hook)
 
     @property
@@ -162,22 +160,19 @@ class RoutedBuckets:
     def _by_worker(
         self, buffer: Tensor, route: Route, name: str, asked: float, last: bool
     ) -> torch.futures.Future[Tensor]:
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
         memory = self._memory if self.steps > DENSE_STEPS else None
 
-        def send() -> None:
-            try:
-                self.collective.all_reduce(buffer, "mean", route=route, memory=memory, name=name)
-                if buffer.is_cpu:
-                    self._note(asked, last)
-                future.set_result(buffer)
-            except Exception as error:  # DDP raises it where backward ends
-                future.set_exception(error)
+        def send() -> Tensor:
+            self.collective.all_reduce(buffer, "mean", route=route, memory=memory, name=name)
+            if buffer.is_cpu:
+                self._note(asked, last)
+            return buffer
 
-        if buffer.is_cpu:
-            self._queue.put(send)
-        else:
-            send()
+        if buffer.is_cpu and self._in_order is not None:
+            found: torch.futures.Future[Tensor] = self._in_order(send, buffer.device)
+            return found
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(send())
         return future
 
     def _note(self, asked: float, last: bool) -> None:
@@ -208,10 +203,3 @@ class RoutedBuckets:
 
 def _hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations kept as text
     return state.take(bucket)
-
-
-def _work(waiting: queue.SimpleQueue[Item]) -> None:
-    """The worker: holds nothing but the queue while it waits, so that its owner can go."""
-    while (item := waiting.get()) is not None:
-        item()
-        del item

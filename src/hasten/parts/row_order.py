@@ -100,8 +100,8 @@ def stratified(
     if not steps:
         return shuffled
     whole, rest = np.split(shuffled, [steps * of_step])
-    width = NARROW_CLASS if of_step < FEW_ROWS else COST_CLASS
-    level = np.floor(costs[whole] / (width * costs.mean()))
+    of_class = NARROW_CLASS if of_step < FEW_ROWS else COST_CLASS
+    level = np.floor(costs[whole] / (of_class * costs.mean()))
     whole = whole[np.argsort(level, kind="stable")]
     bundle = 1 << (int(2 * of_step**0.5).bit_length() - 1)
     columns: list[NDArray[np.int64]] = []

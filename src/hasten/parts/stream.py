@@ -90,6 +90,7 @@ class Stream:
         Raises:
             DriftError: a rank has left, or its weights aren't finite.
         """
+        self.steps += 1
         self._dirty = True
         self.drift.note(tokens)
         if self.drift.size == 1:
@@ -101,7 +102,6 @@ class Stream:
                 return False
         moved: bool = self._receive()
         self._send(stop)
-        self.steps += 1
         return moved
 
     def settle(self) -> bool:
@@ -122,7 +122,7 @@ class Stream:
     @torch.no_grad()
     def _send(self, stop: bool) -> None:
         drift = self.drift
-        fragment = self.steps % len(drift.edges)
+        fragment = self.exchanges % len(drift.edges)
         message = drift.message(fragment, self.codec, stop)
         rows = message.new_empty(drift.size * message.numel())
         sent, back = time.perf_counter(), list[float]()

@@ -112,7 +112,7 @@ class Topology:
         return next(i for i, host in enumerate(self.hosts) if rank in host)
 
     def crossings(self, order: Sequence[int]) -> int:
-        """Of a ring in this order, the steps that leave the host which most of them leave."""
+        """How often a ring in this order leaves the host that it leaves most often."""
         leaving = [0] * len(self.hosts)
         for rank, following in zip(order, (*order[1:], order[0]), strict=True):
             if self.host_of(rank) != self.host_of(following):

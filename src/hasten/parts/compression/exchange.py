@@ -1,18 +1,16 @@
-"""The ranks that average gradients: collectives that count their bytes, and a thread to finish.
+"""The ranks that average gradients: collectives that count their bytes, in two stages.
 
 A second collective that is issued from another thread on the same process group mixes up messages:
 ranks may issue the two in different orders. So each of the two stages has a group of its own. The
 first is used by the thread that computes gradients, in the order in which DDP's buckets are full,
-which is the same on all ranks; the second by one thread that finishes buckets in that order.
+which is the same on all ranks; the second by one thread that finishes buckets in that order
+(:mod:`hasten.parts.in_order`).
 """
 
 from __future__ import annotations
 
 import json
-import queue
-import threading
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +25,6 @@ FIRST, SECOND = 0, 1
 LONGEST_SETTINGS = 2048  # bytes of the settings that ranks compare
 # torch 2.13 has new names for them and warns at the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-Job = tuple[Callable[[], Tensor], "torch.futures.Future[Tensor]"]
 
 
 class WireError(CollectiveError):
@@ -159,35 +156,3 @@ def reduced_bytes(size: int, world: int) -> int:
 def gathered_bytes(size: int, world: int) -> int:
     """What a rank sends when everybody gets its row: it or another's, W - 1 times."""
     return size * (world - 1)
-
-
-class InOrder:
-    """One thread that does jobs in the order in which they came.
-
-    It ends with the object that owns it, and keeps nothing of a job that is done: a process group
-    that lives longer than the process's own would hold the process up at its end.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        threading.Thread(target=_work, args=(self._jobs,), daemon=True).start()
-        weakref.finalize(self, self._jobs.put, None)
-
-    def __call__(self, job: Callable[[], Tensor], device: torch.device) -> Any:
-        """A future of the job's tensor, or of its error, in the form that DDP waits for."""
-        devices = [] if device.type == "cpu" else [device]
-        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-        # A bare exception would reach DDP as a result of a strange type; raised, it is an error.
-        answer = done.then(lambda future: future.value())
-        self._jobs.put((job, done))
-        return answer
-
-
-def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
-    while (entry := jobs.get()) is not None:
-        job, done = entry
-        try:
-            done.set_result(job())
-        except Exception as error:  # DDP raises it where it waits
-            done.set_exception(error)
-        del entry, job, done

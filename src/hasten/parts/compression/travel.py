@@ -69,7 +69,8 @@ class Travel:
     ) -> Callable[[], Tensor]:
         way = self.way_of(pieces, way) if self.compresses else self._dense
         scale = self.scale() if way.feedback else 1.0
-        flat = buffer if scale == 1.0 and _readable(buffer) else buffer.float().div_(scale)
+        as_it_is = scale == 1.0 and (way is self._dense or _readable(buffer))
+        flat = buffer if as_it_is else buffer.float().div_(scale)
         residual: Tensor | None = None
         held: dict[int, Tensor] = {}
         if way.feedback:

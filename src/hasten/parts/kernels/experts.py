@@ -27,9 +27,9 @@ def products(x: Tensor, weights: Tensor, starts: Sequence[int], turned: bool) ->
     so that a part of the rows of every expert may be given.
     """
     n, k = (weights.shape[1], weights.shape[2]) if turned else weights.shape[:0:-1]
-    _check(x, starts, k)
+    _check(x, starts, k, len(weights))
     out = x.new_empty(x.shape[0], n)
-    if not tiles.fits(x, weights):
+    if not tiles.fits(x, weights) or weights.stride(-1) != 1:
         for matrix, (first, last) in zip(weights, itertools.pairwise(starts), strict=True):
             torch.mm(x[first:last], matrix.t() if turned else matrix, out=out[first:last])
         return out
@@ -50,9 +50,9 @@ def _(x: Tensor, weights: Tensor, starts: Sequence[int], turned: bool) -> Tensor
 @custom_op("hasten::expert_gradients_", mutates_args=("out",))
 def gradients_(out: Tensor, grad: Tensor, x: Tensor, starts: Sequence[int]) -> None:
     """``out[e] = grad_e.T @ x_e`` (n, k) for every expert; an expert without rows gets zeros."""
-    _check(x, starts, out.shape[2])
-    _check(grad, starts, out.shape[1])
-    if not tiles.fits(grad, x):
+    _check(x, starts, out.shape[2], len(out))
+    _check(grad, starts, out.shape[1], len(out))
+    if not tiles.fits(grad, x) or out.stride(-1) != 1:
         for found, (first, last) in zip(out, itertools.pairwise(starts), strict=True):
             torch.mm(grad[first:last].t(), x[first:last], out=found)
         return
@@ -108,17 +108,19 @@ def combine_backward(
 
 @combine_backward.register_fake
 def _(grad: Tensor, x: Tensor, sources: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weights)
+    return x.new_empty(x.shape), weights.new_empty(weights.shape)
 
 
 def _at(tensor: Tensor | None) -> c_void_p:
     return c_void_p(None if tensor is None else tensor.data_ptr())
 
 
-def _check(x: Tensor, starts: Sequence[int], width: int) -> None:
-    ordered = all(a <= b for a, b in itertools.pairwise(starts))
-    if x.stride(1) != 1 or x.shape[1] != width or not ordered or starts[-1] > x.shape[0]:
+def _check(x: Tensor, starts: Sequence[int], width: int, experts: int) -> None:
+    """Every row belongs to one expert: what the starts left out would come back as it lay."""
+    ordered = list(starts) == sorted(starts) and len(starts) == experts + 1
+    whole = ordered and (starts[0], starts[-1]) == (0, x.shape[0])
+    if x.stride(1) != 1 or x.shape[1] != width or not whole:
         raise ValueError(
-            f"rows {tuple(x.shape)} and starts up to {starts[-1]} don't belong to experts of "
+            f"rows {tuple(x.shape)} and starts {list(starts)} don't belong to {experts} experts of "
             f"{width} columns"
         )

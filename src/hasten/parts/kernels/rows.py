@@ -70,7 +70,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 @rms_norm.register_fake
 def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 @custom_op("hasten::rms_norm_backward", mutates_args=())
@@ -92,7 +92,7 @@ def rms_norm_backward(
 def _(
     grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, past: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight, dtype=torch.float32)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=torch.float32)
 
 
 @custom_op("hasten::swiglu", mutates_args=())
@@ -109,7 +109,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 @swiglu.register_fake
 def _(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.empty_like(gate)
+    return gate.new_empty(gate.shape)
 
 
 @custom_op("hasten::swiglu_backward", mutates_args=())
@@ -124,7 +124,7 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
 
 @swiglu_backward.register_fake
 def _(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(gate), torch.empty_like(up)
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
 @custom_op("hasten::rotate", mutates_args=())

@@ -176,9 +176,8 @@ def encode(
     unused = flat.new_empty(0, dtype=torch.float32)
     given = [unused if t is None else t for t in (residual, kept)]
     key = 0 if seed is None else key_of(seed)
-    signed = key - (
-        key >> 31 << 32
-    )  # Triton gives a number its narrowest format, here always int32
+    # Triton gives a number its narrowest format: as a signed one it is always an int32.
+    signed = key - (key >> 31 << 32)
     encode_kernel[(len(scales),)](
         flat,
         *given,
