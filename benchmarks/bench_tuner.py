@@ -46,7 +46,6 @@ class OneAtATime:
             range(len(space.dimensions)), len(space.dimensions)
         )
         self._done = {space.start}
-        self._queue: list[tuple[int, int]] = []
 
     def ask(self) -> Point | None:
         for _ in range(3):  # sweeps over all dimensions

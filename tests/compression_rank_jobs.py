@@ -27,7 +27,8 @@ def every_method(world: World) -> dict[str, Any]:
         "conserved": {m: _conserved(m, world) for m in ("int8", "int4", "topk", "powersgd")},
         "close": {m: _one_mean(m, world) for m in METHODS},
         "bytes": {m: _bytes(m) for m in METHODS},
-        "dgc": _momentum(world),
+        "dgc": _momentum(),
+        "fp16": {m: _in_fp16(m) for m in ("none", "int4")},
     }
 
 
@@ -116,18 +117,27 @@ def _bytes(method: str) -> dict[str, int]:
     }
 
 
-def _momentum(world: World) -> float:
-    """With everything sent, the corrected form is plain momentum (a loop in float64)."""
+def _momentum() -> float:
+    """With everything sent no velocity is left, so that what arrives is the gradient itself."""
     c = compressor("topk", compression_ratio=1.0, momentum=0.9)
     weight = nn.Parameter(torch.zeros(600))
-    velocity, worst = torch.zeros(600, dtype=torch.float64), 0.0
+    worst = 0.0
     for step in range(3):
         weight.grad = torch.randn(600, generator=torch.Generator().manual_seed(step))
-        velocity = torch.zeros_like(velocity) + weight.grad.double()  # what was sent is taken out
+        given = weight.grad.double()
         c.synchronize_gradients([weight])
         assert weight.grad is not None
-        worst = max(worst, float((weight.grad - velocity).abs().max() / velocity.abs().max()))
+        worst = max(worst, float((weight.grad - given).abs().max() / given.abs().max()))
     return worst
+
+
+def _in_fp16(method: str) -> list[int]:
+    """Of a gradient that travels in full: bytes sent and predicted, and its error."""
+    c = compressor(method, minimum=10**6)
+    weight = nn.Parameter(torch.zeros(5000, dtype=torch.float16))
+    weight.grad = torch.ones_like(weight)
+    c.synchronize_gradients([weight])
+    return [c.sent_bytes, c.predicted([weight]), int((weight.grad != 1).sum())]
 
 
 def four(world: World) -> dict[str, Any]:

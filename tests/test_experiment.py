@@ -164,6 +164,14 @@ def test_gradual_optimisation_keeps_what_pays(recipe: Recipe, order: Any) -> Non
     assert [row["kept"] for row in climbed.report["design"]["climb"]].count(True) == 2
 
 
+def test_the_cost_of_a_climb_has_all_its_experiments(recipe: Recipe) -> None:
+    priced = recipe.model_dump() | {"price": {"currency": "EUR", "per_device_hour": 2.0}}
+    report = gradual_optimize(Recipe(**priced), design=DESIGN).report
+    assert report is not None
+    whole = report["cost"]["experiment"]["seconds"]
+    assert whole > 2 * report["design"]["seconds"]  # three decisions came before it
+
+
 def test_where_nothing_pays_nothing_is_kept(recipe: Recipe) -> None:
     poor = recipe.model_copy(update={"plan": ["document_attention"]})
     climbed = gradual_optimize(poor, design=DESIGN)

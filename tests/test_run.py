@@ -197,6 +197,24 @@ def test_best_holds_the_weights_of_the_lowest_held_out_loss(tmp_path: Path) -> N
     assert summary["held_out_loss"] == pytest.approx(best, rel=1e-4)
 
 
+def test_a_later_attempt_does_not_take_a_worse_model_for_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = {"learning_rate": 0.5, "lr_schedule": "constant"}  # the loss can only rise
+    values = small(tmp_path, eval_every=2, plan=[{"checkpoints": {"interval": 2}}], **rates)
+    run({**values, "max_steps": 4})
+    best = tmp_path / "run" / "best"
+    before = {p.name: p.read_bytes() for p in best.glob("*.safetensors")}
+    assert before
+    losses = [e["held_out_loss"] for e in lines(tmp_path / "run" / "evaluations.jsonl")]
+    with (tmp_path / "run" / "evaluations.jsonl").open("a") as file:  # as if it had been lower
+        file.write(json.dumps({"step": 4, "tokens": 9, "held_out_loss": min(losses) / 100}) + "\n")
+    monkeypatch.setenv("HASTEN_ATTEMPT", "2")
+    run({**values, "max_steps": 6, "resume": "auto"})
+    assert {p.name: p.read_bytes() for p in best.glob("*.safetensors")} == before
+    assert [e["step"] for e in lines(tmp_path / "run" / "evaluations.jsonl")][-1] == 6
+
+
 def test_the_schedule_ends_with_the_data_whatever_the_order_makes_of_it(tmp_path: Path) -> None:
     order = [{"packed_epoch": {"row_tokens": 96}}, "packed"]
     values = small(tmp_path, max_steps=None, epochs=2, lr_schedule="linear", plan=order)

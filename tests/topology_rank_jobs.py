@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def _host(rank: int) -> str:
 
 def everything(world: World) -> dict[str, Any]:
     """All jobs for four ranks: a start takes longer than what they do."""
-    jobs = (every_way, other_formats, pieces, by_codec, measured, given)
+    jobs = (every_way, other_formats, large, pieces, by_codec, measured, given)
     return {job.__name__: job(world) for job in jobs}
 
 
@@ -79,6 +80,20 @@ def other_formats(world: World) -> dict[str, Any]:
     }
 
 
+def large(world: World) -> dict[str, Any]:
+    """By each way the least and largest of fp16 means whose sums fp16 can't hold."""
+    found = {}
+    for way in ("flat", "hierarchical", "leader"):
+        collective = TopoAwareCollective(
+            "gloo", "ethernet", way=way, host=_host(world.rank), timeout=60
+        )
+        mine = torch.full((6, 4), 40_000.0, dtype=torch.float16)
+        piece = collective.reduce_scatter(mine, "mean")
+        whole = collective.all_reduce(mine.t(), "mean")
+        found[way] = [float(value) for t in (piece, whole) for value in (t.min(), t.max())]
+    return found
+
+
 def pieces(world: World) -> dict[str, Any]:
     """reduce_scatter and all_gather give by rank what torch's own give."""
     collective = TopoAwareCollective("gloo", "ethernet", host=_host(world.rank), timeout=60)
@@ -88,16 +103,11 @@ def pieces(world: World) -> dict[str, Any]:
     wanted = exact.view(world.size, -1)[world.rank]
     gathered = collective.all_gather(values(world.rank, 5))
     ours = torch.cat([values(r, 5) for r in range(world.size)])
-    try:
-        collective.reduce_scatter(torch.ones(world.size + 1))
-        refused = ""
-    except ValueError as error:
-        refused = str(error)
     return {
         "piece": float((piece.double() - wanted).abs().max()),
         "mean": float((collective.reduce_scatter(mine, "mean") - piece / world.size).abs().max()),
         "gathered": bool(torch.equal(gathered, ours)),
-        "refused": refused,
+        "refused": _said(lambda: collective.reduce_scatter(torch.ones(world.size + 1))),
     }
 
 
@@ -140,12 +150,15 @@ def unequal(world: World) -> dict[str, Any]:
     result = collective.all_reduce(torch.full((10,), float(world.rank)))
     piece = collective.reduce_scatter(torch.arange(6.0))
     gathered = collective.all_gather(torch.tensor([float(world.rank)]))
+    uneven = Topology(((0, 1), (2,)), Link(1e-5, 5e9), Link(1e-4, 1e7), "given")
     coded = TopoAwareCollective("gloo", "ethernet", between="int8", host=host, timeout=60)
-    try:
-        coded.all_reduce(torch.ones(4))
-        refused = ""
-    except ValueError as error:
-        refused = str(error)
+    other = TopoAwareCollective("gloo", uneven, way="hierarchical", timeout=60)
+    route = Route("hierarchical")
+    refused = [
+        _said(lambda: coded.all_reduce(torch.ones(4))),
+        _said(lambda: collective.all_reduce(torch.ones(4), route=route)),
+        _said(lambda: other.all_reduce(torch.ones(4))),
+    ]
     return {
         "sum": result.tolist(),
         "piece": piece.tolist(),
@@ -154,14 +167,18 @@ def unequal(world: World) -> dict[str, Any]:
     }
 
 
-def disagreeing(world: World) -> str:
-    topology = "pcie" if world.rank == 1 else "ethernet"
-    collective = TopoAwareCollective("gloo", topology, timeout=60)
+def _said(call: Callable[[], object]) -> str:
     try:
-        collective.all_reduce(torch.ones(4))
+        call()
     except ValueError as error:
         return str(error)
     return ""
+
+
+def disagreeing(world: World) -> str:
+    topology = "pcie" if world.rank == 1 else "ethernet"
+    collective = TopoAwareCollective("gloo", topology, timeout=60)
+    return _said(lambda: collective.all_reduce(torch.ones(4)))
 
 
 def measured(world: World) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from hasten.core.setup import prepare
 from hasten.core.state import restore, state_of
 from hasten.core.step import training
 from hasten.core.technique import Technique
+from hasten.errors import InputError
 from hasten.parts import collectives, wire_choice
 from hasten.parts.collective_plan import Route
 from hasten.parts.collectives import TopoAwareCollective
@@ -143,8 +144,8 @@ def sessions(world: World) -> dict[str, Any]:
     return found
 
 
-def _session(world: World, *techniques: Technique, steps: int = 8) -> Session:
-    job = language_job(tiny_model, data=records(64), batch=8, steps=steps)
+def _session(world: World, *techniques: Technique, steps: int = 8, batch: int = 8) -> Session:
+    job = language_job(tiny_model, data=records(64), batch=batch, steps=steps)
     plan = Plan((*techniques, DDP(bucket_cap_mb=1)))
     return assemble(prepare(job, plan, job_facts(job, world=world)))
 
@@ -183,6 +184,16 @@ def drifted(world: World) -> dict[str, str]:
         except CollectiveError as error:
             found[technique.name()] = str(error)
     return found
+
+
+def uneven(world: World) -> str:
+    """Two ranks on one host and one on the other: what the start of a session says."""
+    collectives.host_name = lambda: f"host-{world.rank // 2}"
+    try:
+        _session(world, Hierarchical(topology="ethernet"), batch=6)
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 def tried(world: World) -> dict[str, Any]:

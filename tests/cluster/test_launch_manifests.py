@@ -187,7 +187,9 @@ def test_a_skypilot_task_has_documented_fields_only() -> None:
         ("kubernetes", {"image": ""}, "--image"),
         ("kubernetes", {"volume": ""}, "--volume"),
         ("kubernetes", {"workdir": "here"}, "absolute path"),
+        ("kubernetes", {"name": "7b"}, "a letter first"),
         ("skypilot", {"accelerator": ""}, "--gpu"),
+        ("slurm", {"grace": 80_000, "minutes": 9000}, "65535 seconds before the limit at most"),
     ],
 )
 def test_what_a_target_needs_is_asked_for(target: str, changes: dict[str, Any], words: str) -> None:
@@ -254,6 +256,16 @@ def test_deepseek_v3_s_shape_becomes_megatron_s_arguments() -> None:
     assert found["--expert-model-parallel-size"] == ("8",)
     assert "--group-query-attention" not in found
     assert "--add-qkv-bias" not in found
+
+
+def test_all_of_the_grace_is_left_for_saving() -> None:
+    config = build_config(preset("deepseek-llm-7b")).to_dict()
+    for grace, minutes in ((119, 88), (60, 89), (90 * 60 - 1, 1)):
+        launch = replace(
+            BASE, grace=grace, config=config, layout={**LAYOUT, "pp": 2, "dp": 8}, batch=BATCH
+        )
+        text = files("megatron", launch, Path("/out"))["megatron.sh"]
+        assert f"--exit-duration-in-mins {minutes}\n" in text
 
 
 def test_grouped_heads_and_biases_of_qwen_are_said() -> None:

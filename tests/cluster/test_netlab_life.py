@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.cluster.netlab import Lab, naming
+from hasten.cluster.netlab import Lab, naming, network
 from hasten.cluster.netlab.rates import bits_per_second, burst_bytes
 from hasten.errors import InputError
 from netlab import lab_with_links
@@ -197,6 +199,29 @@ def test_a_failing_rank_ends_the_others_and_a_hanging_one_is_ended_in_time() -> 
         missing = lab.run(["no-such-command"])
         assert [r.code for r in missing] == [None, None]
         assert "no-such-command can't be started" in missing[0].reason
+
+
+def test_a_keeper_that_ends_before_it_has_answered_is_one_sentence(tmp_path: Path) -> None:
+    lab = Lab(2, 1, mode="loopback")
+    lab.name, lab._folder = "0" * 8, tmp_path
+    with socket.socket(socket.AF_UNIX) as keeper:
+        keeper.bind(str(tmp_path / "socket"))
+        keeper.listen()
+
+        def hear() -> None:
+            talk = keeper.accept()[0]
+            talk.recv(1000)
+            talk.close()
+
+        threading.Thread(target=hear, daemon=True).start()
+        with pytest.raises(InputError, match="the lab 00000000 doesn't answer, it has ended"):
+            lab.bytes(0)
+
+
+def test_a_tool_that_hangs_is_given_up_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "SECONDS", 0.1)
+    with pytest.raises(OSError, match=r"sleep 60 did not end within 0\.1 s"):
+        network._run(["sleep", "60"])
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,20 @@ def test_a_failing_rank_ends_the_others_and_gives_its_code(
     assert "rank 1 failed: the disk is gone" in capfd.readouterr().err
 
 
+def test_a_rank_that_a_signal_ended_is_named_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _instead_of_hasten(
+        monkeypatch,
+        tmp_path,
+        "import os, signal, time\n"
+        "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(60)\n",
+    )
+    assert start([], 2, tmp_path, 2) == 1
+    assert "rank 1 failed: it was ended by SIGKILL, as the kernel" in capfd.readouterr().err
+
+
 def test_a_rank_that_does_not_leave_when_rank_0_is_done_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,6 +89,7 @@ def test_an_interface_that_is_not_there_is_named(tmp_path: Path) -> None:
         {"GLOO_SOCKET_IFNAME": "eth9"}, False, net, cards
     )
     assert found({"GLOO_SOCKET_IFNAME": "eth0"}, False, net, cards) == ""
+    assert "docker0" not in found({"NCCL_SOCKET_IFNAME": "^docker0"}, True, net, cards)
     assert found({}, False, net, cards) == ""
 
 

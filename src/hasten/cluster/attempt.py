@@ -5,8 +5,8 @@
     no pulse for ``hang_seconds``              a rank hangs, and the others wait for it
     no first pulse for ``start_seconds``       a rank doesn't find its way in (or, at the end, out)
 
-Whatever it was, all ranks and what they started are then killed: SIGTERM would wait for ranks that
-wait for each other. What they have saved appears whole or not at all.
+Whatever it was, all ranks that still run are then killed, with what they have started: SIGTERM
+would wait for ranks that wait for each other. What they have saved appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from hasten.cluster.pulse import Beat, read_pulse, read_words
+from hasten.cluster.pulse import Beat, ended_by, read_pulse, read_words
 
 LOOK_SECONDS = 0.02
 SETTLE_SECONDS = 0.25  # after a first failure, for the one that caused it to show
@@ -149,10 +149,7 @@ class Attempt:
         return self._with(left, rank, f"it ended with code {left}")
 
     def _killed(self, rank: int, code: int) -> Ending:
-        names = {int(s): s.name for s in signal.Signals}
-        name = names.get(-code, f"signal {-code}")
-        why = ", as the kernel does where memory runs out" if code == -signal.SIGKILL else ""
-        return self._with(code, rank, f"it was ended by {name}{why}")
+        return self._with(code, rank, ended_by(code))
 
     def _silent(self, now: float, codes: Sequence[int | None]) -> Ending | None:
         """The ending where a rank shows no pulse for too long."""
@@ -201,7 +198,7 @@ class Attempt:
         return Ending(code, rank, cause, step, count > 1, words, hung)
 
     def kill(self) -> None:
-        """End all ranks and what they started, at once, and wait until they are gone."""
+        """End all ranks that run, with what they started, at once; wait until they are gone."""
         family = [child for process in self.processes for child in _children(process)]
         for process in self.processes:
             if process.poll() is None:

@@ -66,6 +66,14 @@ def pulse_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.pulse"
 
 
+def ended_by(code: int) -> str:
+    """What to say of a process that a signal ended, by its exit code below 0."""
+    names = {int(s): s.name for s in signal.Signals}
+    name = names.get(-code, f"signal {-code}")
+    why = ", as the kernel does where memory runs out" if code == -signal.SIGKILL else ""
+    return f"it was ended by {name}{why}"
+
+
 def words_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.words"
 

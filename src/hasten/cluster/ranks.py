@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hasten.cluster.joining import backend_for, join
-from hasten.cluster.pulse import PARENT
+from hasten.cluster.pulse import PARENT, ended_by
 from hasten.core import facts
 from hasten.core.facts import World
 from hasten.core.leaving import HASTE
@@ -107,7 +107,9 @@ def start(
         if failed is None:
             return 0
         code = processes[failed].returncode
-        if failed and code > 0:
+        if code < 0:
+            print(f"rank {failed} failed: {ended_by(code)}", file=sys.stderr)
+        elif failed:
             words = logs[failed].read_text(errors="replace").strip().splitlines()
             if words or code != ADVICE:  # rank 0 has said what holds for all
                 print(f"rank {failed} failed: {words[-1] if words else ''}", file=sys.stderr)

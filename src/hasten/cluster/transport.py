@@ -107,8 +107,10 @@ def hints(
 def _about_interface(
     name: str, chosen: str, up: Mapping[str, float | None], net: Path
 ) -> list[str]:
+    if chosen.startswith("^"):  # names what isn't to be taken, there or not
+        return []
     there = sorted(path.name for path in net.iterdir()) if net.is_dir() else []
-    first = chosen.lstrip("^=").split(",")[0]
+    first = chosen.lstrip("=").split(",")[0]
     if chosen and there and not any(interface.startswith(first) for interface in there):
         return [f"{name}={chosen}, and there is no such interface; there are {', '.join(there)}"]
     if chosen or len(up) < 2:

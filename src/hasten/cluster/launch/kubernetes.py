@@ -26,7 +26,7 @@ def files(launch: Launch) -> dict[str, str]:
     """The two manifests; one of them is applied, whichever operator the cluster has.
 
     Raises:
-        InputError: no image, or no claim for data and checkpoints.
+        InputError: no image, no claim for data and checkpoints, or a name that it doesn't take.
     """
     if not launch.image:
         raise InputError("--image: Kubernetes needs a container image that the cluster can pull")
@@ -34,6 +34,11 @@ def files(launch: Launch) -> dict[str, str]:
         raise InputError(
             "--volume: name the claim (PersistentVolumeClaim, ReadWriteMany) that holds data and "
             "checkpoints; pods keep nothing"
+        )
+    if not launch.name[0].isalpha():
+        raise InputError(
+            f"--name {launch.name!r}: Kubernetes wants a letter first, since services "
+            "have the job's name (RFC 1035)"
         )
     if not launch.workdir.startswith("/"):
         raise InputError(

@@ -7,6 +7,7 @@ Names of the arguments as in Megatron-LM's ``megatron/training/arguments.py`` (c
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -52,7 +53,8 @@ def files(launch: Launch) -> dict[str, str]:
     """
     words = arguments(launch.config, launch.layout, launch.batch, launch.cloud.devices)
     if launch.minutes is not None:  # it saves and ends by itself, before the scheduler does it
-        words.append(("--exit-duration-in-mins", str(launch.minutes - launch.grace // 60)))
+        saving = math.ceil(launch.grace / 60)
+        words.append(("--exit-duration-in-mins", str(max(1, launch.minutes - saving))))
     missing = f'"${{1:?say where ranks meet: megatron.sh FIRST_HOST:{launch.port}}}"'
     text = SCRIPT.format(
         mark=MARK,

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from hasten.cluster.launch.job import MARK, Launch
 from hasten.cluster.launch.node import meeting_at, node_script
+from hasten.errors import InputError
 
 WORDS = ("partition", "account", "qos", "constraint", "reservation")
+LONGEST_WARNING = 65_535  # seconds before the limit, the most that --signal takes
 FIRST = '"--rdzv-conf=is_host=$((SLURM_NODEID == 0))" "--local-addr=$SLURMD_NODENAME"'
 BODY = """
 set -u
@@ -47,7 +49,15 @@ def files(launch: Launch, node: str) -> dict[str, str]:
     """The batch script, the node's script, the recipe; ``node``: node.sh's path as shell reads it.
 
     Slurm copies a batch script elsewhere before it runs, so it has to name the other absolutely.
+
+    Raises:
+        InputError: Slurm can't warn so long before the limit.
     """
+    if launch.grace > LONGEST_WARNING:
+        raise InputError(
+            f"--grace is {launch.grace}; Slurm warns {LONGEST_WARNING} seconds before the limit "
+            "at most"
+        )
     nodes = f'"{launch.least}:$SLURM_JOB_NUM_NODES"'
     if launch.least == launch.cloud.nodes:
         nodes = '"$SLURM_JOB_NUM_NODES"'

@@ -232,11 +232,14 @@ class Lab:
                 talk.connect(str(self._folder / "socket"))
                 talk.sendall(json.dumps({"verb": verb, **details}).encode() + b"\n")
                 with talk.makefile("rb") as lines:
-                    answer: dict[str, Any] = json.loads(lines.readline() or b"null") or {}
+                    line = lines.readline()
+            if not line.endswith(b"\n"):
+                raise ConnectionError("it went before its answer was whole")
         except OSError as error:
             raise InputError(
                 f"the lab {self.name} doesn't answer, it has ended ({error})"
             ) from None
+        answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise InputError(f"the lab {self.name}: {answer['error']}")
         return answer

@@ -173,9 +173,17 @@ def _run(
     """Run a tool where this thread is; what it complains of becomes the error."""
     if shutil.which(command[0]) is None:
         raise OSError(f"the command {command[0]} is missing: install iproute2")
-    found = subprocess.run(
-        command, input=text, capture_output=True, text=True, timeout=SECONDS, pass_fds=descriptors
-    )
+    try:
+        found = subprocess.run(
+            command,
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            pass_fds=descriptors,
+        )
+    except subprocess.TimeoutExpired:
+        raise OSError(f"{' '.join(command[:2])} did not end within {SECONDS} s") from None
     if found.returncode and not may_fail:
         words = found.stderr.strip().splitlines() or ["no reason given"]
         raise OSError(f"{' '.join(command[:2])}: {words[0].removeprefix('Error: ')}")
