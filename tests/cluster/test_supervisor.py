@@ -20,6 +20,7 @@ from hasten.cluster.attempt import Limits
 from hasten.cluster.pulse import BEAT
 from hasten.cluster.spares import Spares
 from hasten.cluster.supervisor import LEFT, WORN_OUT, Ranks, Supervision, supervise
+from offspring import children
 
 # What scripts use of a rank's world, without the seconds that torch takes to import.
 PRELUDE = f"""
@@ -253,7 +254,7 @@ def test_a_spare_becomes_the_rank_if_its_lasting_variables_are_the_same(
 
 def test_a_spare_ends_when_nobody_can_wake_it_any_more(spares: Spares, tmp_path: Path) -> None:
     spares.prepare(0, {**os.environ, "PYTHONPATH": str(tmp_path)}, None)
-    (process,) = psutil.Process().children()
+    (process,) = children()
     waiting, _ = spares._waiting[0]
     assert waiting.stdin is not None
     waiting.stdin.close()

@@ -20,6 +20,7 @@ from hasten.data import workers as workers_module
 from hasten.data.formats import Conversation
 from hasten.data.store import tokenize
 from hasten.errors import InputError
+from offspring import children
 from preparation import CHUNK, COUNT, dialogues
 
 
@@ -168,14 +169,14 @@ def test_a_worker_that_dies_is_replaced_and_the_order_unchanged(
 
     def kill(done: int, total: int) -> None:
         if len(killed) < 2:  # both workers at once, then the two that took their places run on
-            for child in psutil.Process().children():
+            for child in children():
                 child.send_signal(signal.SIGKILL)
                 killed.append(child.pid)
 
     store = tokenize(dialogues(COUNT), tokenizer, tmp_path / "out", 64, on_progress=kill, workers=2)
     assert len(killed) >= 2
     assert store.path.read_bytes() == undisturbed
-    assert psutil.Process().children() == []
+    assert children() == []
 
 
 def test_a_chunk_whose_workers_die_is_named_and_what_is_done_stays(
@@ -198,14 +199,14 @@ def test_a_chunk_whose_workers_die_is_named_and_what_is_done_stays(
 
     def kill(done: int, total: int) -> None:
         if not killed:
-            for child in psutil.Process().children():
+            for child in children():
                 child.send_signal(signal.SIGKILL)
                 killed.append(child.pid)
 
     words = r"the chunk of records \d+ to \d+ \(data.jsonl:\d+ to data.jsonl:\d+\) was ended by sig"
     with pytest.raises(InputError, match=words):
         tokenize(dialogues(COUNT), tokenizer, tmp_path / "out", 64, on_progress=kill, workers=2)
-    assert psutil.Process().children() == []
+    assert children() == []
     assert list((tmp_path / "out").glob("*.parts/*.arrow"))
     store = tokenize(dialogues(COUNT), tokenizer, tmp_path / "out", 64)
     assert store.path.read_bytes() == undisturbed
@@ -221,7 +222,7 @@ def test_a_template_that_fails_names_the_record(
     )
     with pytest.raises(InputError, match=r"fails on data\.jsonl:35 \(ZeroDivisionError"):
         tokenize(dialogues(COUNT), tokenizer, tmp_path, 64, workers=workers)
-    assert psutil.Process().children() == []
+    assert children() == []
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from hasten.core.plan import Plan
@@ -24,6 +23,7 @@ from hasten.run import ready
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.optimizer import FusedAdamW
+from offspring import children
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def kill_in_its_turn(plan: Plan) -> None:
     """Kill the arm's process just before its order is given."""
     text = json.dumps(plan.to_list())
-    (arm,) = [p for p in psutil.Process().children() if text in p.cmdline()]
+    (arm,) = [p for p in children() if text in p.cmdline()]
     arm.send_signal(signal.SIGKILL)
 
 
