@@ -95,7 +95,7 @@ def _wait_for(folder: Path, process: subprocess.Popen[bytes]) -> Path:
     ("budget", "wishes", "said"),
     [
         ("soon", {}, "budget: can't read 'soon'"),
-        ("1s", {}, "is too short"),
+        ("0.02s", {}, "is too short"),  # no process starts in that
         (0, {}, "is no time"),
         (-5.0, {}, "budget: can't read"),
         ("60s", {"sampler": "tpee"}, "did you mean 'tpe'"),
