@@ -55,3 +55,11 @@ def test_the_demo_compares_trains_and_leaves_an_honest_report(
 )
 def test_the_model_follows_the_machine(tmp_path: Path, gpu_bytes: float, model: str) -> None:
     assert module.recipe_for(tmp_path, gpu_bytes).model == model
+
+
+def test_a_training_that_was_asked_to_leave_is_told_without_what_it_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    left = {"steps": 3, "held_out_loss": None, "tokens_per_second": None, "saved": "run/model"}
+    module._show_training({**left, "samples": []})
+    assert capsys.readouterr().out == "\nafter 3 steps with the whole plan: saved in run/model\n"

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-# A child that spins until the process that started it has gone.
-SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+# A child that spins until the process of that number, which started it, has gone: perhaps before
+# the child asks for the first time.
+SPIN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): pass"
 
 
 def slow() -> Callable[[], tuple[int, float]]:
@@ -69,7 +70,7 @@ def nothing() -> None:
 
 def spinning(note: str) -> Callable[[], int]:
     """A thread and a process that never rest; ``note`` is told the numbers of both processes."""
-    child = subprocess.Popen([sys.executable, "-c", SPIN])
+    child = subprocess.Popen([sys.executable, "-c", SPIN, str(os.getpid())])
     threading.Thread(target=lambda: [None for _ in iter(int, 1)], daemon=True).start()
     Path(note).write_text(f"{os.getpid()} {child.pid}")
     return lambda: 10

@@ -82,10 +82,12 @@ def recipe_for(output: Path, gpu_bytes: float) -> Recipe:
 
 
 def _show_training(summary: dict[str, Any]) -> None:
+    loss, rate = summary["held_out_loss"], summary["tokens_per_second"]
     print(
-        f"\nafter {summary['steps']} steps with the whole plan: held-out loss "
-        f"{summary['held_out_loss']:.4f}, {summary['tokens_per_second']:,.0f} tokens/s, "
-        f"saved in {summary['saved']}"
+        f"\nafter {summary['steps']} steps with the whole plan: "
+        + (f"held-out loss {loss:.4f}, " if loss is not None else "")  # None: asked to leave
+        + (f"{rate:,.0f} tokens/s, " if rate else "")
+        + f"saved in {summary['saved']}"
     )
     for sample in summary["samples"]:
         print(f"\nasked:\n{sample['prompt']}\nit writes:\n{sample['answer']}")
