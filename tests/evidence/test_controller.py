@@ -139,6 +139,18 @@ def test_each_build_has_its_share_of_the_rounds(tmp_path: Path) -> None:
     assert found.design["builds"] == 2
 
 
+def test_every_second_sitting_starts_from_the_other_end(tmp_path: Path) -> None:
+    """Whoever starts first may be slower for as long as it lives."""
+    record = Record()
+    pretend(tmp_path, Design(rounds=6, steps=1, builds=3), record=record)
+    started = [e["arm"] for e in record.events if e["event"] == "start"]
+    first, second, third = (started[i : i + 4] for i in (0, 4, 8))
+    assert second == first[::-1]
+    assert third == first
+    members = [e["members"] for e in record.events if e["event"] == "sitting"]
+    assert members == [first] * 3  # the same group, whoever started first
+
+
 def test_arms_that_fit_are_alive_together(tmp_path: Path) -> None:
     found = pretend(tmp_path, Design(rounds=2, steps=1), memory=440)  # four of 100, and some room
     assert found.design["grouping"] == "all 4 arms alive together"

@@ -14,6 +14,7 @@ from hasten.evidence.ablation import Arm
 from hasten.evidence.comparisons import interaction_of, noise_of, ratio_between, ratio_to
 from hasten.evidence.judgement import judge
 from hasten.evidence.luck import BELIEF, USUAL, Luck, luck_of, with_luck
+from hasten.evidence.significance import noise_floor, p_beyond
 from hasten.evidence.statistics import Interval
 from hasten.evidence.students_t import student_quantile
 
@@ -132,3 +133,17 @@ def test_an_interval_is_never_narrower_and_keeps_its_middle(
 def test_one_round_stays_unknown() -> None:
     unknown = Interval(1.0, 1.0, 0.0, math.inf, 1)
     assert Luck(0.01, 4, 1).widened(unknown) == unknown
+
+
+def test_no_p_value_is_smaller_than_processes_alone_give() -> None:
+    ratios, luck = [1.05, 1.051, 1.049, 1.05], Luck(0.01, 5, 2)
+    distance = math.log(1.05) - math.log(1.01)
+    assert p_beyond(ratios, 0.01) < 0.001
+    assert p_beyond(ratios, 0.01, luck) == pytest.approx(luck.chance(distance), rel=1e-3)
+    assert luck.chance(distance) > 0.02
+
+
+def test_a_copy_that_differs_as_processes_do_raises_no_floor() -> None:
+    again = [1.02, 1.0201, 1.0199, 1.02]  # beyond doubt by its rounds, and nothing by its processes
+    assert noise_floor(again) == pytest.approx(0.02, rel=1e-2)
+    assert noise_floor(again, Luck(0.01, 5, 2)) == 0.01

@@ -79,6 +79,15 @@ def test_recomputation_may_rest_only_where_all_activations_fit(
     assert asked[0] > 0
 
 
+def test_a_look_at_its_bytes_leaves_recomputation_as_it_was() -> None:
+    session = session_of(job(), Recompute())
+    next(training(session))
+    [switch] = Recompute().switches(session)
+    switch.set(False)
+    [again] = Recompute().switches(session)  # measures with recomputation and without
+    assert again.now() is False
+
+
 def test_what_has_no_such_setting_offers_nothing() -> None:
     assert offered(Packed()) == {}
 
