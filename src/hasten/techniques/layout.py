@@ -23,6 +23,7 @@ from hasten.core.traffic import Traffic, traffic_of
 from hasten.parts.bucket_size import by_link
 from hasten.parts.collectives import TopoAwareCollective
 from hasten.parts.late_reduction import reduce_now
+from hasten.parts.replica_buffers import leave_constants
 from hasten.techniques.wire_traffic import OfReplicas
 
 
@@ -99,6 +100,7 @@ class Replicas:
         wrapped = DistributedDataParallel(
             module, device_ids=gpu, bucket_cap_mb=cap, gradient_as_bucket_view=False
         )
+        leave_constants(wrapped)
         wire.attach(wrapped)
         self._watched = OfReplicas(wrapped, wire)
         return wrapped

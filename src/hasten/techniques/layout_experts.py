@@ -31,6 +31,7 @@ from hasten.parts.layout.expert_parallel import (
 )
 from hasten.parts.memory_needs import ADAMW_FLOAT32, routed_weights
 from hasten.parts.recompute import BlockRecompute
+from hasten.parts.replica_buffers import leave_constants
 from hasten.techniques.experts import ARCHITECTURES
 
 
@@ -163,6 +164,7 @@ class SharedOut:
         self._gradients = ExpertGradients(shared.parameters(), self._replicas, self.averages)
         gpu = None if self._device == "cpu" else [torch.device(self._device)]
         wrapped = replicated(module, shared, device_ids=gpu, bucket_cap_mb=self._bucket_cap_mb)
+        leave_constants(wrapped)
         wire.attach(wrapped)
         return wrapped
 
