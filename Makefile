@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 MINUTES ?= 600
+JOBS ?= 1
 
 .PHONY: help install demo test lint format calibrate campaign docs clean
 help:
@@ -12,7 +13,7 @@ help:
 	@echo "make lint     set up, then check style and types"
 	@echo "make install  set up only"
 	@echo "make calibrate  fit the planner to benchmarks/planner/measurements.json"
-	@echo "make campaign thousands of faults on a training run; MINUTES=600, PEERS=a Python with Lightning"
+	@echo "make campaign thousands of faults on a training run; MINUTES=600, JOBS=1, PEERS=a Python with Lightning"
 	@echo "make docs     build the documentation site into build/site"
 	@echo "make clean    remove the environment and caches (runs/ stays)"
 
@@ -47,7 +48,7 @@ calibrate: install
 	$(BIN)/python benchmarks/planner/calibrate.py
 
 campaign: install
-	$(BIN)/python benchmarks/campaign/run.py --minutes $(MINUTES) $(if $(PEERS),--peers $(PEERS))
+	$(BIN)/python benchmarks/campaign/run.py --minutes $(MINUTES) --jobs $(JOBS) $(if $(PEERS),--peers $(PEERS))
 
 docs: install
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[docs]'

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -116,15 +117,44 @@ def test_what_is_furthest_behind_comes_next_and_what_does_not_fit_is_left(tmp_pa
     ledger = Ledger(tmp_path)
     campaign = run.Campaign(ledger, {"hasten": sys.executable}, time.monotonic() + 60)
     turns = [(fault_named(name), "hasten") for name in ("kills", "configs")]
-    assert campaign._next(turns) == turns[0]
+    assert campaign._next(turns, []) == turns[0]
     ledger.add(line("kills", good=100))
-    assert campaign._next(turns) == turns[1]
+    assert campaign._next(turns, []) == turns[1]
     ledger.add(line("configs", good=250))
-    assert campaign._next(turns) == turns[0]
+    assert campaign._next(turns, []) == turns[0]
     ledger.lines[0]["seconds"] = 1000.0
-    assert campaign._next(turns) == turns[1]
+    assert campaign._next(turns, []) == turns[1]
     campaign.until = time.monotonic() - 1
-    assert campaign._next(turns) is None
+    assert campaign._next(turns, []) is None
+
+
+def test_side_by_side_run_batches_of_different_kinds(tmp_path: Path) -> None:
+    ends = time.monotonic() + 60
+    campaign = run.Campaign(Ledger(tmp_path), {"hasten": sys.executable}, ends, jobs=2)
+    turns = [(fault_named(name), "hasten") for name in ("kills", "configs")]
+    assert campaign._next(turns, []) == turns[0]
+    assert campaign._next(turns, turns[:1]) == turns[1]
+    assert campaign._next(turns, turns) is None
+    assert campaign._next(turns[:1], turns[:1]) is None
+
+
+def test_batches_side_by_side_are_all_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2, timeout=60)
+
+    def done(self: run.Campaign, turn: run.Turn, number: int) -> dict[str, Any]:
+        both.wait()  # neither ends before the other has begun
+        return {"outcomes": [lives.outcome(True, "went on")] * turn[0].wanted["hasten"]}
+
+    monkeypatch.setattr(run.Campaign, "_batch", done)
+    turns = [(fault_named(name), "hasten") for name in ("kills", "configs")]
+    ends = time.monotonic() + 60
+    campaign = run.Campaign(Ledger(tmp_path), {"hasten": sys.executable}, ends, jobs=2)
+    assert campaign.run(turns) == 0
+    known = Ledger(tmp_path)
+    assert {line["fault"] for line in known.lines} == {"kills", "configs"}
+    assert [campaign._share(turn) for turn in turns] == [1.0, 1.0]
 
 
 def test_every_fault_names_a_function_and_every_trainer_of_it_a_number() -> None:

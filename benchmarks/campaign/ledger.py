@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -60,6 +61,7 @@ class Ledger:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "results.jsonl"
         self.lines = read(self.path)
+        self._lock = threading.Lock()
 
     def tally(self, trainer: str, fault: str) -> Tally:
         found = Tally()
@@ -70,9 +72,9 @@ class Ledger:
 
     def add(self, line: Line) -> None:
         """Keep a line, in one write."""
-        self.lines.append(line)
-        with self.path.open("ab", buffering=0) as file:
+        with self._lock, self.path.open("ab", buffering=0) as file:
             file.write((json.dumps(line) + "\n").encode())
+            self.lines.append(line)
 
 
 def read(path: Path) -> list[Line]:

@@ -1,7 +1,8 @@
 """The fault campaign: thousands of kills, flips and cuts, on hasten and beside it on others.
 
     python benchmarks/campaign/run.py --minutes 20 [--only kills ...] [--trainer hasten ...]
-    python benchmarks/campaign/run.py --table         what is known so far, as Markdown
+    python benchmarks/campaign/run.py --minutes 20 --jobs 2     two batches side by side
+    python benchmarks/campaign/run.py --table                   what is known so far, as Markdown
 
 It may be stopped at any time (Ctrl-C) and goes on where it was: each batch that is done is a line
 in ``benchmarks/campaign/results`` (or ``--results``). Everything gets its turn, what is furthest
@@ -21,6 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -38,26 +41,47 @@ Turn = tuple[Fault, str]
 
 
 class Campaign:
-    """Batches, one after the other, until time is up or nothing is wanted any more.
+    """Batches until time is up or nothing is wanted any more.
 
     Args:
         pythons: by trainer, the Python that has it.
         until: when no further batch is begun, by ``time.monotonic``.
         most: cases of a batch; None: as many as each fault has by itself.
+        jobs: batches side by side.
     """
 
     def __init__(
-        self, ledger: Ledger, pythons: dict[str, str], until: float, most: int | None = None
+        self,
+        ledger: Ledger,
+        pythons: dict[str, str],
+        until: float,
+        most: int | None = None,
+        jobs: int = 1,
     ) -> None:
         self.ledger, self.pythons, self.until, self.most = ledger, pythons, until, most
+        self.jobs = jobs
         self.broken: set[tuple[str, str]] = set()  # not tried again in this call
         self.about = versions()
+        self._processes: set[subprocess.Popen[Any]] = set()
+        self._stopped = False
 
     def run(self, turns: list[Turn]) -> int:
         """The exit code: 1 where a batch couldn't be done or a case of hasten's wasn't good."""
-        while (turn := self._next(turns)) is not None:
-            self._do(turn)
-            self._tell(turn, turns)
+        running: dict[Future[None], Turn] = {}
+        with ThreadPoolExecutor(self.jobs) as pool:
+            try:
+                while True:
+                    while turn := self._next(turns, running.values()):
+                        running[pool.submit(self._do, turn)] = turn
+                    if not running:
+                        break
+                    for done in wait(running, return_when=FIRST_COMPLETED).done:
+                        turn = running.pop(done)
+                        done.result()
+                        self._tell(turn, turns)
+            except BaseException:
+                self._stop()
+                raise
         bad = sum(
             tally.cases - tally.good
             for fault, trainer in turns
@@ -66,13 +90,23 @@ class Campaign:
         )
         return 1 if bad or self.broken else 0
 
-    def _next(self, turns: list[Turn]) -> Turn | None:
-        """The one that is furthest behind and still fits."""
+    def _stop(self) -> None:
+        """No batch outlives this, and none of these counts."""
+        self._stopped = True
+        for process in tuple(self._processes):
+            _end(process)
+
+    def _next(self, turns: list[Turn], running: Collection[Turn]) -> Turn | None:
+        """The one that is furthest behind and still fits, where there is room for one."""
+        if len(running) == self.jobs:
+            return None
         left = self.until - time.monotonic()
         open_ = [
             (self._share(turn), place, turn)
             for place, turn in enumerate(turns)
-            if self._share(turn) < 1 and (turn[1], turn[0].name) not in self.broken
+            if turn not in running
+            and self._share(turn) < 1
+            and (turn[1], turn[0].name) not in self.broken
         ]
         fitting = [entry for entry in open_ if self._batch_seconds(entry[2]) < left + OVER]
         return min(fitting)[2] if fitting and left > 0 else None
@@ -96,6 +130,8 @@ class Campaign:
         tally = self.ledger.tally(trainer, fault.name)
         began = time.monotonic()
         found = self._batch(turn, tally.batches)
+        if self._stopped:
+            return
         if "failed" in found:
             print(f"{trainer} {fault.name}: the batch could not be done: {found['failed']}")
             self.broken.add((trainer, fault.name))
@@ -123,14 +159,15 @@ class Campaign:
                     start_new_session=True,
                     env={**os.environ, "OMP_NUM_THREADS": "1"},
                 )
+                self._processes.add(process)
                 try:
-                    process.wait(BATCH_SECONDS)
+                    if not self._stopped:
+                        process.wait(BATCH_SECONDS)
                 except subprocess.TimeoutExpired:
                     return {"failed": f"it wasn't done after {BATCH_SECONDS:.0f} s"}
                 finally:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                    _end(process)
+                    self._processes.discard(process)
                 if not out.exists():
                     log.seek(0)
                     last = (log.read().strip().splitlines() or ["it said nothing"])[-1]
@@ -152,6 +189,13 @@ class Campaign:
             + (f" and {unknown} kinds not begun" if unknown else ""),
             flush=True,
         )
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    """The batch and whatever it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def versions() -> dict[str, str]:
@@ -180,10 +224,13 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=names, help="a fault, may be repeated")
     parser.add_argument("--trainer", action="append", choices=list(TRAINERS), help="may repeat")
     parser.add_argument("--batch", type=int, help="cases at once; fewer where a machine is busy")
+    parser.add_argument("--jobs", type=int, default=1, help="batches side by side")
     parser.add_argument("--peers", help="a Python that has Lightning")
     parser.add_argument("--results", type=Path, default=RESULTS, help="a folder to go on in")
     parser.add_argument("--table", action="store_true", help="print what is known, run nothing")
     given = parser.parse_args()
+    if given.jobs < 1:
+        parser.error(f"--jobs is {given.jobs}; it is at least 1")
     ledger = Ledger(given.results)
     if given.table:
         print(table(ledger))
@@ -199,7 +246,8 @@ def main() -> int:
     ]
     if "lightning" not in known:
         print("Lightning is left out: name a Python that has it with --peers")
-    campaign = Campaign(ledger, known, time.monotonic() + 60 * given.minutes, given.batch)
+    until = time.monotonic() + 60 * given.minutes
+    campaign = Campaign(ledger, known, until, given.batch, given.jobs)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no batch is left behind
     code = 0
     try:

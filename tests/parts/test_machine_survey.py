@@ -88,6 +88,21 @@ def test_groups_of_version_1_are_read_too(tmp_path: Path) -> None:
     assert (found.cpus, found.memory_bytes, found.container) == (0.5, None, "docker")
 
 
+def test_a_job_s_own_group_of_version_1_limits_it(tmp_path: Path) -> None:
+    group, job = "sys/fs/cgroup", "slurm/uid_7/job_9"
+    files = {
+        "proc/self/cgroup": f"9:cpu,cpuacct:/{job}/step_0\n4:memory:/{job}/step_0\n1:name=x:/{job}",
+        f"{group}/cpu/{job}/cpu.cfs_quota_us": "300000",
+        f"{group}/cpu/{job}/cpu.cfs_period_us": "100000",
+        f"{group}/memory/memory.limit_in_bytes": str(2**63 - 4096),
+        f"{group}/memory/{job}/memory.limit_in_bytes": "4096",
+        f"{group}/memory/{job}/step_0/memory.limit_in_bytes": "8192",
+        f"{group}/x/{job}/memory.limit_in_bytes": "1",
+    }
+    found = limits(write(tmp_path, **files))
+    assert (found.cpus, found.memory_bytes) == (3.0, 4096)
+
+
 def test_a_way_out_of_the_groups_is_not_followed(tmp_path: Path) -> None:
     files = {"proc/self/cgroup": "0::/../../secret", "sys/fs/secret/memory.max": "1"}
     assert limits(write(tmp_path, **files)).memory_bytes is None
@@ -116,8 +131,9 @@ def test_this_machine_agrees_with_psutil() -> None:
     found = {mount.path: mount for mount in mounts()}
     if "/" in found:
         assert found["/"].size_bytes == psutil.disk_usage("/").total
-    stats = psutil.net_if_stats()
-    assert {card.name for card in cards() if card.kind not in ("infiniband", "roce")} <= set(stats)
+    before = set(psutil.net_if_stats())  # others may make and remove interfaces meanwhile
+    named = {card.name for card in cards() if card.kind not in ("infiniband", "roce")}
+    assert named <= before | set(psutil.net_if_stats())
     memory = [node.memory_bytes for node in numa_nodes()]
     if memory and None not in memory:
         total = psutil.virtual_memory().total

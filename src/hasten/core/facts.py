@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import torch
 
+from hasten.core.control_groups import memory_limit
 from hasten.core.launchers import meeting_method, place_of
 
 STARTED_FOR_PLAN = "HASTEN_STARTED_FOR_PLAN"  # set in a process that began again for its plan
@@ -125,7 +126,7 @@ def hardware() -> Hardware:
         physical_cores=psutil.cpu_count(logical=False) or 1,
         usable_cores=usable_cores(),
         memory_bytes=memory,
-        memory_limit_bytes=min(memory, _cgroup_memory_limit() or memory),
+        memory_limit_bytes=min(memory, memory_limit() or memory),
         instruction_sets=_instruction_sets(),
         accelerators=_accelerators(),
         system=f"{platform.system()} {platform.release()}",
@@ -273,15 +274,6 @@ def _instruction_sets() -> tuple[str, ...]:
             flags = set(line.split(":", 1)[1].split())
             return tuple(name for name in INSTRUCTION_SETS if name in flags)
     return ()
-
-
-def _cgroup_memory_limit() -> int | None:
-    places = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-    for place in places:
-        for line in _lines(place):
-            if line.strip().isdigit():
-                return int(line)
-    return None
 
 
 def _accelerators() -> tuple[Accelerator, ...]:

@@ -112,8 +112,8 @@ class Recording:
     def _sample(self) -> None:
         gpus = Gpus(self._uuids) if self._uuids else None
         psutil.cpu_percent()  # counts from here on
-        with contextlib.suppress(OSError):
-            while not self._over.wait(self._every):
+        while not self._over.wait(self._every):
+            with contextlib.suppress(OSError):  # a disk that is full now may have room later
                 line = {"step": self._step, "time": time.time(), **sample(self._folder, gpus)}
                 with (self._folder / "machine.jsonl").open("a") as file:
                     file.write(json.dumps(line) + "\n")

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from hasten.parts.machine_survey import limits
+
 Meter = Callable[[], tuple[float, float]]
 REST = 1.05  # good and ceiling this close: stay (hysteresis)
 FILLED = 0.8  # a load below this share of the size says nothing about the size
@@ -136,10 +138,8 @@ def memory_limit() -> int:
     Raises:
         ValueError: the system doesn't say (only Linux does); give a meter of your own.
     """
-    places = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-    texts = [Path(p).read_text().strip() for p in places if Path(p).is_file()]
-    limits = [int(text) for text in texts if text.isdigit()]
-    return min([*limits, _kilobytes("meminfo", "MemTotal")])
+    whole = _kilobytes("meminfo", "MemTotal")
+    return min(whole, limits().memory_bytes or whole)
 
 
 def _status(field: str) -> int:

@@ -131,42 +131,47 @@ def cards(root: Path = Path("/")) -> list[Card]:
 
 def limits(root: Path = Path("/")) -> Limits:
     """What this process may use."""
-    groups = _groups(root)
+    memory = _groups(root, "memory")
     return Limits(
-        cpus=_least([_cpus(group) for group in groups]),
-        memory_bytes=_least([_memory(group) for group in groups]),
-        swap_bytes=_least([_integer(_read(group / "memory.swap.max")) for group in groups]),
-        processes=_least([_integer(_read(group / "pids.max")) for group in groups]),
+        cpus=_least([_cpus(group) for group in _groups(root, "cpu")]),
+        memory_bytes=_least([_memory(group) for group in memory]),
+        swap_bytes=_least([_integer(_read(group / "memory.swap.max")) for group in memory]),
+        processes=_least([_integer(_read(group / "pids.max")) for group in _groups(root, "pids")]),
         shared_memory_bytes=_shared_memory(root),
         open_files=_open_files(),
         container=_container(root),
     )
 
 
-def _groups(root: Path) -> list[Path]:
-    """This process's control group and those above it: each limits what is below."""
+def _groups(root: Path, controller: str) -> list[Path]:
+    """This process's control group and those above it: each limits what is below.
+
+    In version 1 each controller has a tree of its own.
+    """
     top = root / "sys/fs/cgroup"
-    found = [top]
+    found = [top, top / controller]
     for line in _read(root / "proc/self/cgroup").splitlines():
-        number, _, rest = line.partition(":")
-        inside = Path(rest.partition(":")[2].lstrip("/"))
-        if number == "0" and ".." not in inside.parts:  # the tree of version 2
-            while inside.name:
-                found.append(top / inside)
-                inside = inside.parent
+        number, controllers, path = (*line.split(":", 2), "", "")[:3]
+        inside = Path(path.lstrip("/"))
+        tree = top if number == "0" else top / controller
+        if ".." in inside.parts or (number != "0" and controller not in controllers.split(",")):
+            continue
+        while inside.name:
+            found.append(tree / inside)
+            inside = inside.parent
     return found
 
 
 def _cpus(group: Path) -> float | None:
     quota = _read(group / "cpu.max").split()
     if not quota:  # control groups 1
-        quota = [_read(group / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+        quota = [_read(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
     allowed, period = (_integer(word) for word in (*quota, "", "")[:2])
     return allowed / period if allowed and period and allowed > 0 else None
 
 
 def _memory(group: Path) -> int | None:
-    text = _read(group / "memory.max") or _read(group / "memory/memory.limit_in_bytes")
+    text = _read(group / "memory.max") or _read(group / "memory.limit_in_bytes")
     found = _integer(text)
     return found if found is not None and found < HUGE else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -60,10 +61,13 @@ class LoRA(Technique):
         )
 
     def apply(self, setup: Setup) -> None:
-        setup.adapter = self.adapt
+        setup.adapter = partial(self.adapt, seed=setup.job.seed)
 
-    def adapt(self, model: nn.Module) -> nn.Module:
-        """The model in a PEFT wrapper; everything but the adapters is frozen."""
+    def adapt(self, model: nn.Module, seed: int = 0) -> nn.Module:
+        """The model in a PEFT wrapper; everything but the adapters is frozen.
+
+        ``seed`` draws the adapters' first matrices.
+        """
         targets = list(self.targets) if isinstance(self.targets, tuple) else self.targets
         any_model: Any = model
         found: nn.Module = adapters.add_lora(
@@ -72,6 +76,7 @@ class LoRA(Technique):
             alpha=self.alpha,
             dropout=self.dropout,
             targets=targets,
+            seed=seed,
             rslora=self.rslora,
             dora=self.dora,
             base=self.base,
