@@ -3,12 +3,14 @@
     python benchmarks/bench_verdicts.py --coverage
     python benchmarks/bench_verdicts.py --replays 100
     python benchmarks/bench_verdicts.py --real 5 --rounds 24 --builds 2 --steps 12
+    python benchmarks/bench_verdicts.py --spread 6 --rounds 4 --steps 12
     python benchmarks/bench_verdicts.py --record tests/evidence/data/step_speeds.json --rounds 400
 
 Coverage: how often 95 % intervals hold a known ratio. Replays: seven arms of which the truth is
 known, beside a baseline and its second copy, in speeds that were recorded on a busy machine, by
-number of rounds. Real: the same arms as processes that take turns, so many experiments. Record:
-measures the speeds anew.
+number of rounds. Real: the same arms as processes that take turns, so many experiments. Spread: how
+far fresh builds of one program lie apart, by default and with memory kept in huge pages, as the
+real experiments have it. Record: measures the speeds anew.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ def main() -> None:
         print_replays(chosen.replays)
     if chosen.real:
         print_real(chosen.real, chosen.rounds, chosen.steps, chosen.builds)
+    if chosen.spread:
+        print_spread(chosen.spread, chosen.rounds, chosen.steps)
     if chosen.record:
         from verdicts.record import record
 
@@ -108,6 +112,16 @@ def print_real(experiments: int, rounds: int, steps: int, builds: int) -> None:
         print(f"\n{name}: {holding} of {experiments} intervals hold 1: {_intervals(ratios)}")
 
 
+def print_spread(builds: int, rounds: int, steps: int) -> None:
+    """Of processes of one program and of their rounds, with the allocator as it is and steadied."""
+    from verdicts.spread import spreads
+
+    print("| memory | step | a process strays by | a round by |\n|---|---|---|---|")
+    for kind, found in spreads(builds, rounds, steps).items():
+        shares = f"{100 * found.process:.2f} % | {100 * found.round:.2f} %"
+        print(f"| {kind} | {1e3 * found.step_seconds:.1f} ms | {shares} |", flush=True)
+
+
 def _word(row: dict[str, Any]) -> str:
     return str(row["verdict"].partition(":")[0])
 
@@ -129,10 +143,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=60, help="of a real one, or of a recording")
     parser.add_argument("--steps", type=int, default=12, help="of a turn in a real one")
     parser.add_argument("--builds", type=int, default=2, help="of each arm in a real one")
+    parser.add_argument("--spread", type=int, default=0, help="builds of copies of one program")
     parser.add_argument("--record", type=Path, help="where to write a recording")
     chosen = parser.parse_args()
-    if not (chosen.coverage or chosen.replays or chosen.real or chosen.record):
-        parser.error("nothing to do: say --coverage, --replays N, --real N or --record PATH")
+    if not (chosen.coverage or chosen.replays or chosen.real or chosen.record or chosen.spread):
+        parser.error("nothing to do: say --coverage, --replays, --real, --spread or --record")
     return chosen
 
 

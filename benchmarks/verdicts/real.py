@@ -11,7 +11,7 @@ from hasten.core.plan import Plan
 from hasten.evidence.ablation import Design, Kind
 from hasten.evidence.controller import measure_arms, table
 from verdicts.job import WARM_UP, resolved_recipe
-from verdicts.record import ENVIRON
+from verdicts.spread import STEADY
 
 ENTRY = (str(Path(__file__).with_name("planted_trial.py")),)
 
@@ -26,7 +26,7 @@ def real(
     design = Design(rounds, steps, WARM_UP, evaluations=1, seed=seed, builds=builds)
     with tempfile.TemporaryDirectory() as place:
         recipe = resolved_recipe(Path(place), design.steps_in_all)
-        at = table(recipe, lambda plan: ENVIRON, Path(place), entry=ENTRY)
+        at = table(recipe, lambda plan: STEADY, Path(place), entry=ENTRY)
         arms = measure_arms(at, plans, design, kinds=kinds).arms
     for arm in arms:
         if arm.failed is not None:
