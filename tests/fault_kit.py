@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -123,6 +125,13 @@ class VolatileDisk(CountedDisk):
 
     def left(self, to: Path, names_got_ahead: bool) -> Path:
         """What is on the disk after a cut. Names may have reached it unasked, bytes have not."""
+        for _ in range(100):
+            with contextlib.suppress(FileNotFoundError):  # another thread took a file away
+                return self._left(to, names_got_ahead)
+            shutil.rmtree(to, ignore_errors=True)
+        return self._left(to, names_got_ahead)
+
+    def _left(self, to: Path, names_got_ahead: bool) -> Path:
         live = {p.stat().st_ino: p for p in (self.root, *self.root.rglob("*"))}
 
         def build(inode: int, place: Path) -> None:
