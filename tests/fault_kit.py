@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # an optimizer does so: here once, and not for seconds in each fork
 from torch import Tensor, nn
 
 from hasten.parts.checkpoint import SmartCheckpointer
@@ -120,8 +121,10 @@ class VolatileDisk(CountedDisk):
         inode = path.stat().st_ino
         if path.is_dir():
             self.names[inode] = {p.name: p.stat().st_ino for p in path.iterdir()}
+            self.bytes.pop(inode, None)  # numbers of what was deleted are given out again
         else:
             self.bytes[inode] = path.read_bytes()
+            self.names.pop(inode, None)
 
     def left(self, to: Path, names_got_ahead: bool) -> Path:
         """What is on the disk after a cut. Names may have reached it unasked, bytes have not."""
@@ -136,7 +139,7 @@ class VolatileDisk(CountedDisk):
 
         def build(inode: int, place: Path) -> None:
             path = live.get(inode)
-            if inode in self.names or (path is not None and path.is_dir()):
+            if inode in self.names if path is None else path.is_dir():
                 place.mkdir()
                 kept = dict(self.names.get(inode, {}))
                 if names_got_ahead and path is not None:

@@ -39,8 +39,14 @@ class Hasten:
 
         def go_out() -> None:
             dark.acquire()
-            disk.left(left, ahead)
-            os._exit(0)
+            code = 1
+            try:
+                disk.left(left, ahead)
+                code = 0
+            except Exception as error:
+                tell(f"E {error!r}")
+            finally:
+                os._exit(code)
 
         def cut(place: str) -> None:
             if disk.calls == call:
