@@ -5,8 +5,7 @@
 Some tests are about processes, sockets and clocks, on a machine whose cores others use too. At
 most three that failed are given a second run, alone; each that passes then is named, so that it is
 looked into and not forgotten. More than three, or a run that ended before it had written which, is
-a failure at once. A property that was found broken stays so: Hypothesis keeps its example and tries
-it first.
+a failure at once. A property that was found broken stays so: Hypothesis draws the same again.
 """
 
 from __future__ import annotations

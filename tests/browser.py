@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import json
 import os
 import select
@@ -21,7 +22,7 @@ from typing import Any
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-SECONDS = 30.0
+SECONDS = 60.0
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
     *("--no-first-run", "--disable-extensions", "--hide-scrollbars", "--remote-debugging-pipe"),
@@ -44,6 +45,12 @@ class Browser:
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """A command of the protocol, and its result."""
+        found = self._answer(method, **parameters)
+        assert "error" not in found, found["error"]
+        result: dict[str, Any] = found["result"]
+        return result
+
+    def _answer(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if self._session:
@@ -53,14 +60,22 @@ class Browser:
         while True:
             found = self._message(deadline)
             if found.get("id") == self._number:
-                assert "error" not in found, found["error"]
-                result: dict[str, Any] = found["result"]
-                return result
+                return found
 
     def open(self, url: str) -> None:
+        """A page; what the one before it complains of is forgotten."""
+        self.call("Page.navigate", url="about:blank")
+        self.until("document.readyState === 'complete' && location.href === 'about:blank'")
+        self.complaints.clear()
         found = self.call("Page.navigate", url=url)
         assert "errorText" not in found, found
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
+
+    def reload(self) -> None:
+        """Load the page anew; when it returns, the old one is gone."""
+        self.value("document.isOld = true")
+        self.call("Page.reload")
+        self.until("document.readyState === 'complete' && !document.isOld")
 
     def size(self, width: int, height: int) -> None:
         self.call(
@@ -78,19 +93,26 @@ class Browser:
 
     def value(self, script: str) -> Any:
         """What an expression of JavaScript gives."""
-        found = self.call(
-            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
-        )
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        found = self._evaluated(script)
+        assert "error" not in found, found
+        assert "exceptionDetails" not in found["result"], found
+        return found["result"]["result"].get("value")
 
-    def until(self, script: str, seconds: float = SECONDS) -> Any:
-        """Wait until an expression is true."""
+    def until(self, script: str, seconds: float = SECONDS) -> None:
+        """Wait until an expression is true; a page on its way to another has no value for it."""
         deadline = time.monotonic() + seconds
-        while not (found := self.value(script)):
+        while "error" in (found := self._evaluated(script)) or not self._is_true(found):
             assert time.monotonic() < deadline, f"never true: {script}"
             time.sleep(0.05)
-        return found
+
+    def _evaluated(self, script: str) -> dict[str, Any]:
+        return self._answer(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
+
+    def _is_true(self, found: dict[str, Any]) -> bool:
+        assert "exceptionDetails" not in found["result"], found
+        return bool(found["result"]["result"].get("value"))
 
     def press(self, key: str) -> None:
         codes = {"Tab": 9, "ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35, " ": 32}
@@ -164,8 +186,6 @@ def _as_3_and_4(reads: int, writes: int) -> Callable[[], None]:
     """The browser reads commands from descriptor 3 and writes answers to 4."""
 
     def renumber() -> None:
-        import fcntl
-
         high_reads = fcntl.fcntl(reads, fcntl.F_DUPFD, 100)  # neither is 3 or 4 from here on
         high_writes = fcntl.fcntl(writes, fcntl.F_DUPFD, 100)
         os.dup2(high_reads, 3, inheritable=True)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.cluster.netlab.counting import counting
+from hasten.parts.codecs import codec
 from hasten.parts.gradient_compressor import GradientCompressor
 
 STEPS = 6
@@ -113,6 +114,8 @@ def _sent() -> int:
 if __name__ == "__main__":
     what, *given = sys.argv[1:]
     torch.set_num_threads(1)
+    for name in ("int8", "int4"):  # compiled before anybody waits for anybody
+        codec(name).encode(torch.ones(256))
     meeting = os.environ["HASTEN_RENDEZVOUS"]
     dist.init_process_group(
         "gloo",

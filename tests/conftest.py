@@ -1,15 +1,41 @@
-"""One thread for toy tensors: on a busy machine a second one waits longer than it works."""
+"""What every test stands on, whoever starts it and however busy the machine is."""
 
 from __future__ import annotations
 
+import random
+import signal
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# The same draws in every run, and no example has a time limit.
+settings.register_profile(
+    "steady",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("steady")
+# A shell lets what it starts in the background ignore Ctrl-C, and that is handed on to children.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _same_draws() -> None:
+    """What a test draws without a seed depends on no test before it."""
+    random.seed(1)
+    np.random.seed(1)
+    torch.default_generator.manual_seed(1)
 
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
+    """One thread for toy tensors: on a busy machine a second one waits longer than it works."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

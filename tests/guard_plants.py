@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -199,7 +200,11 @@ def bench(
 
 
 class Here:
-    """Obeys orders in this process and remembers them."""
+    """Obeys orders in this process and remembers them.
+
+    After each the collector looks for garbage: among what it has made, not among all that the tests
+    have loaded.
+    """
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -207,4 +212,8 @@ class Here:
 
     def __call__(self, orders: Sequence[Order]) -> list[Answer]:
         self.orders += orders
-        return [together([obey(self.bench, order.to_dict())]) for order in orders]
+        gc.freeze()
+        try:
+            return [together([obey(self.bench, order.to_dict())]) for order in orders]
+        finally:
+            gc.unfreeze()

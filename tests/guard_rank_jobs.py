@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -93,18 +94,23 @@ def _words_after_a_flip(world: World, rank: int) -> str:
 
 
 def waits_for_one_that_hangs(world: World) -> dict[str, Any]:
-    """Rank 1 sleeps through an exchange; what rank 0 says, and how soon (its limit is 1 s)."""
+    """Rank 1 sleeps until rank 0 has said what it has to say, and how soon (its limit is 1 s)."""
     from hasten.cluster.naming_ranks import LinkError, naming_ranks
 
-    group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    group = dist.new_group()  # to meet may take longer
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1), group)
+    told = Path(os.environ["HASTEN_RENDEZVOUS"]).with_name("told")
     began = time.monotonic()
     if world.rank == 1:
         with naming_ranks(world):
-            time.sleep(9)
+            while not told.exists() and time.monotonic() < began + 120:
+                time.sleep(0.02)
         return {}
     try:
         with naming_ranks(world):
             dist.all_reduce(torch.zeros(1), group=group)
     except LinkError as error:
         return {"words": str(error), "code": error.code, "seconds": time.monotonic() - began}
+    finally:
+        told.touch()
     return {}

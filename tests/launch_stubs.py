@@ -16,6 +16,7 @@ if [ "$2" = torch.distributed.run ]; then
 fi
 if [ -e "$here/slow" ]; then
   trap 'exit 75' USR1
+  until [ -s "$HASTEN_NODE/rank-$LOCAL_RANK" ]; do sleep 0.01; done # the node knows its number
   touch "$here/training"
   while :; do sleep 0.05; done
 fi
@@ -24,12 +25,15 @@ exit "$(cat "$here/ends" 2>/dev/null || echo 0)"
 SRUN = """#!/usr/bin/env bash
 # srun: signals it gets go to the task's whole group
 while [ "$1" != bash ]; do shift; done
+heard=0
+trap 'heard=1; kill -USR1 -- "-$!"' USR1
 SLURM_NODEID=0 setsid "$@" &
-task=$!
-trap 'kill -USR1 -- "-$task"' USR1
-code=143
-while kill -0 "$task" 2>/dev/null; do wait "$task"; code=$?; done
-exit "$code"
+while :; do # a signal ends the wait early; who has ended in between is waited for all the same
+  wait "$!"
+  code=$?
+  [ "$heard" = 1 ] || exit "$code"
+  heard=0
+done
 """
 SCONTROL = """#!/usr/bin/env bash
 # scontrol: names of hosts, and a note of what is queued again

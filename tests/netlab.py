@@ -55,7 +55,7 @@ def places(lab: Lab) -> list[Place]:
     assert lab._guard is not None
     sleeping = lab.begin(["sleep", "900"], seconds=900)
     found: dict[int, int] = {}
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while len(found) < lab.hosts:
         assert time.monotonic() < end, f"{len(found)} of {lab.hosts} hosts are seen"
         for process in psutil.Process(lab._guard.pid).children(recursive=True):

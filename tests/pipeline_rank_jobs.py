@@ -157,11 +157,6 @@ class Asleep(nn.Module):
         return found
 
 
-def everything(world: World) -> dict[str, Any]:
-    """All of it in one start."""
-    return {"schedules": schedules(world), "bubbles": bubbles(world)}
-
-
 def bubbles(world: World, seconds: float = 0.002, micro_batches: int = 4) -> dict[str, Any]:
     """A recorded step of each schedule, whose stages sleep ``seconds`` in F, in I and in W."""
     found: dict[str, Any] = {}

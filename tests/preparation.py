@@ -5,6 +5,7 @@ It says what it does, and after its first chunk it waits until something lies at
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from pathlib import Path
@@ -32,6 +33,7 @@ def dialogues(count: int) -> list[Conversation]:
 def main(folder: Path, workers: int, pause: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores Ctrl-C
     preparing._CHUNK_RECORDS, preparing._WORTH_A_WORKER = CHUNK, 1
 
     def progress(done: int, total: int) -> None:

@@ -57,6 +57,7 @@ def train_all(world: World) -> dict[str, Any]:
         steps = list(training(session))
         held_out = evaluate(session).held_out_loss
         acted = DDP().probe(session).acted
+        sends_buffers = getattr(session.module, "broadcast_buffers", None)
         model: Any = session.finish()
         found[case] = {
             "losses": [m.loss for m in steps],
@@ -66,6 +67,7 @@ def train_all(world: World) -> dict[str, Any]:
             "held_out": held_out,
             "weights": model.lm_head.weight[:2, :4].detach().double().flatten().tolist(),
             "replicated": acted,
+            "sends buffers": sends_buffers,
         }
     found["stopped by one rank"] = _stopped_by_one(world)
     return found

@@ -49,7 +49,7 @@ def meet(rank: int, ports: dict[str, int]) -> dict[str, Any]:
         mine = variables(launcher, rank, port)
         os.environ.update(mine)
         world = facts.world()
-        with process_group(world, "cpu", timedelta(seconds=30)):
+        with process_group(world, "cpu", timedelta(seconds=120)):
             total = torch.tensor([world.rank + 1.0])
             torch.distributed.all_reduce(total)
             found[launcher] = [total.item(), facts.ranks_here(world)]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hasten.parts.codecs import codec
 from hasten.parts.collectives import TopoAwareCollective
 
 
@@ -21,12 +22,13 @@ def steps(count: int, pause: float, seconds: float) -> None:
     rank = int(os.environ["RANK"])
     here = int(os.environ["HASTEN_NETLAB_RANKS_PER_HOST"])
     torch.set_num_threads(1)
+    codec("int8").encode(torch.ones(256))  # compiled before anybody waits for anybody
     dist.init_process_group(
         "gloo",
         init_method=f"file://{os.environ['HASTEN_RENDEZVOUS']}",
         rank=rank,
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=datetime.timedelta(seconds=seconds),
+        timeout=datetime.timedelta(seconds=120),
     )
     collective = TopoAwareCollective(
         "gloo",

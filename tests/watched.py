@@ -86,11 +86,11 @@ def serving(places: Sequence[Path], live: bool = True) -> Iterator[Server]:
     finally:
         server.stop()
         watching.close()
-        thread.join(timeout=10)
+        thread.join(timeout=60)
 
 
 def _until_it_answers(port: int) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         try:
             assert get(port, "/metrics")[0] == 200
@@ -102,7 +102,7 @@ def _until_it_answers(port: int) -> None:
 
 def get(port: int, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
     """Ask with the token, unless the headers say otherwise; headers come back in lower case."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         sent = {
             "Authorization": f"Bearer {TOKEN}",

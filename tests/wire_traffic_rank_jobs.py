@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,22 +39,35 @@ PLANS: dict[str, tuple[Technique, ...]] = {
 
 
 class Late(nn.Module):
-    """The plain loss; one rank sleeps before its backward pass."""
+    """The plain loss; the last rank begins its backward pass long after the first has ended its."""
 
-    def __init__(self, model: nn.Module, seconds: float) -> None:
+    def __init__(self, model: Any, world: World) -> None:
         super().__init__()
-        self.inner, self.seconds = WholeLogitsLoss(model), seconds
+        self.inner, self.steps = WholeLogitsLoss(model), 0
+        self.late = not world.is_main
+        if world.is_main:
+            first = model.get_input_embeddings().weight  # its gradient is the last
+            first.register_post_accumulate_grad_hook(lambda weight: self._place().touch())
+
+    def _place(self) -> Path:
+        return Path(os.environ["HASTEN_RENDEZVOUS"] + f".backward-{self.steps}")
 
     def forward(self, **inputs: Any) -> Any:
+        self.steps += 1
         loss, count = self.inner(**inputs)
-        loss.register_hook(lambda grad: time.sleep(self.seconds))
+        if self.late:
+            loss.register_hook(lambda grad: self._wait())
         return loss, count
 
+    def _wait(self) -> None:
+        end = time.monotonic() + 60
+        while not self._place().exists() and time.monotonic() < end:
+            time.sleep(0.001)
+        time.sleep(NAP)
 
-def session_on(world: World, *techniques: Technique, nap: float = 0.0) -> Session:
-    job = language_job(
-        tiny_model, data=records(32), steps=STEPS, loss=lambda model: Late(model, nap)
-    )
+
+def session_on(world: World, *techniques: Technique, loss: Any = WholeLogitsLoss) -> Session:
+    job = language_job(tiny_model, data=records(32), steps=STEPS, loss=loss)
     plan = Plan((DDP(bucket_cap_mb=1), *techniques))
     session = assemble(prepare(job, plan, job_facts(job, world=world)))
     session.setup.clock = HostClock()
@@ -66,7 +81,7 @@ def told(world: World) -> dict[str, Any]:
         session = session_on(world, *techniques)
         found[name] = {"steps": [m.to_dict() for m in run(session)], "sent": _expected(session)}
         found[name]["split"] = split(list(session.setup.clock.steps))
-    slow = session_on(world, nap=NAP * world.rank)
+    slow = session_on(world, loss=lambda model: Late(model, world))
     found["one is slow"] = {"steps": [m.to_dict() for m in run(slow)]}
     found["unclocked"] = _unclocked(world)
     job = language_job(tiny_model, data=records(32), steps=2)

@@ -28,7 +28,8 @@ def test_a_bench_s_file_gives_training_an_mfu_that_the_report_repeats(
     assert code == 0, err
     assert "ceiling" in out
     assert "TFLOP/s" in out
-    assert json.loads(rates.read_text())["products"]
+    bests = [product["best"] for product in json.loads(rates.read_text())["products"]]
+    assert bests
     code, out, err = hasten("hardware", "--rates", rates)
     assert code == 0, err
     assert "ceiling" in out
@@ -40,9 +41,13 @@ def test_a_bench_s_file_gives_training_an_mfu_that_the_report_repeats(
     assert "MFU " in err
     assert "active experts, causal attention" in out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    steps = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert 0 < summary["mfu"] < 1.5
-    assert all(json.loads(step)["mfu"] > 0 for step in steps)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    # Of the ceiling as it was measured, whatever else the machine did then and does now.
+    ceilings = {step["model_flops"] / step["step_seconds"] / step["mfu"] for step in steps}
+    assert any(all(c == pytest.approx(best) for c in ceilings) for best in bests)
+    mfus = [step["mfu"] for step in steps]
+    assert 0 < min(mfus) <= summary["mfu"] <= max(mfus)
     code, out, _ = hasten("report", tmp_path / "run")
     assert f"{summary['mfu']:.1%}" in out
     code, out, _ = hasten("doctor", path)

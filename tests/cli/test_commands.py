@@ -232,12 +232,15 @@ def test_an_interrupted_run_saves_its_model_and_says_so(tmp_path: Path) -> None:
         text=True,
     )
     metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
+    deadline = time.monotonic() + 180
+    try:
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=100)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert "interrupted:" in out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -137,6 +137,7 @@ def test_somebody_s_files_stay(hasten: Hasten, recipe: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_rehearsal_runs_the_scripts_to_the_end(hasten: Hasten, recipe: Path) -> None:
     words = ("--nodes", 1, "--gpus-per-node", 1, "--rehearse", "--output", "out")
     code, out, err = hasten("launch", recipe, *words)

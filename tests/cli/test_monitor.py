@@ -38,7 +38,7 @@ def test_the_printed_address_opens_the_page_and_ctrl_c_ends_it(tmp_path: Path) -
         port, _, token = address.removeprefix("http://127.0.0.1:").partition("/?token=")
         try:
             assert len(token) >= 32
-            connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=20)
+            connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
             connection.request("GET", f"/?token={token}")
             assert connection.getresponse().status == 303
             status, _, body = get(int(port), "/", authorization=f"Bearer {token}")
@@ -47,7 +47,7 @@ def test_the_printed_address_opens_the_page_and_ctrl_c_ends_it(tmp_path: Path) -
             assert get(int(port), "/metrics")[0] == 401
         finally:
             process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "Traceback" not in err
 
@@ -99,7 +99,7 @@ def test_every_alert_reaches_the_command_of_a_monitor_that_runs(tmp_path: Path) 
             told = until(out, "ended: ")
         finally:
             process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=60)
     assert {line.partition(":")[0] for line in told} == set(KINDS)
     assert "disk: run: 1.0 GB are free where it writes" in told
     assert "slow_rank: run: rank 2 takes 2.0 times as long as the others" in told

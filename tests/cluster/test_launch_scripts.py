@@ -53,7 +53,7 @@ def bash(script: Path, *words: str, **environment: str) -> subprocess.CompletedP
         capture_output=True,
         text=True,
         errors="replace",
-        timeout=30,
+        timeout=120,
     )
 
 
@@ -114,11 +114,11 @@ def asked_to_leave(script: Path, python: Path, number: int, **environment: str) 
         stderr=subprocess.STDOUT,
         text=True,
     )
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not (python.parent / "training").exists() and time.monotonic() < end:
         time.sleep(0.02)
     started.send_signal(number)
-    said, _ = started.communicate(timeout=20)
+    said, _ = started.communicate(timeout=60)
     return started.returncode, said
 
 

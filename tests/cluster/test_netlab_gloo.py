@@ -41,7 +41,7 @@ def between_hosts(ranks: int) -> list[float]:
 
 def test_a_link_cut_for_a_second_delays_a_job_and_its_bytes_are_those_of_the_collectives() -> None:
     with lab_with_links(rate="40mbit") as lab:
-        running = lab.begin(job("reduce", NUMBERS, TIMES, 30.0), seconds=60)
+        running = lab.begin(job("reduce", NUMBERS, TIMES, 120.0), seconds=200)
         reduced(1, running)
         lab.cut(1)
         time.sleep(1)
@@ -57,13 +57,13 @@ def test_a_link_cut_for_a_second_delays_a_job_and_its_bytes_are_those_of_the_col
 
 def test_a_link_cut_for_good_is_an_error_with_a_name_within_the_time_limit() -> None:
     with lab_with_links(rate="20mbit") as lab:
-        running = lab.begin(job("reduce", NUMBERS, 1000, 2.0), seconds=60)
+        running = lab.begin(job("reduce", NUMBERS, 1000, 2.0), seconds=200)
         reduced(1, running)
         lab.cut(1)
         begun = time.monotonic()
         results = running.wait()
         taken = time.monotonic() - begun
-    assert taken < 20
+    assert taken < 60  # TCP itself would try for a quarter of an hour
     assert [r.code for r in results] == [1, 1]
     for r in results:
         assert "RuntimeError" in r.output or "DistBackendError" in r.output
@@ -73,7 +73,7 @@ def test_a_link_cut_for_good_is_an_error_with_a_name_within_the_time_limit() -> 
 def test_a_reduce_scatter_sends_what_an_all_reduce_does() -> None:
     """What the planner takes for true of processors: half of it would do."""
     with lab_with_links(rate="400mbit") as lab:
-        results = lab.run(job("scatter", NUMBERS, TIMES), seconds=60)
+        results = lab.run(job("scatter", NUMBERS, TIMES), seconds=200)
         sent = [lab.bytes(host)[0] for host in (0, 1)]
     assert sums(results) == [NUMBERS] * 2
     whole = TIMES * 4 * NUMBERS  # an all-reduce of two ranks: 2 (2 - 1) / 2 of the bytes
@@ -82,7 +82,7 @@ def test_a_reduce_scatter_sends_what_an_all_reduce_does() -> None:
 
 def test_ranks_without_interfaces_count_the_same_bytes_at_their_collectives() -> None:
     with Lab(2, 2, mode="loopback") as lab:
-        results = lab.run(job("reduce", NUMBERS, TIMES, 30.0), seconds=60)
+        results = lab.run(job("reduce", NUMBERS, TIMES, 120.0), seconds=200)
         found = [lab.bytes(host) for host in (0, 1)]
     assert sums(results) == [NUMBERS] * 4
     first, second = between_hosts(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import select
@@ -23,11 +24,12 @@ from hasten.parts.kernels.build import built
 from netlab import job, lab_with_links
 
 SIZE = 6_000_000
+TRIES = 5  # a busy machine is slow at times, a link of another rate always
 kinds = pytest.mark.parametrize("delay_ms", [0.0, 5.0], ids=["veth", "switch"])
 
 
 def measured(lab: Lab, rank: int, name: str, *numbers: float) -> dict[str, Any]:
-    results = lab.run(job(name, *numbers), seconds=30)
+    results = lab.run(job(name, *numbers), seconds=120)
     assert [r.code for r in results] == [0] * len(results), results
     found: dict[str, Any] = json.loads(results[rank].output)
     return found
@@ -38,28 +40,37 @@ def test_a_transfer_takes_as_long_as_the_rate_says_and_the_counters_see_its_byte
     delay_ms: float,
 ) -> None:
     with lab_with_links(rate="40mbit", delay_ms=delay_ms) as lab:
-        before = [lab.bytes(host) for host in (0, 1)]
-        found = measured(lab, 0, "transfer", SIZE)
-        after = [lab.bytes(host) for host in (0, 1)]
-    assert found["bytes"] == SIZE
-    # Never faster than the link; a busy machine may make it slower, but seldom by a tenth.
-    assert 8 * SIZE / found["seconds"] == pytest.approx(40e6, rel=0.1)
+        for _ in range(TRIES):
+            before = [lab.bytes(host) for host in (0, 1)]
+            found = measured(lab, 0, "transfer", SIZE)
+            after = [lab.bytes(host) for host in (0, 1)]
+            assert found["bytes"] == SIZE
+            rate = 8 * SIZE / found["seconds"]
+            assert rate < 1.1 * 40e6  # never faster than the link
+            if rate > 0.9 * 40e6:
+                break
+    assert rate > 0.9 * 40e6
     assert after[1][0] - before[1][0] == pytest.approx(SIZE, rel=0.05)
     assert after[0][1] - before[0][1] == pytest.approx(SIZE, rel=0.05)
 
 
 def test_a_delay_is_seen_twice_in_a_round_trip() -> None:
     with lab_with_links(delay_ms=10) as lab:
-        assert 0.020 <= measured(lab, 1, "ping", 8)["quickest"] < 0.030
+        for _ in range(TRIES):
+            quickest = measured(lab, 1, "ping", 8)["quickest"]
+            assert quickest >= 0.020
+            if quickest < 0.030:
+                break
+    assert quickest < 0.030
 
 
 def test_a_rate_can_be_changed_while_the_lab_runs() -> None:
     with lab_with_links(rate="1gbit") as lab:
-        lab.limit("16mbit")
+        lab.limit("8mbit")
         slow = measured(lab, 0, "transfer", 1_000_000)
         lab.limit(None)
-        fast = measured(lab, 0, "transfer", 1_000_000)
-    assert 8e6 / slow["seconds"] < 20e6 < 8e6 / fast["seconds"]
+        fast = min(measured(lab, 0, "transfer", 1_000_000)["seconds"] for _ in range(3))
+    assert 8e6 / slow["seconds"] < 12e6 < 8e6 / fast
 
 
 def test_lost_packets_are_sent_again_by_tcp_and_nothing_is_missing() -> None:
@@ -71,12 +82,11 @@ def test_lost_packets_are_sent_again_by_tcp_and_nothing_is_missing() -> None:
 @kinds
 def test_a_transfer_goes_on_after_a_cut_that_is_healed(delay_ms: float) -> None:
     with lab_with_links(rate="16mbit", delay_ms=delay_ms) as lab:
-        running = lab.begin(job("transfer", 1_600_000), seconds=30)
+        running = lab.begin(job("transfer", 1_600_000), seconds=120)
         while lab.bytes(1)[0] < 200_000 and not running.done():
             time.sleep(0.02)
         lab.cut(1)
-        time.sleep(0.3)  # what was on its way has arrived
-        still = lab.bytes(0)[1]
+        still = at_rest(lambda: lab.bytes(0)[1])
         time.sleep(0.7)
         assert lab.bytes(0)[1] - still < 2000
         lab.heal(1)
@@ -84,12 +94,21 @@ def test_a_transfer_goes_on_after_a_cut_that_is_healed(delay_ms: float) -> None:
     assert json.loads(results[0].output)["bytes"] == 1_600_000
 
 
+def at_rest(count: Callable[[], int]) -> int:
+    """A count once what was on its way has arrived: it stays for a third of a second."""
+    last, end = -1, time.monotonic() + 30
+    while last != (last := count()):
+        assert time.monotonic() < end
+        time.sleep(0.3)
+    return last
+
+
 @kinds
 def test_packets_are_as_large_as_the_mtu_says(delay_ms: float) -> None:
     with lab_with_links(mtu=9000, delay_ms=delay_ms) as lab:
         ask = "fcntl.ioctl(socket.socket(), 0x8921, struct.pack('16si', b'eth0', 0))"
         code = f"import fcntl, socket, struct; print(struct.unpack('16si', {ask})[1])"  # SIOCGIFMTU
-        results = lab.run([job("ping")[0], "-c", code], seconds=20)
+        results = lab.run([job("ping")[0], "-c", code], seconds=120)
     assert [r.output.strip() for r in results] == ["9000", "9000"]
 
 
@@ -104,6 +123,9 @@ def test_a_lab_without_links_says_that_they_cannot_be_cut_or_limited() -> None:
 
 
 # The switch's two loops, fed through sockets in place of devices.
+
+WITNESS = 3  # a host that nothing else is for
+numbers = itertools.count(1000)
 
 
 def compiled(fds: list[int], settings: Settings) -> None:
@@ -122,11 +144,11 @@ def switch(
 ) -> Iterator[tuple[list[socket.socket], Settings]]:
     if loop is compiled and (reason := built("packet_link").reason):
         pytest.skip(reason)
-    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(3)]
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(WITNESS + 1)]
     for ours, theirs in pairs:
-        ours.settimeout(5)
+        ours.settimeout(60)
         theirs.setblocking(False)
-    settings = Settings(3)
+    settings = Settings(len(pairs))
     thread = threading.Thread(target=loop, args=([p[1].fileno() for p in pairs], settings))
     thread.start()
     try:
@@ -144,11 +166,23 @@ def packet(to: int, number: int, size: int = 100) -> bytes:
     return head + struct.pack(">I", number) + bytes(size - 24)
 
 
-def arrived(end: socket.socket, seconds: float = 0.3) -> list[int]:
+def arrived(end: socket.socket, seconds: float = 0.0) -> list[int]:
     found = []
     while select.select([end], [], [], seconds)[0]:
         found.append(struct.unpack(">I", end.recv(65536)[20:24])[0])
     return found
+
+
+def dealt_with(ends: list[socket.socket]) -> None:
+    """Wait until the switch has dealt with all that host 0 sent: packets of a host stay in order.
+
+    Another packet goes to the last host, again and again where the link loses it.
+    """
+    number, end = next(numbers), time.monotonic() + 60
+    ends[0].send(packet(WITNESS, number))
+    while number not in arrived(ends[WITNESS], 0.01):
+        assert time.monotonic() < end
+        ends[0].send(packet(WITNESS, number))
 
 
 loops = pytest.mark.parametrize("loop", [compiled, plain], ids=["compiled", "plain"])
@@ -161,6 +195,7 @@ def test_the_switch_delivers_in_order_to_the_host_that_is_meant(loop: Any) -> No
             ends[0].send(packet(1 + number % 2, number))
         ends[0].send(packet(7, 99))  # no such host
         ends[0].send(b"short")
+        dealt_with(ends)
         assert arrived(ends[1]) == list(range(0, 20, 2))
         assert arrived(ends[2]) == list(range(1, 20, 2))
 
@@ -185,18 +220,21 @@ def test_the_switch_holds_rate_and_delay(loop: Any) -> None:
 def test_the_switch_loses_the_share_it_was_told_to_and_all_of_a_cut_link(loop: Any) -> None:
     with switch(loop) as (ends, settings):
         settings.numbers[LOSS] = 0.5
+        kept = 0
         for number in range(400):
             ends[0].send(packet(1, number))
-            if number % 50 == 49:
-                time.sleep(0.02)  # a socket's queue is short
-        kept = 0
+            if number % 8 == 7:  # a socket's queue is short
+                dealt_with(ends)
+                kept += len(arrived(ends[1]))
         settings.numbers[LOSS] = 0
-        kept = len(arrived(ends[1]))
         settings.cut(1, True)
-        ends[0].send(packet(1, 0))
         ends[1].send(packet(0, 0))
+        dealt_with(ends)  # in the same round or the next, it has read what host 1 sent
+        ends[0].send(packet(1, 0))
+        dealt_with(ends)
         assert arrived(ends[1]) == arrived(ends[0]) == []
         settings.cut(1, False)
         ends[0].send(packet(1, 5))
+        dealt_with(ends)
         assert arrived(ends[1]) == [5]
     assert 100 < kept < 300

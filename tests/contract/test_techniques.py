@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import inspect
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -76,6 +78,14 @@ BF16_BOUND, FLOAT32_BOUND = 4e-2, 2e-5
 kinds = pytest.mark.parametrize("kind", CATALOGUE, ids=lambda k: k.name())
 instances = pytest.mark.parametrize("technique", INSTANCES, ids=str)
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
+
+
+@pytest.fixture(autouse=True)
+def _garbage_is_collected() -> Iterator[None]:
+    """A run with its own way of it has it until its optimizer is gone, which may be garbage."""
+    yield
+    gc.enable()
+    gc.unfreeze()
 
 
 class GradientOnly(torch.optim.SGD):

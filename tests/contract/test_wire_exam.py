@@ -18,19 +18,28 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
-    return {
-        2: on_ranks("wire_exam_jobs:two", tmp_path_factory.mktemp("two"), 2),
-        4: on_ranks("wire_exam_jobs:four", tmp_path_factory.mktemp("four"), 4),
-    }
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return on_ranks("wire_exam_jobs:two", tmp_path_factory.mktemp("two"), 2)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return on_ranks("wire_exam_jobs:four", tmp_path_factory.mktemp("four"), 4)
+
+
+@pytest.fixture
+def found(request: pytest.FixtureRequest, ranks: int) -> list[Any]:
+    """What each rank saw; either run has the time of a test of its own."""
+    seen: list[Any] = request.getfixturevalue({2: "two", 4: "four"}[ranks])
+    return seen
 
 
 @cases
 @wires
 def test_replicas_are_the_same_and_learn(
-    found: dict[int, list[Any]], ranks: int, wire: str, case: str
+    found: list[Any], ranks: int, wire: str, case: str
 ) -> None:
-    seen = [rank[wire][case] for rank in found[ranks]]
+    seen = [rank[wire][case] for rank in found]
     assert len(seen) == ranks
     assert all(s["weights"] == seen[0]["weights"] for s in seen)
     assert -1.0 not in seen[0]["weights"]
@@ -43,29 +52,29 @@ def test_replicas_are_the_same_and_learn(
 
 @wires
 def test_a_gradient_that_is_infinite_on_one_rank_costs_one_step(
-    found: dict[int, list[Any]], ranks: int, wire: str
+    found: list[Any], ranks: int, wire: str
 ) -> None:
-    skipped = [rank[wire]["infinite"]["skipped"] for rank in found[ranks]]
+    skipped = [rank[wire]["infinite"]["skipped"] for rank in found]
     assert skipped == [0] * (ranks - 1) + [1] if wire in APART else skipped == [1] * ranks
 
 
 @wires
 def test_a_loss_scale_that_overflows_is_lowered_until_steps_count(
-    found: dict[int, list[Any]], ranks: int, wire: str
+    found: list[Any], ranks: int, wire: str
 ) -> None:
-    skipped = [rank[wire]["overflow"]["skipped"] for rank in found[ranks]]
+    skipped = [rank[wire]["overflow"]["skipped"] for rank in found]
     assert all(0 < s < CASES["overflow"].steps for s in skipped)
     assert len(set(skipped)) == 1 or wire in APART
 
 
 @wires
 def test_a_run_that_ended_goes_on_with_what_each_rank_remembered(
-    found: dict[int, list[Any]], ranks: int, wire: str
+    found: list[Any], ranks: int, wire: str
 ) -> None:
-    for rank in found[ranks]:
+    for rank in found:
         seen = rank[wire]["resumed"]
         assert seen["same"]
         assert seen["rest"] == pytest.approx(seen["whole"], rel=0.1 if wire in APART else 0.05)
-        assert seen["weights"] == found[ranks][0][wire]["resumed"]["weights"]
-    owed = sum(rank[wire]["resumed"]["remembered"] for rank in found[ranks])
+        assert seen["weights"] == found[0][wire]["resumed"]["weights"]
+    owed = sum(rank[wire]["resumed"]["remembered"] for rank in found)
     assert (owed > 0) == (wire not in ("half", *APART))

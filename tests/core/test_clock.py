@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from hasten.core import clock as clock_module
+from hasten.core import step as step_module
 from hasten.core.clock import (
     BACKWARD,
     CHECKPOINT,
@@ -42,6 +44,25 @@ from tiny import language_job, run, session_of
 NAP = 0.03
 
 
+class PlantedTime:
+    """Goes on where somebody sleeps, and a little wherever it is read."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    process_time = staticmethod(time.process_time)
+
+
+PLANTED = PlantedTime()
+
+
 class FakeEvent:
     """An event of a device whose queue is always empty: it is passed when it is recorded."""
 
@@ -49,7 +70,7 @@ class FakeEvent:
         self.at = 0.0
 
     def record(self) -> None:
-        self.at = time.perf_counter()
+        self.at = PLANTED.perf_counter()
 
     def synchronize(self) -> None:
         return None
@@ -59,30 +80,55 @@ class FakeEvent:
 
 
 class Napping(nn.Module):
-    """The plain loss, asleep for a while in forward, backward, or both."""
+    """The plain loss, asleep for a while in forward, backward, or both; each time longer."""
 
     def __init__(self, model: nn.Module, forward: float, backward: float) -> None:
         super().__init__()
-        self.inner, self.naps = WholeLogitsLoss(model), (forward, backward)
+        self.inner, self.naps, self.calls = WholeLogitsLoss(model), (forward, backward), 0
 
     def forward(self, **inputs: Any) -> Any:
+        self.calls += 1
         loss, count = self.inner(**inputs)
-        time.sleep(self.naps[0])
-        loss.register_hook(lambda grad: time.sleep(self.naps[1]))
+        forward, backward = (nap * (1 + self.calls / 10) for nap in self.naps)
+        PLANTED.sleep(forward)
+        loss.register_hook(lambda grad: PLANTED.sleep(backward))
         return loss, count
 
 
+class NappingAdamW(torch.optim.AdamW):
+    """Asleep for a while in every update."""
+
+    def step(self, closure: Any = None) -> Any:
+        PLANTED.sleep(NAP)
+        return super().step(closure)
+
+
+def after_a_nap(act: Callable[..., Any]) -> Callable[..., Any]:
+    def acting(*given: Any) -> Any:
+        PLANTED.sleep(NAP)
+        return act(*given)
+
+    return acting
+
+
 def napping_collate(records: Sequence[Any]) -> Any:
-    time.sleep(NAP)
+    PLANTED.sleep(NAP)
     from hasten.core.batch import with_language_counts
 
     return with_language_counts(padded)(records)
 
 
-@pytest.fixture(params=["host", "device"])
-def clocked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Both clocks keep the same promises; the device's runs on events that are passed at once."""
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps and clocks, of which a device's runs on events that are passed at once, read it."""
     monkeypatch.setattr(clock_module.torch, "Event", FakeEvent)
+    for module in (clock_module, step_module):
+        monkeypatch.setattr(module, "time", PLANTED)
+
+
+@pytest.fixture(params=["host", "device"])
+def clocked(request: pytest.FixtureRequest, planted: None) -> Any:
+    """Both clocks keep the same promises."""
     return HostClock if request.param == "host" else lambda: DeviceClock("cuda:0")
 
 
@@ -111,7 +157,12 @@ def test_a_slow_forward_and_a_slow_backward_are_told_apart(clocked: Any) -> None
 
 
 def test_parts_add_up_to_the_step_within_two_percent(clocked: Any) -> None:
-    job = language_job(steps=8, loss=lambda model: Napping(model, NAP / 3, 0))
+    job = language_job(
+        steps=8,
+        collate=napping_collate,
+        loss=lambda model: Napping(model, NAP, 2 * NAP),
+        optimizer=NappingAdamW,
+    )
     metrics, steps = counted(session_of(job), clocked)
     for step, known in zip(steps, metrics, strict=True):
         assert step_total(step) == pytest.approx(known.step_seconds, rel=0.02)
@@ -133,7 +184,7 @@ def test_waiting_for_ranks_is_taken_out_of_the_part_in_which_it_was(clocked: Any
     for _ in range(4):
         clock.begin()
         for part in (DATA, FORWARD, BACKWARD, COMMUNICATION):
-            time.sleep(NAP / 3)
+            PLANTED.sleep(NAP / 3)
             clock.mark(part)
         clock.exposed(BACKWARD, NAP / 6)
         clock.end()
@@ -148,16 +199,16 @@ def test_waiting_for_ranks_is_taken_out_of_the_part_in_which_it_was(clocked: Any
     assert sum(seconds for _, seconds in clock.laps) == pytest.approx(step_total(steps[-1]))
 
 
-def test_reading_is_told_from_copying_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock_module.torch, "Event", FakeEvent)
+@pytest.mark.usefixtures("planted")
+def test_reading_is_told_from_copying_on_a_device() -> None:
     _, steps = counted(
         session_of(language_job(collate=napping_collate)), lambda: DeviceClock("cuda:0")
     )
     assert all(step["data"] >= NAP and "copy" in step for step in steps)
 
 
-def test_what_another_thread_reads_is_not_the_steps_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock_module.torch, "Event", FakeEvent)
+@pytest.mark.usefixtures("planted")
+def test_what_another_thread_reads_is_not_the_steps_wait() -> None:
     clock = DeviceClock("cuda:0")
     clock.begin()
     reader = threading.Thread(target=lambda: list(clock.reading(iter([1, 2]))))
@@ -168,11 +219,14 @@ def test_what_another_thread_reads_is_not_the_steps_wait(monkeypatch: pytest.Mon
 
 
 def test_a_checkpoint_stands_beside_the_step(tmp_path: Path, clocked: Any) -> None:
-    session = session_of(language_job(), Checkpoints(interval=1), folder=tmp_path)
+    job = language_job(collate=napping_collate)
+    session = session_of(job, Checkpoints(interval=1), folder=tmp_path)
+    kept: Any = session.setup.checkpoint
+    kept.after_step = after_a_nap(kept.after_step)
     metrics, steps = counted(session, clocked)
     assert session.saves
     found = split(steps, session.saves)
-    assert (found[CHECKPOINT] or 0) > 0
+    assert (found[CHECKPOINT] or 0) >= NAP
     for step, known in zip(steps, metrics, strict=True):
         assert step_total(step) == pytest.approx(known.step_seconds, rel=0.05)
 
@@ -243,7 +297,7 @@ def test_old_steps_are_forgotten_before_memory_ends() -> None:
 def test_busy_seconds_are_those_of_the_processor_and_not_of_sleep() -> None:
     clock = HostClock()
     clock.begin()
-    time.sleep(0.1)
+    time.sleep(0.2)
     clock.mark(DATA)
     clock.end()
-    assert clock.busy[0] < 0.05 < clock.steps[0][DATA]
+    assert clock.busy[0] < 0.1 < clock.steps[0][DATA]

@@ -81,7 +81,7 @@ def test_a_file_that_appears_is_a_notice(session: Session, tmp_path: Path) -> No
     def write(metrics: Any) -> None:
         if metrics.step == 2:
             (tmp_path / "notice").touch()
-            told.wait(10)
+            told.wait(60)
 
     told = threading.Event()
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hasten.core.plan import Plan
@@ -81,9 +82,15 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def kill_in_its_turn(plan: Plan) -> None:
     """Kill the arm's process just before its order is given."""
-    text = json.dumps(plan.to_list())
-    (arm,) = [p for p in children() if text in p.cmdline()]
+    (arm,) = [p for p in children() if json.dumps(plan.to_list()) in words_of(p)]
     arm.send_signal(signal.SIGKILL)
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # over, perhaps not yet waited for
+        return []
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -10,11 +11,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from evidence.loop_jobs import SPIN
+from hasten.evidence import crew as crew_module
 from hasten.evidence.crew import Crew, CrewFailedError
 from hasten.evidence.loops import LoopProcess
 
@@ -24,17 +27,18 @@ import json, os, signal, subprocess, sys, time
 inbox, outbox = os.fdopen(int(sys.argv[-2])), os.fdopen(int(sys.argv[-1]), "w", buffering=1)
 def say(**found):
     outbox.write(json.dumps(found) + "\\n")
-spin = os.environ.get("SPIN")
-beside = [subprocess.Popen([sys.executable, "-c", spin]).pid] if spin else []
+spin, own = os.environ.get("SPIN"), str(os.getpid())
+beside = [subprocess.Popen([sys.executable, "-c", spin, own]).pid] if spin else []
 say(pid=os.getpid(), beside=beside)
 for line in inbox:
     order = json.loads(line)
     how = os.environ.get("HOW", "answers") if order["do"] == "fail" else "answers"
-    time.sleep(float(os.environ.get("AFTER", 0)) if order["do"] == "fail" else 0)
+    while how == "killed" and not os.path.exists(os.environ.get("AFTER", "/")):
+        time.sleep(0.005)
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "hangs":
-        time.sleep(60)
+        time.sleep(600)
     if how == "garbles":
         outbox.write("no JSON\\n")
     if how == "says":
@@ -73,7 +77,10 @@ def crew(folder: Path, *environs: dict[str, str]) -> Iterator[Crew]:
 
 
 def stopped(pids: Sequence[int]) -> bool:
-    return all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in pids)
+    """Whether all threads of all processes have come to their stop, not the first ones alone."""
+    threads = [thread for pid in pids for thread in Path(f"/proc/{pid}/task").iterdir()]
+    states = [(thread / "stat").read_text().rpartition(")")[2].split()[0] for thread in threads]
+    return set(states) == {"T"}
 
 
 def gone(pid: int) -> bool:
@@ -83,7 +90,7 @@ def gone(pid: int) -> bool:
 
 
 def wait_until(true: object, *arguments: object) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not true(*arguments):  # type: ignore[operator]
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -92,7 +99,7 @@ def wait_until(true: object, *arguments: object) -> None:
 @LINUX
 def test_all_ranks_and_what_they_started_stand_still_between_two_orders(tmp_path: Path) -> None:
     with crew(tmp_path, {"SPIN": SPIN}, {"SPIN": SPIN}) as found:
-        said = found.answers(30)
+        said = found.answers(60)
         pids = [pid for answer in said for pid in (answer["pid"], *answer["beside"])]
         assert len(pids) == 4
         wait_until(stopped, pids)
@@ -100,7 +107,7 @@ def test_all_ranks_and_what_they_started_stand_still_between_two_orders(tmp_path
         time.sleep(0.3)
         assert [sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids] == before
         for do in ("steps", "evaluate"):
-            assert found.ask({"do": do}, 10) == [{"heard": do}] * 2
+            assert found.ask({"do": do}, 60) == [{"heard": do}] * 2
             wait_until(stopped, pids)
         found.end()
         assert not any(psutil.pid_exists(answer["pid"]) for answer in said)
@@ -118,37 +125,66 @@ def test_all_ranks_and_what_they_started_stand_still_between_two_orders(tmp_path
         ("ends", "rank 1: the process ended with code 7: last words"),
         ("says", "rank 1: the data has too few records"),
         ("garbles", "rank 1: its answer can't be read"),
-        ("hangs", "no answer within 1 s: rank 1 didn't answer"),
+        ("hangs", "no answer within 60 s: rank 1 didn't answer"),
     ],
 )
-def test_the_rank_that_fails_is_named(tmp_path: Path, how: str, words: str) -> None:
+def test_the_rank_that_fails_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, words: str
+) -> None:
     with crew(tmp_path, {}, {"HOW": how}, {}) as found:
-        found.answers(30)
+        found.answers(60)
+        if how == "hangs":
+            monkeypatch.setattr(Crew, "_hear", until_two_were_heard(Crew._hear))
         with pytest.raises(CrewFailedError, match=words):
-            found.ask({"do": "fail"}, 1 if how == "hangs" else 30)
+            found.ask({"do": "fail"}, 60)
 
 
-def test_one_that_was_killed_is_named_before_one_that_complains_of_it(tmp_path: Path) -> None:
-    with crew(tmp_path, {"HOW": "complains"}, {"HOW": "killed", "AFTER": "0.1"}) as found:
-        found.answers(30)
+def until_two_were_heard(hear: Any) -> Any:
+    """The time is up as soon as only one is left to be heard, however slow the others are."""
+
+    def heard_or_late(self: Crew, heard: dict[int, Any], deadline: float) -> bool:
+        return bool(hear(self, heard, deadline if len(heard) < 2 else time.monotonic()))
+
+    return heard_or_late
+
+
+def test_one_that_was_killed_is_named_before_one_that_complains_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, failure = tmp_path / "told", Crew._failure
+
+    def complained(self: Crew, heard: dict[int, Any]) -> CrewFailedError:
+        told.touch()  # from here on the other one dies, in its own time
+        return failure(self, heard)
+
+    monkeypatch.setattr(Crew, "_failure", complained)
+    monkeypatch.setattr(crew_module, "SETTLE_SECONDS", 60.0)
+    with crew(tmp_path, {"HOW": "complains"}, {"HOW": "killed", "AFTER": str(told)}) as found:
+        found.answers(60)
         with pytest.raises(CrewFailedError, match=r"rank 1: .* code -9"):
-            found.ask({"do": "fail"}, 30)
+            found.ask({"do": "fail"}, 60)
 
 
 def test_a_single_process_has_no_rank_to_name(tmp_path: Path) -> None:
     with crew(tmp_path, {"HOW": "says"}) as found:
-        found.answers(30)
+        found.answers(60)
         with pytest.raises(CrewFailedError, match=r"^the data has too few records$"):
-            found.ask({"do": "fail"}, 30)
+            found.ask({"do": "fail"}, 60)
 
 
 def test_a_crew_that_has_ended_may_be_ended_again(tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+    before = descriptors()
     with crew(tmp_path, {}, {}) as found:
-        found.answers(30)
+        found.answers(60)
         found.end()
         found.end()
-    assert not before or len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() <= before
+
+
+def descriptors() -> int:
+    """How many are open, those left out that nobody uses any more; 0 where it can't be told."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
 
 
 @LINUX

@@ -152,7 +152,7 @@ def test_ranks_take_the_same_decisions_by_the_mean_of_their_clocks() -> None:
         Run(lambda s: 100 * s["size"] ** 0.4, {"size": 2}, noise=0.005),
         Run(lambda s: 100.0, {"size": 2}, noise=0.02, delay=3),
     ]
-    meeting, said = threading.Barrier(2, timeout=20), [torch.zeros(1), torch.zeros(1)]
+    meeting, said = threading.Barrier(2, timeout=120), [torch.zeros(1), torch.zeros(1)]
 
     def join(rank: int) -> None:
         def total(values: torch.Tensor) -> torch.Tensor:
@@ -172,7 +172,7 @@ def test_ranks_take_the_same_decisions_by_the_mean_of_their_clocks() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     assert runs[0].notes == runs[1].notes
     assert runs[0].settings == runs[1].settings == {"size": 8}
     assert runs[0].live.at_rest

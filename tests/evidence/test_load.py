@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hasten.core import processes
 from hasten.evidence.load import Instant, foreign_share, look
 
-SPIN = "import time; end = time.process_time() + 0.4\nwhile time.process_time() < end: pass"
+SPIN = "import time\nwhile time.process_time() < 0.6: pass"
 
 
 @given(*[st.floats(0, 1e6) for _ in range(6)], st.integers(1, 64))
@@ -37,17 +37,17 @@ def test_a_span_of_a_few_ticks_counts_as_calm() -> None:
 def test_the_time_of_started_processes_is_ours_even_after_their_end() -> None:
     before = processes.tree_seconds()
     subprocess.run([sys.executable, "-c", SPIN], check=True)
-    assert processes.tree_seconds() - before >= 0.4
+    assert processes.tree_seconds() - before >= 0.4  # ticks are of 10 ms, and others may be over
 
 
 def test_the_clocks_see_work_that_is_done() -> None:
     before = look()
-    end = time.process_time() + 0.3
+    end = time.process_time() + 0.5
     while time.process_time() < end:
         pass
     after = look()
-    assert after.busy - before.busy >= 0.25  # one core's ticks, whoever else was there
-    assert after.ours - before.ours >= 0.28
+    assert after.busy - before.busy >= 0.3  # one core's ticks, whoever else was there
+    assert after.ours - before.ours >= 0.3
     assert after.wall > before.wall
 
 

@@ -69,8 +69,9 @@ def browse(page: Path, *flags: str) -> tuple[str, list[str]]:
     profile = page.parent / "profile"
     command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     command += [f"--user-data-dir={profile}", "--allow-file-access-from-files", "--dump-dom"]
-    command += ["--enable-logging=stderr", "--window-size=1280,2000", *flags, page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    command += ["--enable-logging=stderr", "--disable-dev-shm-usage", "--window-size=1280,2000"]
+    command += [*flags, page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     if not done.stdout.strip():
         pytest.skip(f"the browser doesn't run here: {done.stderr.strip()[-200:]}")
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]

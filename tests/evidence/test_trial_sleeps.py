@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -36,6 +38,26 @@ time.sleep(60)
 """
 
 
+def wait_until(true: Callable[[int], bool], pid: int) -> None:
+    deadline = time.monotonic() + 60
+    while not true(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def stopped(pid: int) -> bool:
+    """Whether all its threads have come to their stop; where they can't be seen, the process."""
+    threads = list(Path(f"/proc/{pid}/task").glob("*/stat"))
+    states = {file.read_text().rpartition(")")[2].split()[0] for file in threads}
+    return states == {"T"} if states else psutil.Process(pid).status() == psutil.STATUS_STOPPED
+
+
+def gone(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    return True
+
+
 def busy(pid: int, seconds: float) -> float:
     process = psutil.Process(pid)
     before = sum(process.cpu_times()[:2])
@@ -47,11 +69,11 @@ def busy(pid: int, seconds: float) -> float:
 def test_threads_that_spin_get_no_time_while_others_have_their_turn(tmp_path: Path) -> None:
     with Trial(Path("none"), Plan(), {}, tmp_path / "log", entry=("-c", SPINNER)) as trial:
         pid = trial.answer()["pid"]
-        time.sleep(0.1)
+        wait_until(stopped, pid)
         assert busy(pid, 0.5) == 0
         assert psutil.Process(pid).status() == psutil.STATUS_STOPPED
-        assert trial.ask("steps", patience=10)["heard"] == "steps"
-        assert trial.ask("more", patience=10)["heard"] == "more"
+        assert trial.ask("steps", patience=60)["heard"] == "steps"
+        assert trial.ask("more", patience=60)["heard"] == "more"
     assert not psutil.pid_exists(pid)
 
 
@@ -62,7 +84,4 @@ def test_a_stopped_arm_ends_with_an_experiment_that_is_killed(tmp_path: Path) ->
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         os.kill(parent.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(gone, pid)

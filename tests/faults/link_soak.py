@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import rank_soak
-from rank_soak import Forked
+from rank_soak import HOLD, Forked, hold
 
 from hasten.cluster.attempt import Limits
 from hasten.cluster.netlab import Lab
@@ -32,7 +32,7 @@ from hasten.cluster.supervisor import Ranks, Supervision, supervise
 from hasten.core import facts
 from netlab import enter, places
 
-STEPS, BEFORE = 40, 4  # of the run, and before the cut
+STEPS, BEFORE, MOST = 40, 4, 12  # of the run, and before the cut, for which ranks wait
 HANG_SECONDS = 30.0  # longer than a cut that is waited for
 PORT = 29700  # another for each attempt, as a supervisor's meeting place is
 PLACE = "HASTEN_RENDEZVOUS"  # a file that both hosts see, which machines don't have
@@ -44,13 +44,15 @@ class Cutter(threading.Thread):
     def __init__(self, lab: Lab, folder: Path, seconds: float) -> None:
         super().__init__(daemon=True)
         self.lab, self.lines, self.seconds = lab, folder / "metrics.jsonl", seconds
-        self.began = math.nan
+        self.folder, self.began = folder, math.nan
+        hold(folder, MOST)
 
     def run(self) -> None:
         while not self.lines.exists() or self.lines.read_bytes().count(b"\n") < BEFORE:
             time.sleep(0.005)
         self.lab.cut(1)
         self.began = time.monotonic()
+        (self.folder / HOLD).unlink()
         if math.isfinite(self.seconds):
             time.sleep(self.seconds)
             self.lab.heal(1)
@@ -98,3 +100,4 @@ if __name__ == "__main__":
     found = soak(Path(place), float(cut), float(link), int(restarts))
     print(json.dumps(found), flush=True)
     rank_soak.undisturbed(Path(place) / "reference", STEPS)
+    os._exit(0)  # taking apart what was loaded would take seconds

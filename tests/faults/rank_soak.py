@@ -5,13 +5,15 @@
 Ranks are forked from this process, which has torch loaded and has computed nothing: an attempt
 begins in tens of milliseconds. A flip damages the newest checkpoint and then kills a rank. What it
 prints is JSON: the exit code, and for each fault the seconds from it to the next step. The same run
-without faults is in FOLDER/reference.
+without faults is in FOLDER/reference. Ranks wait for who disturbs them, so that no machine is too
+busy for a fault to come in time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import json
 import os
 import random
@@ -22,7 +24,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
@@ -47,9 +51,12 @@ from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout import DDP
 from tiny import job_facts, language_job, records, tiny_model
 
+gc.freeze()  # what is loaded: ranks look for garbage in what is their own
 HANG_SECONDS = 1.0
 MORE = 6  # steps between two faults, so that each attempt saves something
+SPARE = 3  # steps in which a fault comes
 KILL, STOP, FLIP = "SIGKILL", "SIGSTOP", "flip"
+HOLD = "hold"  # a file that says after which step ranks wait
 
 
 @dataclass
@@ -122,9 +129,25 @@ def _train(folder: Path, steps: int, pause: float, rank: int) -> None:
         if lines is not None:
             lines.step({"step": metrics.step, "loss": metrics.loss})
         pulse.beat(metrics.step)
+        while held(folder, metrics.step):
+            time.sleep(0.002)
     pulse.beat(session.progress.step, over=True)
     if dist.is_initialized():
         dist.barrier()
+
+
+def hold(folder: Path, step: int) -> None:
+    """Ranks wait after this step; a later call, or the file's end, lets them go on."""
+    part = folder / f"{HOLD}.part"
+    part.write_text(str(step))
+    part.replace(folder / HOLD)
+
+
+def held(folder: Path, step: int) -> bool:
+    try:
+        return step >= int((folder / HOLD).read_text())
+    except OSError:
+        return False
 
 
 class Killer(threading.Thread):
@@ -135,30 +158,45 @@ class Killer(threading.Thread):
         self.folder, self.faults, self.draw = folder, faults, random.Random(seed)
         self.running: dict[int, Forked] = {}
         self.recoveries: list[tuple[str, float]] = []
+        self.stopped = False  # whether a rank that runs is
+        if faults:
+            hold(folder, MORE + SPARE)
 
     def run(self) -> None:
         for fault in self.faults:
             step = self._step()
-            self._until(step + MORE)
+            self._until(step + MORE, SPARE)
             time.sleep(self.draw.uniform(0, 0.1))
             victim = self.running[self.draw.randrange(len(self.running))]
             begun, before = time.monotonic(), dict(self.running)
             if fault == FLIP:
                 self._flip()
-            os.kill(victim.pid, signal.SIGSTOP if fault == STOP else signal.SIGKILL)
+            if fault == STOP:
+                self._stop(victim)
+            else:
+                os.kill(victim.pid, signal.SIGKILL)
             while any(self.running.get(r) is p for r, p in before.items()):
                 time.sleep(0.002)  # until all ranks are others
-            self._until(0)
+            self._until(0, 2)
             self.recoveries.append((fault, time.monotonic() - begun))
+        if self.faults:
+            (self.folder / HOLD).unlink()
+
+    def _stop(self, victim: Forked) -> None:
+        os.kill(victim.pid, signal.SIGSTOP)
+        while psutil.Process(victim.pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.002)
+        self.stopped = True
 
     def _flip(self) -> None:
         """One bit of the newest checkpoint, unless it is taken away meanwhile."""
         with contextlib.suppress(OSError, IndexError):
             damage(checkpoints(self.folder / "checkpoints")[-1] / STATE, "flip", self.draw)
 
-    def _until(self, step: int) -> None:
-        """Until the ranks that run now have done a step beyond ``step``."""
+    def _until(self, step: int, spare: int) -> None:
+        """Until the ranks that run now have done a step beyond ``step``; a few more they may."""
         size = self._size()
+        hold(self.folder, max(self._step(), step) + spare)
         while self._size() == size or self._step() <= step:
             time.sleep(0.002)
 
@@ -178,13 +216,25 @@ class Killer(threading.Thread):
         return json.loads(whole[-1])["step"] if whole else 0
 
 
+class Patience:
+    """Limits of a supervisor that waits long for busy ranks, and not for a stopped one."""
+
+    start = 60.0
+
+    def __init__(self, killer: Killer, hang: float) -> None:
+        self.killer, self.stopped_hang = killer, hang
+
+    @property
+    def hang(self) -> float:
+        return self.stopped_hang if self.killer.stopped else 60.0
+
+
 def soak(
     folder: Path,
     faults: Sequence[str],
     seed: int,
     steps: int,
     pause: float = 0.01,
-    hang: float = HANG_SECONDS,
 ) -> dict[str, Any]:
     """Train under faults; what happened."""
     killer = Killer(folder, faults, seed)
@@ -200,26 +250,29 @@ def soak(
                 code = 0
             finally:
                 os._exit(code)
+        killer.stopped = False
         killer.running[rank] = Forked(pid)
         return killer.running[rank]
 
     killer.start()
     ranks = Ranks(lambda count, trained: [], lambda rank, count: {}, 2, 2, launch)
-    supervision = Supervision(len(faults) + 9, Limits(hang, 60.0))
+    limits = cast(Limits, Patience(killer, HANG_SECONDS))
+    supervision = Supervision(len(faults) + 9, limits)
     code = supervise(ranks, supervision, folder / "data", folder / "restarts.jsonl")
     return {"code": code, "recoveries": killer.recoveries, "steps": steps}
 
 
 def undisturbed(folder: Path, steps: int) -> None:
     """The same run without faults, and without haste."""
-    soak(folder, [], 0, steps, pause=0.0, hang=60.0)
+    soak(folder, [], 0, steps, pause=0.0)
 
 
 if __name__ == "__main__":
     place, kills, stops, seed, flips = (*sys.argv[1:], "0")[:5]
     planned = [KILL] * int(kills) + [STOP] * int(stops) + [FLIP] * int(flips)
     random.Random(int(seed)).shuffle(planned)
-    length = (len(planned) + 1) * (MORE + 12)
+    length = (len(planned) + 1) * (MORE + SPARE + 4)
     (Path(place) / "reference").mkdir()
     print(json.dumps(soak(Path(place), planned, int(seed), length)), flush=True)
     undisturbed(Path(place) / "reference", length)
+    os._exit(0)  # taking apart what was loaded would take seconds

@@ -9,6 +9,7 @@ is JSON: for each life its signal, exit code, seconds to leave, steps done and s
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -20,15 +21,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
+import torch._dynamo  # an optimizer does so: here once, and not in each life
 import transformers.models.llama.modeling_llama  # noqa: F401
 
-from hasten.core.leaving import patient
+from hasten.core.leaving import HASTE, patient
 from hasten.core.session import Session
 from hasten.core.trainer import Watch, fit
 from hasten.run_folder import Lines
 from hasten.techniques.checkpoint import Checkpoints
 from tiny import language_job, records, session_of, tiny_model
 
+gc.freeze()  # what is loaded: lives look for garbage in what is their own
 CODES = {"done": 0, "interrupted": 130, "left": 75}
 NEVER = 1_000_000  # steps: no checkpoint but the one on leaving
 
@@ -57,6 +60,8 @@ def fork(folder: Path, steps: int, pause: float) -> int:
     pid = os.fork()
     if pid == 0:
         code = 1
+        for number in HASTE:  # once the run is over, signals that still come would end it
+            signal.signal(number, signal.SIG_IGN)
         try:
             code = live(folder, steps, pause)
         finally:
@@ -107,4 +112,5 @@ if __name__ == "__main__":
     reference = Path(place) / "reference"
     reference.mkdir()
     code = os.waitstatus_to_exitcode(os.waitpid(fork(reference, lives[-1]["steps"], 0.0), 0)[1])
-    print(json.dumps({"lives": lives, "reference": code}))
+    print(json.dumps({"lives": lives, "reference": code}), flush=True)
+    os._exit(0)  # taking apart what was loaded would take seconds

@@ -17,6 +17,7 @@ import pytest
 from hasten.cluster.supervisor import WORN_OUT
 from netlab import missing
 
+pytestmark = pytest.mark.timeout(900)  # all three cases are run, on a busy machine
 SCRIPT = Path(__file__).with_name("link_soak.py")
 # Seconds of the cut, link_seconds, restarts. The first is shorter than ranks wait, the second isn't
 CASES = {"waited": ("5", "30", "2"), "restarted": ("20", "8", "5"), "for good": ("inf", "8", "1")}
@@ -43,7 +44,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     found = {}
     try:
         for name, (process, folder) in begun.items():
-            out, err = process.communicate(timeout=250)
+            out, err = process.communicate(timeout=600)
             assert process.returncode == 0, err
             found[name] = (json.loads(out), folder, err)
     finally:
@@ -85,7 +86,7 @@ def test_a_cut_for_good_ends_the_run_with_the_rank_named_in_bounded_time(
 ) -> None:
     found, folder, err = cases["for good"]
     assert found["code"] == WORN_OUT
-    assert found["seconds"] < 90
+    assert found["seconds"] < 240, "not the ten minutes that ranks wait unless told otherwise"
     first, *others = lines(folder / "restarts.jsonl")
     assert "rank 0" in first["cause"] or "rank 1" in first["cause"]
     assert "link is cut" in first["cause"]

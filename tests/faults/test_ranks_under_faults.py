@@ -5,12 +5,14 @@ A sample; ``python tests/faults/rank_soak.py`` and ``signal_storm.py`` take any 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +38,10 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # fourteen attempts, on a busy machine
 def test_six_kills_and_six_stops_cost_nothing_but_time(tmp_path: Path) -> None:
     process = start("rank_soak.py", tmp_path, 6, 6, 4)
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     found = json.loads(out)
     assert found["code"] == 0
@@ -47,8 +50,7 @@ def test_six_kills_and_six_stops_cost_nothing_but_time(tmp_path: Path) -> None:
     assert [line["step"] for line in trained] == list(range(1, found["steps"] + 1))
     assert trained == lines(tmp_path / "reference" / "metrics.jsonl")
     restarts = lines(tmp_path / "restarts.jsonl")
-    # More only where the machine was so busy that a rank had no turn for a second.
-    assert len(restarts) >= 12
+    assert len(restarts) == 12
     assert sum(not line["hung"] for line in restarts) == 6
     stopped = [line for line in restarts if "its process is stopped" in line["cause"]]
     assert len(stopped) == 6
@@ -57,25 +59,46 @@ def test_six_kills_and_six_stops_cost_nothing_but_time(tmp_path: Path) -> None:
     assert not list((tmp_path / "data").iterdir())
 
 
+def is_over(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def until(done: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 @linux
 def test_no_rank_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> None:
-    process = start("rank_soak.py", tmp_path, 1, 0, 1)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "metrics.jsonl").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    children = psutil.Process(process.pid).children()
-    assert len(children) >= 2
-    os.kill(children[0].pid, signal.SIGSTOP)  # a stopped process can't end itself
-    process.kill()
-    process.communicate()
-    _, alive = psutil.wait_procs(children, timeout=10)
-    assert not alive
+    hold = tmp_path / "hold"
+    hold.write_text("3")  # ranks wait after this step
+    process = start("rank_soak.py", tmp_path, 0, 0, 1)
+    children: list[psutil.Process] = []
+    try:
+        until((tmp_path / "metrics.jsonl").exists, 120)
+        children += psutil.Process(process.pid).children()
+        assert len(children) >= 2
+        os.kill(children[0].pid, signal.SIGSTOP)  # a stopped process can't end itself
+        process.kill()
+        until(lambda: all(map(is_over, children)), 60)
+    finally:
+        process.kill()
+        hold.unlink()
+        for child in children:
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        process.communicate()
 
 
+@pytest.mark.timeout(900)  # twenty lives, on a busy machine
 def test_a_run_asked_to_leave_twenty_times_loses_no_step(tmp_path: Path) -> None:
     process = start("signal_storm.py", tmp_path, 20, 7)
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     found = json.loads(out)
     codes = {"SIGTERM": 75, "SIGUSR1": 75, "SIGINT": 130}

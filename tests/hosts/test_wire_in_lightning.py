@@ -27,7 +27,7 @@ from hosts.test_techniques_in_lightning import (
 )
 from tiny import tiny_model
 
-pytestmark = lightning_only
+pytestmark = [lightning_only, pytest.mark.timeout(600)]  # two ranks train six times over
 TESTS = Path(__file__).parents[1]
 
 
@@ -40,7 +40,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     launch = [*(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")]
     command = [*launch, "--standalone", str(TESTS / "hosts" / "lightning_on_ranks.py"), str(folder)]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=240, check=False
+        command, env=environment, capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     one, two = (json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -19,6 +18,7 @@ PAGE = resources.files("hasten.monitor").joinpath("page.html").read_text(encodin
 TEXTS = ("ink", "muted", "accent", "good", "warn", "bad")  # colours that text or keys have
 RUNS = tuple(f"run{number}" for number in range(8))
 STEP = "runs.get(chosen).standing.step"
+DRAWN = "new Promise((done) => requestAnimationFrame(() => setTimeout(done, 100)))"
 
 
 def colours(dark: bool) -> dict[str, str]:
@@ -75,7 +75,6 @@ def chromium() -> Iterator[Browser]:
 
 
 def shown(chromium: Browser, server: Server, step: int) -> None:
-    chromium.complaints.clear()
     chromium.open(f"http://127.0.0.1:{server.port}/?token={TOKEN}")
     chromium.until(f"chosen !== null && {STEP} === {step} && !CHARTS[0].figure.hidden")
 
@@ -91,8 +90,8 @@ def test_new_steps_appear_without_a_reload_and_stay_after_one(
         append(folder / "metrics.jsonl", *(step_line(step) for step in range(21, 31)))
         chromium.until(f"{STEP} === 30")
         assert chromium.value("column(runs.get('live'), ['steps', 'loss']).x.length") == 30
-        chromium.call("Page.reload")
-        chromium.until(f"typeof runs !== 'undefined' && chosen !== null && {STEP} === 30")
+        chromium.reload()
+        chromium.until(f"chosen !== null && {STEP} === 30")
         write_run(tmp_path / "live", 30, finished=True)
         chromium.until("runs.get('live').standing.status === 'done'")
     assert chromium.complaints == []
@@ -137,7 +136,6 @@ def test_everything_that_can_be_used_is_reached_by_tab_and_has_a_name(
     write_run(tmp_path / "one", 20)
     write_run(tmp_path / "two", 10)
     with serving([tmp_path]) as server:
-        chromium.complaints.clear()
         chromium.open(f"http://127.0.0.1:{server.port}/?token={TOKEN}")
         chromium.until("runs.size === 2 && !CHARTS[0].figure.hidden")
         reached = []
@@ -169,7 +167,8 @@ def test_nothing_is_wider_than_the_screen(
         chromium.size(width, 800)
         chromium.dark(dark)
         shown(chromium, server, 20)
-        time.sleep(0.2)
+        chromium.value(DRAWN)
+        chromium.value(DRAWN)
         assert chromium.value("document.documentElement.scrollWidth") <= width
         background = chromium.value("getComputedStyle(document.body).backgroundColor")
         wanted = colours(dark)["page"]
@@ -198,7 +197,6 @@ def test_what_is_not_known_is_said(chromium: Browser, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": None}) + "\n")
     with serving([tmp_path]) as server:
         shown_step = f"chosen !== null && {STEP} === 1"
-        chromium.complaints.clear()
         chromium.open(f"http://127.0.0.1:{server.port}/?token={TOKEN}")
         chromium.until(shown_step)
         assert "not known" in chromium.value("document.getElementById('tiles').textContent")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -13,7 +14,9 @@ import pytest
 from hasten.parts import allocator
 
 glibc = pytest.mark.skipif(not allocator.is_glibc(), reason="glibc alone has these settings")
-PAGES = allocator.BLOCK // 4096
+# A fault fills a page, or 2 MiB where huge pages are given to everybody.
+ALWAYS_HUGE = allocator.huge_page_mode() == "always"
+PAGES = allocator.BLOCK // (2 * 2**20 if ALWAYS_HUGE else mmap.PAGESIZE)
 
 
 def in_a_process(code: str, **variables: str) -> object:

@@ -25,7 +25,7 @@ def answer(output: str) -> Any:
 
 def reached(running: Any, step: int) -> None:
     """Wait until a rank has written that it is so far."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while not list(running.place.glob(f"*.step-{step}")):
         assert time.monotonic() < end, running.log(0).read_text()
         time.sleep(0.02)
@@ -34,7 +34,7 @@ def reached(running: Any, step: int) -> None:
 def test_the_interface_counts_what_was_predicted() -> None:
     with lab_with_links(hosts=2, ranks=1, rate="1gbit") as lab:
         for name in ("none", "int8", "int4", "stream"):
-            for result in lab.run(command("sent", name, 8), seconds=120):
+            for result in lab.run(command("sent", name, 8), seconds=240):
                 assert result.code == 0, result.output
                 found = answer(result.output)
                 assert found["counted"] == pytest.approx(found["predicted"], rel=0.05), name
@@ -42,7 +42,7 @@ def test_the_interface_counts_what_was_predicted() -> None:
 
 def test_a_link_that_is_cut_for_some_seconds_is_waited_for() -> None:
     with lab_with_links(hosts=2, ranks=1, rate="100mbit") as lab:
-        running = lab.begin(command("steps", 20, 0.05, 60), seconds=120)
+        running = lab.begin(command("steps", 20, 0.05, 60), seconds=200)
         reached(running, 5)
         lab.cut(1)
         time.sleep(2)
@@ -55,7 +55,8 @@ def test_a_link_that_is_cut_for_some_seconds_is_waited_for() -> None:
 
 def test_a_link_that_is_cut_for_good_is_an_error_on_both_sides() -> None:
     with lab_with_links(hosts=2, ranks=1, rate="100mbit") as lab:
-        running = lab.begin(command("steps", 40, 0.05, 3), seconds=120)
+        # More steps than are done before the link is cut.
+        running = lab.begin(command("steps", 5000, 0.05, 8), seconds=200)
         reached(running, 5)
         lab.cut(1)
         found = [answer(r.output)["error"] for r in running.wait()]

@@ -21,11 +21,12 @@ def reading(source: Iterator[Any], room: int = 4, bound: int = 1 << 30) -> Readi
 
 def until(true: Callable[[], Any]) -> bool:
     """Wait for another thread; the bound only decides how long a failure takes."""
-    for _ in range(1000):
-        if true():
-            return True
+    end = time.monotonic() + 60
+    while not true():
+        if time.monotonic() > end:
+            return False
         time.sleep(0.005)
-    return False
+    return True
 
 
 class Bell:
@@ -95,8 +96,8 @@ def test_no_more_waits_than_there_is_room_for() -> None:
             reader.take()
             assert reader._queue.read_bytes - reader._queue.taken_bytes <= 20
         assert until(lambda: reader._queue.ready.qsize() == 2)
-        reader._queue.bound = 1 << 30
         reader.set_room(3)
+        reader._queue.bound = 1 << 30  # second: the room of before holds nine
         assert until(lambda: reader._queue.ready.qsize() == 3)
         time.sleep(0.02)
         assert reader._queue.ready.qsize() == 3
@@ -138,6 +139,6 @@ def test_a_taker_that_waits_is_let_go_when_the_reader_is_closed() -> None:
         taker = threading.Thread(target=lambda: found.append(reader.take()))
         taker.start()
         reader.close(0.01)
-        taker.join(20)
+        taker.join(60)
         assert found == [None]
         go.set()

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from compression_trap_jobs import LIMIT
 from hasten.parts.chunked_topk import ChunkedTopK
 from hasten.parts.codecs import codec
 from hasten.parts.compression.error_feedback import Memory, Piece, Pieces, numbers, parts_of
@@ -77,8 +78,9 @@ def test_a_rank_that_has_ended_is_named_within_the_limit(three: list[Any]) -> No
     for rank in three:
         assert "averaging gradients failed on rank" in rank["said"]
         assert "rank 2 (" in rank["said"]
-        assert "did not answer within 3 s" in rank["said"]
-        assert rank["seconds"] < 20  # the limit once for the exchange, once for the roll call
+        assert f"did not answer within {LIMIT:g} s" in rank["said"]
+        # The limit once for the exchange, once for the roll call; by default it is 10 minutes.
+        assert rank["seconds"] < 2 * LIMIT + 60
 
 
 def test_hosts_with_unequal_numbers_of_ranks_are_refused_in_words(three: list[Any]) -> None:

@@ -84,7 +84,7 @@ def test_a_file_to_leave_by_that_is_there_already_ends_the_run_before_its_first_
     (tmp_path / "leave").touch()
     session = session_of(language_job(steps=50))
     with watch_notices(session, recipe(leave_file=str(tmp_path / "leave"))) as notice:
-        notice._thread.join(10)
+        notice._thread.join(60)
     assert session.leaving
     assert session.stop_requested
 

@@ -103,7 +103,8 @@ def test_lora_is_chosen_where_all_weights_do_not_fit(
 ) -> None:
     recipe = Recipe(model="deepseek-llm-tiny", dataset="stdlib", max_steps=1)
     known: Facts = module.facts_of(recipe)
-    known = replace(known, model=replace(known.model, parameters=parameters))
+    hardware = replace(known.hardware, accelerators=(), memory_limit_bytes=64 * 10**9)
+    known = replace(known, hardware=hardware, model=replace(known.model, parameters=parameters))
     assert module._lora(known, fresh=False)[0] is lora
 
 

@@ -67,7 +67,8 @@ def test_more_bandwidth_is_never_slower(
     field: str, layout: Layout, model: Architecture, times: float
 ) -> None:
     faster = replace(CLUSTER, **{field: getattr(CLUSTER, field) * times})
-    assert one(layout, model, faster).step_seconds[0] <= one(layout, model).step_seconds[0]
+    before, after = one(layout, model).step_seconds[0], one(layout, model, faster).step_seconds[0]
+    assert after <= before * (1 + 1e-12)  # sums of other numbers are rounded otherwise
 
 
 @settings(max_examples=60, deadline=None)

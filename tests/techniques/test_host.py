@@ -113,6 +113,7 @@ def test_a_process_begins_again_only_for_what_is_missing_and_only_once(
 
 @linux
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # processes start anew for their variables, on a busy machine
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_hasten_train_starts_its_processes_with_the_plans_variables(
     tmp_path: Path, ranks: int

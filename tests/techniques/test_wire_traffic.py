@@ -74,8 +74,8 @@ def test_gradients_that_leave_after_the_passes_hide_nothing(found: list[Any]) ->
 
 
 def test_waiting_for_a_slow_rank_shows_on_the_others(found: list[Any]) -> None:
-    # Backward of rank 1 begins late; in the first step ranks also wait for each other's start.
-    for step in found[0]["one is slow"]["steps"][1:]:
+    # Backward of rank 1 begins so long after that of rank 0 has ended.
+    for step in found[0]["one is slow"]["steps"]:
         assert step[EXPOSED] > 0.8 * NAP
 
 

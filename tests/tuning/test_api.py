@@ -21,10 +21,28 @@ from hasten.tuning.subject import Wishes
 
 JOBS = f"{Path(__file__).parent / 'loop_jobs.py'}"
 SPACE = {"batch": [1, 2, 3], "fused": [False, True]}
+# A tuning that stands still as soon as two trials are over and noted.
+TWO_TRIALS = """
+import sys, time
+from hasten.experiment import Silence
+from hasten.search import tune
+from hasten.tuning.subject import Wishes
+
+class StandsStill(Silence):
+    def show(self, text, share):
+        if text.startswith("trial 3:"):
+            print("two trials", flush=True)
+            time.sleep(600)
+
+space = {"batch": [1, 2, 3], "fused": [False, True]}
+wishes = Wishes(trials=5, steps=2)
+tune(sys.argv[1], 600, wishes, space=space, folder=sys.argv[2], audience=StandsStill())
+"""
 
 
 def test_a_loop_is_tuned_proven_and_answered_at_once_the_second_time(tmp_path: Path) -> None:
-    found = tune(f"{JOBS}:job", 60, Wishes(trials=3), space=SPACE, folder=tmp_path)
+    wishes = Wishes(trials=3, steps=2)
+    found = tune(f"{JOBS}:job", 300, wishes, space=SPACE, folder=tmp_path)
     assert found.better, str(found)
     ratio = found.report["winner"]["ratio"]
     assert 1 < ratio["low"] < ratio["high"]
@@ -35,13 +53,13 @@ def test_a_loop_is_tuned_proven_and_answered_at_once_the_second_time(tmp_path: P
     assert kept["winner"] == found.report["winner"]
     assert len(kept["trials"]) == 3
     assert "<svg" in (found.folder / "study.html").read_text()
-    again = tune(f"{JOBS}:job", 60, Wishes(trials=3), space=SPACE, folder=tmp_path)
+    again = tune(f"{JOBS}:job", 300, wishes, space=SPACE, folder=tmp_path)
     assert again.report == kept
 
 
 def test_settings_that_change_nothing_are_not_called_better(tmp_path: Path) -> None:
     space = {"batch": [1, 2]}
-    found = tune(f"{JOBS}:alike", 20, Wishes(trials=1), space=space, folder=tmp_path)
+    found = tune(f"{JOBS}:alike", 300, Wishes(trials=1), space=space, folder=tmp_path)
     if found.report["duel"] is not None:  # by luck the trial may lie below the start
         assert not found.better or found.report["winner"]["ratio"]["low"] < 1.1
     assert found.settings["batch"] in (1, 2)
@@ -49,7 +67,7 @@ def test_settings_that_change_nothing_are_not_called_better(tmp_path: Path) -> N
 
 def test_what_runs_out_of_memory_is_a_constraint(tmp_path: Path) -> None:
     space = {"batch": [1, 2, 4]}
-    found = tune(f"{JOBS}:greedy", 60, Wishes(trials=2), space=space, folder=tmp_path)
+    found = tune(f"{JOBS}:greedy", 300, Wishes(trials=2, steps=2), space=space, folder=tmp_path)
     states = {t["settings"]["batch"]: t["state"] for t in found.report["trials"]}
     assert states.get(4, "out of memory") == "out of memory"
     assert found.settings["batch"] != 4
@@ -57,38 +75,26 @@ def test_what_runs_out_of_memory_is_a_constraint(tmp_path: Path) -> None:
 
 def test_a_loop_that_fails_in_every_trial_says_the_reason(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"all 1 trials failed.*no kernel for 2"):
-        tune(f"{JOBS}:failing", 60, space={"batch": [1, 2]}, folder=tmp_path)
+        tune(f"{JOBS}:failing", 300, space={"batch": [1, 2]}, folder=tmp_path)
 
 
 def test_a_process_that_is_killed_leaves_its_trials_and_the_best_settings(tmp_path: Path) -> None:
-    code = (
-        "from hasten.search import tune; from hasten.tuning.subject import Wishes\n"
-        f"tune({JOBS + ':job'!r}, 300, Wishes(trials=5), space={SPACE!r}, folder={str(tmp_path)!r})"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    command = [sys.executable, "-c", TWO_TRIALS, f"{JOBS}:job", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     try:
-        record = _wait_for(tmp_path, process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"two trials\n"
     finally:
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    before = record.read_text().count('"tried"')
+        process.communicate()
+    (record,) = tmp_path.glob("*/record.jsonl")
+    assert record.read_text().count('"tried"') == 2
     best = json.loads((record.parent / "best.yaml").read_text())
     assert set(best) == {"_measured", "batch", "fused"}
-    found = tune(f"{JOBS}:job", 300, Wishes(trials=5), space=SPACE, folder=tmp_path)
-    assert len(found.report["trials"]) == 5 > before >= 2
+    found = tune(f"{JOBS}:job", 600, Wishes(trials=5, steps=2), space=SPACE, folder=tmp_path)
+    assert len(found.report["trials"]) == 5
     places = [json.dumps(t["settings"]) for t in found.report["trials"]]
     assert len(set(places)) == 5
-
-
-def _wait_for(folder: Path, process: subprocess.Popen[bytes]) -> Path:
-    import time
-
-    while process.poll() is None:
-        for path in folder.glob("*/record.jsonl"):
-            if path.read_text().count('"tried"') >= 2:
-                return path
-        time.sleep(0.02)
-    raise AssertionError("it ended before two trials")
 
 
 @pytest.mark.parametrize(

@@ -153,19 +153,20 @@ class Attempt:
 
     def _silent(self, now: float, codes: Sequence[int | None]) -> Ending | None:
         """The ending where a rank shows no pulse for too long."""
-        late = []
+        late, nearly = False, []  # who waits for a rank may have waited a little longer than it
         for rank, (before, since) in enumerate(self._seen):
             beat = read_pulse(self.folder, rank)
             if beat.count != before.count:
                 self._seen[rank] = beat, now
                 continue
             limit = self.limits.hang if beat.trains else self.limits.start
-            if codes[rank] is None and now - since > limit:
-                late.append(rank)
+            if codes[rank] is None and now - since > limit - min(SETTLE_SECONDS, limit / 2):
+                nearly.append(rank)
+                late = late or now - since > limit
         if not late:
             return None
-        who, how = self._stuck(late)
-        beat = self._seen[late[0]][0]
+        who, how = self._stuck(nearly)
+        beat = self._seen[nearly[0]][0]
         cause = f"no step for {self.limits.hang:g} s"
         if not beat.trains:
             cause = f"not {'done' if beat.count else 'started'} after {self.limits.start:g} s"

@@ -116,8 +116,8 @@ def training(session: Session) -> Iterator[StepMetrics]:
 def _steps(session: Session) -> Generator[StepMetrics, None, bool]:
     """Steps to the stop, or until the session is at an earlier step than it was: True then."""
     setup, clock = session.setup, session.setup.clock
+    started = time.perf_counter()  # before the clock's: its parts never exceed the step
     clock.begin()
-    started = time.perf_counter()
     for batch in batches(session):
         metrics = train_step(session, batch, started)
         setup.guards.after_step(session, batch, metrics)
@@ -130,8 +130,8 @@ def _steps(session: Session) -> Generator[StepMetrics, None, bool]:
         if back:
             return True
         setup.adjusting.after_step(metrics)
-        clock.begin()
         started = time.perf_counter()
+        clock.begin()
     return False
 
 

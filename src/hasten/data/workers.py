@@ -97,7 +97,7 @@ def _tell_all(workers: Iterable[_Worker], work: bytes) -> None:
 def _check_answer(worker: _Worker, task: Task) -> None:
     try:
         answer = worker.link.recv()
-    except (EOFError, ConnectionError):
+    except (EOFError, OSError):
         code = worker.process.wait()
         how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
         raise _DiedError(how) from None

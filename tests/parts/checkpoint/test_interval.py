@@ -101,6 +101,10 @@ class Clock:
         self.now = 0.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
+    def interval(self, longest_loss: float) -> Interval:
+        """One that begins now; by itself it would begin by the real clock, days ahead perhaps."""
+        return Interval(longest_loss=longest_loss, _began=self.now)
+
 
 def saves(rhythm: Rhythm, clock: Clock, seconds: list[float]) -> tuple[list[int], int]:
     """The steps saved when step k takes ``seconds[k]``, and how often it was looked."""
@@ -120,7 +124,7 @@ def test_saves_come_after_the_intervals_seconds_with_few_looks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(monkeypatch)
-    interval = Interval(longest_loss=100.0)
+    interval = clock.interval(longest_loss=100.0)
     interval.blocked.append(10.0)  # 1 % would be 1000 s; the user's 100 go before it
     rhythm = Rhythm("dynamic", interval)
     found, looks = saves(rhythm, clock, [0.5] * 2000)
@@ -131,7 +135,7 @@ def test_saves_come_after_the_intervals_seconds_with_few_looks(
 
 def test_steps_that_become_slower_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    interval = Interval(longest_loss=100.0)
+    interval = clock.interval(longest_loss=100.0)
     interval.blocked.append(10.0)
     found, _ = saves(Rhythm("dynamic", interval), clock, [0.1] * 1000 + [5.0] * 60)
     late = [step for step in found if step > 1000]
@@ -147,7 +151,7 @@ def test_a_number_of_steps_is_that() -> None:
 
 def test_nothing_is_begun_while_a_save_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    rhythm = Rhythm("dynamic", Interval(longest_loss=1.0))
+    rhythm = Rhythm("dynamic", clock.interval(longest_loss=1.0))
     rhythm.looks(1)
     clock.now += 50
     assert rhythm.decide(5, busy=True)[0] is False

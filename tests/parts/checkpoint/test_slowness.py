@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import time
+import itertools
+import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,18 +16,42 @@ from hypothesis import strategies as st
 
 from fault_kit import EVERY, build
 from hasten import SmartCheckpointer
-from hasten.parts.checkpoint import slowness
 from hasten.parts.checkpoint.disk import Disk
 from hasten.parts.checkpoint.saver import Saver
 from hasten.parts.checkpoint.slowness import LONG, SLOW, WAITED, Slowness
+from hasten.parts.checkpoint.writer import Writer
 
 
 class SlowDisk(Disk):
-    """Each piece takes a while."""
+    """Each piece takes a while by its own clock, and training waits for all of it."""
+
+    def __init__(self) -> None:
+        self.seconds, self.waited_for = 0.0, threading.Event()
 
     def write(self, descriptor: int, block: memoryview) -> None:
-        time.sleep(0.15)
+        assert self.waited_for.wait(60)
+        self.seconds += 0.5
         super().write(descriptor, block)
+
+
+class WatchedWriter(Writer):
+    """Lets the disk go on once somebody waits for it."""
+
+    def __init__(self, disk: SlowDisk) -> None:
+        super().__init__()
+        self.disk = disk
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self.disk.waited_for.set()
+        super().wait()
+        self.disk.waited_for.clear()
+
+
+def by_clock(monkeypatch: pytest.MonkeyPatch, now: Callable[[], float]) -> None:
+    """Saves are timed by ``now``."""
+    clock = SimpleNamespace(perf_counter=now)
+    monkeypatch.setattr("hasten.parts.checkpoint.saver.time", clock)
 
 
 def test_a_long_write_is_told_with_its_rate_and_a_fast_one_is_not() -> None:
@@ -64,10 +91,12 @@ def test_a_sentence_comes_only_where_one_of_both_is_slow(
 def test_a_save_that_waits_for_the_one_before_says_what_the_disk_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slowness, "WAITED", 0.1)
+    disk = SlowDisk()
+    by_clock(monkeypatch, lambda: disk.seconds)
     model, optimizer = build()
     keeper = SmartCheckpointer(EVERY, folder=tmp_path, compression=False)
-    keeper.saver = Saver(tmp_path, 3, False, disk=SlowDisk())
+    keeper.saver = Saver(tmp_path, 3, False, disk=disk)
+    keeper.saver._writer = WatchedWriter(disk)
     keeper.protect(model=model, optimizer=optimizer)
     keeper.save(1)
     with pytest.warns(UserWarning, match=r"took \d\.\d s, \d\.\d MB/s, and training waited \d\.\d"):
@@ -78,7 +107,11 @@ def test_a_save_that_waits_for_the_one_before_says_what_the_disk_does(
     assert str(tmp_path) in keeper.alarms[0]
 
 
-def test_a_disk_that_keeps_up_is_not_mentioned(tmp_path: Path) -> None:
+def test_a_disk_that_keeps_up_is_not_mentioned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.count()
+    by_clock(monkeypatch, lambda: next(ticks) / 1000)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         saver = Saver(tmp_path, compression=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,27 +191,21 @@ def test_inputs_whose_filler_is_not_known_are_refused() -> None:
         alike([{"input_ids": row, "labels": row, "pixels": row}], 1)
 
 
-@pytest.fixture(scope="module")
-def over_ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return on_ranks("pipeline_rank_jobs:everything", tmp_path_factory.mktemp("ranks"))
-
-
-def test_over_ranks_every_schedule_gives_loss_and_gradients_of_one_process(
-    over_ranks: Any,
-) -> None:
+def test_over_ranks_every_schedule_gives_loss_and_gradients_of_one_process(tmp_path: Path) -> None:
+    over_ranks = on_ranks("pipeline_rank_jobs:schedules", tmp_path)
     for found in over_ranks:
-        for case, values in found["schedules"].items():
+        for case, values in found.items():
             tolerance = 1e-7 if "deepseek" in case else 1e-13
             assert values["loss"] < tolerance, case
             assert values["gradient"] < tolerance, case
-    for case, values in over_ranks[0]["schedules"].items():  # no rank holds the whole model
+    for case, values in over_ranks[0].items():  # no rank holds the whole model
         if "parameters" in values:
             assert values["parameters"] < 0.75 * values["all"], case
             assert values["layers"] in (2, 3), case  # of 5; the rest is gone from memory
 
 
-def test_over_ranks_recorded_passes_are_all_there_and_in_order(over_ranks: Any) -> None:
-    first, second = (found["bubbles"] for found in over_ranks)
+def test_over_ranks_recorded_passes_are_all_there_and_in_order(tmp_path: Path) -> None:
+    first, second = on_ranks("pipeline_rank_jobs:bubbles", tmp_path)
     for schedule, found in first.items():
         events = [StageEvent(*values) for values in found["events"]]
         in_order(events)

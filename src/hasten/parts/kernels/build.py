@@ -55,10 +55,10 @@ def built(*names: str, folder: Path | None = None) -> Built:
         return Built(None, f"no C++ compiler was found ({', '.join(COMPILERS)}): install one")
     place = _writable(folder or FOLDER)
     path = place / f"{'-'.join(names)}-{_key(compiler, names)}.so"
-    if path.exists() and not _whole(path):
-        warnings.warn(f"{path} is damaged and compiled again", stacklevel=2)
-        path.unlink(missing_ok=True)
-    if not path.exists():
+    if not _whole(path):
+        # It stays in its place until the new one takes it: another process may be faster.
+        if path.exists():
+            warnings.warn(f"{path} is damaged and compiled again", stacklevel=2)
         complaint = _compile(compiler, [SOURCES / f"{n}.cpp" for n in names], path)
         if complaint:
             return Built(None, f"{compiler} can't compile the kernels here: {complaint}")

@@ -1,0 +1,58 @@
+"""Of ranks that fall silent one after the other, the one that the others wait for is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hasten.cluster import attempt
+from hasten.cluster.attempt import Attempt, Limits
+from hasten.cluster.pulse import Pulse
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="states are Linux's")
+
+
+class PlantedTime:
+    """Goes on where a supervisor sleeps; each rank shows its only pulse at its time."""
+
+    def __init__(self, folder: Path, pulses: list[float]) -> None:
+        self.folder, self.pulses, self.now = folder, dict(enumerate(pulses)), 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for rank in [rank for rank, due in self.pulses.items() if due <= self.now]:
+            del self.pulses[rank]
+            Pulse(self.folder, rank).beat(3)
+
+
+@linux
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_rank_is_named_though_another_fell_silent_before_it(
+    stopped: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    try:
+        os.kill(ranks[stopped].pid, signal.SIGSTOP)
+        end = time.monotonic() + 60
+        while psutil.Process(ranks[stopped].pid).status() != psutil.STATUS_STOPPED:
+            assert time.monotonic() < end
+        pulses = [0.1, 0.1]
+        pulses[stopped] = 0.2
+        monkeypatch.setattr(attempt, "time", PlantedTime(tmp_path, pulses))
+        ending = Attempt(tmp_path, 2, lambda rank: ranks[rank], Limits(1.0, 60.0)).watch()
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert (ending.rank, ending.hung) == (stopped, True)
+    assert ending.cause == "no step for 1 s: its process is stopped"
