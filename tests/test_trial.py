@@ -1,10 +1,48 @@
-"""What an arm's process tells beside its steps."""
+"""What an arm's process tells beside its steps, and that two of one plan get along."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 
+from hasten.core.plan import Plan
+from hasten.evidence.trial import ENTRY, Trial
+from hasten.recipe.schema import recipe_from
+from hasten.run import ready
+from hasten.techniques.checkpoint import Checkpoints
 from hasten.trial import compiled
+
+TRAINING = ("-m", "hasten.tuning.training", '{"seed": 7}')
+RECIPE = {
+    "model": "deepseek-llm-tiny",
+    "dataset": "stdlib",
+    "held_out": 4,
+    "vocabulary": 512,
+    "max_records": 40,
+    "cutoff_len": 64,
+    "max_steps": 6,
+    "global_batch_size": 2,
+}
+
+
+@pytest.mark.parametrize("entry", [ENTRY, TRAINING], ids=["arm", "training"])
+def test_two_processes_of_a_plan_that_saves_train_side_by_side_and_leave_nothing(
+    entry: tuple[str, ...], tmp_path: Path
+) -> None:
+    recipe = recipe_from({**RECIPE, "output": str(tmp_path / "out")}, "test")
+    ready(recipe, lambda text: None)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe.to_yaml())
+    plan, logs = Plan([Checkpoints(interval=1)]), [tmp_path / "a.log", tmp_path / "b.log"]
+    with Trial(path, plan, {}, logs[0], entry) as one, Trial(path, plan, {}, logs[1], entry) as two:
+        assert one.answer()["ready"]
+        assert two.answer()["ready"]
+        found = [trial.ask("steps", count=2)["steps"] for trial in (one, two)]
+        assert list((tmp_path / "out").glob("arm-*"))
+    assert [step["loss"] for step in found[0]] == [step["loss"] for step in found[1]]
+    assert not list((tmp_path / "out").glob("arm-*"))
 
 
 def test_compiling_is_counted_and_timed() -> None:

@@ -68,19 +68,22 @@ def main(recipe_path: str, plan: str, orders: int, answers: int, more: More = ()
 
 
 def _serve(recipe: Recipe, more: More, inbox: Any, say: Callable[[dict[str, Any]], None]) -> None:
-    arm = Arm(recipe, more)
-    say({"ready": True, "startup_seconds": arm.session.startup_seconds})
-    for line in inbox:
-        order = json.loads(line)
-        say(arm.obey(order))
-        if order["do"] == "finish":
-            return
+    from hasten.core.own_folder import own_folder
+
+    with own_folder(Path(recipe.output)) as place:
+        arm = Arm(recipe, place, more)
+        say({"ready": True, "startup_seconds": arm.session.startup_seconds})
+        for line in inbox:
+            order = json.loads(line)
+            say(arm.obey(order))
+            if order["do"] == "finish":
+                return
 
 
 class Arm:
-    """A session that trains in pieces."""
+    """A session that trains in pieces; what its plan writes goes to ``place``."""
 
-    def __init__(self, recipe: Recipe, more: More = ()) -> None:
+    def __init__(self, recipe: Recipe, place: Path, more: More = ()) -> None:
         from hasten.core import facts
         from hasten.core.clock import clock_on
         from hasten.core.session import assemble
@@ -91,8 +94,7 @@ class Arm:
         from hasten.recipe.material import gather
 
         imported = time.perf_counter()
-        folder = Path(recipe.output)
-        self.material = gather(recipe, folder / "data")
+        self.material = gather(recipe, Path(recipe.output) / "data")
         known = facts_of(recipe, self.material)
         facts.reset_memory_peak(known.device)
         opened = time.perf_counter()
@@ -100,7 +102,6 @@ class Arm:
         asked = requested_plan(recipe, more)
         self._switches = [t for t in self.plan if t in asked.techniques]  # less the ranks' layout
         job = job_of(recipe, self.material, known, self.plan)
-        place = folder / f"arm-{self.plan.key}"
         self.session = assemble(prepare(job, self.plan, known, place))
         self.session.meter = meter_of(recipe, known, self.session.model)
         self.session.startup_seconds |= {"imports": imported - STARTED, "data": opened - imported}

@@ -66,7 +66,7 @@ def test_two_ranks_train_as_one_process_does_and_tell_of_their_own_switches(tmp_
     assert end["ledger"]["step"]["communication"] > 0
     assert end["samples"]
     assert not found["apart"]
-    alone = Arm(recipe.model_copy(update={"nproc": 1, "plan": []}))
+    alone = Arm(recipe.model_copy(update={"nproc": 1, "plan": []}), tmp_path / "arm")
     expected = alone.obey({"do": "steps", "count": 3})["steps"]
     assert [s["tokens"] for s in found["steps"]] == [s["tokens"] for s in expected]
     assert last["tokens"] == sum(s["tokens"] for s in expected)

@@ -118,7 +118,9 @@ def test_a_process_trains_as_the_same_session_here_does(
         process.end()
     changes = json.loads(told[0])
     assert (changes["max_steps"], changes["seed"]) == (16, 5)
-    session = _session(changes, folder / "recipe.yaml", given.plan.to_list())
+    recipe = load_recipe(folder / "recipe.yaml")
+    recipe = recipe.model_copy(update={"plan": given.plan.to_list()})
+    session = _session(changes, recipe, folder / "here")
     assert session.setup.job.seed == 5
     steps = training(session)
     here = []

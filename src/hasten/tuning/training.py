@@ -20,44 +20,46 @@ from typing import Any
 
 from hasten.core import facts
 from hasten.core.evaluate import evaluate
+from hasten.core.own_folder import own_folder
 from hasten.core.processes import end_with_parent
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.recipe.build import facts_of, job_of, plan_of
 from hasten.recipe.material import gather
-from hasten.recipe.schema import load_recipe
+from hasten.recipe.schema import Recipe, load_recipe
 
 
 def main(changes: str, recipe: str, plan: str, orders: int, answers: int) -> int:
     """Build the training, then do as told until the orders end."""
     with os.fdopen(orders, "r") as inbox, os.fdopen(answers, "w", buffering=1) as outbox:
         try:
-            session = _session(json.loads(changes), Path(recipe), json.loads(plan))
-            steps = training(session)
-            _say(outbox, {"ready": True, "startup_seconds": session.startup_seconds})
-            for line in inbox:
-                _say(outbox, _obey(session, steps, json.loads(line)))
+            wanted = load_recipe(Path(recipe)).model_copy(update={"plan": json.loads(plan)})
+            with own_folder(Path(wanted.output)) as place:
+                session = _session(json.loads(changes), wanted, place)
+                steps = training(session)
+                _say(outbox, {"ready": True, "startup_seconds": session.startup_seconds})
+                for line in inbox:
+                    _say(outbox, _obey(session, steps, json.loads(line)))
         except Exception as error:  # whoever gave the orders reports it, with the reason
             _say(outbox, {"failed": f"{type(error).__name__}: {error}"})
             return 1
     return 0
 
 
-def _session(changes: Mapping[str, Any], path: Path, plan: list[Any]) -> Session:
-    recipe = load_recipe(path).model_copy(update={"plan": plan})
-    folder = Path(recipe.output)
-    material = gather(recipe, folder / "data")
+def _session(changes: Mapping[str, Any], recipe: Recipe, place: Path) -> Session:
+    material = gather(recipe, Path(recipe.output) / "data")
     known = facts_of(recipe, material)
     facts.reset_memory_peak(known.device)
     chosen = plan_of(recipe, known)
     job = job_of(recipe.model_copy(update=dict(changes)), material, known, chosen)
-    return assemble(prepare(job, chosen, known, folder / f"arm-{chosen.key}"))
+    return assemble(prepare(job, chosen, known, place))
 
 
 def _obey(session: Session, steps: Iterator[Any], order: Mapping[str, Any]) -> dict[str, Any]:
     if order["do"] == "steps":
         found = list(itertools.islice(steps, order["count"]))
+        session.setup.checkpoint.settle()  # others' turns come now
         if len(found) < order["count"]:
             raise RuntimeError(f"training ended {order['count'] - len(found)} steps too early")
         return {"steps": [m.to_dict() for m in found]}
