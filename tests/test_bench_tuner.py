@@ -20,7 +20,7 @@ from hasten.evidence.controller import Measured
 from hasten.experiment import Silence, Subject, prepared
 from hasten.recipe.build import catalogue
 from hasten.recipe.schema import recipe_from
-from hasten.search.tuner.bench import RunnerFailedError, Step
+from hasten.search.tuner.turns import RunnerFailedError, Step
 
 KINDS = {kind.name(): kind for kind in catalogue()}
 RECIPE = {

@@ -35,9 +35,9 @@ from hasten.evidence.comparisons import ratio_between
 from hasten.experiment import Silence, Subject, environment, measured, prepared
 from hasten.recipe.build import batch_of, requested_plan
 from hasten.recipe.schema import Recipe, load_recipe, recipe_from
-from hasten.search.tuner.bench import RunnerFailedError
 from hasten.search.tuner.duel import judged
 from hasten.search.tuner.runners import PlanRunner
+from hasten.search.tuner.turns import RunnerFailedError
 from hasten.techniques import CATALOGUE
 from hasten.tuning.api import Tuned, tune
 from hasten.tuning.files import replace_file

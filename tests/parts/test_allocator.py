@@ -70,7 +70,7 @@ def test_a_kernel_that_says_nothing_has_an_unknown_mode(tmp_path: Path) -> None:
 
 def test_a_library_is_found_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocator, "_PLACES", (str(tmp_path),))
-    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
+    monkeypatch.setattr(allocator, "_elsewhere", lambda name: None)
     assert allocator.library("jemalloc") is None
     (tmp_path / "libjemalloc.so.2").touch()
     assert allocator.library("jemalloc") == str(tmp_path / "libjemalloc.so.2")

@@ -20,8 +20,8 @@ from hasten.experiment import Silence, Subject, prepared
 from hasten.recipe.build import requested_plan
 from hasten.recipe.schema import load_recipe, recipe_from
 from hasten.search.tuner import bench
-from hasten.search.tuner.bench import Runner
 from hasten.search.tuner.space import Point
+from hasten.search.tuner.turns import Runner
 from hasten.tuning import api, recipes
 from hasten.tuning.recipes import RecipeSubject
 from hasten.tuning.subject import Wishes

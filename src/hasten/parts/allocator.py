@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import functools
 import glob
 import platform
 import re
@@ -65,10 +66,16 @@ def library(kind: str) -> str | None:
             found = sorted(glob.glob(f"{place}/lib{name}.so*"))
             if found:
                 return found[0]
-        bare = ctypes.util.find_library(name)  # elsewhere on the loader's path
+        bare = _elsewhere(name)
         if bare:
             return bare
     return None
+
+
+@functools.cache  # Python asks the compiler and the linker, and a study asks for every plan
+def _elsewhere(name: str) -> str | None:
+    """Bare name of a library on the loader's path."""
+    return ctypes.util.find_library(name)
 
 
 def is_loaded(name: str) -> bool:

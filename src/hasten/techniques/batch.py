@@ -23,6 +23,10 @@ from hasten.parts.dynamic_batcher import release_memory
 from hasten.parts.headroom import Headroom, is_out_of_memory, memory_meter
 from hasten.techniques import changing
 
+# A cut is for memory. Each further pass reads the weights and adds to the gradients once more; how
+# many there are isn't known beforehand, so this stands for few.
+FURTHER_PASSES = 1.05  # of a step's traffic
+
 
 @dataclass(frozen=True)
 class Accumulate(Technique):
@@ -82,7 +86,7 @@ class Accumulate(Technique):
         return ()
 
     def forecast(self, facts: Facts) -> Forecast:
-        return Forecast()
+        return Forecast(bytes=FURTHER_PASSES)
 
     def probe(self, session: Session) -> Proof:
         passes, steps = session.progress.micro_batches, session.progress.step
@@ -148,6 +152,9 @@ class AdaptiveBatch(Technique):
         )
         adaptive = AdaptiveCut(setup, room)
         setup.cut, setup.attempt = adaptive.cut, adaptive
+
+    def forecast(self, facts: Facts) -> Forecast:
+        return Forecast(bytes=FURTHER_PASSES)
 
     def probe(self, session: Session) -> Proof:
         found = session.setup.attempt

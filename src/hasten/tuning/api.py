@@ -26,7 +26,7 @@ from hasten.evidence.loops import Job, reference
 from hasten.evidence.record import Record, key_of
 from hasten.experiment import Audience, Silence, prepared
 from hasten.recipe.schema import Recipe
-from hasten.search.tuner.belief import Belief
+from hasten.search.tuner.belief import Belief, importance
 from hasten.search.tuner.bench import Bench
 from hasten.search.tuner.choosing import proposer_of
 from hasten.search.tuner.duel import winner_of
@@ -34,7 +34,7 @@ from hasten.search.tuner.earlier import learnt, similar_trials
 from hasten.search.tuner.output import document, lead, page, proven
 from hasten.search.tuner.proposers import Proposer
 from hasten.search.tuner.space import Point, of_values
-from hasten.search.tuner.study import Search, Study, importance
+from hasten.search.tuner.study import Search, Study
 from hasten.tuning.files import replace_file
 from hasten.tuning.loops import LoopSubject
 from hasten.tuning.recipes import Prove, RecipeSubject

@@ -10,11 +10,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hasten.search.tuner.belief import Belief
+from hasten.search.tuner.belief import Belief, importance
 from hasten.search.tuner.learning import Learnt
 from hasten.search.tuner.output import SCHEMA
 from hasten.search.tuner.space import Space
-from hasten.search.tuner.study import importance
 
 SEED_NOISE = 0.003  # of a loss between seeds, as a logarithm, for the importance alone
 

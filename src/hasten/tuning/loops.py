@@ -11,11 +11,11 @@ from typing import Any
 
 from hasten.core import facts, processes
 from hasten.evidence.grouping import SHARE
-from hasten.search.tuner.bench import Runner
 from hasten.search.tuner.duel import duel, judged
 from hasten.search.tuner.proposers import Beforehand
 from hasten.search.tuner.runners import LoopRunner
 from hasten.search.tuner.space import Point, Space
+from hasten.search.tuner.turns import Runner
 from hasten.tuning.subject import Wishes
 
 

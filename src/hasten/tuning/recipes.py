@@ -20,13 +20,13 @@ from hasten.experiment import Audience, Subject, environment, measured
 from hasten.recipe.build import batch_of, catalogue
 from hasten.recipe.mesh_choices import mixed_layouts
 from hasten.recipe.schema import Recipe
-from hasten.search.tuner.bench import Runner
 from hasten.search.tuner.duel import judged
 from hasten.search.tuner.plans import plan_space
 from hasten.search.tuner.proposers import Beforehand
 from hasten.search.tuner.race import LOOKS, races
 from hasten.search.tuner.runners import PlanRunner
 from hasten.search.tuner.space import Point
+from hasten.search.tuner.turns import Runner
 from hasten.tuning.recipe_text import recipe_text
 from hasten.tuning.subject import Wishes
 from hasten.tuning.whole_trainings import TrainingProcess, begun, steps_of

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hasten.errors import InputError
-from hasten.search.tuner.bench import Runner
 from hasten.search.tuner.choosing import Sampler, check_sampler
 from hasten.search.tuner.proposers import Beforehand
 from hasten.search.tuner.space import Point, Space
 from hasten.search.tuner.study import OBJECTIVES, Objective
+from hasten.search.tuner.turns import Runner
 
 
 @dataclass(frozen=True)

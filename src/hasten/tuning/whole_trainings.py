@@ -19,9 +19,9 @@ from hasten.experiment import Subject, environment
 from hasten.recipe.build import batch_of, job_of
 from hasten.recipe.material import gather
 from hasten.recipe.schema import Recipe
-from hasten.search.tuner.bench import RunnerFailedError
 from hasten.search.tuner.learning import LOOKS
 from hasten.search.tuner.space import Dimension, Point, Space
+from hasten.search.tuner.turns import RunnerFailedError
 
 ENTRY = ("-m", "hasten.tuning.training")
 RATE, WARMUP = "learning_rate", "warmup_share"

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from hasten.search.tuner.bench import RunnerFailedError, Step
 from hasten.search.tuner.space import Point, Space
+from hasten.search.tuner.turns import RunnerFailedError, Step
 
 
 class Clock:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
 from hasten.evidence.record import Record
-from hasten.search.tuner.bench import Bench, OutOfTimeError, RunnerFailedError, Step
+from hasten.search.tuner.bench import Bench
 from hasten.search.tuner.proposers import Tried
 from hasten.search.tuner.space import Point, of_values
 from hasten.search.tuner.study import Search
+from hasten.search.tuner.turns import OutOfTimeError, RunnerFailedError, Step
 from search.tuner.simulated import Machine, Simulated
 
 SPACE = of_values({"batch": [1, 2, 4], "fused": [False, True]})
@@ -120,3 +122,80 @@ def test_noise_needs_two_rounds() -> None:
         bench.open(100.0)
         with pytest.raises(OutOfTimeError):
             bench.noise(machine.clock.now + 5.0 + 3 * 2.0 + 8.0 + 1.0)
+
+
+def fast(s: dict[str, Any]) -> float:
+    return 4.0 / s["batch"] / (2.0 if s["fused"] else 1.0)
+
+
+def test_a_point_that_is_far_better_stays_and_the_next_are_measured_beside_it() -> None:
+    best, near = SPACE.point({"batch": 4, "fused": True}), SPACE.point({"batch": 4, "fused": False})
+    machine = Machine(SPACE, fast)
+    with Bench(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
+        bench.open(1e6)
+        assert bench.measure(best, 1e6).value == pytest.approx(math.log(8.0))
+        machine.seconds = lambda s: 1e5 if s == SPACE.settings(SPACE.start) else fast(s)
+        found = bench.measure(near, 1e6)
+        assert found.value == pytest.approx(math.log(4.0))  # over the start's, all the same
+        assert found.seconds < 100.0
+        assert machine.alive == 1
+    assert machine.started == [SPACE.start, best, near]
+    assert machine.alive == 0
+
+
+def test_a_point_that_needs_more_memory_does_not_stay() -> None:
+    best, near = SPACE.point({"batch": 4, "fused": True}), SPACE.point({"batch": 4, "fused": False})
+    machine = Machine(SPACE, fast, memory=lambda s: 1e9 * s["batch"])
+    with Bench(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
+        bench.open(1e6)
+        bench.measure(best, 1e6)
+        machine.seconds = lambda s: 1e3 if s == SPACE.settings(SPACE.start) else fast(s)
+        assert bench.measure(near, 1e6).seconds > 2e3  # a turn of the start
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(2.0, 2), (0.3, 4), (0.01, 8)])
+def test_short_steps_have_several_turns_in_one(seconds: float, steps: int) -> None:
+    machine = Machine(SPACE, lambda s: seconds)
+    counts = []
+
+    class Counted(Simulated):
+        def steps(self, count: int, patience: float) -> list[Step]:
+            counts.append(count)
+            return super().steps(count, patience)
+
+    def start(point: Point) -> Simulated:
+        machine.alive += 1
+        return Counted(machine, SPACE.settings(point))
+
+    with Bench(start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
+        bench.open(1e6)
+        assert bench.measure((1, 0), 1e6, rounds=1).state == "ok"
+    assert counts[-2:] == [steps, steps]
+
+
+def test_when_the_one_that_stays_dies_it_is_started_anew_and_else_the_start() -> None:
+    machine = Machine(SPACE, fast)
+    best, near = SPACE.point({"batch": 4, "fused": True}), SPACE.point({"batch": 4, "fused": False})
+    with Bench(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
+        bench.open(1e6)
+        assert bench.measure(best, 1e6).state == "ok"
+        for starts_again in (True, False):
+            bench._drop()  # as after a failure beside a point
+            if not starts_again:
+                machine.fails = lambda s: "gone" if s == SPACE.settings(best) else None
+            found = bench.measure(near, 1e6)
+            assert found.value == pytest.approx(math.log(4.0))
+        assert bench.rate == pytest.approx(100.0 / 4.0)  # still the start's
+    assert machine.alive == 0
+
+
+def test_the_noise_is_measured_no_longer_than_is_given_to_it() -> None:
+    machine = Machine(SPACE, lambda s: 2.0, noise=0.1)
+    with Bench(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
+        bench.open(1e6)
+        before = machine.clock.now
+        assert bench.noise(1e6, enough=before) > 0.005
+        short = machine.clock.now - before
+        before = machine.clock.now
+        assert bench.noise(1e6) > 0.005
+        assert short < machine.clock.now - before

@@ -146,7 +146,12 @@ def test_the_belief_is_a_plain_gaussian_regression() -> None:
         spread = kernel((1, 1), (1, 1)) - across @ inverse @ across + 0.01**2
         return likelihood, across @ inverse @ y, math.sqrt(spread)
 
-    _, mean, deviation = max(posterior(share) for share in (0.15, 0.4, 0.8))
+    each = [posterior(share) for share in (0.15, 0.4, 0.8)]
+    shares = np.exp([likelihood for likelihood, _, _ in each])
+    means, deviations = (np.array(column) for column in list(zip(*each, strict=True))[1:])
+    mean = np.average(means, weights=shares)  # of a mixture (Hoeting et al. 1999, (3) and (4))
+    square = np.average(deviations**2 + means**2, weights=shares)
+    deviation = math.sqrt(square - mean**2)
     assert found.mean[0] == pytest.approx(mean, rel=1e-9)
     assert found.deviation[0] == pytest.approx(deviation, rel=1e-9)
 
@@ -215,3 +220,16 @@ def test_what_was_tried_in_an_earlier_start_is_not_met_again_on_the_way() -> Non
     again = Own(space, Beforehand(gain=lambda p: 0.01 * sum(p)))
     again.tell(Tried(best, "ok", 0.1))
     assert again.ask() != best
+
+
+def test_rounds_that_stray_more_than_the_start_did_are_believed_less() -> None:
+    def measured(spread: float) -> Own:
+        own = Own(SPACE, Beforehand(noise=0.005))
+        own.tell(Tried(SPACE.start, "ok", 0.0))
+        for point in SPACE.points()[1:5]:
+            value = truth(point)
+            own.tell(Tried(point, "ok", value, rounds=(value - spread, value, value + spread)))
+        return own
+
+    assert measured(0.0)._speed.noise == 0.005
+    assert measured(0.1)._speed.noise == pytest.approx(0.67 * 0.1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,10 @@ from hasten.search.tuner.space import Point, Space
 
 Array = NDArray[np.float64]
 NEAR = 0.6  # likeness of neighbours in an ordered dimension; two apart 0.36
-SCALES = (0.03, 0.08, 0.2)  # of a choice's contribution, as a logarithm
+SCALES = (0.01, 0.03, 0.1, 0.3)  # of a choice's contribution, as a logarithm
+USUAL, SPREAD = 0.2, 0.7  # of that scale before any trial: its median, its own logarithm's spread
+NEGLIGIBLE = 0.02  # share of the likeliest scales, below which others aren't asked
+KNOB = 0.3  # a knob's contribution, as a share of that of a technique it belongs to
 PAIRS = (0.15, 0.4, 0.8)  # of a pair's, as a share of the former
 APARTS = (0.01, 0.03, 0.08)
 TRUST = 0.5  # in the forecast: its weight is 1, give or take this
@@ -56,8 +60,10 @@ class Belief:
         scales: Sequence[float] = SCALES,
     ) -> None:
         self._space, self._forecast = space, forecast
-        self._noise, self._aparts, self._scales = max(noise, 1e-3), aparts, scales
+        self.noise, self._aparts, self._scales = max(noise, 1e-3), aparts, scales
         self._known: dict[Point, tuple[Array, float]] = {}
+        own = [KNOB**2 if d.needs else 1.0 for d in space.dimensions]
+        self._weights: Array = np.array(own)
 
     def at(
         self, wanted: Sequence[Point], seen: Sequence[Point], values: Sequence[float]
@@ -82,18 +88,28 @@ class Belief:
         ways = list(itertools.product(self._scales, PAIRS, self._aparts))
         trusted = TRUST**2 * np.outer(before, before)
         fits = [self._fit(_mixed(*alike_ss, *way[:2]) + trusted, rest, way[2]) for way in ways]
-        best = max(range(len(ways)), key=lambda i: fits[i][0])
-        scale, share, apart = ways[best]
-        _, lower, solved = fits[best]
+        usual = [-0.5 * (math.log(way[0] / USUAL) / SPREAD) ** 2 for way in ways]
+        logs = np.array([fit[0] + more for fit, more in zip(fits, usual, strict=True)])
+        shares = np.exp(logs - logs.max())
+        likely = [i for i, share in enumerate(shares) if share > NEGLIGIBLE]
 
         def believed(wanted: Sequence[Point]) -> Posterior:
             levels, first = self._levels(wanted)
-            alike = _mixed(*self._alike(levels, rows), scale, share)
-            across = alike + TRUST**2 * np.outer(first, before)
-            half = np.linalg.solve(lower, across.T)  # (seen, wanted)
-            spread: Array = self._prior(scale, share) + TRUST**2 * first**2
-            variance = np.maximum(spread - (half**2).sum(0), 0.0) + apart**2
-            return Posterior(first + half.T @ solved, np.sqrt(variance))
+            alike = self._alike(levels, rows)
+            total, mean, square = 0.0, np.zeros(len(first)), np.zeros(len(first))
+            for i in likely:
+                scale, share, apart = ways[i]
+                _, lower, solved = fits[i]
+                across = _mixed(*alike, scale, share) + TRUST**2 * np.outer(first, before)
+                half = np.linalg.solve(lower, across.T)  # (seen, wanted)
+                spread: Array = self._prior(scale, share) + TRUST**2 * first**2
+                variance = np.maximum(spread - (half**2).sum(0), 0.0) + apart**2
+                middle = first + half.T @ solved
+                total += shares[i]
+                mean += shares[i] * middle
+                square += shares[i] * (variance + middle**2)
+            mean /= total
+            return Posterior(mean, np.sqrt(np.maximum(square / total - mean**2, 0.0)))
 
         return believed
 
@@ -101,20 +117,21 @@ class Belief:
         """Before any measurement: the forecast, give or take much."""
         _, first = self._levels(wanted)
         middle = self._scales[len(self._scales) // 2]
-        width = math.hypot(middle * math.sqrt(len(self._space.dimensions)), self._aparts[-1])
+        width = math.hypot(middle * math.sqrt(self._weights.sum()), self._aparts[-1])
         return Posterior(first, np.full(len(wanted), width))
 
     def _fit(self, covariance: Array, rest: Array, apart: float) -> tuple[float, Any, Any]:
         """Log likelihood of the measurements, and what a prediction needs of them."""
-        own = self._noise**2 + apart**2
+        own = self.noise**2 + apart**2
         lower = np.linalg.cholesky(covariance + own * np.eye(len(rest)))
         solved = np.linalg.solve(lower, rest)
         likelihood = -0.5 * float(solved @ solved) - float(np.log(np.diag(lower)).sum())
         return likelihood, lower, solved
 
     def _prior(self, scale: float, share: float) -> float:
-        count = len(self._space.dimensions)
-        return scale**2 * (count + share**2 * count * (count - 1) / 2)
+        single = float(self._weights.sum())
+        pairs = (single**2 - float((self._weights**2).sum())) / 2
+        return scale**2 * (single + share**2 * pairs)
 
     def _levels(self, points: Sequence[Point]) -> tuple[Array, Array]:
         """Indices with -1 where a dimension doesn't matter, (points, dimensions); forecasts."""
@@ -136,6 +153,7 @@ class Belief:
             if d.ordered:
                 both = (a >= 0) & (b >= 0)
                 same = np.where(both, NEAR ** np.abs(a - b), same)
+            same *= self._weights[place]
             total += same
             squares += same**2
         return total, (total**2 - squares) / 2
@@ -156,3 +174,22 @@ def below(z: Array) -> Array:
     """The normal distribution function."""
     found: Array = 0.5 * (1 + np.vectorize(math.erf, otypes=[np.float64])(z / math.sqrt(2)))
     return found
+
+
+def importance(
+    space: Space, means: Callable[[Sequence[Point]], Sequence[float]]
+) -> dict[str, float]:
+    """How much each decision moves the believed value: the spread of its values' means, a share."""
+    points = space.points()
+    believed = means(points)
+    spreads: dict[str, float] = {}
+    for place, d in enumerate(space.dimensions):
+        groups: dict[int, list[float]] = {}
+        for point, value in zip(points, believed, strict=True):
+            if space.active(point)[place]:
+                groups.setdefault(point[place], []).append(value)
+        middle = [statistics.fmean(g) for g in groups.values()]
+        spreads[d.name] = max(middle) - min(middle) if middle else 0.0
+    total = math.fsum(spreads.values()) or 1.0
+    found = {name: round(s / total, 4) for name, s in spreads.items()}
+    return dict(sorted(found.items(), key=lambda pair: -pair[1]))

@@ -1,10 +1,12 @@
-"""Where points are measured: each in a process of its own, taking turns with the start's.
+"""Where points are measured: each in a process of its own, taking turns with one that stays alive.
 
-The start's process stays alive for the whole study. A point's process is started, warmed up, and
-then takes turns with it, in an order drawn anew each round; what counts is the ratio within a
-round, so a machine that slows down slows both. First the start is measured against a second copy
-of itself: what differs between them is noise. A round that others disturbed is done once more.
-Where the start's process fails beside a point, or is cut off, it is started anew for the next one.
+At first that one is the start's. A point's process is started, warmed up, and then takes turns with
+it, in an order drawn anew each round; what counts is the ratio within a round, so a machine that
+slows down slows both. A point that is far better, and needs no more memory, takes the start's
+place: the next ones don't wait for slow turns any more, and are compared with what they have to
+beat. First the start is measured against a second copy of itself: what differs between them is
+noise. A round that others disturbed is done once more. Where the process that stays fails beside a
+point, or is cut off, it is started anew for the next one.
 """
 
 from __future__ import annotations
@@ -14,81 +16,35 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from hasten.errors import InputError
 from hasten.evidence.load import foreign_share, look
 from hasten.search.tuner.proposers import State
 from hasten.search.tuner.space import Point
+from hasten.search.tuner.turns import (
+    OUT_OF_MEMORY,
+    Measurement,
+    OutOfTimeError,
+    Runner,
+    RunnerFailedError,
+    Step,
+    even,
+    sound,
+)
 
 WARMUP, MOST_WARMUP = 2, 8  # steps before a turn counts
-STATIONARY = 1.25  # of the last two steps the slower takes at most so much longer
+SHORT = 1.0  # seconds; a shorter warm-up goes on, and a turn is repeated until it is as long
+MOST_TURNS = 4  # that are taken as one
 ROUNDS = 3  # of a trial
 NOISE_ROUNDS = 4
 HOPELESS = 0.15  # below the best after one round, as a logarithm: no second round
+FAR_BETTER = 0.4  # than the process that stays: takes its place
 FOREIGN = 0.35  # share of the machine that others may take in a round that isn't done again
 LEAST_NOISE = 0.005
-# What processes say when memory is gone: torch's allocator, the C++ library, Python, the kernel.
-OUT_OF_MEMORY = (
-    "out of memory",
-    "want of memory",
-    "can't allocate memory",
-    "bad_alloc",
-    "memoryerror",
-)
-
-
-class RunnerFailedError(RuntimeError):
-    """A point's process died, hung or reported an error; the message says why."""
-
-
-class OutOfTimeError(RuntimeError):
-    """The budget ended in the middle of a trial; nothing is said of the point."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of a runner: what it did, in how long, and whether it was sound."""
-
-    items: float
-    seconds: float
-    memory: float | None = None
-    finite: bool = True
-
-
-class Runner(Protocol):
-    """A point's process, asleep between its turns."""
-
-    def begin(self, patience: float) -> None:
-        """Wait until it is built. Raises RunnerFailedError."""
-
-    def steps(self, count: int, patience: float) -> list[Step]:
-        """Do so many steps. Raises RunnerFailedError."""
-
-    def end(self, at_once: bool = False) -> None:
-        """End the process; harmless when it has ended."""
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """What came of a point: logarithms of its rate over the start's, by round, and its peak."""
-
-    state: State
-    logs: tuple[float, ...] = ()
-    memory: float | None = None
-    rate: float | None = None
-    seconds: float = 0.0
-    load: float = 0.0
-    why: str | None = None
-
-    @property
-    def value(self) -> float | None:
-        return statistics.median(self.logs) if self.logs else None
 
 
 class Bench:
-    """The start's process, and whoever is measured beside it.
+    """The process that stays, and whoever is measured beside it.
 
     Args:
         start: starts the process of a point.
@@ -111,8 +67,10 @@ class Bench:
         self._start, self._first, self._cores, self._steps = start, first, cores, steps
         self._order, self._clock = random.Random(seed), clock
         self._base: Runner | None = None
+        self._beside, self._above = first, 0.0  # its point, and the logarithm over the start's rate
+        self._count = steps  # of its turns
         self.start_seconds = 0.0  # of the first process, to build and warm up
-        self.step_seconds = 0.0  # of the first process
+        self.step_seconds = 0.0  # of the process that stays
         self.memory: float | None = None  # its peak
         self.rate = 0.0  # its items per second
 
@@ -123,46 +81,55 @@ class Bench:
         self.close()
 
     def close(self) -> None:
-        """End the start's process."""
+        """End the process that stays."""
         if self._base is not None:
             self._base.end()
             self._base = None
 
     def _drop(self) -> None:
-        """End the start's process at once; `measure` starts another."""
+        """End it at once; `measure` starts another."""
         if self._base is not None:
             self._base.end(at_once=True)
             self._base = None
 
     def open(self, deadline: float) -> None:
-        """Start the first process.
+        """Start the process that stays: the start's, or what took its place.
 
         Raises:
             InputError: it fails, or its steps are no numbers.
             OutOfTimeError: it isn't ready by the deadline.
         """
         began = self._clock()
-        self._base = self._start(self._first)
+        self._base = self._start(self._beside)
         try:
             warm = self._warmed(self._base, deadline)
         except RunnerFailedError as error:
+            if self._beside != self._first:
+                self._drop()
+                self._beside, self._above = self._first, 0.0
+                self.open(deadline)
+                return
             raise InputError(f"tune: the job fails as it is, before any change: {error}") from error
         except OutOfTimeError:
             self._drop()
             raise
-        self.start_seconds = self._clock() - began
         self.step_seconds = statistics.median(s.seconds for s in warm[-2:])
-        self.rate = statistics.median(s.items / s.seconds for s in warm[-2:])
-        self.memory = max((s.memory for s in warm if s.memory), default=None)
+        self._count = self._counted(warm)
+        if self._beside == self._first:
+            self.start_seconds = self._clock() - began
+            self.rate = statistics.median(s.items / s.seconds for s in warm[-2:])
+            self.memory = max((s.memory for s in warm if s.memory), default=None)
 
-    def noise(self, deadline: float) -> float:
+    def noise(self, deadline: float, enough: float = math.inf) -> float:
         """Standard deviation of a round's ratio between two copies of the start, a logarithm.
+
+        No round begins after ``enough`` once there are two.
 
         Raises:
             InputError: the second copy fails.
             OutOfTimeError: the deadline came before two rounds were over.
         """
-        found = self.measure(self._first, deadline, rounds=NOISE_ROUNDS)
+        found = self.measure(self._first, deadline, rounds=NOISE_ROUNDS, enough=enough)
         if found.state == "ok" and len(found.logs) < 2:
             raise OutOfTimeError
         if not found.logs:
@@ -170,9 +137,14 @@ class Bench:
         return max(math.sqrt(statistics.fmean(x * x for x in found.logs)), LEAST_NOISE)
 
     def measure(
-        self, point: Point, deadline: float, best: float = -math.inf, rounds: int = ROUNDS
+        self,
+        point: Point,
+        deadline: float,
+        best: float = -math.inf,
+        rounds: int = ROUNDS,
+        enough: float = math.inf,
     ) -> Measurement:
-        """One trial; it ends after a round that leaves it far below ``best``.
+        """One trial; it ends after a round that leaves it far below ``best``, or far above all.
 
         Raises:
             InputError: the start's process failed beside an earlier point, and now by itself.
@@ -181,21 +153,26 @@ class Bench:
         if self._base is None:
             self.open(deadline)
         began = self._clock()
-        runner, logs = self._start(point), list[float]()
+        runner, logs, above = self._start(point), list[float](), self._above
         memory, rates, loads = None, list[float](), list[float]()
-        sound = False
+        whole = False
         try:
             warm = self._warmed(runner, deadline)
-            memory = max((s.memory for s in warm if s.memory), default=None)
+            memory, count = (
+                max((s.memory for s in warm if s.memory), default=None),
+                self._counted(warm),
+            )
             while len(logs) < rounds and self._clock() < deadline:
-                log, rate, load, peak = self._calm_round(runner, deadline)
-                logs.append(log)
+                log, rate, load, peak = self._calm_round(runner, count, deadline)
+                logs.append(above + log)
                 rates.append(rate)
                 loads.append(load)
                 memory = max((m for m in (memory, peak) if m), default=None)
-                if log < best - HOPELESS:
+                if logs[-1] < best - HOPELESS or log > FAR_BETTER:
                     break
-            sound = True
+                if len(logs) >= 2 and self._clock() > enough:
+                    break
+            whole = True
         except RunnerFailedError as error:
             text = str(error)
             gone = any(word in text.lower() for word in OUT_OF_MEMORY)
@@ -205,7 +182,8 @@ class Bench:
             if not logs:
                 raise  # else the rounds that were over count
         finally:
-            runner.end(at_once=not sound)
+            if not (whole and self._takes_over(runner, point, logs, memory, warm)):
+                runner.end(at_once=not whole)
         if not logs:
             raise OutOfTimeError
         return Measurement(
@@ -217,37 +195,67 @@ class Bench:
             max(loads),
         )
 
+    def _takes_over(
+        self,
+        runner: Runner,
+        point: Point,
+        logs: Sequence[float],
+        memory: float | None,
+        warm: Sequence[Step],
+    ) -> bool:
+        """Let a runner stay in the place of the one that stayed, where it is far better.
+
+        One with a larger peak doesn't: there would be less for those that are measured beside it.
+        """
+        larger = memory is not None and self.memory is not None and memory > self.memory
+        if larger or not logs or statistics.median(logs) - self._above < FAR_BETTER:
+            return False
+        self.close()
+        self._base, self._beside, self._above = runner, point, statistics.median(logs)
+        self._count = self._counted(warm)
+        self.step_seconds = statistics.median(s.seconds for s in warm[-2:])
+        return True
+
     def _calm_round(
-        self, runner: Runner, deadline: float
+        self, runner: Runner, count: int, deadline: float
     ) -> tuple[float, float, float, float | None]:
         """A round, once more if others disturbed it: log ratio, rate, load, peak."""
-        found = self._round(runner, deadline)
-        if found[2] <= FOREIGN or self._clock() + 2 * self._steps * self.step_seconds > deadline:
+        found = self._round(runner, count, deadline)
+        if found[2] <= FOREIGN or self._clock() + 2 * self._count * self.step_seconds > deadline:
             return found
-        return min(found, self._round(runner, deadline), key=lambda f: f[2])
+        return min(found, self._round(runner, count, deadline), key=lambda f: f[2])
 
-    def _round(self, runner: Runner, deadline: float) -> tuple[float, float, float, float | None]:
+    def _round(
+        self, runner: Runner, count: int, deadline: float
+    ) -> tuple[float, float, float, float | None]:
         before, rates = look(), {}
         peak = None
         for mine in self._order.sample([True, False], 2):
-            steps = self._turn(runner, deadline) if mine else self._turn_of_start(deadline)
+            steps = self._turn(runner, count, deadline) if mine else self._turn_beside(deadline)
             rates[mine] = statistics.median(s.items / s.seconds for s in steps)
             if mine:
                 peak = max((s.memory for s in steps if s.memory), default=None)
         load = foreign_share(before, look(), self._cores)
         return math.log(rates[True] / rates[False]), rates[True], load, peak
 
-    def _turn(self, runner: Runner, deadline: float) -> list[Step]:
-        return _sound(self._within(runner.steps, deadline)(self._steps))
+    def _counted(self, warm: Sequence[Step]) -> int:
+        """Steps of a turn: as many as were asked for, several times where they are short."""
+        seconds = self._steps * statistics.median(s.seconds for s in warm[-2:])
+        return self._steps * min(max(math.ceil(SHORT / seconds), 1), MOST_TURNS)
 
-    def _turn_of_start(self, deadline: float) -> list[Step]:
-        """The start's turn; a process that was cut off would answer late, for another turn."""
+    def _turn(self, runner: Runner, count: int, deadline: float) -> list[Step]:
+        return sound(self._within(runner.steps, deadline)(count))
+
+    def _turn_beside(self, deadline: float) -> list[Step]:
+        """The turn of the one that stays; cut off, it would answer late, for another turn."""
         assert self._base is not None  # `measure` has opened it
         try:
-            return self._turn(self._base, deadline)
+            return self._turn(self._base, self._count, deadline)
         except RunnerFailedError as error:
             self._drop()
-            raise RunnerFailedError(f"the start's process failed beside it: {error}") from error
+            first = self._beside == self._first
+            who = "the start's process" if first else "the process it was compared with"
+            raise RunnerFailedError(f"{who} failed beside it: {error}") from error
         except OutOfTimeError:
             self._drop()
             raise
@@ -260,8 +268,8 @@ class Bench:
             self._left(deadline)  # a process that was cut off by the end of time didn't fail
             raise
         do, found = self._within(runner.steps, deadline), list[Step]()
-        while len(found) < WARMUP or (len(found) < MOST_WARMUP and not _even(found)):
-            found += _sound(do(1))
+        while len(found) < WARMUP or (len(found) < MOST_WARMUP and not _warm(found)):
+            found += sound(do(1))
         return found
 
     def _within(
@@ -283,16 +291,5 @@ class Bench:
         return left
 
 
-def _even(steps: Sequence[Step]) -> bool:
-    last = [s.seconds / s.items for s in steps[1:]][-2:]
-    return len(last) == 2 and max(last) <= STATIONARY * min(last)
-
-
-def _sound(steps: list[Step]) -> list[Step]:
-    """The steps, if each is one that can be counted."""
-    for s in steps:
-        if not s.finite:
-            raise RunnerFailedError("its loss is not a finite number")
-        if not (math.isfinite(s.items) and s.items > 0 and s.seconds > 0):
-            raise RunnerFailedError(f"a step did {s.items} items, and a speed needs some")
-    return steps
+def _warm(steps: Sequence[Step]) -> bool:
+    return even(steps) and math.fsum(s.seconds for s in steps) >= SHORT

@@ -19,8 +19,8 @@ from hasten.evidence.ablation import AGAIN, BASELINE, Arm
 from hasten.evidence.comparisons import floor_of, ratio_to
 from hasten.evidence.judgement import idle, judge
 from hasten.evidence.luck import with_luck
-from hasten.search.tuner.bench import Runner, RunnerFailedError
 from hasten.search.tuner.space import Point
+from hasten.search.tuner.turns import Runner, RunnerFailedError
 
 MOST_ROUNDS, FEWEST_ROUNDS = 20, 3
 WARMUP = 3

@@ -23,9 +23,9 @@ from hasten.errors import InputError
 from hasten.evidence.budget import words
 from hasten.evidence.record import Record
 from hasten.evidence.statistics import Interval, paired_ratio
-from hasten.search.tuner.bench import OutOfTimeError, RunnerFailedError
 from hasten.search.tuner.learning_sampler import LearningSampler, hopeless
 from hasten.search.tuner.space import Point, Space
+from hasten.search.tuner.turns import OutOfTimeError, RunnerFailedError
 
 if TYPE_CHECKING:
     import optuna

@@ -8,12 +8,15 @@ that the space refuses, nor one that ran out of memory. `auto` is hasten's own:
      expected; memory is believed in the same way, from the peaks that were seen, and what is likely
      to exceed it isn't tried
   3. each trial that ran out of memory all the same makes the next ones more careful
+  4. of what failed otherwise the cause is looked for (`failures`), and points that may share it
+     count for less
 """
 
 from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -21,23 +24,31 @@ from typing import Literal, Protocol
 import numpy as np
 
 from hasten.search.tuner.belief import Belief, below, expected_improvement
+from hasten.search.tuner.failures import Failures
 from hasten.search.tuner.space import Point, Space
 
 State = Literal["ok", "out of memory", "failed"]
 CAREFUL = (0.3, 0.02, 0.001)  # risk of running out of memory taken after 0, 1, 2 such trials
 LAST_RISK = 0.25  # of the safest point that is left, beyond which nothing is tried
 PEAK_SCALES = (0.05, 0.2, 0.6)  # of what a choice adds to the logarithm of the peak
+OF_MEDIAN = 0.67  # of the noise is left in the median of a trial's three rounds
 BEYOND = 0.15  # by which a point that ran out of memory is taken to exceed the limit
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What came of a point: the logarithm of its value over the start's, more is better."""
+    """What came of a point: the logarithm of its value over the start's, more is better.
+
+    ``blamed`` is the choice that a failure's message names; ``rounds`` are the logarithms of which
+    the value is the median.
+    """
 
     point: Point
     state: State
     value: float | None = None
     memory: float | None = None
+    blamed: str | None = None
+    rounds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,6 +95,7 @@ class Own:
         self._speed = Belief(space, known.gain, known.noise)
         relative = self._relative(known)
         self._memory = Belief(space, relative, 0.0, scales=PEAK_SCALES)
+        self._failures = Failures(space)
         self.history: list[Tried] = []
 
     def ask(self) -> Point | None:
@@ -111,6 +123,11 @@ class Own:
     def tell(self, tried: Tried) -> None:
         self.history.append(tried)
         self._looked_at.add(tried.point)
+        if tried.state == "ok":
+            self._failures.worked(tried.point)
+            self._speed.noise = max(self._known.noise, OF_MEDIAN * self._spread())
+        elif tried.state == "failed":
+            self._failures.failed(tried.point, tried.blamed)
 
     def promise(self) -> float:
         """The most by which an untried point is expected to beat the best one, as a logarithm."""
@@ -119,6 +136,13 @@ class Own:
             return 0.0
         worth = np.where(self._risks(left) <= self._allowed, self._worth(left), 0.0)
         return float(worth.max())
+
+    def _spread(self) -> float:
+        """Of rounds within trials: fast points have short turns, which stray more."""
+        known = [t.rounds for t in self.history if len(t.rounds) > 1]
+        free = sum(len(rounds) - 1 for rounds in known)
+        squares = math.fsum((len(r) - 1) * statistics.variance(r) for r in known)
+        return math.sqrt(squares / free) if free else 0.0
 
     def _strangers(self, point: Point) -> list[Point]:
         """Neighbours that weren't looked at yet; from now on they are."""
@@ -141,14 +165,12 @@ class Own:
         together = self._speed.at([*left, *seen], seen, values)
         best = float(together.mean[len(left) :].max())
         found = type(together)(together.mean[: len(left)], together.deviation[: len(left)])
-        return expected_improvement(found, best)
+        worth: np.ndarray = expected_improvement(found, best)
+        return worth * (1 - self._failures.chances(left))
 
     def _measured(self) -> tuple[list[Point], list[float]]:
         pairs = [(self._start, 0.0)] * all(t.point != self._start for t in self.history)
         pairs += [(t.point, t.value) for t in self.history if t.value is not None]
-        failed = [t.point for t in self.history if t.state == "failed"]
-        worst = min(value for _, value in pairs)
-        pairs += [(point, worst - 0.1) for point in failed]  # near it others may fail, too
         return [p for p, _ in pairs], [v for _, v in pairs]
 
     def _risks(self, left: Sequence[Point]) -> np.ndarray:

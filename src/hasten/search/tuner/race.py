@@ -18,9 +18,9 @@ from typing import Any, Protocol
 from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.evidence.ablation import BASELINE, Arm
-from hasten.search.tuner.bench import RunnerFailedError
 from hasten.search.tuner.duel import judged
 from hasten.search.tuner.space import Point
+from hasten.search.tuner.turns import RunnerFailedError
 
 LOOKS = 10
 FEWEST_RACES, MOST_RACES = 3, 8

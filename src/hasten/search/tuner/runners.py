@@ -14,7 +14,7 @@ from hasten.core import facts
 from hasten.core.plan import Plan
 from hasten.evidence.loops import LoopFailedError, LoopProcess
 from hasten.evidence.trial import Trial, TrialFailedError
-from hasten.search.tuner.bench import RunnerFailedError, Step
+from hasten.search.tuner.turns import RunnerFailedError, Step
 
 
 class PlanRunner:

@@ -11,20 +11,23 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from hasten.errors import InputError
 from hasten.evidence.budget import words
 from hasten.evidence.record import Record
-from hasten.search.tuner.bench import Bench, Measurement, OutOfTimeError
-from hasten.search.tuner.proposers import Own, Proposer, Tried
+from hasten.search.tuner.bench import Bench
+from hasten.search.tuner.failures import blamed
+from hasten.search.tuner.proposers import OF_MEDIAN, Own, Proposer, Tried
 from hasten.search.tuner.space import Point, Space
+from hasten.search.tuner.turns import Measurement, OutOfTimeError
 
 Objective = Literal["tokens", "memory", "money", "pareto", "time-to-loss"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
 Tell = Callable[[str, float], None]
+NOISE_SHARE = 0.08  # of the budget, if the noise has been seen twice by then
 DUEL_SHARE = 0.25  # of the budget, at least
 RACE_SHARE = 0.7  # the same, where whole trainings decide in place of a duel
 LEADERS = 3  # that go into the duel
@@ -32,7 +35,6 @@ DUEL_STARTS = 3.5  # starts of a process that a duel needs at least, its first r
 FEWEST = 5  # trials before a study may end early
 HOPE = 0.005  # expected gain of the best untried point, below which a study ends
 PATIENT = 6.0  # times the usual trial: what a compiled graph may take, and a hanging process not
-OF_MEDIAN = 0.67  # of the noise is left in the median of a trial's three rounds
 SLACK = 1.15  # of a trial's expected time
 
 
@@ -174,7 +176,7 @@ class Search:
         if known:
             return float(known[-1])
         self._tell("measuring the noise: the job against itself")
-        noise = self._bench.noise(self._end)
+        noise = self._bench.noise(self._end, self._clock() + NOISE_SHARE * self._budget)
         self._record.append(
             "noise", noise=round(noise, 5), rate=self._bench.rate, memory=self._bench.memory
         )
@@ -240,7 +242,14 @@ class Search:
         except InputError:
             return  # somebody has edited the record
         value = self._value(study, row)
-        tried = Tried(point, row["state"], value, row["memory"])
+        tried = Tried(
+            point,
+            row["state"],
+            value,
+            row["memory"],
+            blamed(row["why"], row["settings"]),
+            tuple(math.log(ratio) for ratio in row["rounds"] if ratio > 0),
+        )
         study.rows.append(row)
         study.tried.append(tried)
         proposer.tell(tried)
@@ -279,22 +288,3 @@ def _row(space: Space, point: Point, found: Measurement) -> dict[str, Any]:
         "foreign_load": round(found.load, 3),
         "why": found.why,
     }
-
-
-def importance(
-    space: Space, means: Callable[[Sequence[Point]], Sequence[float]]
-) -> dict[str, float]:
-    """How much each decision moves the believed value: the spread of its values' means, a share."""
-    points = space.points()
-    believed = means(points)
-    spreads: dict[str, float] = {}
-    for place, d in enumerate(space.dimensions):
-        groups: dict[int, list[float]] = {}
-        for point, value in zip(points, believed, strict=True):
-            if space.active(point)[place]:
-                groups.setdefault(point[place], []).append(value)
-        middle = [statistics.fmean(g) for g in groups.values()]
-        spreads[d.name] = max(middle) - min(middle) if middle else 0.0
-    total = math.fsum(spreads.values()) or 1.0
-    found = {name: round(s / total, 4) for name, s in spreads.items()}
-    return dict(sorted(found.items(), key=lambda pair: -pair[1]))
