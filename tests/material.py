@@ -10,6 +10,14 @@ from typing import Any
 
 TEXT = "how many apples does she have left if she gives two to her friend and eats one"
 WORDS = TEXT.split()
+STDLIB: dict[str, Any] = {  # a recipe on Python's own modules, without steps and batch
+    "model": "deepseek-llm-tiny",
+    "dataset": "stdlib",
+    "held_out": 4,
+    "vocabulary": 512,
+    "max_records": 40,
+    "cutoff_len": 64,
+}
 
 
 def dataset(name: str, folder: Path) -> str:

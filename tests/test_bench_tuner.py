@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from material import STDLIB
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from tuner import real
@@ -24,12 +26,7 @@ from hasten.search.tuner.turns import RunnerFailedError, Step
 
 KINDS = {kind.name(): kind for kind in catalogue()}
 RECIPE = {
-    "model": "deepseek-llm-tiny",
-    "dataset": "stdlib",
-    "held_out": 4,
-    "vocabulary": 512,
-    "max_records": 40,
-    "cutoff_len": 64,
+    **STDLIB,
     "max_steps": 10,
     "global_batch_size": 8,
 }

@@ -13,15 +13,11 @@ from hasten.recipe.schema import recipe_from
 from hasten.run import ready
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.trial import compiled
+from material import STDLIB
 
 TRAINING = ("-m", "hasten.tuning.training", '{"seed": 7}')
 RECIPE = {
-    "model": "deepseek-llm-tiny",
-    "dataset": "stdlib",
-    "held_out": 4,
-    "vocabulary": 512,
-    "max_records": 40,
-    "cutoff_len": 64,
+    **STDLIB,
     "max_steps": 6,
     "global_batch_size": 2,
 }

@@ -25,15 +25,11 @@ from hasten.search.tuner.turns import Runner
 from hasten.tuning import api, recipes
 from hasten.tuning.recipes import RecipeSubject
 from hasten.tuning.subject import Wishes
+from material import STDLIB
 from search.tuner.simulated import Machine
 
 RECIPE = {
-    "model": "deepseek-llm-tiny",
-    "dataset": "stdlib",
-    "held_out": 4,
-    "vocabulary": 512,
-    "max_records": 40,
-    "cutoff_len": 64,
+    **STDLIB,
     "max_steps": 10,
     "global_batch_size": 8,
     "plan": ["fused_adamw"],
