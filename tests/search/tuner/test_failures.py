@@ -89,12 +89,11 @@ def test_who_worked_elsewhere_is_cleared() -> None:
 
 def test_a_knob_is_shared_under_its_own_technique_alone() -> None:
     """At index 0 it stands in every point, whether it matters there or not."""
-    space = Space(SLOTS.dimensions, (0, 0, 0, 0))
-    found = Failures(space)
-    found.failed((1, 1, 0, 0), None)
-    found.worked((1, 0, 0, 0))
-    assert found.chances([(0, 0, 1, 0)])[0] == 0.0
-    assert found.chances([(1, 1, 1, 0)])[0] == pytest.approx(1.0)
+    found = Failures(Space(SLOTS.dimensions, (1, 1, 0, 0)))  # compiled with the other bucket
+    found.failed((1, 0, 0, 0), None)
+    elsewhere, same = found.chances([(0, 0, 1, 0), (1, 0, 1, 0)])
+    assert elsewhere == 0.0
+    assert same == pytest.approx(1.0)
 
 
 def test_when_all_are_cleared_the_failure_was_an_accident() -> None:
