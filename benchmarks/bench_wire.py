@@ -6,7 +6,7 @@
     python benchmarks/bench_wire.py table --minutes 25 --json table.json
 
 Two hosts of a lab (docs/netlab.md) with a rank each on a core of its own, a Llama of 10.8 M
-parameters over bytes, 4 x 256 per rank and step, AdamW, bf16 autocast, fused layers.
+parameters over bytes, 4 x 256 per rank and step (``--rows``), AdamW, bf16 autocast, fused layers.
 
 ``speed`` takes turns between all methods in the same processes, barrier to barrier, in another
 order each round. It has two denominators: ``apart`` (the ranks compute at the same time and
@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--rate", default="100mbit", help="of the link, or none")
     parser.add_argument("--delay-ms", type=float, default=0.0)
     parser.add_argument("--mtu", type=int, default=1500)
+    parser.add_argument("--rows", type=int, default=4, help="speed, table: records of a step")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--block", type=int, default=20, help="steps of a turn")
     parser.add_argument("--seeds", type=int, default=3)
@@ -111,6 +112,7 @@ def speed(given: argparse.Namespace, text: Path, folder: Path) -> None:
     spec = {
         "methods": names,
         "size": given.size,
+        "rows": given.rows,
         "text": str(text),
         "rounds": given.rounds,
         "block": given.block,
@@ -122,7 +124,8 @@ def speed(given: argparse.Namespace, text: Path, folder: Path) -> None:
     if given.json:
         given.json.write_text(json.dumps({**vars_of(given), "found": found}, indent=1))
     print(
-        f"\n{given.size}, {given.rate}, {given.delay_ms:g} ms, MTU {given.mtu}, 2 hosts x 1 rank\n"
+        f"\n{given.size}, {given.rows} x 256, {given.rate}, {given.delay_ms:g} ms, "
+        f"MTU {given.mtu}, 2 hosts x 1 rank\n"
     )
     print("\n".join(links.rows(found)))
 
@@ -132,7 +135,7 @@ def tables(given: argparse.Namespace, text: Path, folder: Path) -> None:
     place = given.json or Path("wire_table.json")
     under_way = place.with_suffix(".sitting")
     sittings = links.kept(place, under_way)
-    mine = {k: getattr(given, k) for k in ("size", "mtu", "block")}
+    mine = {k: getattr(given, k) for k in ("size", "rows", "mtu", "block")}
     if any({k: sitting[k] for k in mine} != mine for sitting in sittings):
         raise SystemExit(f"{place} has sittings with other settings than {mine}: name another file")
     while (chosen := links.next_link(sittings, given.minutes)) is not None:
@@ -149,6 +152,7 @@ def tables(given: argparse.Namespace, text: Path, folder: Path) -> None:
             "progress": {"file": str(under_way.absolute()), "note": note},
             "methods": list(link.methods),
             "size": given.size,
+            "rows": given.rows,
             "text": str(text),
             "rounds": 1000,
             "block": given.block,
@@ -164,7 +168,10 @@ def tables(given: argparse.Namespace, text: Path, folder: Path) -> None:
         under_way.unlink(missing_ok=True)
     for name in links.LINKS:
         cores = sorted({s["cores"] for s in sittings if s["link"] == name})
-        print(f"\n{name}, {given.size}, MTU {given.mtu}, 2 hosts x 1 rank, cores: {cores}\n")
+        print(
+            f"\n{name}, {given.size}, {given.rows} x 256, MTU {given.mtu}, 2 hosts x 1 rank, "
+            f"cores: {cores}\n"
+        )
         print("\n".join(links.rows(links.together(sittings, name))))
         for sitting in sittings:
             for method, row in sitting["found"].items() if sitting["link"] == name else ():

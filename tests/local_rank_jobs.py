@@ -16,7 +16,8 @@ from torch import Tensor
 from hasten.cluster.netlab.counting import CollectiveBytes
 from hasten.core.facts import World
 from hasten.parts.codecs import codec
-from hasten.parts.drift import Buffers, DriftError, same_start
+from hasten.parts.drift import DriftError
+from hasten.parts.drift_buffers import Buffers, same_start
 from hasten.parts.local_steps import LocalSteps
 from hasten.parts.stream import Stream
 

@@ -19,7 +19,7 @@ from hasten.parts.ddp_traffic import under_way, watch
 from hasten.parts.fused_layers import fuse_layers, why_not
 
 SIZES = {"10M": (384, 1024, 6, 6), "3M": (256, 688, 4, 4), "tiny": (64, 128, 2, 2)}
-ROWS, LENGTH = 4, 256
+LENGTH = 256  # tokens of a record
 COMPRESSED = ("half", "bf16", "int8", "int4", "topk", "topk_dense", "powersgd", "auto")
 DENSE_START = 100  # steps, of topk_dense
 
@@ -60,10 +60,12 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 class Method:
     """A model, its optimizer and records, and what joins it to the other ranks."""
 
-    def __init__(self, name: str, size: str, seed: int, rank: int, text: Tensor) -> None:
+    def __init__(
+        self, name: str, size: str, seed: int, rank: int, text: Tensor, rows: int = 4
+    ) -> None:
         self.kind, _, number = name.partition(":")
         self.number = float(number) if number else None
-        self.text, self.rank = text, rank
+        self.text, self.rank, self.rows = text, rank, rows
         self.net = build(size, seed, perturbed=self.kind == "again")
         self.model: nn.Module = self.net
         self.part: Any = None
@@ -102,7 +104,7 @@ class Method:
     def step(self, rate: float = 1e-3) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        places = torch.randint(len(self.text) - LENGTH, (ROWS,), generator=self.draw).tolist()
+        places = torch.randint(len(self.text) - LENGTH, (self.rows,), generator=self.draw).tolist()
         ids = torch.stack([self.text[p : p + LENGTH].long() for p in places])
         loss_of(self.model, ids).backward()
         torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)

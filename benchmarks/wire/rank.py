@@ -57,7 +57,8 @@ def main() -> None:
 def speed(spec: dict[str, Any], rank: int, text: Tensor) -> dict[str, Any]:
     """Seconds per step of each method in each round, barrier to barrier, and bytes sent."""
     together = dist.new_group()
-    methods = {n: Method(n, spec["size"], 0, rank, text[:-HELD_OUT]) for n in spec["methods"]}
+    given = (spec["size"], 0, rank, text[:-HELD_OUT], spec["rows"])
+    methods = {n: Method(n, *given) for n in spec["methods"]}
     kept = ("seconds", "bytes", "waited", "hidden")
     found: dict[str, Any] = {n: {key: [] for key in kept} for n in methods}
     names, limit = list(methods), Limit(spec.get("seconds"), together)

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.cluster.netlab import Lab, naming, network
-from hasten.cluster.netlab.rates import bits_per_second, burst_bytes
+from hasten.cluster.netlab.rates import SEGMENT, bits_per_second, burst_bytes
 from hasten.errors import InputError
 from netlab import lab_with_links
 
@@ -251,4 +251,5 @@ def test_impossible_labs_are_refused_in_a_sentence(settings: dict[str, object], 
 def test_a_rate_reads_the_same_in_words_and_in_numbers(kbit: int) -> None:
     assert bits_per_second(f"{kbit}kbit") == bits_per_second(float(kbit * 1000)) == kbit * 1000
     # A bucket smaller than a segment would let none pass; one of a second would be no limit.
-    assert 65_536 <= burst_bytes(kbit * 1000) <= max(65_536, kbit * 1000 / 8 / 100)
+    burst = burst_bytes(kbit * 1000)
+    assert SEGMENT <= burst <= max(SEGMENT, kbit * 1000 / 8 / 100)

@@ -13,14 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hasten.parts import drift as drift_module
 from hasten.parts.codecs import codec
-from hasten.parts.drift import Drift, answered
+from hasten.parts.drift import HEADER, Drift, answered
 from hasten.parts.local_steps import LocalSteps
 from hasten.parts.stream import MOST, Stream, needed
 from local_rank_jobs import COARSE, NUMBERS, RATE, STEPS, gradient, tokens_of
 from ranks import on_ranks
 
 WORLD = 3
+EXACT = codec("none")
 EDGES = {1: [(0, NUMBERS)], 2: [(0, 256), (256, NUMBERS)]}
 
 
@@ -190,12 +192,38 @@ def test_fragments_hold_every_weight_once(sizes: list[int], fragments: int) -> N
     assert all(a[1] == b[0] for a, b in zip(drift.edges, drift.edges[1:], strict=False))
     for weight in weights:
         weight.normal_()
-    deltas = torch.cat([drift._delta(k) for k in range(len(drift.edges))])
-    assert torch.equal(deltas, torch.cat(weights))
-    for k in range(len(drift.edges)):
-        assert drift.message_bytes(k, COARSE) % 16 == 0
-        drift.move(k, torch.zeros(drift.numbers(k)), deltas[slice(*drift.edges[k])])
+    there = torch.cat(weights)
+    for k, (start, end) in enumerate(drift.edges):
+        message = drift.message(k, EXACT)
+        assert len(message) == drift.message_bytes(k, EXACT)
+        assert len(message) % 16 == drift.message_bytes(k, COARSE) % 16 == 0
+        body = message[HEADER : HEADER + 4 * (end - start)]
+        assert torch.equal(body.view(torch.float32), there[start:end])
+    drift.move(-there)
     assert all(bool((w == 0).all()) for w in weights)
+
+
+@pytest.mark.parametrize("name", ["none", "bf16", "int8", "int4"])
+def test_the_size_of_a_chunk_changes_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def moved(chunk: int) -> list[Tensor]:
+        """All that the second of three ranks holds after each fragment has travelled once."""
+        monkeypatch.setattr(drift_module, "CHUNK", chunk)
+        torch.manual_seed(0)
+        ranks = [Drift([torch.zeros(700), torch.zeros(3, 200)], 2) for _ in range(3)]
+        for tokens, rank in zip((1.0, 2.0, 5.0), ranks, strict=True):
+            rank.note(tokens)
+            for weight in rank.parameters:
+                weight.normal_()
+        second = ranks[1]
+        second.rank, wire, by = 1, codec(name), torch.rand(1300)
+        for fragment in range(2):
+            rows = torch.stack([rank.message(fragment, wire) for rank in ranks])
+            second.take(rows, fragment, wire, lambda c, start: c * by[start : start + len(c)])
+        return [second.anchor, *second.parameters]
+
+    whole = moved(1 << 20)
+    for chunk in (256, 512, 1024):
+        assert all(torch.equal(a, b) for a, b in zip(moved(chunk), whole, strict=True))
 
 
 @given(st.floats(1e3, 1e10), st.floats(1e3, 1e10), st.floats(1e-3, 10))

@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hasten.parts import full_duplex
+
 if TYPE_CHECKING:
     from hasten.parts.codecs import Codec
 
 HALVES = (torch.bfloat16, torch.float16)
 Group = Any  # torch.distributed.ProcessGroup
-# Renamed in torch 2.13, where the old names warn.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Renamed in torch 2.13, where the old name warns.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -87,7 +88,7 @@ def scatter_sum(
         return _dense_sum(numbers, group, size)
     sent = _encoded(numbers, size, codec, memory, name)
     got = torch.empty_like(sent)
-    dist.all_to_all_single(got, sent, group=group)
+    full_duplex.all_to_all(got, sent, group).wait()
     return codec.decode_mean(got, numbers.numel() // size).mul_(size)
 
 
@@ -104,11 +105,11 @@ def gather(
         return piece
     if codec is None:
         whole = piece.new_empty(size * count)
-        _all_gather(whole, piece, group=group)
+        full_duplex.all_gather(whole, piece, group).wait()
         return whole
     sent = _encoded(piece, 1, codec, memory, name)
     got = sent.new_empty((size, sent.shape[1]))
-    _all_gather(got, sent, group=group)
+    full_duplex.all_gather(got, sent, group).wait()
     whole = piece.new_empty(size * count, dtype=torch.float32)
     for row, target in zip(got, whole.view(size, count), strict=True):
         codec.decode(row, count, target)
@@ -141,7 +142,7 @@ def _dense_sum(numbers: Tensor, group: Group, size: int) -> Tensor:
     # On gloo all-to-all and a sum in rank order: the same bits whatever the ring's direction, and
     # half formats are added in float32 and rounded once.
     got = torch.empty_like(numbers)
-    dist.all_to_all_single(got, numbers, group=group)
+    full_duplex.all_to_all(got, numbers, group).wait()
     half = numbers.dtype in HALVES
     total = got.view(size, -1).sum(0, dtype=torch.float32 if half else numbers.dtype)
     return total.to(numbers.dtype)

@@ -13,21 +13,25 @@ What the codec left out stays in the weights and is part of the next difference,
 memory of errors is kept: one beside it would count what was left out twice. A rank's share is its
 part of the trained tokens since the fragment was last sent, so that one round of plain SGD is the
 step that replicas with averaged gradients take (Stich, Local SGD, arXiv:1805.09767, has equal
-shares). A message begins with ``HEADER`` bytes: tokens, and flags.
+shares). A message begins with ``HEADER`` bytes, tokens and flags; behind them lies a message of the
+codec for each ``CHUNK`` of weights.
 """
 
 from __future__ import annotations
 
+import bisect
 import datetime
 import itertools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from hasten.parts.full_duplex import Travel, all_gather
 from hasten.parts.roll_call import CollectiveError, RollCall
 
 if TYPE_CHECKING:
@@ -37,8 +41,12 @@ HEADER = 16  # two float64 numbers: trained tokens, flags
 ALIGNED = 256  # fragments begin at multiples of a codec's block
 NOT_FINITE, STOP = 1, 2  # flags
 TIMEOUT = datetime.timedelta(minutes=10)
-# torch 2.13 has a new name for it and warns at the old one.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+CHUNK = 1 << 17  # numbers of a processor's turn: what is made of them stays in a core's cache
+
+
+Outer = Callable[[Tensor, int], Tensor]  # a movement, and the place of its first number
+_Piece = tuple[Tensor, int, int]  # a part of a parameter, its place within the chunk
+_Chunk = tuple[int, int, list[_Piece]]  # its place within all weights
 
 
 class DriftError(CollectiveError):
@@ -99,12 +107,13 @@ class Drift:
         edges = [numbers * k // count // ALIGNED * ALIGNED for k in range(count)] + [numbers]
         self.edges: list[tuple[int, int]] = list(itertools.pairwise(edges))
         self.tokens = [0.0] * count
-        self._pieces = [_pieces(self.parameters, start, end) for start, end in self.edges]
+        step = CHUNK if self.anchor.is_cpu else numbers
+        self._chunks = [_chunks(self.parameters, *edge, step) for edge in self.edges]
 
     @torch.no_grad()
     def reset(self) -> None:
         """The weights as they are now, equal on all ranks, are what all have in common."""
-        for (start, _), pieces in zip(self.edges, self._pieces, strict=True):
+        for start, _, pieces in itertools.chain(*self._chunks):
             for view, low, high in pieces:
                 self.anchor[start + low : start + high].copy_(view)
         self.tokens = [0.0] * len(self.edges)
@@ -120,17 +129,26 @@ class Drift:
 
     def message_bytes(self, fragment: int, codec: Codec) -> int:
         """Exact size of a fragment's message, a multiple of 16."""
-        return HEADER + -(-codec.message_bytes(self.numbers(fragment)) // 16) * 16
+        chunks = Counter(end - start for start, end, _ in self._chunks[fragment])
+        body = sum(count * codec.message_bytes(numbers) for numbers, count in chunks.items())
+        return HEADER + -(-body // 16) * 16
 
     @torch.no_grad()
     def message(self, fragment: int, codec: Codec, stop: bool = False) -> Tensor:
         """How far the fragment has moved, encoded; its tokens start from zero again."""
-        delta = self._delta(fragment)
-        size = self.message_bytes(fragment, codec)
-        found = torch.zeros(size, dtype=torch.uint8, device=delta.device)
-        body = found[HEADER : HEADER + codec.message_bytes(delta.numel())]
-        codec.encode(delta, body)
-        finite = bool(codec.finite(body, delta.numel()))  # waits for the device
+        size, device = self.message_bytes(fragment, codec), self.anchor.device
+        found = torch.empty(size, dtype=torch.uint8, device=device)
+        (room,) = self._rooms(fragment, 1)
+        finite, at = True, HEADER
+        for start, end, pieces in self._chunks[fragment]:
+            delta = room[: end - start]
+            for view, low, high in pieces:
+                delta[low:high].copy_(view)
+            body = found[at : at + codec.message_bytes(len(delta))]
+            codec.encode(delta.sub_(self.anchor[start:end]), body)
+            finite &= bool(codec.finite(body, len(delta)))  # waits for the device
+            at += len(body)
+        found[at:].zero_()
         flags = (0 if finite else NOT_FINITE) | (STOP if stop else 0)
         header = torch.tensor([self.tokens[fragment], float(flags)], dtype=torch.float64)
         found[:HEADER].copy_(header.view(torch.uint8))
@@ -138,32 +156,44 @@ class Drift:
         return found
 
     @torch.no_grad()
-    def common(self, rows: Tensor, fragment: int, codec: Codec) -> tuple[Tensor, Tensor, bool]:
-        """All ranks' movement by their shares, this rank's own, and whether one wants to stop.
+    def take(self, rows: Tensor, fragment: int, codec: Codec, outer: Outer | None = None) -> bool:
+        """Anchor and weights move as all ranks together say; whether one of them wants to stop.
 
         ``rows`` (ranks, bytes) are the messages of all ranks; every rank adds in the same order.
+        ``outer`` makes a step of its own of the movement by shares of weights ``start:end``.
         """
-        numbers = self.numbers(fragment)
         answer = answered(rows[:, :HEADER].contiguous().view(torch.float64).tolist())  # waits
-        total = torch.zeros(numbers, dtype=torch.float32, device=rows.device)
-        own = other = torch.empty_like(total)
-        for rank, share in enumerate(answer.shares):
-            message = rows[rank, HEADER : HEADER + codec.message_bytes(numbers)]
-            if rank == self.rank:
-                own = codec.decode(message, numbers)
-                total.add_(own, alpha=share)
-            else:
-                total.add_(codec.decode(message, numbers, other), alpha=share)
-        return total, own, answer.stop
+        rooms, at = self._rooms(fragment, 3), HEADER
+        for start, end, pieces in self._chunks[fragment]:
+            numbers = end - start
+            common, own, other = (room[:numbers] for room in rooms)
+            common.zero_()
+            after = at + codec.message_bytes(numbers)
+            for rank, share in enumerate(answer.shares):
+                into = own if rank == self.rank else other
+                common.add_(codec.decode(rows[rank, at:after], numbers, into), alpha=share)
+            self._move(start, end, pieces, common if outer is None else outer(common, start), own)
+            at = after
+        return answer.stop
 
     @torch.no_grad()
-    def move(self, fragment: int, common: Tensor, own: Tensor) -> None:
-        """The anchor moves by ``common``, the weights by ``common - own``."""
-        start, end = self.edges[fragment]
+    def move(self, common: Tensor) -> None:
+        """All weights and the anchor move by ``common``, which is equal on all ranks."""
+        for start, end, pieces in itertools.chain(*self._chunks):
+            self._move(start, end, pieces, common[start:end], None)
+
+    def _move(
+        self, start: int, end: int, pieces: list[_Piece], common: Tensor, own: Tensor | None
+    ) -> None:
         self.anchor[start:end].add_(common)
-        change = common - own
-        for view, low, high in self._pieces[fragment]:
+        change = common if own is None else torch.sub(common, own, out=own)
+        for view, low, high in pieces:
             view.add_(change[low:high])
+
+    def _rooms(self, fragment: int, count: int) -> tuple[Tensor, ...]:
+        """Room for the numbers of a chunk, so many times."""
+        longest = max(end - start for start, end, _ in self._chunks[fragment])
+        return tuple(torch.empty(count, longest, device=self.anchor.device))
 
     @torch.no_grad()
     def average(self, stop: bool = False) -> bool:
@@ -174,20 +204,19 @@ class Drift:
         if self.size == 1:
             self.reset()
             return stop
-        deltas = [self._delta(k) for k in range(len(self.edges))]
-        flags = (0 if all(map(_finite, deltas)) else NOT_FINITE) | (STOP if stop else 0)
+        moved = self._moved()
+        flags = (0 if _finite(moved) else NOT_FINITE) | (STOP if stop else 0)
         said = torch.tensor([*self.tokens, float(flags)], dtype=torch.float64)
         everyone = torch.empty(self.size * said.numel(), dtype=torch.float64)
         device = self.anchor.device
         everyone, said = everyone.to(device), said.to(device)
         self.travel(all_gather, everyone, said)
         table = everyone.view(self.size, -1).tolist()
-        for k, delta in enumerate(deltas):
-            delta.mul_(answered([[row[k], row[-1]] for row in table]).shares[self.rank])
-        flat = torch.cat(deltas)
-        self.travel(dist.all_reduce, flat)
-        self.anchor.add_(flat)
-        for (start, _), pieces in zip(self.edges, self._pieces, strict=True):
+        for k, (start, end) in enumerate(self.edges):
+            moved[start:end].mul_(answered([[row[k], row[-1]] for row in table]).shares[self.rank])
+        self.travel(dist.all_reduce, moved)
+        self.anchor.add_(moved)
+        for start, _, pieces in itertools.chain(*self._chunks):
             for view, low, high in pieces:
                 view.copy_(self.anchor[start + low : start + high])
         self.tokens = [0.0] * len(self.edges)
@@ -196,7 +225,9 @@ class Drift:
     def travel(self, collective: Any, *arguments: Any) -> None:
         """Run a collective in the group; a failure becomes a DriftError."""
         try:
-            collective(*arguments, group=self.group)
+            found = collective(*arguments, group=self.group)
+            if isinstance(found, Travel):
+                found.wait()
         except RuntimeError as error:
             raise self.lost(error) from error
 
@@ -209,12 +240,13 @@ class Drift:
             found.missing,
         )
 
-    def _delta(self, fragment: int) -> Tensor:
-        start, end = self.edges[fragment]
-        found = torch.empty(end - start, dtype=torch.float32, device=self.anchor.device)
-        for view, low, high in self._pieces[fragment]:
-            found[low:high].copy_(view)
-        return found.sub_(self.anchor[start:end])
+    def _moved(self) -> Tensor:
+        """How far all weights have moved from the anchor."""
+        found = torch.empty_like(self.anchor)
+        for start, _, pieces in itertools.chain(*self._chunks):
+            for view, low, high in pieces:
+                found[start + low : start + high].copy_(view)
+        return found.sub_(self.anchor)
 
 
 def answered(headers: Sequence[Sequence[float]]) -> Answer:
@@ -234,58 +266,24 @@ def answered(headers: Sequence[Sequence[float]]) -> Answer:
     return Answer(shares, any(int(flags) & STOP for _, flags in headers))
 
 
-def _pieces(parameters: Sequence[Tensor], start: int, end: int) -> list[tuple[Tensor, int, int]]:
-    """The parts of the weights in a stretch of all of them, with their places within it."""
-    found, offset = [], 0
-    for parameter in parameters:
-        low, high = max(start, offset), min(end, offset + parameter.numel())
-        if low < high:
-            view = parameter.detach().view(-1)[low - offset : high - offset]
-            found.append((view, low - start, high - start))
-        offset += parameter.numel()
+def _chunks(parameters: Sequence[Tensor], start: int, end: int, step: int) -> list[_Chunk]:
+    """A stretch of all weights in pieces of so many, each with the parameters' parts in it."""
+    ends = list(itertools.accumulate(p.numel() for p in parameters))
+    found: list[_Chunk] = []
+    for low in range(start, end, step):
+        high, pieces = min(low + step, end), []
+        for place in range(bisect.bisect_right(ends, low), len(ends)):
+            parameter = parameters[place]
+            offset = ends[place] - parameter.numel()
+            if offset >= high:
+                break
+            first, last = max(low, offset), min(high, ends[place])
+            view = parameter.detach().view(-1)[first - offset : last - offset]
+            pieces.append((view, first - low, last - low))
+        found.append((low, high, pieces))
     return found
 
 
 def _finite(values: Tensor) -> bool:
     # Waits for the device: a message must say whether its numbers are any.
     return not values.numel() or bool(torch.isfinite(values.abs().amax()))
-
-
-class Buffers:
-    """What a module's passes change beside its weights (running sums, routers' biases).
-
-    ``average`` makes those that have changed on some rank their mean, taken in float64, so that
-    equal ones keep their bits.
-    """
-
-    def __init__(self, module: nn.Module, drift: Drift) -> None:
-        self._module, self._drift = module, drift
-        self._seen = self._sums()
-
-    @torch.no_grad()
-    def average(self) -> None:
-        """Every rank calls it between the same two steps."""
-        drift, named, now = self._drift, dict(self._module.named_buffers()), self._sums()
-        if drift.size == 1 or not named:
-            return
-        changed = torch.tensor([float(now[n] != self._seen.get(n)) for n in named])
-        changed = changed.to(drift.anchor.device)
-        drift.travel(dist.all_reduce, changed)
-        for buffer, anywhere in zip(named.values(), changed.tolist(), strict=True):
-            if anywhere:
-                mean = buffer.double()
-                drift.travel(dist.all_reduce, mean)
-                mean /= drift.size
-                buffer.copy_(mean if buffer.is_floating_point() else mean.round())
-        self._seen = self._sums()
-
-    def _sums(self) -> dict[str, float]:
-        """What shows a change; batch_norm doesn't count its writes in the tensors' versions."""
-        return {n: b.sum(dtype=torch.float64).item() for n, b in self._module.named_buffers()}
-
-
-@torch.no_grad()
-def same_start(module: nn.Module) -> None:
-    """Weights and buffers become those of rank 0, as DistributedDataParallel does at its start."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        dist.broadcast(tensor.detach(), 0)

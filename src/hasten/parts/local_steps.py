@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hasten.parts.drift import TIMEOUT, Drift, all_gather
+from hasten.parts.drift import TIMEOUT, Drift
+from hasten.parts.full_duplex import all_gather
 
 if TYPE_CHECKING:
     from hasten.parts.codecs import Codec
@@ -113,8 +114,7 @@ class LocalSteps:
         drift.travel(all_gather, rows, message)
         self.waited_seconds += time.perf_counter() - began
         self.message_bytes = message.numel()
-        common, own, wanted = drift.common(rows.view(drift.size, -1), 0, codec)
-        drift.move(0, self._outer(common), own)
+        wanted = drift.take(rows.view(drift.size, -1), 0, codec, self._outer)
         self.stop = self.stop or wanted
 
     @torch.no_grad()
@@ -127,14 +127,18 @@ class LocalSteps:
         self.message_bytes = 4 * self.drift.numbers(0)
         if before is not None:  # the mean is where the outer step begins, not where it ends
             moved = self.drift.anchor - before
-            self.drift.move(0, self._outer(moved) - moved, torch.zeros_like(moved))
+            self.drift.move(self._outer(moved) - moved)
 
-    def _outer(self, mean: Tensor) -> Tensor:
-        """How far all move together: torch.optim.SGD(nesterov=True) over means as gradients."""
+    def _outer(self, mean: Tensor, start: int = 0) -> Tensor:
+        """How far all move together: torch.optim.SGD(nesterov=True) over means as gradients.
+
+        ``mean`` is of the weights from ``start`` on.
+        """
         if self.velocity is None:
             return mean
-        self.velocity.mul_(self.momentum).add_(mean)
-        return mean.add(self.velocity, alpha=self.momentum).mul_(self.rate)
+        velocity = self.velocity[start : start + len(mean)]
+        velocity.mul_(self.momentum).add_(mean)
+        return mean.add(velocity, alpha=self.momentum).mul_(self.rate)
 
     def state_dict(self) -> dict[str, Any]:
         """After ``settle``: what goes on from there, the same on every rank."""

@@ -30,7 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hasten.parts.drift import TIMEOUT, Drift, all_gather
+from hasten.parts.drift import TIMEOUT, Drift
+from hasten.parts.full_duplex import Travel, all_gather
 
 if TYPE_CHECKING:
     from hasten.parts.codecs import Codec
@@ -48,7 +49,7 @@ class _Flight:
     fragment: int
     rows: Tensor  # (ranks x bytes), flat
     message: Tensor
-    work: Any
+    work: Travel
     sent: float
     back: list[float]  # when the others' messages were there, once they are
 
@@ -127,11 +128,11 @@ class Stream:
         rows = message.new_empty(drift.size * message.numel())
         sent, back = time.perf_counter(), list[float]()
         try:
-            work = all_gather(rows, message, group=drift.group, async_op=True)
+            work = all_gather(rows, message, drift.group)
         except RuntimeError as error:
             raise drift.lost(error) from error
         if self.hidden_seconds is not None:
-            work.get_future().add_done_callback(lambda _: back.append(time.perf_counter()))
+            work.on_arrival(lambda: back.append(time.perf_counter()))
         self._flight = _Flight(fragment, rows, message, work, sent, back)
         self.sent_bytes += (drift.size - 1) * message.numel()
         self.exchanges += 1
@@ -153,9 +154,7 @@ class Stream:
         if self.hidden_seconds is not None:
             self.hidden_seconds += min([began, *flight.back]) - flight.sent
         rows = flight.rows.view(drift.size, -1)
-        common, own, wanted = drift.common(rows, flight.fragment, self.codec)
-        drift.move(flight.fragment, common, own)
-        self.stop = self.stop or wanted
+        self.stop = drift.take(rows, flight.fragment, self.codec) or self.stop
         return True
 
     def _time(self) -> None:

@@ -21,7 +21,8 @@ from hasten.core.traffic import Traffic
 from hasten.errors import InputError
 from hasten.parts import local_steps, stream
 from hasten.parts.codecs import codec
-from hasten.parts.drift import Buffers, Drift, same_start
+from hasten.parts.drift import Drift
+from hasten.parts.drift_buffers import Buffers, same_start
 from hasten.techniques.wire_traffic import OfWeights
 
 ON_LINK = "in what format differences travel"

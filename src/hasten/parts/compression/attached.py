@@ -29,7 +29,7 @@ from hasten.parts.codecs import codec
 from hasten.parts.collective_plan import Route
 from hasten.parts.collectives import TopoAwareCollective
 from hasten.parts.compression.settings import Settings
-from hasten.parts.drift import same_start
+from hasten.parts.drift_buffers import same_start
 from hasten.parts.local_steps import LocalSteps
 from hasten.parts.routed_buckets import RoutedBuckets
 from hasten.parts.stream import Stream

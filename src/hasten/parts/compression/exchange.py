@@ -18,13 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hasten.parts import full_duplex
 from hasten.parts.collective_groups import own_of
 from hasten.parts.roll_call import CollectiveError, RollCall
 
 FIRST, SECOND = 0, 1
 LONGEST_SETTINGS = 2048  # bytes of the settings that ranks compare
-# torch 2.13 has new names for them and warns at the old ones.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class WireError(CollectiveError):
@@ -76,14 +75,14 @@ class Ranks:
         """Row r of ``rows`` (ranks, bytes) goes to rank r; the result's row r came from it."""
         received = torch.empty_like(rows)
         self._sent[FIRST] += rows.nbytes // self.world * (self.world - 1)
-        work = dist.all_to_all_single(received, rows, group=self._groups[FIRST], async_op=True)
+        work = full_duplex.all_to_all(received, rows, self._groups[FIRST])
         return Pending(work, received)
 
     def all_gather(self, row: Tensor, stage: int) -> Pending:
         """Everybody's row, as (ranks, bytes)."""
         rows = torch.empty(self.world * len(row), dtype=row.dtype, device=row.device)
         self._sent[stage] += gathered_bytes(row.nbytes, self.world)
-        work = _all_gather(rows, row, group=self._groups[stage], async_op=True)
+        work = full_duplex.all_gather(rows, row, self._groups[stage])
         return Pending(work, rows.view(self.world, -1))
 
     def all_reduce(self, values: Tensor, stage: int) -> Pending:

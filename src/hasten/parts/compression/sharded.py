@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hasten.parts import full_duplex
 from hasten.parts.chunked_topk import ChunkedTopK
 from hasten.parts.codecs import Codec, codec
 from hasten.parts.compression.settings import Settings
@@ -174,7 +175,7 @@ class ShardedGradients:
             for numbers, message in zip(given, messages, strict=True):
                 self._codec.encode(numbers, message)
         received = torch.empty_like(messages)
-        dist.all_to_all_single(received, messages, group=ranks)
+        full_duplex.all_to_all(received, messages, ranks).wait()
         self.sent_bytes += size * (group.ranks - 1)
         # FSDP2 asks for a mean, or divides by itself before and after a sum.
         factor = scale if op == dist.ReduceOp.AVG else scale * group.ranks

@@ -1,0 +1,97 @@
+"""How much of a link an exchange uses: the whole message at once, and in pieces.
+
+    python benchmarks/bench_full_duplex.py [--hosts 2,3] [--rates 100mbit,1gbit,none]
+
+Each host of a lab (docs/netlab.md) has one rank. All ways take turns, barrier to barrier; shown is
+the median time as a share of what the link could do at best if both directions were full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hasten.cluster.netlab import Lab
+from hasten.parts import full_duplex
+
+SIZES = (500_000, 2_700_000, 10_000_000)  # bytes of one rank for one other
+PIECES = {"whole": 1 << 40, "64 KiB": 1 << 16, "256 KiB": 1 << 18, "1 MiB": 1 << 20}
+PAYLOAD = 1448 / 1514  # of a packet
+RATES = {"100mbit": 1e8, "1gbit": 1e9}
+
+
+def on_rank(rounds: int) -> None:
+    torch.set_num_threads(1)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    place = f"file://{os.environ['HASTEN_RENDEZVOUS']}"
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=world)
+    found: dict[str, list[float]] = {}
+    for turn in range(rounds + 1):
+        for size in SIZES:
+            rows = torch.zeros(world, size, dtype=torch.uint8)
+            into = torch.empty_like(rows)
+            for way, piece in PIECES.items():
+                full_duplex.PIECE = piece
+                for kind in ("all_gather", "all_to_all"):
+                    dist.barrier()
+                    began = time.perf_counter()
+                    if kind == "all_gather":
+                        full_duplex.all_gather(into, rows[rank]).wait()
+                    else:
+                        full_duplex.all_to_all(into, rows).wait()
+                    dist.barrier()
+                    if turn:
+                        key = f"{kind}/{size}/{way}"
+                        found.setdefault(key, []).append(time.perf_counter() - began)
+    if rank == 0:
+        print("FOUND " + json.dumps(found), flush=True)
+    dist.barrier()
+
+
+def table(found: dict[str, list[float]], hosts: int, rate: str) -> list[str]:
+    lines = [f"\n{hosts} hosts, {rate}\n", f"| | bytes | {' | '.join(PIECES)} |"]
+    lines.append("|---" * (2 + len(PIECES)) + "|")
+    for kind in ("all_gather", "all_to_all"):
+        for size in SIZES:
+            row = []
+            for way in PIECES:
+                seconds = statistics.median(found[f"{kind}/{size}/{way}"])
+                bits = 8 * size * (hosts - 1) / seconds
+                best = RATES.get(rate)
+                share = f" ({bits / best / PAYLOAD:.0%})" if best else ""
+                row.append(f"{1e3 * seconds:.0f} ms{share}")
+            lines.append(f"| {kind} | {size / 1e6:.1f} M | {' | '.join(row)} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--hosts", default="2,3")
+    parser.add_argument("--rates", default="100mbit,1gbit,none")
+    parser.add_argument("--rounds", type=int, default=5)
+    given: Any = parser.parse_args()
+    if "RANK" in os.environ:
+        on_rank(given.rounds)
+        return
+    for hosts in map(int, given.hosts.split(",")):
+        for rate in given.rates.split(","):
+            with Lab(hosts, 1, None if rate == "none" else rate) as lab:
+                command = [sys.executable, "-W", "ignore", str(Path(__file__).absolute())]
+                results = lab.run([*command, "--rounds", str(given.rounds)], seconds=1200)
+            (said,) = (w for w in results[0].output.splitlines() if w.startswith("FOUND "))
+            print(
+                "\n".join(table(json.loads(said.removeprefix("FOUND ")), hosts, rate)), flush=True
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""All-gather and all-to-all in pieces, so that a slow link carries both directions at once.
+
+gloo hands a rank's whole message to the kernel before it attends to what comes in: two ranks with
+a large message for each other take turns on their link and use half of what it carries
+(docs/log.md has the figures). Its ring all-reduce cuts its messages and doesn't have this; here
+the other two do the same. A few pieces are on their way at any time, since gloo runs the
+collectives of a group side by side in the order in which they were issued, which is the same on
+all ranks.
+
+    travel = all_gather(rows, row, group)    # begins; as torch.distributed's with async_op
+    travel.wait()
+
+Tensors of a device, and small messages, travel whole.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+PIECE = 1 << 18  # bytes for one rank; smaller ones cost more of a processor than they gain
+# torch 2.13 has a new name for it and warns at the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Travel:
+    """Works of torch.distributed that are one message, and what is to be done once all are there.
+
+    On a processor ``wait`` holds this thread up, on a GPU its stream.
+    """
+
+    def __init__(self, works: Sequence[Any], finish: Callable[[], object] | None = None) -> None:
+        self._works, self._finish = list(works), finish
+
+    def wait(self) -> None:
+        """Raises RuntimeError where a rank didn't answer."""
+        for work in self._works:
+            work.wait()
+        if self._finish is not None:
+            self._finish()
+        self._works, self._finish = [], None
+
+    def on_arrival(self, told: Callable[[], object]) -> None:
+        """Call ``told``, from a thread of torch's, once everything is there."""
+        missing, lock = len(self._works), threading.Lock()
+
+        def one_more(_: Any) -> None:
+            nonlocal missing
+            with lock:
+                missing -= 1
+                last = not missing
+            if last:
+                told()
+
+        for work in self._works:
+            work.get_future().add_done_callback(one_more)
+
+
+def all_gather(rows: Tensor, row: Tensor, group: Any = None) -> Travel:
+    """Everybody's ``row`` in ``rows``, (ranks, numbers) or as many in one dimension."""
+    table, count = rows.view(dist.get_world_size(group), -1), row.numel()
+    cuts = _cuts(row, count)
+    if len(cuts) == 1:
+        return Travel([_all_gather(rows, row, group=group, async_op=True)])
+    return Travel(
+        [
+            dist.all_gather(list(table[:, a:b]), row.view(-1)[a:b], group=group, async_op=True)
+            for a, b in cuts
+        ]
+    )
+
+
+def all_to_all(received: Tensor, rows: Tensor, group: Any = None) -> Travel:
+    """Part r of ``rows`` goes to rank r, and part r of ``received`` came from it."""
+    world = dist.get_world_size(group)
+    cuts = _cuts(rows, rows.numel() // world)
+    if len(cuts) == 1:
+        return Travel([dist.all_to_all_single(received, rows, group=group, async_op=True)])
+    there, here = rows.view(world, -1), received.view(world, -1)
+    leaving = [there[:, a:b].contiguous() for a, b in cuts]
+    coming = [torch.empty_like(piece) for piece in leaving]
+    works = [
+        dist.all_to_all_single(new, old, group=group, async_op=True)
+        for new, old in zip(coming, leaving, strict=True)
+    ]
+
+    def put_together() -> None:
+        leaving.clear()  # until now they had to live
+        for (a, b), piece in zip(cuts, coming, strict=True):
+            here[:, a:b].copy_(piece)
+
+    return Travel(works, put_together)
+
+
+def _cuts(tensor: Tensor, count: int) -> list[tuple[int, int]]:
+    """Where pieces of so many numbers begin and end; a single one where nothing is to be cut."""
+    step = PIECE // tensor.element_size()
+    if not tensor.is_cpu or count <= step:
+        return [(0, count)]
+    return [(low, min(low + step, count)) for low in range(0, count, step)]
