@@ -6,7 +6,8 @@
     python benchmarks/bench_wire.py table --minutes 25 --json table.json
 
 Two hosts of a lab (docs/netlab.md) with a rank each on a core of its own, a Llama of 10.8 M
-parameters over bytes, 4 x 256 per rank and step (``--rows``), AdamW, bf16 autocast, fused layers.
+parameters over bytes, 4 x 256 per rank and step (``--rows``), AdamW, bf16 autocast, layers and
+attention fused.
 
 ``speed`` takes turns between all methods in the same processes, barrier to barrier, in another
 order each round. It has two denominators: ``apart`` (the ranks compute at the same time and

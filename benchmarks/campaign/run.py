@@ -146,6 +146,7 @@ class Campaign:
         """What a process of its own found, or why it found nothing."""
         fault, trainer = turn
         size = min(fault.batch[trainer], self.most or fault.batch[trainer])
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
         with tempfile.TemporaryDirectory(prefix="hasten-campaign-") as folder:
             out = Path(folder) / "out.json"
             script = Path(__file__).with_name("batch.py")
@@ -157,7 +158,7 @@ class Campaign:
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    env=environment,  # for what a case starts, too: of this checkout
                 )
                 self._processes.add(process)
                 try:

@@ -1,7 +1,7 @@
 """The ways to keep ranks together that bench_wire.py compares, each a model with its own loop.
 
-All have the same model, weights, records of a rank, AdamW, clipping and bf16 autocast, and layers
-fused where the processor's kernels can be compiled. A method's name is ``KIND`` or
+All have the same model, weights, records of a rank, AdamW, clipping and bf16 autocast, and fused
+layers and attention where the processor's kernels can be compiled. A method's name is ``KIND`` or
 ``KIND:NUMBER``: ``stream:4`` has four fragments, ``diloco:50`` averages every 50 steps,
 ``powersgd:16`` has rank 16, ``topk:0.05`` keeps 5 %; ``topk_dense:0.05`` does so after 100 steps
 with full gradients.
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.parts.ddp_traffic import under_way, watch
+from hasten.parts.document_attention import use_document_attention
 from hasten.parts.fused_layers import fuse_layers, why_not
 
 SIZES = {"10M": (384, 1024, 6, 6), "3M": (256, 688, 4, 4), "tiny": (64, 128, 2, 2)}
@@ -48,6 +49,7 @@ def build(size: str, seed: int, perturbed: bool = False) -> nn.Module:
                 parameter.mul_(1 + 1e-6 * torch.randn_like(parameter))
     if not why_not():
         fuse_layers(model)
+        use_document_attention(model)
     return model
 
 
