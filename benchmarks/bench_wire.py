@@ -6,7 +6,7 @@
     python benchmarks/bench_wire.py table --minutes 25 --json table.json
 
 Two hosts of a lab (docs/netlab.md) with a rank each on a core of its own, a Llama of 10.8 M
-parameters over bytes, 4 x 256 per rank and step (``--rows``), AdamW, bf16 autocast, layers and
+parameters over bytes, 3 x 256 per rank and step (``--rows``), AdamW, bf16 autocast, layers and
 attention fused.
 
 ``speed`` takes turns between all methods in the same processes, barrier to barrier, in another
@@ -47,7 +47,7 @@ from hasten.evidence.students_t import student_quantile
 RANK = Path(__file__).parent / "wire" / "rank.py"
 SPEED = "apart,alone,ddp,half,int8,int4,powersgd:16,topk:0.05,diloco:20,stream"
 LOSS = (
-    "ddp,again,stream:2,stream:4,half,bf16,int8,int4,powersgd:16,powersgd:4,topk:0.05,"
+    "ddp,again,stream:3,stream:1,stream:24,half,bf16,int8,int4,powersgd:16,powersgd:4,topk:0.05,"
     "topk_dense:0.05,diloco:20,diloco:50"
 )
 FIRST = ("ddp", "again", "stream")
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--rate", default="100mbit", help="of the link, or none")
     parser.add_argument("--delay-ms", type=float, default=0.0)
     parser.add_argument("--mtu", type=int, default=1500)
-    parser.add_argument("--rows", type=int, default=4, help="speed, table: records of a step")
+    parser.add_argument("--rows", type=int, default=3, help="records of a rank's step")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--block", type=int, default=20, help="steps of a turn")
     parser.add_argument("--seeds", type=int, default=3)
@@ -185,7 +185,8 @@ def losses(given: argparse.Namespace, text: Path, folder: Path) -> None:
     names = (given.methods or LOSS).split(",")
     names = names if "ddp" in names else ["ddp", *names]
     done, end = read(given.jsonl), time.monotonic() + 60 * given.minutes
-    same = {"size": given.size, "steps": given.steps, "rate": given.learning_rate}
+    same = {"size": given.size, "rows": given.rows, "steps": given.steps}
+    same["rate"] = given.learning_rate
     runs = [{**run, **same} for run in in_turn(names, given.seeds)]
     missing = [run for run in runs if key(run) not in done]
     print(f"{len(runs) - len(missing)} of {len(runs)} runs are in {given.jsonl}", flush=True)
@@ -224,7 +225,7 @@ def slug(run: dict[str, Any]) -> str:
 
 
 def key(run: dict[str, Any]) -> str:
-    return " ".join(f"{run[k]}" for k in ("method", "seed", "size", "steps", "rate"))
+    return " ".join(f"{run[k]}" for k in ("method", "seed", "size", "rows", "steps", "rate"))
 
 
 def read(place: Path) -> dict[str, dict[str, Any]]:

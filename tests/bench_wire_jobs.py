@@ -26,7 +26,7 @@ def paused(world: World) -> dict[str, Any]:
     found = {}
     for name in METHODS:
         place = Path(os.environ["HASTEN_RENDEZVOUS"]).with_name(name.replace(":", "_"))
-        spec = {"method": name, "size": "tiny", "seed": 0, "steps": STEPS, "rate": 1e-3}
+        spec = {"method": name, "size": "tiny", "seed": 0, "steps": STEPS, "rate": 1e-3, "rows": 4}
         spec["paused"] = str(place)
         whole = rank.loss(spec, world.rank, text)
         first = rank.loss({**spec, "seconds": 0.0}, world.rank, text)

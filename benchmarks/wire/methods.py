@@ -62,9 +62,7 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 class Method:
     """A model, its optimizer and records, and what joins it to the other ranks."""
 
-    def __init__(
-        self, name: str, size: str, seed: int, rank: int, text: Tensor, rows: int = 4
-    ) -> None:
+    def __init__(self, name: str, size: str, seed: int, rank: int, text: Tensor, rows: int) -> None:
         self.kind, _, number = name.partition(":")
         self.number = float(number) if number else None
         self.text, self.rank, self.rows = text, rank, rows

@@ -125,7 +125,8 @@ def loss(spec: dict[str, Any], rank: int, text: Tensor) -> dict[str, Any]:
     When ``seconds`` are over it pauses: ranks that train apart are brought together, each rank's
     state lies beside ``paused``, and the answer says after which step.
     """
-    method = Method(spec["method"], spec["size"], spec["seed"], rank, text[:-HELD_OUT])
+    given = (spec["size"], spec["seed"], rank, text[:-HELD_OUT], spec["rows"])
+    method = Method(spec["method"], *given)
     place, began = Path(f"{spec['paused']}-{rank}"), time.perf_counter()
     past = gone_on(method, place)
     steps, limit = spec["steps"], Limit(spec.get("seconds"), dist.group.WORLD)
