@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from wire.methods import Method
 
-WARM = {"auto": 24, "stream": 8}  # steps until what is found out has been found
+WARM = {"auto": 24, "stream": 12}  # steps until what is found out has been found
 HELD_OUT = 200_000  # bytes at the end of the text
 LOOK = 10  # steps of a training between two looks at the clock
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hasten.parts import drift as drift_module
+from hasten.parts import drift_chunks
 from hasten.parts.codecs import codec
-from hasten.parts.drift import HEADER, Drift, answered
+from hasten.parts.drift import HEADER, Drift, DriftError, answered
+from hasten.parts.kernels import drift as compiled
+from hasten.parts.kernels.build import Built
 from hasten.parts.local_steps import LocalSteps
-from hasten.parts.stream import MOST, Stream, needed
+from hasten.parts.stream import MOST, TIMED_STEPS, Stream, needed
 from local_rank_jobs import COARSE, NUMBERS, RATE, STEPS, gradient, tokens_of
 from ranks import on_ranks
 
@@ -175,7 +178,7 @@ def test_what_travels_is_what_was_predicted(found: list[Any]) -> None:
 
 
 def test_auto_finds_a_number_of_fragments_and_exchanges(found: list[Any]) -> None:
-    assert {rank["auto"]["exchanges"] for rank in found} == {STEPS - 4}
+    assert {rank["auto"]["exchanges"] for rank in found} == {STEPS - TIMED_STEPS}
 
 
 def test_a_wish_to_stop_reaches_all_ranks_after_the_same_step(tmp_path: Path) -> None:
@@ -203,27 +206,54 @@ def test_fragments_hold_every_weight_once(sizes: list[int], fragments: int) -> N
     assert all(bool((w == 0).all()) for w in weights)
 
 
+@pytest.mark.parametrize("outer", [False, True])
 @pytest.mark.parametrize("name", ["none", "bf16", "int8", "int4"])
-def test_the_size_of_a_chunk_changes_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def moved(chunk: int) -> list[Tensor]:
-        """All that the second of three ranks holds after each fragment has travelled once."""
-        monkeypatch.setattr(drift_module, "CHUNK", chunk)
+def test_neither_chunks_nor_compiled_loops_change_a_bit(
+    name: str, outer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def moved(chunk: int) -> tuple[list[Tensor], Tensor]:
+        """What the second of three ranks holds after each fragment has travelled, and the last."""
+        monkeypatch.setattr(drift_chunks, "NUMBERS", chunk)
         torch.manual_seed(0)
-        ranks = [Drift([torch.zeros(700), torch.zeros(3, 200)], 2) for _ in range(3)]
+        sizes = (700, 0, 600, 1, 12, 5000)
+        ranks = [Drift([torch.zeros(n) for n in sizes], 2) for _ in range(3)]
         for tokens, rank in zip((1.0, 2.0, 5.0), ranks, strict=True):
             rank.note(tokens)
             for weight in rank.parameters:
                 weight.normal_()
         second = ranks[1]
-        second.rank, wire, by = 1, codec(name), torch.rand(1300)
+        second.rank, wire, by = 1, codec(name), torch.rand(sum(sizes))
+
+        def half_way(common: Tensor, start: int) -> Tensor:
+            return common * by[start : start + len(common)]
+
         for fragment in range(2):
             rows = torch.stack([rank.message(fragment, wire) for rank in ranks])
-            second.take(rows, fragment, wire, lambda c, start: c * by[start : start + len(c)])
-        return [second.anchor, *second.parameters]
+            assert not second.take(rows, fragment, wire, half_way if outer else None)
+        return [second.anchor, *second.parameters], rows
 
-    whole = moved(1 << 20)
-    for chunk in (256, 512, 1024):
-        assert all(torch.equal(a, b) for a, b in zip(moved(chunk), whole, strict=True))
+    found = {(size, True): moved(size) for size in (1 << 20, 256, 512, 1024)}
+    monkeypatch.setattr(compiled, "library", lambda: Built(None, "there is no compiler"))
+    found |= {(size, False): moved(size) for size in (1 << 20, 512)}
+    first, _ = found[512, False]
+    for weights, _ in found.values():
+        assert all(torch.equal(a, b) for a, b in zip(first, weights, strict=True))
+    for size in (1 << 20, 512):
+        assert torch.equal(found[size, True][1], found[size, False][1])
+
+
+@pytest.mark.parametrize("loops", [True, False])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_a_weight_that_is_no_number_is_told(
+    wrong: float, loops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not loops:
+        monkeypatch.setattr(compiled, "library", lambda: Built(None, "there is no compiler"))
+    drift = Drift([torch.zeros(1000)])
+    drift.parameters[0][777] = wrong
+    message = drift.message(0, codec("int4"))
+    with pytest.raises(DriftError, match="weights of rank 0 are not finite"):
+        drift.take(message[None], 0, codec("int4"))
 
 
 @given(st.floats(1e3, 1e10), st.floats(1e3, 1e10), st.floats(1e-3, 10))
@@ -234,6 +264,17 @@ def test_a_fragment_takes_half_a_step_at_most(whole: float, rate: float, seconds
         assert int(whole) / count / rate <= 0.5 * seconds * 1.01 or 0.5 * rate * seconds < 1
     if count > 1:
         assert int(whole) / (count - 1) / rate > 0.5 * seconds * 0.99
+
+
+@given(st.floats(1e-6, 10), st.floats(1e-4, 10), st.integers(1, 10**10))
+def test_a_core_has_little_to_do_for_a_fragment(own: float, seconds: float, numbers: int) -> None:
+    count = needed(0, 1e9, seconds, own, numbers)
+    assert 1 <= count <= MOST
+    if count > 1:  # with fewer it would have more than a twentieth of a step
+        assert own / (count - 1) > 0.05 * seconds * 0.99
+        assert numbers / (count - 1) > drift_chunks.NUMBERS * 0.99
+    elif numbers > drift_chunks.NUMBERS:
+        assert own <= 0.05 * seconds * 1.01
 
 
 def test_shares_are_of_trained_tokens_and_equal_without_any() -> None:

@@ -14,16 +14,15 @@ memory of errors is kept: one beside it would count what was left out twice. A r
 part of the trained tokens since the fragment was last sent, so that one round of plain SGD is the
 step that replicas with averaged gradients take (Stich, Local SGD, arXiv:1805.09767, has equal
 shares). A message begins with ``HEADER`` bytes, tokens and flags; behind them lies a message of the
-codec for each ``CHUNK`` of weights.
+codec for each chunk of weights.
 """
 
 from __future__ import annotations
 
-import bisect
 import datetime
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hasten.parts.drift_chunks import Outer, chunks_of
 from hasten.parts.full_duplex import Travel, all_gather
 from hasten.parts.roll_call import CollectiveError, RollCall
 
@@ -41,12 +41,6 @@ HEADER = 16  # two float64 numbers: trained tokens, flags
 ALIGNED = 256  # fragments begin at multiples of a codec's block
 NOT_FINITE, STOP = 1, 2  # flags
 TIMEOUT = datetime.timedelta(minutes=10)
-CHUNK = 1 << 17  # numbers of a processor's turn: what is made of them stays in a core's cache
-
-
-Outer = Callable[[Tensor, int], Tensor]  # a movement, and the place of its first number
-_Piece = tuple[Tensor, int, int]  # a part of a parameter, its place within the chunk
-_Chunk = tuple[int, int, list[_Piece]]  # its place within all weights
 
 
 class DriftError(CollectiveError):
@@ -107,15 +101,13 @@ class Drift:
         edges = [numbers * k // count // ALIGNED * ALIGNED for k in range(count)] + [numbers]
         self.edges: list[tuple[int, int]] = list(itertools.pairwise(edges))
         self.tokens = [0.0] * count
-        step = CHUNK if self.anchor.is_cpu else numbers
-        self._chunks = [_chunks(self.parameters, *edge, step) for edge in self.edges]
+        self._chunks = [chunks_of(self.parameters, self.anchor, *edge) for edge in self.edges]
 
     @torch.no_grad()
     def reset(self) -> None:
         """The weights as they are now, equal on all ranks, are what all have in common."""
-        for start, _, pieces in itertools.chain(*self._chunks):
-            for view, low, high in pieces:
-                self.anchor[start + low : start + high].copy_(view)
+        for chunk in itertools.chain(*self._chunks):
+            chunk.note()
         self.tokens = [0.0] * len(self.edges)
 
     def note(self, tokens: float) -> None:
@@ -129,7 +121,7 @@ class Drift:
 
     def message_bytes(self, fragment: int, codec: Codec) -> int:
         """Exact size of a fragment's message, a multiple of 16."""
-        chunks = Counter(end - start for start, end, _ in self._chunks[fragment])
+        chunks = Counter(chunk.numbers for chunk in self._chunks[fragment])
         body = sum(count * codec.message_bytes(numbers) for numbers, count in chunks.items())
         return HEADER + -(-body // 16) * 16
 
@@ -140,14 +132,10 @@ class Drift:
         found = torch.empty(size, dtype=torch.uint8, device=device)
         (room,) = self._rooms(fragment, 1)
         finite, at = True, HEADER
-        for start, end, pieces in self._chunks[fragment]:
-            delta = room[: end - start]
-            for view, low, high in pieces:
-                delta[low:high].copy_(view)
-            body = found[at : at + codec.message_bytes(len(delta))]
-            codec.encode(delta.sub_(self.anchor[start:end]), body)
-            finite &= bool(codec.finite(body, len(delta)))  # waits for the device
-            at += len(body)
+        for chunk in self._chunks[fragment]:
+            after = at + codec.message_bytes(chunk.numbers)
+            finite &= chunk.encode(codec, found[at:after], room)
+            at = after
         found[at:].zero_()
         flags = (0 if finite else NOT_FINITE) | (STOP if stop else 0)
         header = torch.tensor([self.tokens[fragment], float(flags)], dtype=torch.float64)
@@ -164,35 +152,21 @@ class Drift:
         """
         answer = answered(rows[:, :HEADER].contiguous().view(torch.float64).tolist())  # waits
         rooms, at = self._rooms(fragment, 3), HEADER
-        for start, end, pieces in self._chunks[fragment]:
-            numbers = end - start
-            common, own, other = (room[:numbers] for room in rooms)
-            common.zero_()
-            after = at + codec.message_bytes(numbers)
-            for rank, share in enumerate(answer.shares):
-                into = own if rank == self.rank else other
-                common.add_(codec.decode(rows[rank, at:after], numbers, into), alpha=share)
-            self._move(start, end, pieces, common if outer is None else outer(common, start), own)
+        for chunk in self._chunks[fragment]:
+            after = at + codec.message_bytes(chunk.numbers)
+            chunk.take(rows[:, at:after], codec, answer.shares, self.rank, rooms, outer)
             at = after
         return answer.stop
 
     @torch.no_grad()
     def move(self, common: Tensor) -> None:
         """All weights and the anchor move by ``common``, which is equal on all ranks."""
-        for start, end, pieces in itertools.chain(*self._chunks):
-            self._move(start, end, pieces, common[start:end], None)
-
-    def _move(
-        self, start: int, end: int, pieces: list[_Piece], common: Tensor, own: Tensor | None
-    ) -> None:
-        self.anchor[start:end].add_(common)
-        change = common if own is None else torch.sub(common, own, out=own)
-        for view, low, high in pieces:
-            view.add_(change[low:high])
+        for chunk in itertools.chain(*self._chunks):
+            chunk.move(common[chunk.start : chunk.end])
 
     def _rooms(self, fragment: int, count: int) -> tuple[Tensor, ...]:
         """Room for the numbers of a chunk, so many times."""
-        longest = max(end - start for start, end, _ in self._chunks[fragment])
+        longest = max(chunk.numbers for chunk in self._chunks[fragment])
         return tuple(torch.empty(count, longest, device=self.anchor.device))
 
     @torch.no_grad()
@@ -216,9 +190,8 @@ class Drift:
             moved[start:end].mul_(answered([[row[k], row[-1]] for row in table]).shares[self.rank])
         self.travel(dist.all_reduce, moved)
         self.anchor.add_(moved)
-        for start, _, pieces in itertools.chain(*self._chunks):
-            for view, low, high in pieces:
-                view.copy_(self.anchor[start + low : start + high])
+        for chunk in itertools.chain(*self._chunks):
+            chunk.give()
         self.tokens = [0.0] * len(self.edges)
         return any(int(row[-1]) & STOP for row in table)
 
@@ -243,10 +216,9 @@ class Drift:
     def _moved(self) -> Tensor:
         """How far all weights have moved from the anchor."""
         found = torch.empty_like(self.anchor)
-        for start, _, pieces in itertools.chain(*self._chunks):
-            for view, low, high in pieces:
-                found[start + low : start + high].copy_(view)
-        return found.sub_(self.anchor)
+        for chunk in itertools.chain(*self._chunks):
+            chunk.moved(found[chunk.start : chunk.end])
+        return found
 
 
 def answered(headers: Sequence[Sequence[float]]) -> Answer:
@@ -264,24 +236,6 @@ def answered(headers: Sequence[Sequence[float]]) -> Answer:
     total = sum(tokens for tokens, _ in headers)
     shares = [tokens / total if total else 1 / len(headers) for tokens, _ in headers]
     return Answer(shares, any(int(flags) & STOP for _, flags in headers))
-
-
-def _chunks(parameters: Sequence[Tensor], start: int, end: int, step: int) -> list[_Chunk]:
-    """A stretch of all weights in pieces of so many, each with the parameters' parts in it."""
-    ends = list(itertools.accumulate(p.numel() for p in parameters))
-    found: list[_Chunk] = []
-    for low in range(start, end, step):
-        high, pieces = min(low + step, end), []
-        for place in range(bisect.bisect_right(ends, low), len(ends)):
-            parameter = parameters[place]
-            offset = ends[place] - parameter.numel()
-            if offset >= high:
-                break
-            first, last = max(low, offset), min(high, ends[place])
-            view = parameter.detach().view(-1)[first - offset : last - offset]
-            pieces.append((view, first - low, last - low))
-        found.append((low, high, pieces))
-    return found
 
 
 def _finite(values: Tensor) -> bool:

@@ -109,6 +109,11 @@ class Quantised:
             _way(out).decode(codes, scales, out, self.block, self.bits, factor, add)
         return out
 
+    def parts_of(self, messages: Tensor, numbers: int) -> tuple[Tensor, Tensor]:
+        """The bytes of codes and of scales of one message or of several as rows."""
+        blocks, size = self._sizes(numbers)
+        return messages[..., :size], messages[..., size : size + 2 * blocks]
+
     def finite(self, message: Tensor, numbers: int) -> Tensor:
         blocks, size = self._sizes(numbers)
         scales = message[size : size + 2 * blocks].view(torch.int16)

@@ -3,8 +3,9 @@
     step s      own optimizer step, then: receive fragment of step s-1, send fragment s mod H
     step s+1    ... computes while it travels ...                       receive it, send the next
 
-With H fragments each weight is averaged every H steps, and a message has a whole step to arrive:
-H is the smallest at which it takes about half of one. The correction comes one step late and adds
+With H fragments each weight is averaged every H steps, and a message has a whole step to arrive: H
+is the smallest at which it takes about half of one, and a core's own work for it a twentieth. The
+correction comes one step late and adds
 ``common - own`` to weights that have moved on (see ``drift``). Differences travel in 4 bits, as in
 Streaming DiLoCo (Douillard et al., arXiv:2501.18512), which sends seldom and large, with an outer
 momentum; here it is often, small, and a plain mean.
@@ -31,15 +32,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hasten.parts.drift import TIMEOUT, Drift
+from hasten.parts.drift_chunks import NUMBERS
 from hasten.parts.full_duplex import Travel, all_gather
 
 if TYPE_CHECKING:
     from hasten.parts.codecs import Codec
 
 MOST = 64  # fragments
-TIMED_STEPS = 4  # whose quickest says how long a message may travel
+TIMED_STEPS = 8  # whose quickest says how long a message may travel
 PROBES = (1 << 16, 1 << 19)  # bytes; the difference in time is free of delay
 BUSY = 0.5  # share of a step in which a link is busy
+OWN = 0.05  # share of a step in which messages are made and taken in, and nothing is computed
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,8 @@ class Stream:
         small, large = (self._probe(size) for size in PROBES)
         rate = (PROBES[1] - PROBES[0]) / max(large - small, 1e-9)
         whole = self.drift.message_bytes(0, self.codec)
-        found = self.drift.anchor.new_tensor([float(needed(whole, rate, quickest))])
+        count = needed(whole, rate, quickest, self._own_seconds(), self.drift.anchor.numel())
+        found = self.drift.anchor.new_tensor([float(count)])
         first = dist.get_global_rank(self.drift.group, 0)
         self.drift.travel(dist.broadcast, found, first)
         self._cut(int(found.item()))
@@ -182,6 +186,20 @@ class Stream:
         travel(all_gather, rows, message)
         rows[-1].item()  # waits for the device: a time without it isn't that of the link
         return time.perf_counter() - began
+
+    def _own_seconds(self) -> float:
+        """What making a message of all weights and taking in everybody's takes of this rank."""
+        drift, took = self.drift, []
+        noted = list(drift.tokens)
+        for _ in range(2):  # the first one finds its memory
+            began = time.perf_counter()
+            message = drift.message(0, self.codec)
+            rows = message.new_zeros(drift.size * message.numel())  # nobody has moved: nothing does
+            drift.take(rows.view(drift.size, -1), 0, self.codec)
+            drift.anchor[-1].item()  # waits for the device
+            took.append(time.perf_counter() - began)
+        drift.tokens = noted
+        return min(took)
 
     def _cut(self, fragments: int) -> None:
         tokens = self.drift.tokens[0]
@@ -209,9 +227,17 @@ class Stream:
         self._flight, self._dirty = None, False
 
 
-def needed(whole: int, rate: float, step_seconds: float) -> int:
-    """Fragments so that one takes at most half a step: ``whole`` bytes, ``rate`` bytes a second."""
-    return max(1, min(MOST, math.ceil(whole / max(BUSY * rate * step_seconds, 1.0))))
+def needed(
+    whole: int, rate: float, step_seconds: float, own_seconds: float = 0.0, numbers: int = 0
+) -> int:
+    """Fragments so that one takes at most half a step to travel, and little of the computation.
+
+    ``whole`` bytes of all weights, ``rate`` bytes a second; ``own_seconds`` for making and taking
+    in messages of all ``numbers`` weights, of which less than a chunk takes no shorter.
+    """
+    travel = whole / max(BUSY * rate * step_seconds, 1.0)
+    work = min(own_seconds / max(OWN * step_seconds, 1e-9), numbers / NUMBERS)
+    return max(1, min(MOST, math.ceil(max(travel, work))))
 
 
 def check(fragments: int | None) -> None:

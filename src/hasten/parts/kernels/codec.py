@@ -32,6 +32,13 @@ def library() -> Built:
     return built("codec")
 
 
+def rule_for(bits: int, seed: int | None) -> _Rule:
+    """How codes of so many bits are made; with a ``seed`` they are rounded by chance."""
+    rule = rule_of(bits)
+    dice = (0, 0) if seed is None else (1, key_of(seed))
+    return _Rule(rule.share, rule.low, rule.cap, rule.most, *dice)
+
+
 def _call(name: str, count: int, *arguments: Any) -> Any:
     loops = library()
     if loops.library is None:
@@ -71,12 +78,15 @@ def encode(
     seed: int | None,
 ) -> None:
     """``flat + residual`` into codes and scales, what is left out into ``kept``, in one pass."""
-    rule = rule_of(bits)
-    dice = (0, 0) if seed is None else (1, key_of(seed))
-    made = _Rule(rule.share, rule.low, rule.cap, rule.most, *dice)
     n = len(flat)
     tensors = (_at(t) for t in (flat, residual, kept, codes, scales))
-    sizes = (c_int64(n), c_int64(block), c_int(bits), ctypes.byref(made), _half(flat))
+    sizes = (
+        c_int64(n),
+        c_int64(block),
+        c_int(bits),
+        ctypes.byref(rule_for(bits, seed)),
+        _half(flat),
+    )
     _call("codec_encode", n, *tensors, *sizes)
 
 
