@@ -27,7 +27,8 @@ def all_sizes(_: Any) -> list[dict[str, Any]]:
             rows = torch.randint(0, 250, (world, count)).to(dtype)
             every, received = torch.empty_like(rows), torch.empty_like(rows)
             calls = Counted()
-            gathered = full_duplex.all_gather(every.view(-1), rows[rank].clone(), group)
+            into = every if count % 2 else every.view(-1)
+            gathered = full_duplex.all_gather(into, rows[rank].clone(), group)
             exchanged = full_duplex.all_to_all(received, rows, group)
             said: list[int] = []
             gathered.on_arrival(lambda said=said: said.append(1))  # type: ignore[misc]

@@ -66,7 +66,8 @@ def all_gather(rows: Tensor, row: Tensor, group: Any = None) -> Travel:
     table, count = rows.view(dist.get_world_size(group), -1), row.numel()
     cuts = _cuts(row, count)
     if len(cuts) == 1:
-        return Travel([_all_gather(rows, row, group=group, async_op=True)])
+        whole = _all_gather(rows.view(-1), row.view(-1), group=group, async_op=True)
+        return Travel([whole])
     return Travel(
         [
             dist.all_gather(list(table[:, a:b]), row.view(-1)[a:b], group=group, async_op=True)
