@@ -24,7 +24,14 @@ from hasten.cluster.netlab import Lab
 from hasten.parts import full_duplex
 
 SIZES = (500_000, 2_700_000, 10_000_000)  # bytes of one rank for one other
-PIECES = {"whole": 1 << 40, "64 KiB": 1 << 16, "256 KiB": 1 << 18, "1 MiB": 1 << 20}
+ANY = 1 << 40
+WAYS = {  # bytes of a piece, and how many pieces there are at most
+    "whole": (ANY, 1),
+    "64 KiB": (1 << 16, ANY),
+    "256 KiB": (1 << 18, ANY),
+    "1 MiB": (1 << 20, ANY),
+    "as it is": (full_duplex.PIECE, full_duplex.MOST),
+}
 PAYLOAD = 1448 / 1514  # of a packet
 RATES = {"100mbit": 1e8, "1gbit": 1e9}
 
@@ -39,8 +46,8 @@ def on_rank(rounds: int) -> None:
         for size in SIZES:
             rows = torch.zeros(world, size, dtype=torch.uint8)
             into = torch.empty_like(rows)
-            for way, piece in PIECES.items():
-                full_duplex.PIECE = piece
+            for way, settings in WAYS.items():
+                full_duplex.PIECE, full_duplex.MOST = settings
                 for kind in ("all_gather", "all_to_all"):
                     dist.barrier()
                     began = time.perf_counter()
@@ -58,12 +65,12 @@ def on_rank(rounds: int) -> None:
 
 
 def table(found: dict[str, list[float]], hosts: int, rate: str) -> list[str]:
-    lines = [f"\n{hosts} hosts, {rate}\n", f"| | bytes | {' | '.join(PIECES)} |"]
-    lines.append("|---" * (2 + len(PIECES)) + "|")
+    lines = [f"\n{hosts} hosts, {rate}\n", f"| | bytes | {' | '.join(WAYS)} |"]
+    lines.append("|---" * (2 + len(WAYS)) + "|")
     for kind in ("all_gather", "all_to_all"):
         for size in SIZES:
             row = []
-            for way in PIECES:
+            for way in WAYS:
                 seconds = statistics.median(found[f"{kind}/{size}/{way}"])
                 bits = 8 * size * (hosts - 1) / seconds
                 best = RATES.get(rate)

@@ -38,7 +38,7 @@ def all_sizes(_: Any) -> list[dict[str, Any]]:
             dist.barrier(group)
             found.append(
                 {
-                    "pieces": max(1, -(-count * rows.element_size() // PIECE)),
+                    "pieces": pieces(count, rows.element_size()),
                     "issued": issued,
                     "told": len(said),
                     "gathered": torch.equal(every, plain_gather(rows[rank], group)),
@@ -46,6 +46,11 @@ def all_sizes(_: Any) -> list[dict[str, Any]]:
                 }
             )
     return found
+
+
+def pieces(count: int, size: int) -> int:
+    """Of so many numbers in pieces of 96 bytes, eight at most."""
+    return min(8, max(1, -(-count * size // PIECE)))
 
 
 def lost_rank(_: Any) -> str:

@@ -30,7 +30,7 @@ def test_only_what_is_longer_than_a_piece_is_cut(found: list[Any]) -> None:
         cut = case["pieces"] > 1
         assert case["issued"]["all_to_all_single"] == case["pieces"]
         assert case["issued"]["all_gather"] == (case["pieces"] if cut else 0)
-    assert any(case["pieces"] > 10 for case in found[0])
+    assert {1, 2, 3, 8} <= {case["pieces"] for case in found[0]}
 
 
 def test_the_arrival_of_the_last_piece_is_told_once(found: list[Any]) -> None:

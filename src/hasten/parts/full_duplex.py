@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PIECE = 1 << 18  # bytes for one rank; smaller ones cost more of a processor than they gain
+PIECE = 1 << 18  # bytes for one rank, at least: smaller ones cost more time than they gain
+MOST = 8  # pieces: on a fast link each one is a delay
 # torch 2.13 has a new name for it and warns at the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -100,7 +101,8 @@ def all_to_all(received: Tensor, rows: Tensor, group: Any = None) -> Travel:
 
 def _cuts(tensor: Tensor, count: int) -> list[tuple[int, int]]:
     """Where pieces of so many numbers begin and end; a single one where nothing is to be cut."""
-    step = PIECE // tensor.element_size()
+    size = tensor.element_size()
+    step = max(PIECE // size, -(-count // MOST))
     if not tensor.is_cpu or count <= step:
         return [(0, count)]
     return [(low, min(low + step, count)) for low in range(0, count, step)]
