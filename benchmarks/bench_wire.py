@@ -19,7 +19,7 @@ sittings whose rounds are kept in the file: started again, it goes on until the 
 and compares the held-out loss with DDP's of the same seed. ``again`` is DDP from weights that
 differ in the sixth digit: what two runs of the same method differ by. A line is written per run,
 and runs that are in the file already aren't repeated. After ``--minutes`` the run under way pauses
-and goes on the next time. What the must is about (DDP twice, stream) comes first, over all seeds.
+and goes on the next time. DDP twice and what the table's links choose come first, over all seeds.
 
 The text is Python's own library, the same bytes for the same Python; ``--text`` takes another file.
 """
@@ -47,10 +47,10 @@ from hasten.evidence.students_t import student_quantile
 RANK = Path(__file__).parent / "wire" / "rank.py"
 SPEED = "apart,alone,ddp,half,int8,int4,powersgd:16,topk:0.05,diloco:20,stream"
 LOSS = (
-    "ddp,again,stream:3,stream:1,stream:24,half,bf16,int8,int4,powersgd:16,powersgd:4,topk:0.05,"
-    "topk_dense:0.05,diloco:20,diloco:50"
+    "ddp,again,stream:4,stream:3,diloco:50,half,bf16,int8,int4,powersgd:16,powersgd:4,topk:0.05,"
+    "topk_dense:0.05,stream:14,diloco:20"
 )
-FIRST = ("ddp", "again", "stream")
+FIRST = ("ddp", "again", "stream:4", "stream:3", "diloco:50")  # what the links choose
 STARTS = 40.0  # seconds that a run takes beside its steps: imports, saving, the held-out loss
 SLOW = {"ddp": 3, "half": 3, "int8": 5}  # steps of a turn over a slow link
 
@@ -214,7 +214,7 @@ def losses(given: argparse.Namespace, text: Path, folder: Path) -> None:
 
 def in_turn(names: list[str], seeds: int) -> list[dict[str, Any]]:
     """What is to be had first, seed by seed, then the rest: cut off anywhere, seeds are paired."""
-    first = [n for n in names if n.partition(":")[0] in FIRST]
+    first = [n for n in names if n in FIRST]
     rest = [n for n in names if n not in first]
     return [{"method": n, "seed": s} for part in (first, rest) for s in range(seeds) for n in part]
 

@@ -100,10 +100,10 @@ def test_rounds_of_a_sitting_that_was_cut_off_count_once(tmp_path: Path) -> None
 
 
 def test_what_the_claim_is_about_is_trained_first_and_seed_by_seed() -> None:
-    runs = bench_wire.in_turn(["ddp", "int8", "again", "stream:2"], 2)
+    runs = bench_wire.in_turn(["ddp", "int8", "again", "stream:4"], 2)
     assert [(r["method"], r["seed"]) for r in runs] == [
-        *(("ddp", 0), ("again", 0), ("stream:2", 0)),
-        *(("ddp", 1), ("again", 1), ("stream:2", 1)),
+        *(("ddp", 0), ("again", 0), ("stream:4", 0)),
+        *(("ddp", 1), ("again", 1), ("stream:4", 1)),
         *(("int8", 0), ("int8", 1)),
     ]
     names = bench_wire.LOSS.split(",")

@@ -76,19 +76,21 @@ def scatter_sum(
     codec: Codec | None = None,
     memory: ErrorMemory | None = None,
     name: str = "",
+    cut: bool = True,
 ) -> Tensor:
     """This rank's piece of the sum over the group; ``numbers`` are one piece per rank, end to end.
 
-    With a codec, float32. ``memory`` corrects what is sent under ``name``.
+    With a codec, float32. ``memory`` corrects what is sent under ``name``. ``cut``: large messages
+    go in pieces, which is for links between hosts.
     """
     size = group.size()
     if size == 1:
         return numbers
     if codec is None:
-        return _dense_sum(numbers, group, size)
+        return _dense_sum(numbers, group, size, cut)
     sent = _encoded(numbers, size, codec, memory, name)
     got = torch.empty_like(sent)
-    full_duplex.all_to_all(got, sent, group).wait()
+    full_duplex.all_to_all(got, sent, group, cut).wait()
     return codec.decode_mean(got, numbers.numel() // size).mul_(size)
 
 
@@ -98,6 +100,7 @@ def gather(
     codec: Codec | None = None,
     memory: ErrorMemory | None = None,
     name: str = "",
+    cut: bool = True,
 ) -> Tensor:
     """All ranks' pieces end to end, by rank; with a codec, float32 as decoded."""
     size, count = group.size(), piece.numel()
@@ -105,11 +108,11 @@ def gather(
         return piece
     if codec is None:
         whole = piece.new_empty(size * count)
-        full_duplex.all_gather(whole, piece, group).wait()
+        full_duplex.all_gather(whole, piece, group, cut).wait()
         return whole
     sent = _encoded(piece, 1, codec, memory, name)
     got = sent.new_empty((size, sent.shape[1]))
-    full_duplex.all_gather(got, sent, group).wait()
+    full_duplex.all_gather(got, sent, group, cut).wait()
     whole = piece.new_empty(size * count, dtype=torch.float32)
     for row, target in zip(got, whole.view(size, count), strict=True):
         codec.decode(row, count, target)
@@ -134,7 +137,7 @@ def sent_bytes(piece: Tensor, group: Group, codec: Codec | None) -> int:
     return message * int(group.size() - 1)
 
 
-def _dense_sum(numbers: Tensor, group: Group, size: int) -> Tensor:
+def _dense_sum(numbers: Tensor, group: Group, size: int, cut: bool) -> Tensor:
     if dist.get_backend(group) == "nccl":
         piece = numbers.new_empty(numbers.numel() // size)
         _reduce_scatter(piece, numbers, group=group)
@@ -142,7 +145,7 @@ def _dense_sum(numbers: Tensor, group: Group, size: int) -> Tensor:
     # On gloo all-to-all and a sum in rank order: the same bits whatever the ring's direction, and
     # half formats are added in float32 and rounded once.
     got = torch.empty_like(numbers)
-    full_duplex.all_to_all(got, numbers, group).wait()
+    full_duplex.all_to_all(got, numbers, group, cut).wait()
     half = numbers.dtype in HALVES
     total = got.view(size, -1).sum(0, dtype=torch.float32 if half else numbers.dtype)
     return total.to(numbers.dtype)

@@ -149,7 +149,7 @@ class TopoAwareCollective:
             if topology.uniform:
                 codecs = codecs_for(tensor, route)
                 pieces = given.reshape(topology.ranks, -1)[list(rail_order(topology))]
-                share = scatter_sum(pieces.view(-1), groups.within, codecs[0])
+                share = scatter_sum(pieces.view(-1), groups.within, codecs[0], cut=False)
                 piece = self._across(share, groups, codecs[1])
             else:
                 pieces = given.reshape(topology.ranks, -1)[list(topology.order)]
@@ -170,7 +170,7 @@ class TopoAwareCollective:
                 order = rail_order(topology)
                 across = gather(flat, groups.across)
                 self.bytes_sent += across.nbytes - flat.nbytes
-                whole = gather(across, groups.within)
+                whole = gather(across, groups.within, cut=False)
             else:
                 whole = gather(flat, groups.ordered)
             by_rank = torch.empty_like(whole).view(topology.ranks, -1)
@@ -215,7 +215,7 @@ class TopoAwareCollective:
         flat = tensor.reshape(-1)
         padding = -count % ranks
         flat = torch.nn.functional.pad(flat, (0, padding)) if padding else flat
-        share = scatter_sum(flat, groups.within, within)
+        share = scatter_sum(flat, groups.within, within, cut=False)
         if between is None:
             share = sum_across(share, groups.across)
             pieces = share[: share.numel() // groups.across.size()]
@@ -224,7 +224,7 @@ class TopoAwareCollective:
             piece = self._across(share, groups, between, memory, name)
             self.bytes_sent += sent_bytes(piece, groups.across, between)
             share = gather(piece, groups.across, between, memory, f"{name}/mean")
-        return gather(share, groups.within, within)[:count]
+        return gather(share, groups.within, within, cut=False)[:count]
 
     def _across(
         self,

@@ -10,7 +10,7 @@ all ranks.
     travel = all_gather(rows, row, group)    # begins; as torch.distributed's with async_op
     travel.wait()
 
-Tensors of a device, and small messages, travel whole.
+Tensors of a device, small messages, and what stays inside a host (``cut=False``) travel whole.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class Travel:
             work.get_future().add_done_callback(one_more)
 
 
-def all_gather(rows: Tensor, row: Tensor, group: Any = None) -> Travel:
+def all_gather(rows: Tensor, row: Tensor, group: Any = None, cut: bool = True) -> Travel:
     """Everybody's ``row`` in ``rows``, (ranks, numbers) or as many in one dimension."""
     table, count = rows.view(dist.get_world_size(group), -1), row.numel()
-    cuts = _cuts(row, count)
+    cuts = _cuts(row, count) if cut else [(0, count)]
     if len(cuts) == 1:
         whole = _all_gather(rows.view(-1), row.view(-1), group=group, async_op=True)
         return Travel([whole])
@@ -77,10 +77,11 @@ def all_gather(rows: Tensor, row: Tensor, group: Any = None) -> Travel:
     )
 
 
-def all_to_all(received: Tensor, rows: Tensor, group: Any = None) -> Travel:
+def all_to_all(received: Tensor, rows: Tensor, group: Any = None, cut: bool = True) -> Travel:
     """Part r of ``rows`` goes to rank r, and part r of ``received`` came from it."""
     world = dist.get_world_size(group)
-    cuts = _cuts(rows, rows.numel() // world)
+    count = rows.numel() // world
+    cuts = _cuts(rows, count) if cut else [(0, count)]
     if len(cuts) == 1:
         return Travel([dist.all_to_all_single(received, rows, group=group, async_op=True)])
     there, here = rows.view(world, -1), received.view(world, -1)
