@@ -148,7 +148,7 @@ class Drift:
         """Anchor and weights move as all ranks together say; whether one of them wants to stop.
 
         ``rows`` (ranks, bytes) are the messages of all ranks; every rank adds in the same order.
-        ``outer`` makes a step of its own of the movement by shares of weights ``start:end``.
+        ``outer`` makes a step of its own of the movement by shares, chunk by chunk.
         """
         answer = answered(rows[:, :HEADER].contiguous().view(torch.float64).tolist())  # waits
         rooms, at = self._rooms(fragment, 3), HEADER
@@ -166,7 +166,7 @@ class Drift:
 
     def _rooms(self, fragment: int, count: int) -> tuple[Tensor, ...]:
         """Room for the numbers of a chunk, so many times."""
-        longest = max(chunk.numbers for chunk in self._chunks[fragment])
+        longest = max((chunk.numbers for chunk in self._chunks[fragment]), default=0)
         return tuple(torch.empty(count, longest, device=self.anchor.device))
 
     @torch.no_grad()

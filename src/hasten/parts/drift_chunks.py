@@ -77,8 +77,8 @@ class Chunk:
     ) -> None:
         """Anchor and weights move as the messages (ranks, bytes) of all ranks say, by shares.
 
-        ``own`` is this rank's place. ``outer`` makes another step of the movement. There are three
-        ``rooms``.
+        ``own`` is this rank's place. ``outer`` makes another step of the movement. Three ``rooms``
+        of as many float32 numbers at least are used meanwhile.
         """
         if self._stretch is not None and isinstance(codec, Quantised) and outer is None:
             codes, scales = codec.parts_of(messages, self.numbers)
@@ -88,8 +88,6 @@ class Chunk:
         common.zero_()
         for rank, share in enumerate(shares):
             found = codec.decode(messages[rank], self.numbers, mine if rank == own else others)
-            if rank == own and found is not mine:
-                mine.copy_(found)
             common.add_(torch.mul(found, share, out=others))
         common = common if outer is None else outer(common, self.start)
         self.move(common, mine)
