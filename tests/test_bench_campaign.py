@@ -138,6 +138,29 @@ def test_side_by_side_run_batches_of_different_kinds(tmp_path: Path) -> None:
     assert campaign._next(turns[:1], turns[:1]) is None
 
 
+def test_what_alone_is_wanted_runs_beside_itself_and_no_further_than_wanted(
+    tmp_path: Path,
+) -> None:
+    ledger, ends = Ledger(tmp_path), time.monotonic() + 60
+    campaign = run.Campaign(ledger, {"hasten": sys.executable}, ends, jobs=3)
+    kills, configs = turns = [(fault_named(name), "hasten") for name in ("kills", "configs")]
+    ledger.add(line("kills", good=400))
+    assert campaign._next(turns, [kills]) == configs  # not begun: first, and one at a time
+    assert campaign._next(turns, [kills, configs]) == kills
+    assert campaign._next([kills], [kills]) == kills
+    assert campaign._next([kills], [kills, kills]) is None  # 400 + 2 x 400 of 1,000
+
+
+def test_a_batch_that_was_cut_off_is_done_again_and_no_other_twice(tmp_path: Path) -> None:
+    ledger, ends = Ledger(tmp_path), time.monotonic() + 60
+    for number in (0, 2):
+        ledger.add(line("kills") | {"batch": number})
+    campaign = run.Campaign(ledger, {"hasten": sys.executable}, ends, jobs=2)
+    kills = (fault_named("kills"), "hasten")
+    assert [campaign._number(kills) for _ in range(3)] == [1, 3, 4]
+    assert campaign._number((fault_named("flips"), "hasten")) == 0
+
+
 def test_batches_side_by_side_are_all_written_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,11 @@ class Ledger:
                 found.add(line)
         return found
 
+    def numbers(self, trainer: str, fault: str) -> set[int]:
+        """Of the batches that are done."""
+        mine = (trainer, fault)
+        return {line["batch"] for line in self.lines if (line["trainer"], line["fault"]) == mine}
+
     def add(self, line: Line) -> None:
         """Keep a line, in one write."""
         with self._lock, self.path.open("ab", buffering=0) as file:

@@ -22,8 +22,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Collection
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,7 @@ class Campaign:
         self.ledger, self.pythons, self.until, self.most = ledger, pythons, until, most
         self.jobs = jobs
         self.broken: set[tuple[str, str]] = set()  # not tried again in this call
+        self._begun: dict[tuple[str, str], set[int]] = defaultdict(set)  # batches of this call
         self.about = versions()
         self._processes: set[subprocess.Popen[Any]] = set()
         self._stopped = False
@@ -72,7 +75,7 @@ class Campaign:
             try:
                 while True:
                     while turn := self._next(turns, running.values()):
-                        running[pool.submit(self._do, turn)] = turn
+                        running[pool.submit(self._do, turn, self._number(turn))] = turn
                     if not running:
                         break
                     for done in wait(running, return_when=FIRST_COMPLETED).done:
@@ -97,23 +100,38 @@ class Campaign:
             _end(process)
 
     def _next(self, turns: list[Turn], running: Collection[Turn]) -> Turn | None:
-        """The one that is furthest behind and still fits, where there is room for one."""
+        """The one that is furthest behind and still fits, where there is room for one.
+
+        A second batch of the same is begun beside the first where nothing else is wanted.
+        """
         if len(running) == self.jobs:
             return None
         left = self.until - time.monotonic()
+        beside = [list(running).count(turn) for turn in turns]
         open_ = [
-            (self._share(turn), place, turn)
+            (beside[place], self._share(turn), place, turn)
             for place, turn in enumerate(turns)
-            if turn not in running
-            and self._share(turn) < 1
-            and (turn[1], turn[0].name) not in self.broken
+            if self._share(turn, beside[place]) < 1 and (turn[1], turn[0].name) not in self.broken
         ]
-        fitting = [entry for entry in open_ if self._batch_seconds(entry[2]) < left + OVER]
-        return min(fitting)[2] if fitting and left > 0 else None
+        fitting = [entry for entry in open_ if self._batch_seconds(entry[-1]) < left + OVER]
+        return min(fitting)[-1] if fitting and left > 0 else None
 
-    def _share(self, turn: Turn) -> float:
+    def _number(self, turn: Turn) -> int:
+        """The first batch that isn't done and that this call hasn't begun; a batch cut off is."""
         fault, trainer = turn
-        return share(fault, trainer, self.ledger.tally(trainer, fault.name))
+        begun = self._begun[(trainer, fault.name)]
+        taken = begun | self.ledger.numbers(trainer, fault.name)
+        number = next(n for n in count() if n not in taken)
+        begun.add(number)
+        return number
+
+    def _share(self, turn: Turn, beside: int = 0) -> float:
+        """Of what is wanted, how much is done; with ``beside`` batches under way, as if done."""
+        fault, trainer = turn
+        tally = self.ledger.tally(trainer, fault.name)
+        done = share(fault, trainer, tally)
+        under_way = done / tally.batches if tally.batches else 1.0  # unknown: one at a time
+        return done + beside * under_way
 
     def _batch_seconds(self, turn: Turn) -> float:
         tally = self.ledger.tally(turn[1], turn[0].name)
@@ -125,11 +143,10 @@ class Campaign:
         took = self.ledger.tally(turn[1], turn[0].name).seconds
         return took / done * (1 - done) if 0 < done < 1 else 0.0
 
-    def _do(self, turn: Turn) -> None:
+    def _do(self, turn: Turn, number: int) -> None:
         fault, trainer = turn
-        tally = self.ledger.tally(trainer, fault.name)
         began = time.monotonic()
-        found = self._batch(turn, tally.batches)
+        found = self._batch(turn, number)
         if self._stopped:
             return
         if "failed" in found:
@@ -137,7 +154,7 @@ class Campaign:
             self.broken.add((trainer, fault.name))
             return
         seconds = time.monotonic() - began
-        line = line_of(trainer, fault.name, tally.batches, seconds, found, self.about)
+        line = line_of(trainer, fault.name, number, seconds, found, self.about)
         self.ledger.add(line)
         if line["skipped"]:
             self.broken.add((trainer, fault.name))
