@@ -360,6 +360,10 @@ def test_what_the_trainer_cannot_run_is_said() -> None:
     assert beyond_trainer(two) == ""
     assert "interleaving of 4 chunks" in beyond_trainer(four)
     assert recipe_lines(Layout(dp=4, cp=2)) == ""
+    assert "products in nvfp4" in beyond_trainer(Layout(precision="nvfp4"))
+    assert "fp8 beside tp" in beyond_trainer(Layout(tp=2, precision="fp8"))
+    assert "some layers beside ep" in beyond_trainer(Layout(dp=2, ep=2, recompute="selective"))
+    assert "gradients beside tp" in beyond_trainer(Layout(dp=2, tp=2, compression="int8"))
 
 
 @pytest.mark.parametrize(
@@ -374,6 +378,8 @@ def test_what_the_trainer_cannot_run_is_said() -> None:
         Layout(dp=4, ep=2, zero=1),
         Layout(dp=2, pp=2, zero=1, micro_batch=2),
         Layout(dp=1, pp=4, schedule="zb1p"),
+        Layout(dp=4, zero=0, precision="fp32", compression="int4"),
+        Layout(dp=4, zero=3, compression="topk1"),
         Layout(),
     ],
     ids=words,
@@ -396,7 +402,9 @@ def test_the_lines_for_a_recipe_are_read_by_it_and_need_as_many_ranks(layout: La
         ),
     )
     assert len(shown) == (layout.devices > 1)
-    assert [reason for t in shown for reason in t.obstacles(known)] == []
+    assert (Slot.PRECISION in plan) == (layout.precision != "fp32")
+    assert (Slot.WIRE in plan) == (layout.compression != "none")
+    assert [reason for t in plan for reason in t.obstacles(known)] == []
 
 
 def test_a_span_scales() -> None:

@@ -28,6 +28,19 @@ _RECOMPUTES: Mapping[str, list[str]] = {
     "full": ["recompute"],
     "selective": ["recompute: {budget: 0.5}"],
 }
+# Formats whose weights, masters and moments are as many bytes as the planner counts, fp16's aside.
+_PRECISIONS: Mapping[str, list[str]] = {
+    "bf16": ["bf16_master_weights"],
+    "fp16": ["autocast: {dtype: fp16}"],
+    "fp8": ["float8"],
+    "fp32": [],
+}
+_WIRES: Mapping[str, list[str]] = {
+    "none": [],
+    "int8": ["quantised: {bits: 8}"],
+    "int4": ["quantised: {bits: 4}"],
+    "topk1": ["topk: {ratio: 0.01}"],
+}
 STEP_PARTS = tuple(f.name for f in fields(Step))
 
 
@@ -178,6 +191,8 @@ def recipe_lines(layout: Layout) -> str:
     if layout.pp == 1:
         plan += [_inline({"accumulate": {"micro_batch_size": layout.micro_batch}})[1:-1]]
         plan += _RECOMPUTES[layout.recompute]
+    plan += _PRECISIONS[layout.precision]
+    plan += _WIRES[layout.compression]
     lines += [f"plan: [{', '.join(plan)}]"] if plan else []
     return "\n".join(lines)
 
@@ -196,7 +211,13 @@ def beyond_trainer(layout: Layout) -> str:
     elif layout.ep > 1:
         lacks += ["tp beside ep"] if layout.tp > 1 else []
         lacks += ["zero beside ep"] if layout.zero > 1 else []
+        lacks += ["recomputation of some layers beside ep"] * (layout.recompute == "selective")
     lacks += ["recomputation of norms and activations alone"] * (layout.recompute == "light")
+    lacks += [] if layout.precision in _PRECISIONS else [f"products in {layout.precision}"]
+    lacks += ["products in fp8 beside tp"] * (layout.precision == "fp8" and layout.tp > 1)
+    if layout.compression != "none":
+        cut = [name for name in ("tp", "pp", "ep") if getattr(layout, name) > 1]
+        lacks += [f"compressed gradients beside {name}" for name in cut]
     if not lacks:
         return ""
     return (
