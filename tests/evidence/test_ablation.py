@@ -156,10 +156,10 @@ def test_the_report_of_it_says_who_failed_and_why(measured: dict[str, Arm]) -> N
 
 
 def test_the_held_out_loss_is_taken_at_the_start_and_evenly_to_the_end() -> None:
-    assert Design(rounds=8, evaluations=3).evaluated_rounds == {3, 5, 8}
-    assert Design(rounds=2, evaluations=1).evaluated_rounds == {2}
-    assert 1 in Design(rounds=1, evaluations=3).evaluated_rounds
-    assert Design(evaluations=0).evaluated_rounds == set()
+    assert Design(evaluations=3).looks(8) == {3, 5, 8}
+    assert Design(evaluations=1).looks(2) == {2}
+    assert 1 in Design(evaluations=3).looks(1)
+    assert Design(evaluations=0).looks(8) == set()
 
 
 PLAN = Plan([Packed(), DocumentAttention(), FusedAdamW()])

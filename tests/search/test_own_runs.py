@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +20,6 @@ from hasten.search.own_runs import (
     MachineFactors,
     OwnRun,
     calibrate_machine,
-    median_step_seconds,
 )
 from hasten.search.predict import predict
 
@@ -92,22 +89,3 @@ def test_no_run_or_one_of_no_time_is_refused() -> None:
         calibrate_machine([])
     with pytest.raises(InputError, match="run 1"):
         calibrate_machine([replace(run(0, Calibration()), step_seconds=0.0)])
-
-
-def test_the_median_leaves_the_warm_up_out(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    steps = [9.0] * 5 + [1.0, 2.0, 3.0]
-    path.write_text("\n".join(json.dumps({"step_seconds": s}) for s in steps), encoding="utf-8")
-    assert median_step_seconds(path) == 2.0
-    with pytest.raises(InputError, match="run twenty"):
-        median_step_seconds(path, warm_up=6)
-
-
-@pytest.mark.parametrize("text", ["no json", "[1]"])
-def test_a_file_that_holds_no_metrics_is_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(InputError, match="metrics"):
-        median_step_seconds(path)
-    with pytest.raises(InputError, match="nowhere"):
-        median_step_seconds(tmp_path / "nowhere")

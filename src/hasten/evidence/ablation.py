@@ -87,10 +87,6 @@ class Design:
         """After which of so many rounds the held-out loss is taken: evenly, the last included."""
         return {round(rounds * look / self.evaluations) for look in range(1, self.evaluations + 1)}
 
-    @property
-    def evaluated_rounds(self) -> set[int]:
-        return self.looks(self.rounds)
-
 
 @dataclass
 class Arm:

@@ -38,14 +38,9 @@ class Statistics:
     batches: int = 0
     ready: int = 0  # batches that were there before they were asked for
     stall_seconds: float = 0.0  # time in which the caller waited for data, first batches included
-    depth_sum: int = 0
     deepest: int = 0
     lookahead: int = 0  # as it is now
     left_alone: int = 0  # passes that were not read ahead, as reading draws random numbers
-
-    @property
-    def mean_depth(self) -> float:
-        return self.depth_sum / self.batches if self.batches else 0.0
 
 
 class SmartPrefetcher:
@@ -123,7 +118,6 @@ class SmartPrefetcher:
         seen.batches += 1
         seen.ready += taken.depth > 0
         seen.stall_seconds += taken.waited
-        seen.depth_sum += taken.depth
         seen.deepest = max(seen.deepest, taken.depth)
         self._pace.note(taken.read_seconds, used_seconds)
         self._full_in_a_row = self._full_in_a_row + 1 if taken.depth >= taken.room else 0

@@ -8,11 +8,8 @@ of what the fit left unexplained, and never narrower than a twentieth.
 
 from __future__ import annotations
 
-import json
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +23,6 @@ from hasten.search.machines import Cluster
 from hasten.search.predict import steps
 from hasten.search.quantities import machine, numbers
 
-WARM_UP = 5  # steps of a run that don't count
 NARROWEST, FEW = 0.05, 0.15  # half an interval's logarithm: at best, and after fewer than four runs
 OWN_STACK = "own runs"
 COMPUTES = (
@@ -117,24 +113,3 @@ def _one(run: OwnRun, c: Constants) -> Column:
         c,
         run.job.task == "lora",
     ).total
-
-
-def median_step_seconds(metrics: Path, warm_up: int = WARM_UP) -> float:
-    """The median step of a run's ``metrics.jsonl``, its first steps left out.
-
-    Raises:
-        InputError: no such file, or too few steps in it.
-    """
-    try:
-        lines = metrics.read_text(encoding="utf-8").splitlines()
-        found = [json.loads(line).get("step_seconds") for line in lines if line.strip()]
-    except OSError as error:
-        raise InputError(f"{metrics} can't be read: {error.strerror or error}") from error
-    except (ValueError, AttributeError) as error:
-        raise InputError(f"{metrics} isn't a run's metrics: {error}") from error
-    seconds = [float(value) for value in found if value][warm_up:]
-    if len(seconds) < 3:
-        raise InputError(
-            f"{metrics} has {len(seconds)} steps after {warm_up} of warming up; run twenty"
-        )
-    return statistics.median(seconds)
