@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,8 +34,9 @@ from hasten.search.tuner.duel import winner_of
 from hasten.search.tuner.earlier import learnt, similar_trials
 from hasten.search.tuner.output import document, lead, page, proven
 from hasten.search.tuner.proposers import Proposer
+from hasten.search.tuner.search import Search
 from hasten.search.tuner.space import Point, of_values
-from hasten.search.tuner.study import Search, Study
+from hasten.search.tuner.study import Study
 from hasten.tuning.files import replace_file
 from hasten.tuning.loops import LoopSubject
 from hasten.tuning.recipes import Prove, RecipeSubject
@@ -185,6 +187,7 @@ class _Tuning:
                 tell=self._audience.show,
                 found=self._keep,
                 began=self._began,
+                room=lambda: subject.known(0.0, None).limit or math.inf,
             )
             study = search.run()
             return study, search.left
@@ -205,7 +208,10 @@ class _Tuning:
         winner = None
         if leaders:
             self._audience.show(f"duel of {len(leaders)} with the start", 1 - left / self._seconds)
-            found = subject.duel(leaders, left, lambda text: self._audience.show(text, 0.99))
+            found = subject.duel(
+                *(leaders, left, study.step_seconds),
+                tell=lambda text: self._audience.show(text, 0.99),
+            )
             for place, leader in enumerate(leaders, start=2):
                 found["arms"][place]["settings"] = subject.space.settings(leader)
             winner = self._winner(study, found, leaders)

@@ -59,7 +59,11 @@ class LoopSubject:
         return LoopRunner(self._target, self.space.settings(point))
 
     def duel(
-        self, leaders: Sequence[Point], seconds: float, tell: Callable[[str], None]
+        self,
+        leaders: Sequence[Point],
+        seconds: float,
+        step_seconds: float,
+        tell: Callable[[str], None],
     ) -> dict[str, Any]:
         deadline, wishes = time.monotonic() + seconds, self._wishes
         arms = duel(

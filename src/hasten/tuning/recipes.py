@@ -34,6 +34,7 @@ from hasten.tuning.whole_trainings import TrainingProcess, begun, steps_of
 Prove = Callable[[Subject, Plan], Sequence[str]]
 ENDLESS = 1_000_000  # steps: a study ends by its budget
 RACERS = 2  # leaders in a race of whole trainings, beside the start
+TURN_SECONDS, FEWEST_STEPS = 5.0, 2  # of a turn of the start's in the duel
 FINISH = 0.9  # of the time that is left goes into the duel; the rest is for its end
 LOAD = 0.35  # share of the machine that others may take in a round of the duel
 
@@ -119,7 +120,11 @@ class RecipeSubject:
         return PlanRunner(self._path, plan, variables, log, recipe.nproc)
 
     def duel(
-        self, leaders: Sequence[Point], seconds: float, tell: Callable[[str], None]
+        self,
+        leaders: Sequence[Point],
+        seconds: float,
+        step_seconds: float,
+        tell: Callable[[str], None],
     ) -> dict[str, Any]:
         """As `hasten speedup` measures: held-out losses, proofs of what acted, a record.
 
@@ -136,7 +141,7 @@ class RecipeSubject:
         kinds |= dict.fromkeys(choices, "other")
         design = Design(
             rounds=20,
-            steps=self._wishes.steps,
+            steps=self._turn_steps(step_seconds),
             warmup=2,
             longest_warmup=8,
             evaluations=1,
@@ -162,6 +167,16 @@ class RecipeSubject:
         by_name = {row["name"]: row for row in rows["arms"]}
         every = [by_name.get(n) or _unmeasured(n) for n in (BASELINE, AGAIN, *choices)]
         return {**rows, "arms": every, "design": found.design}
+
+    def _turn_steps(self, step_seconds: float) -> int:
+        """Steps of a turn in the duel, fewer where the start is slow: rounds say more than steps.
+
+        On ranks as many as were asked for, since exchanges fall on whole turns.
+        """
+        most = self._wishes.steps
+        if self._given.recipe.nproc > 1 or step_seconds <= 0:
+            return most
+        return min(most, max(FEWEST_STEPS, round(TURN_SECONDS / step_seconds)))
 
     def _races(
         self, leaders: Sequence[Point], seconds: float, tell: Callable[[str], None]

@@ -79,9 +79,18 @@ class Subject(Protocol):
         """The process of a point."""
 
     def duel(
-        self, leaders: Sequence[Point], seconds: float, tell: Callable[[str], None]
+        self,
+        leaders: Sequence[Point],
+        seconds: float,
+        step_seconds: float,
+        tell: Callable[[str], None],
     ) -> dict[str, Any]:
-        """The duel's rows (`search.tuner.duel.judged`): the start, again, then the leaders."""
+        """The duel's rows (`search.tuner.duel.judged`): the start, again, then the leaders.
+
+        Args:
+            seconds: that there are for it.
+            step_seconds: of a step of the start's.
+        """
 
     def refusal(self, point: Point) -> str | None:
         """Why a winner can't be taken after all; None if it can."""

@@ -10,8 +10,8 @@ import pytest
 from hasten.evidence.record import Record
 from hasten.search.tuner.bench import Bench
 from hasten.search.tuner.proposers import Tried
+from hasten.search.tuner.search import Search
 from hasten.search.tuner.space import Point, of_values
-from hasten.search.tuner.study import Search
 from hasten.search.tuner.turns import OutOfTimeError, RunnerFailedError, Step
 from search.tuner.simulated import Machine, Simulated
 

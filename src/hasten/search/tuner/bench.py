@@ -15,7 +15,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from hasten.errors import InputError
 from hasten.evidence.load import foreign_share, look
@@ -28,15 +28,12 @@ from hasten.search.tuner.turns import (
     Runner,
     RunnerFailedError,
     Step,
-    even,
-    sound,
+    Turns,
 )
 
-WARMUP, MOST_WARMUP = 2, 8  # steps before a turn counts
-SHORT = 1.0  # seconds; a shorter warm-up goes on, and a turn is repeated until it is as long
-MOST_TURNS = 4  # that are taken as one
 ROUNDS = 3  # of a trial
 NOISE_ROUNDS = 4
+FINAL_ROUNDS = 12  # of the best few side by side
 HOPELESS = 0.15  # below the best after one round, as a logarithm: no second round
 FAR_BETTER = 0.4  # than the process that stays: takes its place
 FOREIGN = 0.35  # share of the machine that others may take in a round that isn't done again
@@ -64,7 +61,8 @@ class Bench:
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._start, self._first, self._cores, self._steps = start, first, cores, steps
+        self._start, self._first, self._cores = start, first, cores
+        self._turns = Turns(steps, clock)
         self._order, self._clock = random.Random(seed), clock
         self._base: Runner | None = None
         self._beside, self._above = first, 0.0  # its point, and the logarithm over the start's rate
@@ -102,7 +100,7 @@ class Bench:
         began = self._clock()
         self._base = self._start(self._beside)
         try:
-            warm = self._warmed(self._base, deadline)
+            warm = self._turns.warmed(self._base, deadline)
         except RunnerFailedError as error:
             if self._beside != self._first:
                 self._drop()
@@ -114,7 +112,7 @@ class Bench:
             self._drop()
             raise
         self.step_seconds = statistics.median(s.seconds for s in warm[-2:])
-        self._count = self._counted(warm)
+        self._count = self._turns.length(warm)
         if self._beside == self._first:
             self.start_seconds = self._clock() - began
             self.rate = statistics.median(s.items / s.seconds for s in warm[-2:])
@@ -157,10 +155,10 @@ class Bench:
         memory, rates, loads = None, list[float](), list[float]()
         whole = False
         try:
-            warm = self._warmed(runner, deadline)
+            warm = self._turns.warmed(runner, deadline)
             memory, count = (
                 max((s.memory for s in warm if s.memory), default=None),
-                self._counted(warm),
+                self._turns.length(warm),
             )
             while len(logs) < rounds and self._clock() < deadline:
                 log, rate, load, peak = self._calm_round(runner, count, deadline)
@@ -195,6 +193,53 @@ class Bench:
             max(loads),
         )
 
+    def side_by_side(
+        self, points: Sequence[Point], deadline: float, rounds: int = FINAL_ROUNDS
+    ) -> dict[Point, tuple[float, ...]]:
+        """Points that are all alive at once, each with a turn in every round.
+
+        Trials of two points lie minutes apart; here whatever slows the machine down slows all.
+
+        Returns:
+            By point, a logarithm of its rate over the start's for each round that was whole; none
+            of a point that failed, and of nobody where the time wasn't enough.
+        """
+        runners: dict[Point, Runner] = {}
+        found: list[dict[Point, float]] = []
+        try:
+            if self._base is None:
+                self.open(deadline)
+            runners = {point: self._start(point) for point in points if point != self._beside}
+            counts: dict[Point, int] = {}
+            for point, runner in tuple(runners.items()):  # all are being built meanwhile
+                try:
+                    counts[point] = self._turns.length(self._turns.warmed(runner, deadline))
+                except RunnerFailedError:
+                    runners.pop(point).end(at_once=True)
+            while len(found) < rounds:
+                found.append(self._round_of_all(runners, counts, deadline))
+        except (OutOfTimeError, RunnerFailedError, InputError):
+            pass  # the rounds before it count
+        finally:
+            for runner in runners.values():
+                runner.end(at_once=True)
+        there = [point for point in points if point in runners or point == self._beside]
+        return {point: tuple(each[point] for each in found) for point in there} if found else {}
+
+    def _round_of_all(
+        self, runners: Mapping[Point, Runner], counts: Mapping[Point, int], deadline: float
+    ) -> dict[Point, float]:
+        """Logarithms over the start's rate, by that of the process that stays."""
+        rates = {}
+        for point in self._order.sample([*runners, self._beside], len(runners) + 1):
+            if point in runners:
+                steps = self._turns.turn(runners[point], counts[point], deadline)
+            else:
+                steps = self._turn_beside(deadline)
+            rates[point] = statistics.median(s.items / s.seconds for s in steps)
+        beside = rates[self._beside]
+        return {point: self._above + math.log(rate / beside) for point, rate in rates.items()}
+
     def _takes_over(
         self,
         runner: Runner,
@@ -212,7 +257,7 @@ class Bench:
             return False
         self.close()
         self._base, self._beside, self._above = runner, point, statistics.median(logs)
-        self._count = self._counted(warm)
+        self._count = self._turns.length(warm)
         self.step_seconds = statistics.median(s.seconds for s in warm[-2:])
         return True
 
@@ -231,26 +276,19 @@ class Bench:
         before, rates = look(), {}
         peak = None
         for mine in self._order.sample([True, False], 2):
-            steps = self._turn(runner, count, deadline) if mine else self._turn_beside(deadline)
+            ours = self._turns.turn
+            steps = ours(runner, count, deadline) if mine else self._turn_beside(deadline)
             rates[mine] = statistics.median(s.items / s.seconds for s in steps)
             if mine:
                 peak = max((s.memory for s in steps if s.memory), default=None)
         load = foreign_share(before, look(), self._cores)
         return math.log(rates[True] / rates[False]), rates[True], load, peak
 
-    def _counted(self, warm: Sequence[Step]) -> int:
-        """Steps of a turn: as many as were asked for, several times where they are short."""
-        seconds = self._steps * statistics.median(s.seconds for s in warm[-2:])
-        return self._steps * min(max(math.ceil(SHORT / seconds), 1), MOST_TURNS)
-
-    def _turn(self, runner: Runner, count: int, deadline: float) -> list[Step]:
-        return sound(self._within(runner.steps, deadline)(count))
-
     def _turn_beside(self, deadline: float) -> list[Step]:
         """The turn of the one that stays; cut off, it would answer late, for another turn."""
         assert self._base is not None  # `measure` has opened it
         try:
-            return self._turn(self._base, self._count, deadline)
+            return self._turns.turn(self._base, self._count, deadline)
         except RunnerFailedError as error:
             self._drop()
             first = self._beside == self._first
@@ -259,37 +297,3 @@ class Bench:
         except OutOfTimeError:
             self._drop()
             raise
-
-    def _warmed(self, runner: Runner, deadline: float) -> list[Step]:
-        """Built, and its steps even: a compiled graph takes some until it runs."""
-        try:
-            runner.begin(self._left(deadline))
-        except RunnerFailedError:
-            self._left(deadline)  # a process that was cut off by the end of time didn't fail
-            raise
-        do, found = self._within(runner.steps, deadline), list[Step]()
-        while len(found) < WARMUP or (len(found) < MOST_WARMUP and not _warm(found)):
-            found += sound(do(1))
-        return found
-
-    def _within(
-        self, act: Callable[[int, float], list[Step]], deadline: float
-    ) -> Callable[[int], list[Step]]:
-        def bounded(count: int) -> list[Step]:
-            try:
-                return act(count, self._left(deadline))
-            except RunnerFailedError:
-                self._left(deadline)
-                raise
-
-        return bounded
-
-    def _left(self, deadline: float) -> float:
-        left = deadline - self._clock()
-        if left <= 0:
-            raise OutOfTimeError
-        return left
-
-
-def _warm(steps: Sequence[Step]) -> bool:
-    return even(steps) and math.fsum(s.seconds for s in steps) >= SHORT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -29,7 +30,7 @@ svg {{ max-width: 100%; height: auto; }} text {{ fill: var(--ink); font-size: 12
 .best {{ fill: none; stroke: var(--good); stroke-width: 2; }} .bar {{ fill: var(--good); }}
 .axis {{ stroke: var(--faint); }}
 </style></head><body><h1>{title}</h1><p>{lead}</p>
-<h2>Duel</h2>{duel}<h2>History</h2>{history}<h2>Importance</h2>{importance}<h2>Trials</h2>{trials}
+<h2>Duel</h2>{duel}{final}<h2>History</h2>{history}<h2>Importance</h2>{importance}<h2>Trials</h2>{trials}
 </body></html>
 """
 
@@ -60,6 +61,13 @@ def document(
         },
         "trials": study.rows,
         "front": study.front(),
+        "final": [
+            {
+                "changes": space.changes(point),
+                "rounds": [round(math.exp(log), 4) for log in study.final[point]],
+            }
+            for point in study.leaders(len(study.final))
+        ],
         "duel": duel,
         "winner": winner,
         "importance": dict(importance),
@@ -103,6 +111,7 @@ def page(found: Mapping[str, Any], title: str, said: str) -> str:
         title=escape(title),
         lead=escape(said),
         duel=_duel(found["duel"]),
+        final=_final(found.get("final", ())),
         history=_history(found["trials"]),
         importance=_importance(found["importance"]),
         trials=_trials(found["trials"]),
@@ -120,6 +129,18 @@ def _duel(duel: Mapping[str, Any] | None) -> str:
             words += f" [{ratio['low']:.3f}, {ratio['high']:.3f}]"
         rows.append((arm["name"], words, arm["verdict"]))
     return _table(("arm", "ratio [95 %]", "verdict"), rows)
+
+
+def _final(arms: Sequence[Mapping[str, Any]]) -> str:
+    """Empty where there was none, as in studies of an earlier version."""
+    if not arms:
+        return ""
+    rows = []
+    for arm in arms:
+        changed = ", ".join(f"{k}={v}" for k, v in arm["changes"].items())
+        rounds = arm["rounds"]
+        rows.append((changed, f"{statistics.median(rounds):.3f}", str(len(rounds))))
+    return "<h2>Final</h2>" + _table(("what differs from the start", "ratio", "rounds"), rows)
 
 
 def _trials(trials: Sequence[Mapping[str, Any]]) -> str:

@@ -1,15 +1,21 @@
-"""What a bench and its runners tell each other: steps, measurements, and what went wrong."""
+"""What a bench and its runners tell each other: steps, measurements, and what went wrong.
+
+`Turns` takes runners through their warm-up and their turns, with a deadline for all of it.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from hasten.search.tuner.proposers import State
 
+WARMUP, MOST_WARMUP = 2, 8  # steps before a turn counts
+SHORT = 1.0  # seconds; a shorter warm-up goes on, and a turn is repeated until it is as long
+MOST_TURNS = 4  # that are taken as one
 STATIONARY = 1.25  # of the last two steps the slower takes at most so much longer
 # What processes say when memory is gone: torch's allocator, the C++ library, Python, the kernel.
 OUT_OF_MEMORY = (
@@ -82,3 +88,52 @@ def sound(steps: list[Step]) -> list[Step]:
         if not (math.isfinite(s.items) and s.items > 0 and s.seconds > 0):
             raise RunnerFailedError(f"a step did {s.items} items, and a speed needs some")
     return steps
+
+
+class Turns:
+    """Takes runners through their warm-up and their turns, none of it beyond a deadline.
+
+    Its methods raise RunnerFailedError for a runner that failed before the deadline, and
+    OutOfTimeError for one that was cut off by it.
+
+    Args:
+        steps: of a turn; several times as many where they are short.
+        clock: tells the time, in seconds; deadlines are by it.
+    """
+
+    def __init__(self, steps: int, clock: Callable[[], float]) -> None:
+        self._steps, self._clock = steps, clock
+
+    def warmed(self, runner: Runner, deadline: float) -> list[Step]:
+        """Built, and its steps even: a compiled graph takes some until it runs."""
+        self._within(runner.begin, deadline)
+        found: list[Step] = []
+        while len(found) < WARMUP or (len(found) < MOST_WARMUP and not _warm(found)):
+            found += self.turn(runner, 1, deadline)
+        return found
+
+    def length(self, warm: Sequence[Step]) -> int:
+        """Steps of a turn, after a warm-up."""
+        seconds = self._steps * statistics.median(s.seconds for s in warm[-2:])
+        return self._steps * min(max(math.ceil(SHORT / seconds), 1), MOST_TURNS)
+
+    def turn(self, runner: Runner, count: int, deadline: float) -> list[Step]:
+        return sound(self._within(lambda left: runner.steps(count, left), deadline))
+
+    def _within(self, act: Callable[[float], Any], deadline: float) -> Any:
+        left = self._left(deadline)
+        try:
+            return act(left)
+        except RunnerFailedError:
+            self._left(deadline)  # a process that was cut off by the end of time didn't fail
+            raise
+
+    def _left(self, deadline: float) -> float:
+        left = deadline - self._clock()
+        if left <= 0:
+            raise OutOfTimeError
+        return left
+
+
+def _warm(steps: Sequence[Step]) -> bool:
+    return even(steps) and math.fsum(s.seconds for s in steps) >= SHORT
