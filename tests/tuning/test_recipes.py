@@ -240,22 +240,9 @@ def test_on_ranks_turns_too_short_for_an_exchange_are_refused(given: Subject) ->
         known=dataclasses.replace(given.known, world=World(size=2)),
     )
     found = RecipeSubject(ranks, Wishes(lossy=True, only=("wire",)), Silence())
+    assert found.fewest_steps == 4 > subject(given).fewest_steps  # no turn is cut within a round
     names = {d.name for d in found.space.dimensions}
     assert "local_steps.every" in names
     for point in found.space.points():
         settings = found.space.settings(point)
         assert 4 % settings.get("local_steps.every", 1) == 0
-
-
-def test_turns_of_a_slow_start_are_shorter_but_not_where_ranks_meet_in_whole_ones(
-    given: Subject,
-) -> None:
-    found = subject(given, steps=6)
-    assert [found._turn_steps(seconds) for seconds in (0.0, 0.1, 1.0, 2.5, 30.0)] == [6, 6, 5, 2, 2]
-    assert subject(given, steps=1)._turn_steps(30.0) == 1
-    ranks = dataclasses.replace(
-        given,
-        recipe=given.recipe.model_copy(update={"nproc": 2}),
-        known=dataclasses.replace(given.known, world=World(size=2)),
-    )
-    assert RecipeSubject(ranks, Wishes(steps=6), Silence())._turn_steps(30.0) == 6

@@ -173,8 +173,9 @@ class _Tuning:
                 wishes.sampler, subject.space, known, wishes.seed, self._audience.tell
             )
 
-        cores = facts.hardware().usable_cores
-        with Bench(subject.start, subject.space.start, cores, wishes.steps, wishes.seed) as bench:
+        cores, fewest = facts.hardware().usable_cores, subject.fewest_steps
+        first, steps, seed = subject.space.start, wishes.steps, wishes.seed
+        with Bench(subject.start, first, cores, steps, seed, fewest=fewest) as bench:
             search = Search(
                 subject.space,
                 proposer,
@@ -208,10 +209,7 @@ class _Tuning:
         winner = None
         if leaders:
             self._audience.show(f"duel of {len(leaders)} with the start", 1 - left / self._seconds)
-            found = subject.duel(
-                *(leaders, left, study.step_seconds),
-                tell=lambda text: self._audience.show(text, 0.99),
-            )
+            found = subject.duel(leaders, left, study.step_seconds, self._show_duel)
             for place, leader in enumerate(leaders, start=2):
                 found["arms"][place]["settings"] = subject.space.settings(leader)
             winner = self._winner(study, found, leaders)
@@ -229,6 +227,9 @@ class _Tuning:
             "about": subject.about,
         }
         return document(study, subject.space, found, winner, shares, about)
+
+    def _show_duel(self, text: str) -> None:
+        self._audience.show(text, 0.99)
 
     def _winner(
         self, study: Study, found: dict[str, Any], leaders: Sequence[Point]

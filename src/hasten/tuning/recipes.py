@@ -26,7 +26,7 @@ from hasten.search.tuner.proposers import Beforehand
 from hasten.search.tuner.race import LOOKS, races
 from hasten.search.tuner.runners import PlanRunner
 from hasten.search.tuner.space import Point
-from hasten.search.tuner.turns import Runner
+from hasten.search.tuner.turns import FEWEST_STEPS, Runner, turn_steps
 from hasten.tuning.recipe_text import recipe_text
 from hasten.tuning.subject import Wishes
 from hasten.tuning.whole_trainings import TrainingProcess, begun, steps_of
@@ -34,7 +34,6 @@ from hasten.tuning.whole_trainings import TrainingProcess, begun, steps_of
 Prove = Callable[[Subject, Plan], Sequence[str]]
 ENDLESS = 1_000_000  # steps: a study ends by its budget
 RACERS = 2  # leaders in a race of whole trainings, beside the start
-TURN_SECONDS, FEWEST_STEPS = 5.0, 2  # of a turn of the start's in the duel
 FINISH = 0.9  # of the time that is left goes into the duel; the rest is for its end
 LOAD = 0.35  # share of the machine that others may take in a round of the duel
 
@@ -76,6 +75,8 @@ class RecipeSubject:
             "objective": wishes.objective,
             **({"ranks": recipe.nproc} if recipe.nproc > 1 else {}),
         }
+        # Exchanges between ranks fall on whole turns.
+        self.fewest_steps = FEWEST_STEPS if recipe.nproc == 1 else wishes.steps
         self._path = self.folder / "recipe.yaml"
         self._numbers = itertools.count()  # of processes: two of one plan keep logs of their own
 
@@ -141,7 +142,7 @@ class RecipeSubject:
         kinds |= dict.fromkeys(choices, "other")
         design = Design(
             rounds=20,
-            steps=self._turn_steps(step_seconds),
+            steps=turn_steps(self._wishes.steps, step_seconds, self.fewest_steps),
             warmup=2,
             longest_warmup=8,
             evaluations=1,
@@ -167,16 +168,6 @@ class RecipeSubject:
         by_name = {row["name"]: row for row in rows["arms"]}
         every = [by_name.get(n) or _unmeasured(n) for n in (BASELINE, AGAIN, *choices)]
         return {**rows, "arms": every, "design": found.design}
-
-    def _turn_steps(self, step_seconds: float) -> int:
-        """Steps of a turn in the duel, fewer where the start is slow: rounds say more than steps.
-
-        On ranks as many as were asked for, since exchanges fall on whole turns.
-        """
-        most = self._wishes.steps
-        if self._given.recipe.nproc > 1 or step_seconds <= 0:
-            return most
-        return min(most, max(FEWEST_STEPS, round(TURN_SECONDS / step_seconds)))
 
     def _races(
         self, leaders: Sequence[Point], seconds: float, tell: Callable[[str], None]

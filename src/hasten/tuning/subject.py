@@ -65,6 +65,7 @@ class Subject(Protocol):
     title: str
     unit: str  # what its speed counts
     about: dict[str, Any]  # what similar jobs share
+    fewest_steps: int  # that a turn may have where they are long
 
     def key(self) -> dict[str, Any]:
         """Everything that decides its numbers."""

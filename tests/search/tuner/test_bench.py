@@ -12,7 +12,7 @@ from hasten.search.tuner.bench import Bench
 from hasten.search.tuner.proposers import Tried
 from hasten.search.tuner.search import Search
 from hasten.search.tuner.space import Point, of_values
-from hasten.search.tuner.turns import OutOfTimeError, RunnerFailedError, Step
+from hasten.search.tuner.turns import OutOfTimeError, RunnerFailedError, Step, Turns
 from search.tuner.simulated import Machine, Simulated
 
 SPACE = of_values({"batch": [1, 2, 4], "fused": [False, True]})
@@ -199,3 +199,15 @@ def test_the_noise_is_measured_no_longer_than_is_given_to_it() -> None:
         before = machine.clock.now
         assert bench.noise(1e6) > 0.005
         assert short < machine.clock.now - before
+
+
+@pytest.mark.parametrize(
+    ("step", "count"), [(0.01, 16), (0.1, 12), (0.3, 4), (1.5, 3), (2.0, 2), (60.0, 2)]
+)
+def test_a_turn_is_neither_too_short_to_tell_nor_longer_than_it_must_be(
+    step: float, count: int
+) -> None:
+    turns = Turns(4, lambda: 0.0)
+    assert turns.length([Step(1.0, 99.0), Step(1.0, step), Step(1.0, step)]) == count
+    assert Turns(4, lambda: 0.0, fewest=4).length([Step(1.0, 60.0)] * 2) == 4
+    assert Turns(1, lambda: 0.0).length([Step(1.0, 60.0)] * 2) == 1

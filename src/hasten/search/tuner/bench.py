@@ -22,6 +22,7 @@ from hasten.evidence.load import foreign_share, look
 from hasten.search.tuner.proposers import State
 from hasten.search.tuner.space import Point
 from hasten.search.tuner.turns import (
+    FEWEST_STEPS,
     OUT_OF_MEMORY,
     Measurement,
     OutOfTimeError,
@@ -50,6 +51,7 @@ class Bench:
         steps: of a turn.
         seed: of the order of turns.
         clock: tells the time, in seconds.
+        fewest: steps that a turn may have where they are long.
     """
 
     def __init__(
@@ -60,9 +62,10 @@ class Bench:
         steps: int = 4,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        fewest: int = FEWEST_STEPS,
     ) -> None:
         self._start, self._first, self._cores = start, first, cores
-        self._turns = Turns(steps, clock)
+        self._turns = Turns(steps, clock, fewest)
         self._order, self._clock = random.Random(seed), clock
         self._base: Runner | None = None
         self._beside, self._above = first, 0.0  # its point, and the logarithm over the start's rate
@@ -197,8 +200,6 @@ class Bench:
         self, points: Sequence[Point], deadline: float, rounds: int = FINAL_ROUNDS
     ) -> dict[Point, tuple[float, ...]]:
         """Points that are all alive at once, each with a turn in every round.
-
-        Trials of two points lie minutes apart; here whatever slows the machine down slows all.
 
         Returns:
             By point, a logarithm of its rate over the start's for each round that was whole; none

@@ -15,6 +15,7 @@ from hasten.search.tuner.proposers import State
 
 WARMUP, MOST_WARMUP = 2, 8  # steps before a turn counts
 SHORT = 1.0  # seconds; a shorter warm-up goes on, and a turn is repeated until it is as long
+LONG, FEWEST_STEPS = 5.0, 2  # seconds of a turn beyond which it has fewer steps, and how few
 MOST_TURNS = 4  # that are taken as one
 STATIONARY = 1.25  # of the last two steps the slower takes at most so much longer
 # What processes say when memory is gone: torch's allocator, the C++ library, Python, the kernel.
@@ -97,12 +98,13 @@ class Turns:
     OutOfTimeError for one that was cut off by it.
 
     Args:
-        steps: of a turn; several times as many where they are short.
+        steps: of a turn; several times as many where they are short, fewer where they are long.
+        fewest: that a turn may have.
         clock: tells the time, in seconds; deadlines are by it.
     """
 
-    def __init__(self, steps: int, clock: Callable[[], float]) -> None:
-        self._steps, self._clock = steps, clock
+    def __init__(self, steps: int, clock: Callable[[], float], fewest: int = FEWEST_STEPS) -> None:
+        self._steps, self._clock, self._fewest = steps, clock, fewest
 
     def warmed(self, runner: Runner, deadline: float) -> list[Step]:
         """Built, and its steps even: a compiled graph takes some until it runs."""
@@ -114,8 +116,9 @@ class Turns:
 
     def length(self, warm: Sequence[Step]) -> int:
         """Steps of a turn, after a warm-up."""
-        seconds = self._steps * statistics.median(s.seconds for s in warm[-2:])
-        return self._steps * min(max(math.ceil(SHORT / seconds), 1), MOST_TURNS)
+        one = statistics.median(s.seconds for s in warm[-2:])
+        turns = min(max(math.ceil(SHORT / (self._steps * one)), 1), MOST_TURNS)
+        return turns * turn_steps(self._steps, one, self._fewest)
 
     def turn(self, runner: Runner, count: int, deadline: float) -> list[Step]:
         return sound(self._within(lambda left: runner.steps(count, left), deadline))
@@ -133,6 +136,13 @@ class Turns:
         if left <= 0:
             raise OutOfTimeError
         return left
+
+
+def turn_steps(most: int, step_seconds: float, fewest: int = FEWEST_STEPS) -> int:
+    """Steps of a turn: of long ones fewer, since more rounds say more than longer ones."""
+    if step_seconds <= 0:
+        return most
+    return min(most, max(fewest, round(LONG / step_seconds)))
 
 
 def _warm(steps: Sequence[Step]) -> bool:
