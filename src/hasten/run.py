@@ -123,7 +123,8 @@ def _open_folder(recipe: Recipe, material: Material, tell: Tell) -> None:
     """Make room for this run, and leave there what it was asked for and what it left out."""
     output = Path(recipe.output)
     if attempt() == 1:  # a later attempt goes on in the same files
-        clear_the_way(output, keep_checkpoints=recipe.resume != "never")
+        if unfinished := clear_the_way(output, keep_checkpoints=recipe.resume != "never"):
+            tell(unfinished)
         (output / "recipe.yaml").write_text(recipe.to_yaml())
     if material.note.rejected:
         write_rejected(material.note, output / "rejected.jsonl")

@@ -27,15 +27,20 @@ RESULTS = (*STEP_LINES, *FAULT_LINES, *WATCHED, "summary.json", "rejected.jsonl"
 MODELS = ("model", "adapter", "model_average", "adapter_average", "merged")
 
 
-def clear_the_way(output: Path, keep_checkpoints: bool) -> None:
-    """Move an earlier run's results to ``previous/N``; its prepared data stays."""
+def clear_the_way(output: Path, keep_checkpoints: bool) -> str:
+    """Move an earlier run's results to ``previous/N``; its prepared data stays.
+
+    Returns:
+        What its owner should know: that it wasn't done and could have been gone on with, and how;
+        else nothing.
+    """
     output.mkdir(parents=True, exist_ok=True)
     names = [*RESULTS, *MODELS, "best"]
     if not keep_checkpoints:
         names.append("checkpoints")
     earlier = [output / name for name in names if (output / name).exists()]
     if not earlier:
-        return
+        return ""
     number = 1
     while (output / "previous" / str(number)).exists():
         number += 1
@@ -43,6 +48,13 @@ def clear_the_way(output: Path, keep_checkpoints: bool) -> None:
     place.mkdir(parents=True)
     for path in earlier:
         path.rename(place / path.name)
+    saved = sorted((place / "checkpoints").glob("step-*"))
+    if not saved or (place / "summary.json").exists():
+        return ""
+    return (
+        f"the earlier run in {output} was not done and is now in {place}; "
+        f"resume={saved[-1]} goes on with it, and resume=auto does so without moving it"
+    )
 
 
 def keep_lines_until(output: Path, step: int) -> None:

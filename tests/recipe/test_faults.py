@@ -141,3 +141,21 @@ def test_what_went_wrong_moves_aside_with_the_run_it_is_of(tmp_path: Path) -> No
     clear_the_way(tmp_path, keep_checkpoints=False)
     assert len(list((tmp_path / "previous" / "1").iterdir())) == 4
     assert (tmp_path / "mine.txt").exists()
+
+
+def test_a_run_that_was_not_done_is_moved_with_a_word_on_how_to_go_on(tmp_path: Path) -> None:
+    def left(saved: bool, done: bool) -> str:
+        for step in (5, 10) if saved else ():
+            (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+        (tmp_path / "metrics.jsonl").write_text("{}\n")
+        if done:
+            (tmp_path / "summary.json").write_text("{}")
+        return clear_the_way(tmp_path, keep_checkpoints=False)
+
+    assert left(saved=False, done=False) == ""
+    assert left(saved=True, done=True) == ""
+    said = left(saved=True, done=False)
+    newest = tmp_path / "previous" / "3" / "checkpoints" / "step-00000010"
+    assert f"resume={newest} goes on with it" in said
+    assert newest.is_dir()
+    assert clear_the_way(tmp_path, keep_checkpoints=False) == ""  # nothing is there any more

@@ -140,8 +140,9 @@ def as_supervised_ranks(recipe: Recipe) -> int:
         known, plan, _ = ready(recipe, display.tell, line.tokenising, recipe.nproc)
         if not saves(plan):
             display.tell("max_restarts: the plan writes no checkpoints, so a restart begins anew")
-    if recipe.resume == "never":
-        clear_the_way(output, keep_checkpoints=False)
+        moves = recipe.resume == "never"
+        if moves and (unfinished := clear_the_way(output, keep_checkpoints=False)):
+            display.tell(unfinished)
     resolved = output / "data" / "ranks.yaml"
     resolved.write_text(recipe.to_yaml())
 
