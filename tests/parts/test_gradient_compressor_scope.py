@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
+import torch
 
 from compression_kit import LEARNT, METHODS
+from hasten import GradientCompressor
+from hasten.parts.compression.attached import PATIENCE
 from ranks import on_ranks
 
 
@@ -87,3 +91,34 @@ def test_what_has_no_meaning_says_what_to_call(two: list[Any], method: str) -> N
         assert "call attach(model)" in said
     wanted = "wrap the model first" if method == "auto" else "attach the module itself"
     assert wanted in two[0][method]["wrong module"]
+
+
+class HomeMade:
+    """Gradient descent that torch doesn't know of."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.weights = list(model.parameters())
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for weight in self.weights:
+            weight -= 0.01 * weight.grad
+            weight.grad = None
+
+
+@pytest.mark.parametrize("method", ["diloco", "stream"])
+@pytest.mark.parametrize("heard", [False, True])
+def test_updates_that_nobody_hears_of_are_told_once(method: str, heard: bool) -> None:
+    model = torch.nn.Linear(4, 1)
+    compressor = GradientCompressor(sparsity_method=method, communication_backend="gloo")
+    compressor.attach(model)
+    known = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = known if heard else HomeMade(model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3 * PATIENCE):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    told = [str(w.message) for w in said if "drift apart" in str(w.message)]
+    assert len(told) == (not heard)
+    assert compressor.steps == (3 * PATIENCE if heard else 0)

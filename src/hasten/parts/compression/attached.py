@@ -8,13 +8,15 @@
 diloco and stream send weights in the place of gradients (:mod:`hasten.parts.local_steps`,
 :mod:`hasten.parts.stream`); auto tries routes for DDP's buckets (:mod:`hasten.parts.wire_choice`).
 All have to know when weights have moved: torch calls them after each step of the optimizer that has
-the model's first weight. All ranks must take the same steps. Where a step may be left out on one
-rank (a GradScaler of its own), use the part itself and call its ``after_step`` in every step.
+the model's first weight, and a warning comes where that never happens. All ranks must take the same
+steps. Where a step may be left out on one rank (a GradScaler of its own), use the part itself and
+call its ``after_step`` in every step.
 """
 
 from __future__ import annotations
 
 import datetime
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -34,6 +36,8 @@ from hasten.parts.local_steps import LocalSteps
 from hasten.parts.routed_buckets import RoutedBuckets
 from hasten.parts.stream import Stream
 from hasten.parts.wire_choice import WireChoice
+
+PATIENCE = 100  # gradients without an update; more are rarely accumulated
 
 
 class Attached(Protocol):
@@ -180,17 +184,42 @@ def after_updates(weight: torch.Tensor, action: Callable[[], None]) -> None:
     """Call a method after each step of the optimizer that has this weight, while its owner lives.
 
     torch's hook is for all optimizers of the process: it looks whose step it was, and goes with the
-    owner.
+    owner. Where gradients come and no step is ever heard of, it warns: ranks would drift apart.
     """
-    method, wanted = weakref.WeakMethod(action), weakref.ref(weight)
+    method, wanted, silence = weakref.WeakMethod(action), weakref.ref(weight), Silence()
 
     def updated(optimizer: torch.optim.Optimizer, given: Any, named: Any) -> None:
         found, mine = method(), wanted()
         if found is None or mine is None:
             return
         if any(p is mine for group in optimizer.param_groups for p in group["params"]):
+            silence.over = True
             found()
 
     owner: Any = action
     # Not removed inside the hook: torch walks through all hooks just then.
-    weakref.finalize(owner.__self__, register_optimizer_step_post_hook(updated).remove)
+    for hook in (
+        register_optimizer_step_post_hook(updated),
+        weight.register_post_accumulate_grad_hook(silence),
+    ):
+        weakref.finalize(owner.__self__, hook.remove)
+
+
+class Silence:
+    """Gradients that came before the first update; too many of them are told once."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self._gradients = 0
+
+    def __call__(self, weight: torch.Tensor) -> None:
+        self._gradients += not self.over
+        if self._gradients == PATIENCE and not self.over:
+            self.over = True
+            warnings.warn(
+                f"{PATIENCE} gradients and no step of a torch optimizer that has the model's first "
+                "trained weight: nothing was exchanged, and ranks drift apart; if the optimizer is "
+                "one of another kind, or has copies of the weights, use hasten.parts.local_steps, "
+                "stream or wire_choice and call after each update what they say",
+                stacklevel=2,
+            )
