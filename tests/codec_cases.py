@@ -1,4 +1,4 @@
-"""Numbers that codecs find hard, and the messages of int8 and int4 read byte by byte."""
+"""Numbers that codecs find hard, and the messages of int8, int4 and sign read byte by byte."""
 
 from __future__ import annotations
 
@@ -52,6 +52,11 @@ def read_by_hand(message: Tensor, numbers: int, bits: int, block: int) -> list[f
         b, place = divmod(n, block)
         (scale_bits,) = struct.unpack_from("<H", data, size + 2 * b)
         (scale,) = struct.unpack("<f", struct.pack("<I", scale_bits << 16))
+        if bits == 1:
+            eighth = block // 8
+            negative = data[b * eighth + place % eighth] >> place // eighth & 1
+            found.append(-scale if negative else scale)
+            continue
         if bits == 8:
             code = data[b * block + place]
         else:

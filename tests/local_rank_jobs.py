@@ -114,12 +114,42 @@ BUILDS: dict[str, Callable[[list[Tensor]], Any]] = {
     "stream": lambda w: Stream(w, COARSE, 2),
     "stream of one": lambda w: Stream(w, COARSE, 1),
     "int4": lambda w: Stream(w, codec("int4"), 2),
+    "sign": lambda w: Stream(w, codec("sign"), 2),
 }
 
 
 def all_parts(world: World) -> dict[str, Any]:
     found = {name: trained(world, build) for name, build in BUILDS.items()}
     found["auto"] = trained(world, lambda w: Stream(w, COARSE))
+    return found
+
+
+class OverALink(Stream):
+    """A stream that takes its link for one of so many bytes a second."""
+
+    rate = 1.0
+
+    def _probe(self, size: int) -> float:
+        return size / self.rate
+
+
+def formats(world: World) -> list[Any]:
+    """What travels over a fast and over a slow link, with how many fragments, and a checkpoint."""
+    found = []
+    for rate, given in ((1e12, None), (1.0, None), (1.0, 2), (1.0, codec("int4"))):
+        weights = [torch.zeros(64, 256)]
+        if isinstance(given, int):
+            part = OverALink(weights, fragments=given)
+        else:
+            part = OverALink(weights, given)
+        part.rate = rate
+        for _ in range(12):
+            weights[0].add_(torch.randn(64, 256))
+            part.after_step()
+        part.settle()
+        again = Stream([weights[0].clone()], given if not isinstance(given, int) else None)
+        again.load_state_dict(part.state_dict())
+        found.append([part.codec.name, part.fragments, again.codec.name, again.fragments])
     return found
 
 

@@ -2,7 +2,8 @@
 
 All have the same model, weights, records of a rank, AdamW, clipping and bf16 autocast, and fused
 layers and attention where the processor's kernels can be compiled. A method's name is ``KIND`` or
-``KIND:NUMBER``: ``stream:4`` has four fragments, ``diloco:50`` averages every 50 steps,
+``KIND:NUMBER``: ``stream:4`` has four fragments in 4 bits, ``signs:4`` four in one, ``stream``
+chooses for itself, ``diloco:50`` averages every 50 steps,
 ``powersgd:16`` has rank 16, ``topk:0.05`` keeps 5 %; ``topk_dense:0.05`` does so after 100 steps
 with full gradients.
 """
@@ -90,12 +91,13 @@ class Method:
             outer = "nesterov" if self.kind == "nesterov" else "mean"
             found = None if self.kind == "local" else codec("int4")
             self.part = LocalSteps(self.net.parameters(), int(self.number or 20), outer, found)
-        elif self.kind == "stream":
+        elif self.kind in ("stream", "signs"):
             from hasten.parts.codecs import codec
             from hasten.parts.stream import Stream
 
             fragments = int(self.number) if self.number else None
-            self.part = Stream(self.net.parameters(), codec("int4"), fragments)
+            found = codec("sign") if self.kind == "signs" else None
+            self.part = Stream(self.net.parameters(), found, fragments)
         elif self.kind not in ("apart", "alone", "ddp", "again"):
             raise SystemExit(f"{self.kind} isn't a method")
         if isinstance(self.model, DistributedDataParallel):
@@ -120,7 +122,7 @@ class Method:
 
     @property
     def drifts(self) -> bool:
-        return self.kind in ("diloco", "nesterov", "local", "stream")
+        return self.kind in ("diloco", "nesterov", "local", "stream", "signs")
 
     def state(self) -> dict[str, Any]:
         """This rank's, after ``settle``."""

@@ -46,7 +46,7 @@ def coded(
 @given(
     flat=cases(),
     block=st.sampled_from([256, 32, 96, 1024]),
-    bits=st.sampled_from([8, 4]),
+    bits=st.sampled_from([8, 4, 1]),
     seed=st.none() | st.integers(-(2**40), 2**40),
     on_bf16=st.booleans(),
     with_rest=st.booleans(),
@@ -57,10 +57,11 @@ def test_compiled_codes_have_the_bits_of_torchs(
     rest = torch.randn(len(flat), generator=torch.Generator().manual_seed(1)) * flat.abs().mean()
     rest = rest.nan_to_num(0.0, 0.0, 0.0) if with_rest else None
     flat = flat.bfloat16() if on_bf16 else flat
+    seed = None if bits == 1 else seed
     both = [coded(way, flat, rest, block, bits, seed) for way in WAYS]
     for a, b in zip(*both, strict=True):
         assert same_bits(a, b)
-    limits = (codec_torch.INFINITE, codec_torch.TOO_LARGE_FOR_BF16)
+    limits = (codec_torch.INFINITE, codec_torch.TOO_LARGE_FOR_BF16, codec_torch.SUMMED)
     for limit in limits:
         assert compiled.finite(flat, rest, limit) == codec_torch.finite(flat, rest, limit)
 
@@ -121,7 +122,8 @@ def test_bits_do_not_depend_on_the_number_of_threads(count: int) -> None:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             rest = flat.flip(0)
-            found.append(coded(compiled, flat, rest, 256, 4, 5) + chosen(compiled, flat, rest, 13))
+            ways = [coded(compiled, flat, rest, 256, *way) for way in ((4, 5), (1, None))]
+            found.append([*ways[0], *ways[1], *chosen(compiled, flat, rest, 13)])
             assert compiled.finite(flat, rest, codec_torch.INFINITE)
             assert not compiled.finite(flat, rest, 0x3F800000)  # some are above 1
     finally:

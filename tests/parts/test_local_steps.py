@@ -123,6 +123,7 @@ EXPECTED: dict[str, tuple[Callable[[], Simulation], int]] = {
     "stream of one": (lambda: streamed(1, COARSE), 1),
     "stream": (lambda: streamed(2, COARSE), 2),
     "int4": (lambda: streamed(2, codec("int4")), 2),
+    "sign": (lambda: streamed(2, codec("sign")), 2),
 }
 
 
@@ -179,6 +180,16 @@ def test_what_travels_is_what_was_predicted(found: list[Any]) -> None:
 
 def test_auto_finds_a_number_of_fragments_and_exchanges(found: list[Any]) -> None:
     assert {rank["auto"]["exchanges"] for rank in found} == {STEPS - TIMED_STEPS}
+
+
+def test_signs_travel_where_four_bits_would_take_many_fragments(tmp_path: Path) -> None:
+    one, other = on_ranks("local_rank_jobs:formats", tmp_path)
+    assert one == other
+    fast, slow, counted, named = one
+    assert fast == ["int4", 1, "int4", 1]
+    assert slow == ["sign", MOST, "sign", MOST]
+    assert counted == ["int4", 2, "int4", 2]
+    assert named == ["int4", MOST, "int4", MOST]
 
 
 def test_a_wish_to_stop_reaches_all_ranks_after_the_same_step(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def reached(running: Any, step: int) -> None:
 
 def test_the_interface_counts_what_was_predicted() -> None:
     with lab_with_links(hosts=2, ranks=1, rate="1gbit") as lab:
-        for name in ("none", "int8", "int4", "stream"):
+        for name in ("none", "int8", "int4", "sign", "stream"):
             for result in lab.run(command("sent", name, 8), seconds=240):
                 assert result.code == 0, result.output
                 found = answer(result.output)

@@ -10,6 +10,11 @@ Two borders keep it so. A block whose numbers are all below 2^-100 or so is sent
 over its scale would overflow; a scale stops where the largest code times it would. A block with an
 infinity or a NaN gets NaN for its scale and codes of zero, and so decodes to NaN on every rank.
 
+Codes of one bit say which numbers are negative, and the scale is the mean magnitude, the nearest to
+all of them. Sums of magnitudes depend on their order, so it is given: ``LANES`` sums, each of every
+``LANES``-th number, then halves of these. Numbers from 2^115 on count as infinite there, so that no
+sum of a block is.
+
 Stochastic rounding adds 16 bits of noise to a code in 65536ths and rounds down, which is right in
 the mean. The noise is a hash of the number's place and the seed, the same on every device; it
 repeats after 2^32 numbers.
@@ -31,6 +36,8 @@ INFINITE = 0x7F800000  # magnitudes from here on are infinite or no number
 TOO_LARGE_FOR_BF16 = 0x7F7F8000  # these are rounded to infinity
 NOT_A_NUMBER = 0x7FC0  # in bf16
 LOWEST_SCALE = -100  # its binary logarithm
+LANES = 16
+SUMMED = (115 + 127) << 23  # 2^115: below, a block of the largest size has a finite sum
 CHUNK = 256  # numbers of which the k largest are kept: a place is one byte
 _Whole = TypeVar("_Whole", int, Tensor)
 
@@ -52,6 +59,11 @@ def rule_of(bits: int) -> Rule:
     largest = torch.finfo(torch.float32).max
     low = _bits(math.ldexp(most, LOWEST_SCALE))
     return Rule(_float32(1 / most), low, _bits(largest / most) >> 16, most)
+
+
+def limit_of(bits: int) -> int:
+    """Bits of the magnitude from which a number counts as infinite."""
+    return SUMMED if bits == 1 else INFINITE
 
 
 def _float32(number: float) -> float:
@@ -103,28 +115,60 @@ def encode(
     ``kept`` gets what the message leaves out, or in a block that isn't finite the residual as it
     is; it may be the residual itself.
     """
-    rule = rule_of(bits)
     sums, blocks = _sums(flat, residual), len(scales)
     rows = F.pad(sums, (0, blocks * block - len(flat))).view(blocks, block)
     largest = _magnitudes(rows).amax(1)
-    bad = largest >= INFINITE
+    bad = largest >= limit_of(bits)
+    good = torch.where(bad[:, None], 0.0, rows)
+    if bits == 1:
+        scale_bits, places = _signs(good, bad, len(flat), codes)
+    else:
+        scale_bits, places = _codes(good, largest, bad, codes, bits, seed)
+    scales.copy_(torch.where(bad, NOT_A_NUMBER, scale_bits))
+    if kept is not None:
+        scale = (scale_bits << 16).view(torch.float32)[:, None]
+        rest = (good - places.to(torch.float32) * scale).view(-1)[: len(flat)]
+        before = sums if residual is None else residual
+        kept.copy_(torch.where(bad.repeat_interleave(block)[: len(flat)], before, rest))
+
+
+def _signs(good: Tensor, bad: Tensor, numbers: int, codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales' bits, and 1 or -1 for each number; eighth k of a block is bit k of its bytes."""
+    blocks, block = good.shape
+    lanes = good.abs().view(blocks, -1, LANES)
+    total = lanes[:, 0].clone()
+    for part in lanes.unbind(1)[1:]:
+        total += part
+    while total.shape[1] > 1:
+        low, high = total.chunk(2, dim=1)
+        total = low + high
+    counts = total.new_full((blocks,), block)
+    counts[-1] = numbers - block * (blocks - 1)
+    scale_bits = torch.where(bad, 0, _bf16_bits(total[:, 0] / counts))
+    negative = (good < 0) & ~bad[:, None]
+    weights = (2 ** torch.arange(8, device=good.device)).to(torch.uint8)[None, :, None]
+    bytes_ = (negative.view(blocks, 8, -1).to(torch.uint8) * weights).sum(1, dtype=torch.uint8)
+    codes.copy_(bytes_.view(-1))
+    return scale_bits, torch.where(negative, -1, 1)
+
+
+def _codes(
+    good: Tensor, largest: Tensor, bad: Tensor, codes: Tensor, bits: int, seed: int | None
+) -> tuple[Tensor, Tensor]:
+    """Scales' bits, and the code of each number."""
+    rule = rule_of(bits)
     share = (largest.view(torch.float32) * rule.share).view(torch.int32)
     scale_bits = ((share + 0xFFFF) >> 16).clamp_max(rule.cap)
     scale_bits = torch.where((largest < rule.low) | bad, 0, scale_bits)
     scale = (scale_bits << 16).view(torch.float32)[:, None]
     inverse = torch.where(scale > 0, 1 / scale, 0.0)
-    good = torch.where(bad[:, None], 0.0, rows)
     places = _rounded(good, inverse, seed).clamp_(-rule.most, rule.most)
     if bits == 8:
         codes.copy_(places.to(torch.int8).view(torch.uint8).view(-1))
     else:
         low, high = (places & 15).to(torch.uint8).chunk(2, dim=1)
         codes.copy_((low | high << 4).view(-1))
-    scales.copy_(torch.where(bad, NOT_A_NUMBER, scale_bits))
-    if kept is not None:
-        rest = (good - places.to(torch.float32) * scale).view(-1)[: len(flat)]
-        before = sums if residual is None else residual
-        kept.copy_(torch.where(bad.repeat_interleave(block)[: len(flat)], before, rest))
+    return scale_bits, places
 
 
 def _rounded(rows: Tensor, inverse: Tensor, seed: int | None) -> Tensor:
@@ -144,6 +188,9 @@ def decode(
     for code, scale in zip(codes, scales, strict=True):
         if bits == 8:
             places = code.view(torch.int8).view(-1, block)
+        elif bits == 1:
+            eighths = code.view(-1, 1, block // 8) >> torch.arange(8, device=out.device)[:, None]
+            places = 1 - 2 * (eighths & 1).view(-1, block)
         else:
             nibbles = code.view(torch.int8).view(-1, block // 2)
             places = torch.cat([(nibbles << 4) >> 4, nibbles >> 4], dim=1)

@@ -9,6 +9,7 @@
 | none | 4 | float32 |
 | half, bf16 | 2 | the nearest number of that format |
 | int8, int4 | 1.008, 0.508 | codes in blocks of 256 with one bf16 scale each |
+| sign | 0.133 | signs in blocks of 256 with their mean magnitude in bf16 |
 
 A message is as long as :meth:`Codec.message_bytes` says, its parts begin at multiples of 16 bytes,
 and the same message is decoded to the same bits on every rank and device. Several ranks' messages
@@ -20,8 +21,12 @@ infinity in a residual would never leave it. So numbers that aren't finite, or a
 the format, leave the residual as it is; the message says so to every rank that decodes it, since it
 holds a NaN or an infinity in their place.
 
-int8 and int4 run in C++ on a processor and in Triton on a GPU, in torch's operators where neither
-is there, and all write the same bits (:mod:`hasten.parts.codec_torch` defines them).
+Signs with the mean magnitude are the nearest that one bit can come, and always nearer than nothing
+(Karimireddy et al.): for what stays with its owner until it is sent, as in
+:mod:`hasten.parts.drift`, not for gradients.
+
+int8, int4 and sign run in C++ on a processor, int8 and int4 in Triton on a GPU, all in torch's
+operators elsewhere, and all write the same bits (:mod:`hasten.parts.codec_torch` defines them).
 """
 
 from __future__ import annotations
@@ -75,7 +80,7 @@ class Codec(Protocol):
 
 
 def codec(name: str, block: int = 256) -> Codec:
-    """The codec of that name; ``block`` is how many numbers share a scale in int8 and int4.
+    """The codec of that name; ``block`` is how many numbers share a scale in int8, int4 and sign.
 
     Raises:
         ValueError: no codec of that name, or a block that isn't a multiple of 32 up to 4096.

@@ -1,7 +1,8 @@
-"""A codec that sends blocks of numbers as codes of 8 or 4 bits with one scale for each block.
+"""A codec that sends blocks of numbers as codes of 8, 4 or 1 bits with one scale for each block.
 
 A message is the codes of all blocks, then their scales; in int4 the first half of a block lies in
-the lower halves of its bytes. :mod:`hasten.parts.codec_torch` says how a scale and a code are made.
+the lower halves of its bytes, of signs each eighth in a bit of its own.
+:mod:`hasten.parts.codec_torch` says how a scale and a code are made.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from hasten.parts.wire_message import (
     result_for,
 )
 
-WIDTHS = {"int8": 8, "int4": 4}
+WIDTHS = {"int8": 8, "int4": 4, "sign": 1}
 LARGEST_BLOCK = 4096
 LEAST_CAPABILITY = (8, 0)  # what Triton supports of NVIDIA's
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """Blocks of numbers as whole codes of 8 or 4 bits with one bf16 scale for each block."""
+    """Blocks of numbers as whole codes of 8 or 4 bits, or as signs, with a bf16 scale for each."""
 
     bits: int
     block: int = 256
 
     def __post_init__(self) -> None:
         if self.bits not in WIDTHS.values():
-            raise ValueError(f"codes have 8 or 4 bits, not {self.bits}")
+            raise ValueError(f"codes have 8, 4 or 1 bits, not {self.bits}")
         if self.block % 32 or not 0 < self.block <= LARGEST_BLOCK:
             raise ValueError(
                 f"a block has a multiple of 32 numbers, {LARGEST_BLOCK} at most, not {self.block}"
@@ -47,14 +48,14 @@ class Quantised:
 
     @property
     def name(self) -> str:
-        return f"int{self.bits}"
+        return next(name for name, bits in WIDTHS.items() if bits == self.bits)
 
     def message_bytes(self, numbers: int) -> int:
         blocks, codes = self._sizes(numbers)
         return codes + padded(2 * blocks)
 
     def encode(self, flat: Tensor, out: Tensor | None = None, seed: int | None = None) -> Tensor:
-        """The message. With a ``seed`` codes are rounded by chance, right in the mean."""
+        """The message. A ``seed`` rounds codes, not signs, by chance, so that the mean is right."""
         flat = checked(flat)
         return self._encoded(flat, None, None, out, seed)
 
@@ -69,7 +70,7 @@ class Quantised:
         flat = checked(flat, residual, kept)
         into = kept if kept is not None else residual
         if kept is None and len(flat):
-            fine = _way(flat).finite(flat, residual, codec_torch.INFINITE)
+            fine = _way(flat).finite(flat, residual, codec_torch.limit_of(self.bits))
             into = residual if fine else None
         message = self._encoded(flat, residual, into, out, seed)
         return message, self.finite(message, len(flat))
@@ -82,6 +83,8 @@ class Quantised:
         out: Tensor | None,
         seed: int | None,
     ) -> Tensor:
+        if seed is not None and self.bits == 1:
+            raise ValueError("signs aren't rounded by chance: leave the seed out")
         message = message_for(out, self.message_bytes(len(flat)), flat)
         blocks, size = self._sizes(len(flat))
         message[size + 2 * blocks :].zero_()

@@ -8,7 +8,9 @@ is the smallest at which it takes about half of one, and a core's own work for i
 correction comes one step late and adds
 ``common - own`` to weights that have moved on (see ``drift``). Differences travel in 4 bits, as in
 Streaming DiLoCo (Douillard et al., arXiv:2501.18512), which sends seldom and large, with an outer
-momentum; here it is often, small, and a plain mean.
+momentum; here it is often, small, and a plain mean. Where 4 bits would make H large, ranks drift
+further apart between two means than rough ones leave them: signs and a mean magnitude then, a
+quarter of the bytes and as much more often.
 
     stream = Stream(model.parameters(), codec=codec("int4"), fragments=2)
     for batch in batches:
@@ -31,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hasten.parts.codecs import codec as codec_of
 from hasten.parts.drift import TIMEOUT, Drift
 from hasten.parts.drift_chunks import NUMBERS
 from hasten.parts.full_duplex import Travel, all_gather
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
     from hasten.parts.codecs import Codec
 
 MOST = 64  # fragments
+USUAL, SHORTEST = "int4", "sign"  # formats, the second where the first takes many fragments
+MANY = 6
 TIMED_STEPS = 8  # whose quickest says how long a message may travel
 PROBES = (1 << 16, 1 << 19)  # bytes; the difference in time is free of delay
 BUSY = 0.5  # share of a step in which a link is busy
@@ -58,7 +63,10 @@ class _Flight:
 
 
 class Stream:
-    """Sends one fragment per step in the background; ``fragments`` None: found from the link.
+    """Sends one fragment per step in the background.
+
+    ``fragments`` None: as many as the link asks for; ``codec`` None then: int4, or signs where that
+    would be many, and int4 where their number is given.
 
     ``stop`` is set, on all ranks after the same step, once one has asked for it.
 
@@ -69,13 +77,14 @@ class Stream:
     def __init__(
         self,
         parameters: Iterable[Tensor],
-        codec: Codec,
+        codec: Codec | None = None,
         fragments: int | None = None,
         group: Any = None,
         timeout: datetime.timedelta = TIMEOUT,
     ) -> None:
         check(fragments)
-        self.codec, self.fragments = codec, fragments
+        self.codec, self.fragments = codec or codec_of(USUAL), fragments
+        self._formats = [USUAL, SHORTEST] if codec is None else []
         self.drift = Drift(list(parameters), fragments or 1, group, timeout)
         self.steps = self.exchanges = self.message_bytes = 0
         self.stop = self._dirty = False
@@ -161,19 +170,26 @@ class Stream:
         return True
 
     def _time(self) -> None:
-        """After some steps: how many fragments the link takes, as rank 0 has measured it."""
+        """After some steps: in what format and how many fragments, as rank 0 has measured it."""
         self._moments.append(time.perf_counter())
         if len(self._moments) <= TIMED_STEPS:
             return
         quickest = min(b - a for a, b in itertools.pairwise(self._moments))
         small, large = (self._probe(size) for size in PROBES)
         rate = (PROBES[1] - PROBES[0]) / max(large - small, 1e-9)
-        whole = self.drift.message_bytes(0, self.codec)
-        count = needed(whole, rate, quickest, self._own_seconds(), self.drift.anchor.numel())
-        found = self.drift.anchor.new_tensor([float(count)])
+        kinds = [codec_of(name) for name in self._formats] or [self.codec]
+        counts = list[int]()
+        for kind in kinds:
+            whole, numbers = self.drift.message_bytes(0, kind), self.drift.anchor.numel()
+            counts.append(needed(whole, rate, quickest, self._own_seconds(kind), numbers))
+            if counts[-1] <= MANY:
+                break
+        found = self.drift.anchor.new_tensor([len(counts) - 1, counts[-1]])
         first = dist.get_global_rank(self.drift.group, 0)
         self.drift.travel(dist.broadcast, found, first)
-        self._cut(int(found.item()))
+        place, count = (int(number) for number in found.tolist())
+        self.codec = kinds[place]
+        self._cut(count)
 
     def _probe(self, size: int) -> float:
         """Seconds of an all-gather of so many bytes of each rank."""
@@ -187,15 +203,15 @@ class Stream:
         rows[-1].item()  # waits for the device: a time without it isn't that of the link
         return time.perf_counter() - began
 
-    def _own_seconds(self) -> float:
+    def _own_seconds(self, kind: Codec) -> float:
         """What making a message of all weights and taking in everybody's takes of this rank."""
         drift, took = self.drift, []
         noted = list(drift.tokens)
         for _ in range(2):  # the first one finds its memory
             began = time.perf_counter()
-            message = drift.message(0, self.codec)
+            message = drift.message(0, kind)
             rows = message.new_zeros(drift.size * message.numel())  # nobody has moved: nothing does
-            drift.take(rows.view(drift.size, -1), 0, self.codec)
+            drift.take(rows.view(drift.size, -1), 0, kind)
             drift.anchor[-1].item()  # waits for the device
             took.append(time.perf_counter() - began)
         drift.tokens = noted
@@ -213,14 +229,17 @@ class Stream:
             "steps": self.steps,
             "exchanges": self.exchanges,
             "fragments": self.fragments or 0,
+            "codec": self.codec.name,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from weights that were saved with this state and are in place already.
 
-        Where fragments are found from the link, those found before are kept.
+        Where fragments or the codec are found from the link, those found before are kept.
         """
         if self.fragments is None and state["fragments"]:
+            if self._formats:
+                self.codec = codec_of(state.get("codec", USUAL))
             self._cut(state["fragments"])
         self.steps, self.exchanges = state["steps"], state["exchanges"]
         self.drift.reset()

@@ -20,11 +20,12 @@ from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, se
 from hasten.core.traffic import Traffic
 from hasten.errors import InputError
 from hasten.parts import local_steps, stream
-from hasten.parts.codecs import codec
+from hasten.parts.codecs import Codec, codec
 from hasten.parts.drift import Drift
 from hasten.parts.drift_buffers import Buffers, same_start
 from hasten.techniques.wire_traffic import OfWeights
 
+AUTO = "auto"
 ON_LINK = "in what format differences travel"
 DDP_BYTES = 8.0  # of gradients that a ring of many ranks sends per weight: 2 x float32
 Parameters = Sequence[Tensor]
@@ -37,7 +38,7 @@ class LocalSteps(Technique):
     slot = Slot.WIRE
     every: int = knob(20, "steps between two averages", low=1, high=500, log=True)
     outer: str = knob("mean", "mean, or nesterov (DiLoCo) for long runs", choices=local_steps.OUTER)
-    codec: str = knob("int4", ON_LINK, choices=("none", "bf16", "int8", "int4"))
+    codec: str = knob("int4", ON_LINK, choices=("none", "bf16", "int8", "int4", "sign"))
     timeout_seconds: int = setting(600, "how long a rank waits for the others")
 
     def __post_init__(self) -> None:
@@ -76,16 +77,19 @@ class Stream(Technique):
 
     slot = Slot.WIRE
     fragments: str | int = knob(
-        "auto", "fragments of the weights; auto: as many as the link asks for", choices=("auto", 2)
+        AUTO, "fragments of the weights; auto: as many as the link asks for", choices=(AUTO, 2)
     )
-    codec: str = knob("int4", ON_LINK, choices=("bf16", "int8", "int4"))
+    codec: str = knob(
+        AUTO, f"{ON_LINK}; auto: int4, signs on a slow link", choices=(AUTO, "int8", "int4", "sign")
+    )
     timeout_seconds: int = setting(600, "how long a rank waits for the others")
 
     def __post_init__(self) -> None:
-        if isinstance(self.fragments, str) and self.fragments != "auto":
+        if isinstance(self.fragments, str) and self.fragments != AUTO:
             raise ValueError(f"fragments is {self.fragments!r}; it is auto or a number")
         stream.check(self._count)
-        codec(self.codec)  # refuses unknown ones
+        if self.codec != AUTO:
+            codec(self.codec)  # refuses unknown ones
         _check_timeout(self.timeout_seconds)
 
     @property
@@ -100,7 +104,8 @@ class Stream(Technique):
         limit = datetime.timedelta(seconds=self.timeout_seconds)
 
         def build(parameters: Parameters) -> stream.Stream:
-            return stream.Stream(parameters, codec(self.codec), self._count, timeout=limit)
+            found = None if self.codec == AUTO else codec(self.codec)
+            return stream.Stream(parameters, found, self._count, timeout=limit)
 
         train_apart(setup, self, build)
 
@@ -108,7 +113,8 @@ class Stream(Technique):
         return _obstacles()
 
     def forecast(self, facts: Facts) -> Forecast:
-        return _forecast(facts, self.codec, self._count or 2, copies=1)
+        name = stream.USUAL if self.codec == AUTO else self.codec
+        return _forecast(facts, name, self._count or 2, copies=1)
 
     def probe(self, session: Session) -> Proof:
         return _proof(session, self)
@@ -124,6 +130,9 @@ class Part(Protocol):
     hidden_seconds: float | None
     sent_bytes: int
     stop: bool
+
+    @property
+    def codec(self) -> Codec | None: ...
 
     def after_step(self, tokens: float = 1.0, stop: bool = False) -> bool: ...
 
@@ -266,9 +275,9 @@ def _proof(session: Session, technique: Technique) -> Proof:
     part = wire.part if isinstance(wire, Apart) and wire.kind == technique.name() else None
     if part is None:
         return Proof(False, "ranks did not train apart")
-    pieces = len(part.drift.edges)
+    pieces, kind = len(part.drift.edges), "float32" if part.codec is None else part.codec.name
     return Proof(
         part.exchanges > 0,
         f"{part.exchanges} exchanges among {part.drift.size} ranks, {part.message_bytes:,} bytes "
-        f"each, {pieces} fragment(s); waited {part.waited_seconds:.2f} s for them",
+        f"each, {pieces} fragment(s) in {kind}; waited {part.waited_seconds:.2f} s for them",
     )

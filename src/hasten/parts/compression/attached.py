@@ -78,7 +78,7 @@ class Weights:
         if settings.method == "diloco":
             self.part = LocalSteps(trained, settings.every, codec=codec("int4"), timeout=limit)
         else:
-            self.part = Stream(trained, codec("int4"), timeout=limit)
+            self.part = Stream(trained, timeout=limit)
         after_updates(trained[0], self._updated)
 
     @property

@@ -34,6 +34,8 @@ def library() -> Built:
 
 def rule_for(bits: int, seed: int | None) -> _Rule:
     """How codes of so many bits are made; with a ``seed`` they are rounded by chance."""
+    if bits == 1:
+        return _Rule()  # signs have no codes to round
     rule = rule_of(bits)
     dice = (0, 0) if seed is None else (1, key_of(seed))
     return _Rule(rule.share, rule.low, rule.cap, rule.most, *dice)

@@ -168,8 +168,10 @@ def encode(
     bits: int,
     seed: int | None,
 ) -> None:
-    """As :func:`hasten.parts.codec_torch.encode`, which runs where a block is no power of two."""
-    if block & (block - 1):
+    """As :func:`hasten.parts.codec_torch.encode`, which runs where a block is no power of two, and
+    for signs, whose sum has an order that a program here can't keep.
+    """
+    if block & (block - 1) or bits == 1:
         codec_torch.encode(flat, residual, kept, codes, scales, block, bits, seed)
         return
     rule = rule_of(bits)
@@ -204,7 +206,7 @@ def decode(
     codes: Tensor, scales: Tensor, out: Tensor, block: int, bits: int, factor: float, add: bool
 ) -> None:
     """As :func:`hasten.parts.codec_torch.decode`."""
-    if block & (block - 1):
+    if block & (block - 1) or bits == 1:
         codec_torch.decode(codes, scales, out, block, bits, factor, add)
         return
     decode_kernel[(scales.shape[1],)](

@@ -1,5 +1,5 @@
-// What travels between ranks, made small and large again: numbers in blocks as int8 or int4 with one
-// bf16 scale each (``codec_blocks.h``), and the k largest of each chunk of 256.
+// What travels between ranks, made small and large again: numbers in blocks as int8, int4 or signs
+// with one bf16 scale each (``codec_blocks.h``), and the k largest of each chunk of 256.
 #include "codec_blocks.h"
 
 namespace {
@@ -163,6 +163,7 @@ void codec_encode(const void* x, const float* rest, float* kept, uint8_t* codes,
   with_side(block, [=](auto side) {
     auto run = [=](auto* numbers) {
       if (bits == 8) encode<8>(numbers, rest, kept, codes, scales, n, *rule, threads, side);
+      else if (bits == 1) encode<1>(numbers, rest, kept, codes, scales, n, *rule, threads, side);
       else encode<4>(numbers, rest, kept, codes, scales, n, *rule, threads, side);
     };
     BOTH(run((const T*)x))
@@ -178,6 +179,7 @@ void codec_decode(const uint8_t* codes, int64_t apart, const uint8_t* scales, in
     };
     using S = decltype(side);
     if (bits == 8) add ? run(decode<8, true, S>) : run(decode<8, false, S>);
+    else if (bits == 1) add ? run(decode<1, true, S>) : run(decode<1, false, S>);
     else add ? run(decode<4, true, S>) : run(decode<4, false, S>);
   });
 }

@@ -1,4 +1,4 @@
-// A block of numbers as whole codes of 8 or 4 bits with one bf16 scale, and back. Every result has the
+// A block of numbers as codes of 8, 4 or 1 bits with one bf16 scale, and back. Every result has the
 // bits that ``codec_torch.py`` defines; so nothing here may be rounded differently where a compiler
 // fuses a product with a sum: products that are added are exact (a code times a bf16 scale has at most
 // 16 bits), and those that aren't exact are only rounded to whole numbers or stored.
@@ -11,7 +11,9 @@
 namespace {
 
 constexpr int LARGEST_BLOCK = 4096;
+constexpr int LANES = 16;
 constexpr int32_t INFINITE = 0x7f800000;
+constexpr int32_t SUMMED = (115 + 127) << 23;  // see codec_torch.py
 constexpr uint16_t NOT_A_NUMBER = 0x7fc0;
 
 inline int32_t bits_of(float x) {
@@ -84,10 +86,47 @@ inline void round_codes(const float* v, int32_t* q, float inverse, const Rule& r
   for (int i = 0; i < side; i++) q[i] = std::min(std::max(q[i], -rule.most), rule.most);
 }
 
+// The mean magnitude in bf16; its sum in the order that codec_torch.py gives.
+template <class Side>
+inline uint16_t mean_of(const float* v, int64_t len, Side side) {
+  alignas(64) float lanes[LANES] = {};
+  for (int i = 0; i < side; i += LANES)
+    for (int j = 0; j < LANES; j++) lanes[j] += std::fabs(v[i + j]);
+  for (int half = LANES / 2; half; half /= 2)
+    for (int j = 0; j < half; j++) lanes[j] += lanes[j + half];
+  bf16 mean;
+  set(mean, lanes[0] / float(std::min<int64_t>(len, side)));
+  return mean.bits;
+}
+
+// The same as ``encode_block`` in one bit each: eighth k of the block is bit k of its bytes.
+template <class T, class Side>
+inline void sign_block(const T* x, const float* rest, float* kept, uint8_t* codes, uint16_t* scale,
+                       int64_t len, Side side) {
+  alignas(64) float v[LARGEST_BLOCK];
+  alignas(64) int32_t byte[LARGEST_BLOCK / 8];
+  const int eighth = side / 8, n = int(std::min<int64_t>(len, side));
+  if (read(x, rest, v, len, side) >= SUMMED) {
+    *scale = NOT_A_NUMBER;
+    std::memset(codes, 0, eighth);
+    if (kept && kept != rest) std::memmove(kept, rest, n * sizeof(float));
+    return;
+  }
+  *scale = mean_of(v, len, side);
+  for (int i = 0; i < eighth; i++) byte[i] = 0;
+  for (int k = 0; k < 8; k++)
+    for (int i = 0; i < eighth; i++) byte[i] |= int32_t(v[k * eighth + i] < 0) << k;
+  for (int i = 0; i < eighth; i++) codes[i] = uint8_t(byte[i]);
+  if (!kept) return;
+  float s = from_bits(int32_t(*scale) << 16);
+  for (int i = 0; i < n; i++) kept[i] = v[i] - (v[i] < 0 ? -s : s);
+}
+
 template <int BITS, class T, class Side>
 inline void encode_block(const T* x, const float* rest, float* kept, uint8_t* codes,
                          uint16_t* scale, int64_t first, int64_t len, const Rule& rule,
                          Side side) {
+  if (BITS == 1) return sign_block(x, rest, kept, codes, scale, len, side);
   alignas(64) float v[LARGEST_BLOCK];
   alignas(64) int32_t q[LARGEST_BLOCK];
   const int half = side / 2;
@@ -118,6 +157,10 @@ inline void values(const uint8_t* codes, float s, float* to, Side side) {
   auto put = [&](int i, int32_t q) { to[i] = ADD ? to[i] + float(q) * s : float(q) * s; };
   if (BITS == 8) {
     for (int i = 0; i < side; i++) put(i, int8_t(codes[i]));
+  } else if (BITS == 1) {
+    const int eighth = side / 8;
+    for (int k = 0; k < 8; k++)
+      for (int i = 0; i < eighth; i++) put(k * eighth + i, 1 - (codes[i] >> k & 1) * 2);
   } else {
     for (int i = 0; i < half; i++) put(i, int32_t(uint32_t(codes[i]) << 28) >> 28);
     for (int i = 0; i < half; i++) put(i + half, int8_t(codes[i]) >> 4);

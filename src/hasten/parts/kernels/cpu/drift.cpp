@@ -87,6 +87,7 @@ int drift_encode(float* const* at, const int64_t* starts, int64_t count, const f
   int fine = 0;
   with_side(block, [&](auto side) {
     if (bits == 8) fine = moved<8>(stretch, anchor, codes, scales, n, *rule, threads, side);
+    else if (bits == 1) fine = moved<1>(stretch, anchor, codes, scales, n, *rule, threads, side);
     else fine = moved<4>(stretch, anchor, codes, scales, n, *rule, threads, side);
   });
   return fine;
@@ -103,6 +104,7 @@ void drift_take(float* const* at, const int64_t* starts, int64_t count, float* a
     };
     using S = decltype(side);
     if (bits == 8) run(taken<8, S>);
+    else if (bits == 1) run(taken<1, S>);
     else run(taken<4, S>);
   });
 }
