@@ -47,7 +47,7 @@ LINKS = {
     ),
     "no limit": Link(None, 0.0, (*DENOMINATORS, "ddp", "int8", "stream", "auto"), 0.15, {}),
     "10 Mbit/s, 20 ms": Link(
-        "10mbit", 20.0, (*DENOMINATORS, "diloco:50", "diloco:100", "stream"), 0.2, {}
+        "10mbit", 20.0, (*DENOMINATORS, "diloco:50", "stream:14", "stream"), 0.2, {}
     ),
 }
 
