@@ -47,10 +47,10 @@ from hasten.evidence.students_t import student_quantile
 RANK = Path(__file__).parent / "wire" / "rank.py"
 SPEED = "apart,alone,ddp,half,int8,int4,powersgd:16,topk:0.05,diloco:20,stream"
 LOSS = (
-    "ddp,again,stream:4,stream:3,signs:6,half,bf16,int8,int4,powersgd:16,powersgd:4,topk:0.05,"
+    "ddp,again,stream:4,stream:3,signs:4,half,bf16,int8,int4,powersgd:16,powersgd:4,topk:0.05,"
     "topk_dense:0.05,stream:14,diloco:20,diloco:50"
 )
-FIRST = ("ddp", "again", "stream:4", "stream:3", "signs:6")  # what the links choose
+FIRST = ("ddp", "again", "stream:4", "stream:3", "signs:4")  # what the links choose
 STARTS = 40.0  # seconds that a run takes beside its steps: imports, saving, the held-out loss
 SLOW = {"ddp": 3, "half": 3, "int8": 5}  # steps of a turn over a slow link
 

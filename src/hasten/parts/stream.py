@@ -4,7 +4,7 @@
     step s+1    ... computes while it travels ...                       receive it, send the next
 
 With H fragments each weight is averaged every H steps, and a message has a whole step to arrive: H
-is the smallest at which it takes about half of one, and a core's own work for it a twentieth. The
+is the smallest at which it takes two thirds of one, and a core's own work for it a twentieth. The
 correction comes one step late and adds
 ``common - own`` to weights that have moved on (see ``drift``). Differences travel in 4 bits, as in
 Streaming DiLoCo (Douillard et al., arXiv:2501.18512), which sends seldom and large, with an outer
@@ -46,7 +46,7 @@ USUAL, SHORTEST = "int4", "sign"  # formats, the second where the first takes ma
 MANY = 6
 TIMED_STEPS = 8  # whose quickest says how long a message may travel
 PROBES = (1 << 16, 1 << 19)  # bytes; the difference in time is free of delay
-BUSY = 0.5  # share of a step in which a link is busy
+BUSY = 0.67  # share of the quickest step in which a link is busy
 OWN = 0.05  # share of a step in which messages are made and taken in, and nothing is computed
 
 
@@ -249,7 +249,7 @@ class Stream:
 def needed(
     whole: int, rate: float, step_seconds: float, own_seconds: float = 0.0, numbers: int = 0
 ) -> int:
-    """Fragments so that one takes at most half a step to travel, and little of the computation.
+    """Fragments so that one takes at most two thirds of a step to travel, and little of the computation.
 
     ``whole`` bytes of all weights, ``rate`` bytes a second; ``own_seconds`` for making and taking
     in messages of all ``numbers`` weights, of which less than a chunk takes no shorter.
