@@ -268,13 +268,13 @@ def test_a_weight_that_is_no_number_is_told(
 
 
 @given(st.floats(1e3, 1e10), st.floats(1e3, 1e10), st.floats(1e-3, 10))
-def test_a_fragment_takes_half_a_step_at_most(whole: float, rate: float, seconds: float) -> None:
+def test_a_fragment_takes_two_thirds_of_a_step_at_most(whole: float, rate: float, seconds: float) -> None:
     count = needed(int(whole), rate, seconds)
     assert 1 <= count <= MOST
     if count < MOST:
-        assert int(whole) / count / rate <= 0.5 * seconds * 1.01 or 0.5 * rate * seconds < 1
+        assert int(whole) / count / rate <= 0.67 * seconds * 1.01 or 0.67 * rate * seconds < 1
     if count > 1:
-        assert int(whole) / (count - 1) / rate > 0.5 * seconds * 0.99
+        assert int(whole) / (count - 1) / rate > 0.67 * seconds * 0.99
 
 
 @given(st.floats(1e-6, 10), st.floats(1e-4, 10), st.integers(1, 10**10))
