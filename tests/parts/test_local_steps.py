@@ -268,7 +268,9 @@ def test_a_weight_that_is_no_number_is_told(
 
 
 @given(st.floats(1e3, 1e10), st.floats(1e3, 1e10), st.floats(1e-3, 10))
-def test_a_fragment_takes_two_thirds_of_a_step_at_most(whole: float, rate: float, seconds: float) -> None:
+def test_a_fragment_takes_two_thirds_of_a_step_at_most(
+    whole: float, rate: float, seconds: float
+) -> None:
     count = needed(int(whole), rate, seconds)
     assert 1 <= count <= MOST
     if count < MOST:

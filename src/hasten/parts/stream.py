@@ -249,7 +249,7 @@ class Stream:
 def needed(
     whole: int, rate: float, step_seconds: float, own_seconds: float = 0.0, numbers: int = 0
 ) -> int:
-    """Fragments so that one takes at most two thirds of a step to travel, and little of the computation.
+    """Fragments so that one travels for two thirds of a step at most and takes little computation.
 
     ``whole`` bytes of all weights, ``rate`` bytes a second; ``own_seconds`` for making and taking
     in messages of all ``numbers`` weights, of which less than a chunk takes no shorter.
