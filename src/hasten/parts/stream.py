@@ -46,6 +46,7 @@ USUAL, SHORTEST = "int4", "sign"  # formats, the second where the first takes ma
 MANY = 6
 TIMED_STEPS = 8  # whose quickest says how long a message may travel
 PROBES = (1 << 16, 1 << 19)  # bytes; the difference in time is free of delay
+LOOKS = 3  # at each, since the first ever takes longer and would make the link look faster
 BUSY = 0.67  # share of the quickest step in which a link is busy
 OWN = 0.05  # share of a step in which messages are made and taken in, and nothing is computed
 
@@ -175,16 +176,15 @@ class Stream:
         if len(self._moments) <= TIMED_STEPS:
             return
         quickest = min(b - a for a, b in itertools.pairwise(self._moments))
-        small, large = (self._probe(size) for size in PROBES)
+        small, large = map(min, zip(*(map(self._probe, PROBES) for _ in range(LOOKS)), strict=True))
         rate = (PROBES[1] - PROBES[0]) / max(large - small, 1e-9)
         kinds = [codec_of(name) for name in self._formats] or [self.codec]
-        counts = list[int]()
-        for kind in kinds:
-            whole, numbers = self.drift.message_bytes(0, kind), self.drift.anchor.numel()
-            counts.append(needed(whole, rate, quickest, self._own_seconds(kind), numbers))
-            if counts[-1] <= MANY:
-                break
-        found = self.drift.anchor.new_tensor([len(counts) - 1, counts[-1]])
+        wholes = [self.drift.message_bytes(0, kind) for kind in kinds]
+        few = (i for i, whole in enumerate(wholes) if needed(whole, rate, quickest) <= MANY)
+        place = next(few, len(kinds) - 1)
+        own, numbers = self._own_seconds(kinds[place]), self.drift.anchor.numel()
+        count = needed(wholes[place], rate, quickest, own, numbers)
+        found = self.drift.anchor.new_tensor([place, count])
         first = dist.get_global_rank(self.drift.group, 0)
         self.drift.travel(dist.broadcast, found, first)
         place, count = (int(number) for number in found.tolist())
