@@ -51,17 +51,11 @@ def test_a_transfer_takes_as_long_as_the_rate_says_and_the_counters_see_its_byte
                 break
         assert after[1][0] - before[1][0] == pytest.approx(SIZE, rel=0.05)
         assert after[0][1] - before[0][1] == pytest.approx(SIZE, rel=0.05)
-        if rate < 0.9 * 40e6:
-            skip_where_nothing_is_quick(lab)
-    assert rate > 0.9 * 40e6
-
-
-def skip_where_nothing_is_quick(lab: Lab) -> None:
-    """A machine that is taken by others says nothing of a link's rate."""
-    lab.limit(None)
-    found = [8 * SIZE / measured(lab, 0, "transfer", SIZE)["seconds"] for _ in range(3)]
-    if max(found) < 4 * 40e6:  # two busy processes beside it leave 300 Mbit/s to the switch
-        pytest.skip(f"{max(found) / 1e6:.0f} Mbit/s without a limit: this machine is too busy")
+        lab.limit(None)
+        without = [8 * SIZE / measured(lab, 0, "transfer", SIZE)["seconds"] for _ in range(3)]
+    # Two busy processes beside it leave 300 Mbit/s to the switch; a machine that carries less than
+    # four links of this rate isn't asked for the whole of one.
+    assert rate > 0.9 * min(40e6, max(without) / 4)
 
 
 def test_a_delay_is_seen_twice_in_a_round_trip() -> None:

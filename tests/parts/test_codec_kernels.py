@@ -81,9 +81,8 @@ def test_numbers_halfway_between_two_codes_are_rounded_alike(bits: int) -> None:
 @needs_compiler
 @pytest.mark.parametrize("way", WAYS)
 def test_magnitudes_are_summed_in_the_order_that_is_given(way: ModuleType) -> None:
-    border = 2.0**24 * (
-        1 + 2**-8
-    )  # its 32nd part lies between two bf16 numbers, the even one below
+    # A 32nd of the first number lies between two bf16 numbers, of which the even one is below.
+    border = 2.0**24 * (1 + 2**-8)
     flat = torch.tensor([border, *15 * [1.0], *16 * [0.0]])  # one after the other all ones are lost
     put = coded(way, flat, None, 32, 1, None)[2]
     assert put.tolist() == 32 * [2.0**19 * (1 + 2**-7)]

@@ -80,7 +80,9 @@ class Stream(Technique):
         AUTO, "fragments of the weights; auto: as many as the link asks for", choices=(AUTO, 2)
     )
     codec: str = knob(
-        AUTO, f"{ON_LINK}; auto: int4, signs on a slow link", choices=(AUTO, "int8", "int4", "sign")
+        AUTO,
+        f"{ON_LINK}; auto: int4, signs on a slow link",
+        choices=(AUTO, "bf16", "int8", "int4", "sign"),
     )
     timeout_seconds: int = setting(600, "how long a rank waits for the others")
 

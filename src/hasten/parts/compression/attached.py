@@ -79,7 +79,7 @@ class Weights:
             self.part = LocalSteps(trained, settings.every, codec=codec("int4"), timeout=limit)
         else:
             self.part = Stream(trained, timeout=limit)
-        after_updates(trained[0], self._updated)
+        after_updates(trained[0], self._updated, "nothing is exchanged, and ranks drift apart")
 
     @property
     def steps(self) -> int:
@@ -133,7 +133,7 @@ class Choice:
         self.choice = WireChoice(buckets)
         self.choice.attach(model)
         trained = next(p for p in model.parameters() if p.requires_grad)
-        after_updates(trained, self._updated)
+        after_updates(trained, self._updated, "no route is tried, and all goes as without auto")
 
     @property
     def steps(self) -> int:
@@ -180,13 +180,13 @@ def whole(
     return Weights(model, settings, seconds)
 
 
-def after_updates(weight: torch.Tensor, action: Callable[[], None]) -> None:
+def after_updates(weight: torch.Tensor, action: Callable[[], None], otherwise: str) -> None:
     """Call a method after each step of the optimizer that has this weight, while its owner lives.
 
     torch's hook is for all optimizers of the process: it looks whose step it was, and goes with the
-    owner. Where gradients come and no step is ever heard of, it warns: ranks would drift apart.
+    owner. Where gradients come and no step is ever heard of, it warns of what happens otherwise.
     """
-    method, wanted, silence = weakref.WeakMethod(action), weakref.ref(weight), Silence()
+    method, wanted, silence = weakref.WeakMethod(action), weakref.ref(weight), Silence(otherwise)
 
     def updated(optimizer: torch.optim.Optimizer, given: Any, named: Any) -> None:
         found, mine = method(), wanted()
@@ -208,9 +208,9 @@ def after_updates(weight: torch.Tensor, action: Callable[[], None]) -> None:
 class Silence:
     """Gradients that came before the first update; too many of them are told once."""
 
-    def __init__(self) -> None:
+    def __init__(self, otherwise: str) -> None:
         self.over = False
-        self._gradients = 0
+        self._otherwise, self._gradients = otherwise, 0
 
     def __call__(self, weight: torch.Tensor) -> None:
         self._gradients += not self.over
@@ -218,8 +218,8 @@ class Silence:
             self.over = True
             warnings.warn(
                 f"{PATIENCE} gradients and no step of a torch optimizer that has the model's first "
-                "trained weight: nothing was exchanged, and ranks drift apart; if the optimizer is "
-                "one of another kind, or has copies of the weights, use hasten.parts.local_steps, "
-                "stream or wire_choice and call after each update what they say",
+                f"trained weight: {self._otherwise}; if the optimizer is of another kind, or has "
+                "copies of the weights, use hasten.parts.local_steps, stream or wire_choice and "
+                "call after each update what they say",
                 stacklevel=2,
             )
