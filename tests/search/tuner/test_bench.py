@@ -143,6 +143,20 @@ def test_a_point_that_is_far_better_stays_and_the_next_are_measured_beside_it() 
     assert machine.alive == 0
 
 
+@pytest.mark.parametrize(("load", "rounds"), [(0.1, 1), (0.5, 3)])
+def test_a_round_that_others_disturbed_does_not_decide_by_itself(
+    monkeypatch: pytest.MonkeyPatch, load: float, rounds: int
+) -> None:
+    """Else a lucky one puts a point in the start's place, and all later ones are wrong by it."""
+    monkeypatch.setattr("hasten.search.tuner.bench.foreign_share", lambda *seen: load)
+    best, worst = SPACE.point({"batch": 4, "fused": True}), SPACE.point({"batch": 2})
+    machine = Machine(SPACE, fast)
+    with Bench(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
+        bench.open(1e6)
+        assert len(bench.measure(best, 1e6).logs) == rounds
+        assert len(bench.measure(worst, 1e6, best=math.log(8.0)).logs) == rounds
+
+
 def test_a_point_that_needs_more_memory_does_not_stay() -> None:
     best, near = SPACE.point({"batch": 4, "fused": True}), SPACE.point({"batch": 4, "fused": False})
     machine = Machine(SPACE, fast, memory=lambda s: 1e9 * s["batch"])

@@ -145,7 +145,7 @@ class Bench:
         rounds: int = ROUNDS,
         enough: float = math.inf,
     ) -> Measurement:
-        """One trial; it ends after a round that leaves it far below ``best``, or far above all.
+        """One trial; a calm round that leaves it far below ``best``, or far above all, ends it.
 
         Raises:
             InputError: the start's process failed beside an earlier point, and now by itself.
@@ -169,8 +169,8 @@ class Bench:
                 rates.append(rate)
                 loads.append(load)
                 memory = max((m for m in (memory, peak) if m), default=None)
-                if logs[-1] < best - HOPELESS or log > FAR_BETTER:
-                    break
+                if load <= FOREIGN and (logs[-1] < best - HOPELESS or log > FAR_BETTER):
+                    break  # what others disturbed, twice by now, decides nothing by itself
                 if len(logs) >= 2 and self._clock() > enough:
                     break
             whole = True
