@@ -15,7 +15,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from hasten.errors import InputError
 from hasten.evidence.load import foreign_share, look
@@ -34,7 +34,6 @@ from hasten.search.tuner.turns import (
 
 ROUNDS = 3  # of a trial
 NOISE_ROUNDS = 4
-FINAL_ROUNDS = 12  # of the best few side by side
 HOPELESS = 0.15  # below the best after one round, as a logarithm: no second round
 FAR_BETTER = 0.4  # than the process that stays: takes its place
 FOREIGN = 0.35  # share of the machine that others may take in a round that isn't done again
@@ -64,11 +63,11 @@ class Bench:
         clock: Callable[[], float] = time.monotonic,
         fewest: int = FEWEST_STEPS,
     ) -> None:
-        self._start, self._first, self._cores = start, first, cores
-        self._turns = Turns(steps, clock, fewest)
-        self._order, self._clock = random.Random(seed), clock
-        self._base: Runner | None = None
-        self._beside, self._above = first, 0.0  # its point, and the logarithm over the start's rate
+        self.start, self._first, self._cores = start, first, cores
+        self.turns = Turns(steps, clock, fewest)
+        self.draw, self._clock = random.Random(seed), clock
+        self._base: Runner | None = None  # the process that stays
+        self.beside, self.above = first, 0.0  # its point, and the logarithm over the start's rate
         self._count = steps  # of its turns
         self.start_seconds = 0.0  # of the first process, to build and warm up
         self.step_seconds = 0.0  # of the process that stays
@@ -93,6 +92,11 @@ class Bench:
             self._base.end(at_once=True)
             self._base = None
 
+    def ready(self, deadline: float) -> None:
+        """Have a process that stays (see `open`)."""
+        if self._base is None:
+            self.open(deadline)
+
     def open(self, deadline: float) -> None:
         """Start the process that stays: the start's, or what took its place.
 
@@ -101,13 +105,13 @@ class Bench:
             OutOfTimeError: it isn't ready by the deadline.
         """
         began = self._clock()
-        self._base = self._start(self._beside)
+        self._base = self.start(self.beside)
         try:
-            warm = self._turns.warmed(self._base, deadline)
+            warm = self.turns.warmed(self._base, deadline)
         except RunnerFailedError as error:
-            if self._beside != self._first:
+            if self.beside != self._first:
                 self._drop()
-                self._beside, self._above = self._first, 0.0
+                self.beside, self.above = self._first, 0.0
                 self.open(deadline)
                 return
             raise InputError(f"tune: the job fails as it is, before any change: {error}") from error
@@ -115,8 +119,8 @@ class Bench:
             self._drop()
             raise
         self.step_seconds = statistics.median(s.seconds for s in warm[-2:])
-        self._count = self._turns.length(warm)
-        if self._beside == self._first:
+        self._count = self.turns.length(warm)
+        if self.beside == self._first:
             self.start_seconds = self._clock() - began
             self.rate = statistics.median(s.items / s.seconds for s in warm[-2:])
             self.memory = max((s.memory for s in warm if s.memory), default=None)
@@ -151,17 +155,16 @@ class Bench:
             InputError: the start's process failed beside an earlier point, and now by itself.
             OutOfTimeError: the deadline came before the first round was over.
         """
-        if self._base is None:
-            self.open(deadline)
+        self.ready(deadline)
         began = self._clock()
-        runner, logs, above = self._start(point), list[float](), self._above
+        runner, logs, above = self.start(point), list[float](), self.above
         memory, rates, loads = None, list[float](), list[float]()
         whole = False
         try:
-            warm = self._turns.warmed(runner, deadline)
+            warm = self.turns.warmed(runner, deadline)
             memory, count = (
                 max((s.memory for s in warm if s.memory), default=None),
-                self._turns.length(warm),
+                self.turns.length(warm),
             )
             while len(logs) < rounds and self._clock() < deadline:
                 log, rate, load, peak = self._calm_round(runner, count, deadline)
@@ -196,51 +199,6 @@ class Bench:
             max(loads),
         )
 
-    def side_by_side(
-        self, points: Sequence[Point], deadline: float, rounds: int = FINAL_ROUNDS
-    ) -> dict[Point, tuple[float, ...]]:
-        """Points that are all alive at once, each with a turn in every round.
-
-        Returns:
-            By point, a logarithm of its rate over the start's for each round that was whole; none
-            of a point that failed, and of nobody where the time wasn't enough.
-        """
-        runners: dict[Point, Runner] = {}
-        found: list[dict[Point, float]] = []
-        try:
-            if self._base is None:
-                self.open(deadline)
-            runners = {point: self._start(point) for point in points if point != self._beside}
-            counts: dict[Point, int] = {}
-            for point, runner in tuple(runners.items()):  # all are being built meanwhile
-                try:
-                    counts[point] = self._turns.length(self._turns.warmed(runner, deadline))
-                except RunnerFailedError:
-                    runners.pop(point).end(at_once=True)
-            while len(found) < rounds:
-                found.append(self._round_of_all(runners, counts, deadline))
-        except (OutOfTimeError, RunnerFailedError, InputError):
-            pass  # the rounds before it count
-        finally:
-            for runner in runners.values():
-                runner.end(at_once=True)
-        there = [point for point in points if point in runners or point == self._beside]
-        return {point: tuple(each[point] for each in found) for point in there} if found else {}
-
-    def _round_of_all(
-        self, runners: Mapping[Point, Runner], counts: Mapping[Point, int], deadline: float
-    ) -> dict[Point, float]:
-        """Logarithms over the start's rate, by that of the process that stays."""
-        rates = {}
-        for point in self._order.sample([*runners, self._beside], len(runners) + 1):
-            if point in runners:
-                steps = self._turns.turn(runners[point], counts[point], deadline)
-            else:
-                steps = self._turn_beside(deadline)
-            rates[point] = statistics.median(s.items / s.seconds for s in steps)
-        beside = rates[self._beside]
-        return {point: self._above + math.log(rate / beside) for point, rate in rates.items()}
-
     def _takes_over(
         self,
         runner: Runner,
@@ -254,11 +212,11 @@ class Bench:
         One with a larger peak doesn't: there would be less for those that are measured beside it.
         """
         larger = memory is not None and self.memory is not None and memory > self.memory
-        if larger or not logs or statistics.median(logs) - self._above < FAR_BETTER:
+        if larger or not logs or statistics.median(logs) - self.above < FAR_BETTER:
             return False
         self.close()
-        self._base, self._beside, self._above = runner, point, statistics.median(logs)
-        self._count = self._turns.length(warm)
+        self._base, self.beside, self.above = runner, point, statistics.median(logs)
+        self._count = self.turns.length(warm)
         self.step_seconds = statistics.median(s.seconds for s in warm[-2:])
         return True
 
@@ -276,23 +234,23 @@ class Bench:
     ) -> tuple[float, float, float, float | None]:
         before, rates = look(), {}
         peak = None
-        for mine in self._order.sample([True, False], 2):
-            ours = self._turns.turn
-            steps = ours(runner, count, deadline) if mine else self._turn_beside(deadline)
+        for mine in self.draw.sample([True, False], 2):
+            ours = self.turns.turn
+            steps = ours(runner, count, deadline) if mine else self.turn_beside(deadline)
             rates[mine] = statistics.median(s.items / s.seconds for s in steps)
             if mine:
                 peak = max((s.memory for s in steps if s.memory), default=None)
         load = foreign_share(before, look(), self._cores)
         return math.log(rates[True] / rates[False]), rates[True], load, peak
 
-    def _turn_beside(self, deadline: float) -> list[Step]:
+    def turn_beside(self, deadline: float) -> list[Step]:
         """The turn of the one that stays; cut off, it would answer late, for another turn."""
         assert self._base is not None  # `measure` has opened it
         try:
-            return self._turns.turn(self._base, self._count, deadline)
+            return self.turns.turn(self._base, self._count, deadline)
         except RunnerFailedError as error:
             self._drop()
-            first = self._beside == self._first
+            first = self.beside == self._first
             who = "the start's process" if first else "the process it was compared with"
             raise RunnerFailedError(f"{who} failed beside it: {error}") from error
         except OutOfTimeError:

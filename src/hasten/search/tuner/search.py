@@ -21,6 +21,7 @@ from hasten.evidence.budget import words
 from hasten.evidence.record import Record
 from hasten.search.tuner.bench import Bench
 from hasten.search.tuner.failures import blamed
+from hasten.search.tuner.final import side_by_side
 from hasten.search.tuner.proposers import OF_MEDIAN, Own, Proposer, Tried
 from hasten.search.tuner.space import Point, Space
 from hasten.search.tuner.study import Objective, Study
@@ -28,8 +29,8 @@ from hasten.search.tuner.turns import Measurement, OutOfTimeError
 
 Tell = Callable[[str, float], None]
 NOISE_SHARE = 0.08  # of the budget, if the noise has been seen twice by then
-DUEL_SHARE = 0.25  # of the budget, at least
-FINAL_SHARE = 0.15  # the same
+DUEL_SHARE = 0.22  # of the budget, at least
+FINAL_SHARE = 0.2  # the same
 RACE_SHARE = 0.7  # the same, where whole trainings decide in place of a duel
 FINALISTS = 4
 DUEL_STARTS = 3.5  # starts of a process that a duel needs at least, its first rounds included
@@ -134,7 +135,7 @@ class Search:
         if len(points) < 2:
             return
         self._tell(f"the best {len(points)} side by side")
-        found = self._bench.side_by_side(points, self._end - self.reserve)
+        found = side_by_side(self._bench, points, self._end - self.reserve)
         study.final = {p: logs for p, logs in found.items() if len(logs) >= FINAL_ROUNDS}
         rows = [{"settings": self._space.settings(p), "logs": logs} for p, logs in found.items()]
         self._record.append("final", arms=rows)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from hasten.search.tuner.final import leading
 from hasten.search.tuner.proposers import Tried
 from hasten.search.tuner.space import Point, Space
 
@@ -34,7 +34,7 @@ class Study:
 
         Those of the final come first, in its order.
         """
-        places = sorted(self.final, key=lambda point: -statistics.median(self.final[point]))
+        places = leading(self.final)
         rest = [point for point in self._by_trials() if point not in places]
         return [*places, *rest][:count]
 

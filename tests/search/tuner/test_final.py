@@ -1,0 +1,110 @@
+"""The final on a machine that is made up: who leads, who leaves, and what noise does to it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from hasten.search.tuner.bench import Bench
+from hasten.search.tuner.final import FEWEST, MOST_ROUNDS, behind, leading, side_by_side
+from hasten.search.tuner.space import Point, of_values
+from search.tuner.simulated import Machine
+
+SPACE = of_values({"batch": [1, 2, 4, 8], "fused": [False, True], "dtype": ["fp32", "bf16"]})
+ONE, TWO, THREE = (1,), (2,), (3,)
+
+
+def seconds(s: dict[str, Any]) -> float:
+    return (
+        (1.0 + 1.0 / s["batch"]) * (0.8 if s["fused"] else 1) * (0.6 if s["dtype"] == "bf16" else 1)
+    )
+
+
+def raced(machine: Machine, points: list[Point]) -> dict[Point, tuple[float, ...]]:
+    with Bench(machine.start, SPACE.start, 2, steps=1, clock=machine.clock) as bench:
+        bench.open(1e6)
+        found = side_by_side(bench, points, 1e6)
+    assert machine.alive == 0
+    return found
+
+
+def test_the_speed_of_a_round_is_not_that_of_a_point() -> None:
+    """By medians of its own rounds the second would lead; in each round but one it is behind."""
+    logs = {ONE: [2.0, 0.0, 0.9, 3.0, 0.1], TWO: [1.9, 1.0, 0.8, 2.9, 0.0]}
+    assert leading(logs) == [ONE, TWO]
+
+
+def test_more_rounds_lead_and_those_that_left_are_in_the_order_in_which_they_did() -> None:
+    logs = {ONE: [0.9] * 4, TWO: [0.1] * 6, THREE: [0.2] * 6}
+    assert leading(logs) == [THREE, TWO, ONE]
+    assert leading({}) == []
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.02, 0.1])
+def test_equals_are_seldom_sent_away_and_those_far_behind_always(spread: float) -> None:
+    draw = random.Random(0)
+    gone = [0, 0]
+    for _ in range(200):
+        machine = [draw.gauss(0, 0.3) for _ in range(8)]
+
+        def rounds(value: float, machine: list[float] = machine) -> list[float]:
+            return [value + m + draw.gauss(0, spread) for m in machine]
+
+        found = behind({ONE: rounds(1.0), TWO: rounds(1.0), THREE: rounds(0.6)})
+        gone[0] += THREE in found
+        gone[1] += len(set(found) - {THREE})
+    assert gone[0] == 200
+    assert gone[1] <= 16
+
+
+def test_nobody_leaves_after_a_few_rounds() -> None:
+    few = {ONE: [1.0] * (FEWEST - 1), TWO: [0.0] * (FEWEST - 1)}
+    assert behind(few) == []
+    assert behind({p: [*logs, logs[0]] for p, logs in few.items()}) == [TWO]
+
+
+def test_who_is_left_alone_ends_the_final() -> None:
+    points = [SPACE.point({"batch": b, "dtype": "bf16"}) for b in (8, 2, 1)]
+    machine = Machine(SPACE, seconds)
+    found = raced(machine, points)
+    assert {len(logs) for logs in found.values()} == {FEWEST}
+    assert leading(found)[0] == points[0]
+
+
+def test_those_that_stay_have_the_rounds_of_those_that_left() -> None:
+    near = {"batch": 4}, {"batch": 8}  # 10 % apart
+    points = [SPACE.point({**n, "fused": True, "dtype": "bf16"}) for n in near]
+    points += [SPACE.point({"fused": True}), SPACE.point({"dtype": "bf16"})]
+    machine = Machine(SPACE, seconds, noise=0.1)
+    found = raced(machine, points)
+    assert max(len(found[p]) for p in points[:2]) > max(len(found[p]) for p in points[2:])
+    assert max(len(logs) for logs in found.values()) <= MOST_ROUNDS
+    best = 0
+    for seed in range(30):
+        machine = Machine(SPACE, seconds, noise=0.1)
+        machine.draw.seed(seed)
+        best += leading(raced(machine, points))[0] == points[1]
+    assert best >= 28
+
+
+def test_a_finalist_that_dies_is_left_out_and_the_others_go_on() -> None:
+    first, best = SPACE.settings(SPACE.start), {"batch": 8, "fused": True, "dtype": "bf16"}
+    machine = Machine(SPACE, seconds)
+    with Bench(machine.start, SPACE.start, 2, clock=machine.clock) as bench:
+        bench.open(1e6)
+        points = [SPACE.point({**first, **change}) for change in ({"batch": 8}, best)]
+        machine.fails = lambda s: "gone" if s == best else None
+        found = side_by_side(bench, points, 1e6)
+    assert list(found) == points[:1]
+    assert machine.alive == 0
+
+
+def test_a_final_without_time_decides_nothing() -> None:
+    machine = Machine(SPACE, seconds)
+    with Bench(machine.start, SPACE.start, 2, clock=machine.clock) as bench:
+        bench.open(1e6)
+        points = [p for p in SPACE.points() if p != SPACE.start][:3]
+        assert side_by_side(bench, points, machine.clock.now + 12.0) == {}
+    assert machine.alive == 0
