@@ -15,7 +15,7 @@ from hasten.search.tuner.bench import Bench
 from hasten.search.tuner.earlier import learnt, similar_trials
 from hasten.search.tuner.output import document, lead, page
 from hasten.search.tuner.proposers import Beforehand, Own, Shuffled
-from hasten.search.tuner.search import DUEL_SHARE, FINALISTS, Search
+from hasten.search.tuner.search import FINALISTS, Search
 from hasten.search.tuner.space import of_values
 from hasten.search.tuner.study import Study
 from hasten.search.tuner.turns import OutOfTimeError
@@ -62,7 +62,7 @@ def test_trials_leave_the_duel_its_part_of_the_budget() -> None:
     machine = Machine(SPACE, seconds, noise=0.01)
     study = searched(machine, budget=130.0)
     assert study.ended == "the budget's time for trials was used"
-    assert machine.clock.now <= 130 * (1 - DUEL_SHARE)
+    assert machine.clock.now <= 130 * 0.75
     assert len(study.rows) >= 2
 
 
