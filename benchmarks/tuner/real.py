@@ -7,11 +7,13 @@
   2. on the same budget, as DeepSpeed's autotuner goes: the micro-batch is doubled, each size in a
      fresh start whose steps 3 to 5 are timed once (https://www.deepspeed.ai/tutorials/autotuning);
      the global batch stays as it is by accumulation, and ZeRO has nothing to decide on one rank
-  3. the recipe without a plan, a copy of it, every winner and that of 2 take turns (``--compare``);
-     all ratios, those between two winners as well, are paired by round
+  3. the recipe without a plan, a copy of it, every winner and that of 2 take turns (``--compare``)
+  4. the winners alone take turns, with a copy of the first (``--apart``): many short rounds, of
+     which each two winners' ratio is taken, and the copy's says how far it is noise
 
-It takes at most (repeats + 1) x budget + compare. What is finished stays in ``--folder``, and a
-second start goes on from there; a study that was killed gets its whole budget again (``starts``).
+It takes at most (repeats + 1) x budget + compare + apart. What is finished stays in ``--folder``,
+and a second start goes on from there; a study that was killed gets its whole budget again
+(``starts``).
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.evidence.ablation import AGAIN, BASELINE, Arm, Design
 from hasten.evidence.budget import seconds_of
-from hasten.evidence.comparisons import ratio_between
+from hasten.evidence.comparisons import floor_of, ratio_between
 from hasten.experiment import Silence, Subject, environment, measured, prepared
 from hasten.recipe.build import batch_of, requested_plan
 from hasten.recipe.schema import Recipe, load_recipe, recipe_from
@@ -91,6 +93,9 @@ def main(arguments: Sequence[str]) -> None:
         _keep(asked.json, found)
     told.tell(f"{len(plans)} winners side by side, {asked.compare} at most")
     found["comparison"] = _compared(subject, plans, seconds_of(asked.compare), told)
+    _keep(asked.json, found)
+    told.tell(f"the winners alone, {asked.apart} at most")
+    found["apart"] = _apart(subject, plans, seconds_of(asked.apart), told)
     found["seconds"] = round(time.monotonic() - told.began, 1)
     _keep(asked.json, found)
     print(table(found))
@@ -101,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", default="8m", help="of each study, and of the doubling")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--compare", default="12m", help="of the winners' run side by side")
+    parser.add_argument("--apart", default="12m", help="of the winners' run without the defaults")
     parser.add_argument("--recipe", type=Path, default=Path("examples/stdlib_tiny.yaml"))
     parser.add_argument("--keep-plan", action="store_true", help="start from the recipe's plan")
     parser.add_argument("--no-doubling", dest="doubling", action="store_false")
@@ -204,12 +210,7 @@ def _compared(
     """All plans in one interleaved run; a plan that several found has one arm."""
     base = subject.plan
     plans: dict[str, Plan] = {BASELINE: base, AGAIN: base}
-    arm_of: dict[str, str] = {}
-    for name, plan in winners.items():
-        same = next((n for n, p in plans.items() if set(p) == set(plan)), None)
-        arm_of[name] = same or name
-        if same is None:
-            plans[name] = plan
+    arm_of = _joined(plans, winners)
     kinds: dict[str, Any] = {BASELINE: "baseline", AGAIN: "again"}
     design = Design(
         rounds=20,
@@ -222,15 +223,54 @@ def _compared(
     )
     kinds |= dict.fromkeys([n for n in plans if n not in kinds], "other")
     found = measured(subject, plans, kinds, design, False, told)
-    words = judged(found.arms)
-    arms = {arm.name: arm for arm in found.arms}
-    own = list(dict.fromkeys(arm for name, arm in arm_of.items() if name != DOUBLING))
     return {
-        **words,
+        **judged(found.arms),
         "design": found.design,
         "arm_of": arm_of,
         "plans": {name: plan.to_list() for name, plan in plans.items()},
-        "pairs": _pairs([arms[n] for n in own if n in arms], found.arms[0]),
+    }
+
+
+def _joined(plans: dict[str, Plan], more: Mapping[str, Plan]) -> dict[str, str]:
+    """Add plans; the arm of each of them, since a plan that several found has one."""
+    arm_of: dict[str, str] = {}
+    for name, plan in more.items():
+        same = next((n for n, p in plans.items() if set(p) == set(plan)), None)
+        arm_of[name] = same or name
+        plans.setdefault(arm_of[name], plan)
+    return arm_of
+
+
+def _apart(
+    subject: Subject, winners: Mapping[str, Plan], seconds: float, told: Told
+) -> dict[str, Any]:
+    """How far the winners are from each other, with a copy of the first as a control."""
+    first, *others = [name for name in winners if name != DOUBLING]
+    plans = {first: winners[first]}
+    arm_of = _joined(plans, {name: winners[name] for name in (first, *others)})
+    if len(plans) == 1:
+        return {"arm_of": arm_of, "noise_floor": None, "pairs": []}
+    plans = {first: plans[first], AGAIN: plans[first], **plans}
+    kinds: dict[str, Any] = dict.fromkeys(plans, "other")
+    kinds |= {first: "baseline", AGAIN: "again"}
+    design = Design(
+        rounds=200,
+        warmup=2,
+        longest_warmup=8,
+        evaluations=1,
+        noise=True,
+        foreign_load=LOAD,
+        budget_seconds=seconds,
+    )
+    found = measured(subject, plans, kinds, design, False, told)
+    arms = {arm.name: arm for arm in found.arms}
+    return {
+        "arm_of": arm_of,
+        "design": found.design,
+        "noise_floor": floor_of(found.arms),
+        "rounds": {name: list(arm.rounds) for name, arm in arms.items()},
+        "control": _pairs([arms[n] for n in (AGAIN, first) if n in arms], arms[first]),
+        "pairs": _pairs([arm for name, arm in arms.items() if name != AGAIN], arms[first]),
     }
 
 
@@ -262,10 +302,11 @@ def table(found: Mapping[str, Any]) -> str:
     for row in both["arms"]:
         speed = statistics.median(row["rounds"]) if row["rounds"] else float("nan")
         lines.append(f"{row['name']:16}{speed:10,.0f}/s  {_span(row['ratio'])}  {row['verdict']}")
-    lines.append(f"arms of the studies: {json.dumps(both['arm_of'])}")
-    lines += [f"{' / '.join(r['arms'])}: {_span(r['ratio'])}" for r in both["pairs"]]
-    winners = {arm for name, arm in both["arm_of"].items() if name != DOUBLING}
-    lines.append(_verdict(both["pairs"], len(winners)))
+    apart = found["apart"]
+    lines += ["", f"the winners alone: {json.dumps(apart['arm_of'])}"]
+    for row in (*apart.get("control", ()), *apart["pairs"]):
+        lines.append(f"{' / '.join(row['arms'])}: {_span(row['ratio'])}")
+    lines.append(_verdict(apart["pairs"], len(set(apart["arm_of"].values()))))
     return "\n".join(lines)
 
 

@@ -37,6 +37,7 @@ from hasten.evidence.completion import completed
 from hasten.evidence.controller import Measured, measure_arms, table
 from hasten.evidence.energy import Meter, meter_of_run
 from hasten.evidence.findings import report_of
+from hasten.evidence.nursery import Nursery
 from hasten.evidence.record import Record, key_of, source_digest
 from hasten.recipe.build import plan_of
 from hasten.recipe.ceiling import mfu_words
@@ -57,9 +58,7 @@ class Audience(Protocol):
     """
 
     def tell(self, text: str) -> None: ...
-
     def begin(self) -> None: ...
-
     def show(self, text: str, share: float) -> None: ...
 
 
@@ -189,8 +188,7 @@ def prepared(recipe: Recipe | str | Path, audience: Audience, ranks: bool = Fals
     Raises:
         InputError: an unusable recipe, or several ranks where there may be one alone.
     """
-    if not isinstance(recipe, Recipe):
-        recipe = load_recipe(Path(recipe))
+    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(Path(recipe))
     if recipe.nproc > 1 and not ranks:
         raise InputError("nproc: only jobs of one process are measured here; set nproc: 1")
     if facts.world().size > 1:
@@ -217,8 +215,9 @@ def measured(
     design: Design,
     fresh: bool,
     audience: Audience,
+    nursery: Nursery | None = None,
 ) -> Measured:
-    """The experiment, from its record as far as that goes."""
+    """The experiment, from its record as far as that goes; a nursery spares arms their imports."""
     recipe, known = subject.recipe, subject.known
     if recipe.nproc > 1:
         check_turns(plans, design.steps)
@@ -239,8 +238,9 @@ def measured(
             path = folder / "recipe.yaml"
             own = partial(environment, known=known, transport=recipe.transport)
             ranks = partial(places, recipe.nproc, known.hardware.usable_cores)
+            at = table(path, own, folder, known.device, meter=subject.meter, ranks=ranks)
             return measure_arms(
-                table(path, own, folder, known.device, meter=subject.meter, ranks=ranks),
+                replace(at, nursery=nursery),
                 plans,
                 design,
                 audience.show,

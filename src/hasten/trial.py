@@ -13,11 +13,16 @@ answers orders, asleep in between, so that arms can take turns on one machine:
 ``graphs`` counts what torch.compile has compiled so far, ``seconds`` what this order's share took.
 An arm on several ranks is such a process for each: started with a rank's variables, they meet, and
 all are given the same orders. ``apart`` says that their steps don't wait for each other.
+
+``python -m hasten.trial RECIPE SOCKET`` is such a process once it is told a plan: it imports what
+they need and forks one for each that comes through the socket (`hasten.evidence.nursery`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import gc
 import itertools
 import json
 import os
@@ -164,8 +169,43 @@ def compiled() -> tuple[int, float]:
     return int(graphs), float(spent.get("total_wall_time", 0.0))
 
 
+def zygote(recipe_path: str, control: int) -> int:
+    """Fork an arm for each plan that comes; in a child, be the arm."""
+    global STARTED
+    from hasten.evidence.zygote import forked
+
+    with contextlib.suppress(Exception):  # an arm will meet it again, and say it
+        _import_all(Path(recipe_path))
+    task = forked(control)
+    if task is None:
+        return 0
+    STARTED = time.perf_counter()
+    return main(*task.task, *task.pipes)
+
+
+def _import_all(recipe: Path) -> None:
+    """What an arm imports, the model's own module with it."""
+    import hasten.cluster.serving
+    import hasten.core.clock
+    import hasten.core.evaluate
+    import hasten.core.own_folder
+    import hasten.core.session
+    import hasten.core.step
+    import hasten.evidence.ledger
+    import hasten.recipe.ceiling  # noqa: F401
+    from hasten.recipe.build import facts_of
+    from hasten.recipe.schema import load_recipe
+
+    facts_of(load_recipe(recipe))
+
+
 if __name__ == "__main__":
     from hasten.core.processes import end_with_parent
 
     end_with_parent()
-    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
+    if len(sys.argv) == 3:
+        code = zygote(sys.argv[1], int(sys.argv[2]))
+    else:
+        code = main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    gc.freeze()  # else the interpreter looks for garbage among all modules, for more than a second
+    sys.exit(code)

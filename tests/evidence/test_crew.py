@@ -18,7 +18,7 @@ import pytest
 
 from evidence.loop_jobs import SPIN
 from hasten.evidence import crew as crew_module
-from hasten.evidence.crew import Crew, CrewFailedError
+from hasten.evidence.crew import Crew, CrewFailedError, interpreter
 from hasten.evidence.loops import LoopProcess
 
 # Speaks the pipes' language; what it does when it is told to fail stands in its variables.
@@ -53,6 +53,7 @@ for line in inbox:
 for child in beside:
     os.kill(child, signal.SIGKILL)
 """
+START = interpreter(lambda *pipes: ["-c", MEMBER, *map(str, pipes)])
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and asks the kernel")
 JOBS = str(Path(__file__).with_name("loop_jobs.py"))
 PARENT = """
@@ -71,7 +72,7 @@ def crew(folder: Path, *environs: dict[str, str]) -> Iterator[Crew]:
     with contextlib.ExitStack() as stack:
         paths = [folder / f"log-{number}" for number in range(len(environs))]
         logs = [stack.enter_context(path.open("w+b")) for path in paths]
-        found = Crew(lambda *pipes: ["-c", MEMBER, *map(str, pipes)], environs, logs)
+        found = Crew(START, environs, logs)
         stack.callback(found.end, at_once=True)
         yield found
 

@@ -22,7 +22,7 @@ from hasten.recipe.schema import load_recipe, recipe_from
 from hasten.search.tuner import bench
 from hasten.search.tuner.space import Point
 from hasten.search.tuner.turns import Runner
-from hasten.tuning import api, recipes
+from hasten.tuning import api, recipes, starter
 from hasten.tuning.recipes import RecipeSubject
 from hasten.tuning.subject import Wishes
 from material import STDLIB
@@ -246,3 +246,21 @@ def test_on_ranks_turns_too_short_for_an_exchange_are_refused(given: Subject) ->
     for point in found.space.points():
         settings = found.space.settings(point)
         assert 4 % settings.get("local_steps.every", 1) == 0
+
+
+def test_a_plan_whose_environment_is_new_is_an_effort_until_it_was_started(
+    given: Subject, tmp_path: Path
+) -> None:
+    found = subject(given)
+    start = found.space.start
+    other = found.space.point({"THREADS": "threads", "threads.passive": False})
+    assert found.known(0.02, None).effort(other) == 1.0  # nothing is forked yet
+    with found.opened(tmp_path):
+        effort = found.known(0.02, 1e9).effort
+        assert effort(other) == effort(start) == starter.COLD
+        runner = found.start(start)
+        assert effort(start) == 1.0 < effort(other)
+        runner.end(at_once=True)
+        likely = max(found.space.points(), key=effort)  # all are new but two
+        assert effort(likely) == starter.COLD
+    assert (tmp_path / "recipe.yaml").is_file()

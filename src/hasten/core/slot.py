@@ -6,6 +6,7 @@ is needed beyond that. The order below is the order of a step: from the record o
 
 from __future__ import annotations
 
+import functools
 from enum import Enum
 
 
@@ -34,7 +35,7 @@ class Slot(Enum):
     THREADS = "threads, affinity, waiting"
     ALLOCATOR = "memory allocator, huge pages"
 
-    @property
+    @functools.cached_property
     def position(self) -> int:
         """Place in the order of the step; plans list their techniques by it."""
         return list(Slot).index(self)

@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from hasten.core import facts
 from hasten.errors import InputError
@@ -35,13 +35,31 @@ Answer = dict[str, Any]
 ALONE: Sequence[Mapping[str, str]] = ({},)  # one process, which needs no place among ranks
 
 
+class Process(Protocol):
+    """What a crew asks of a process; `subprocess.Popen` is one."""
+
+    returncode: int | None
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+# Starts a process: its variables, the pipes of orders and of answers, its log, and the process
+# whose group it joins (None: one of its own).
+Start = Callable[[Mapping[str, str], tuple[int, int], IO[bytes], int | None], Process]
+
+
 class CrewFailedError(RuntimeError):
     """A process died, hung, or reported an error; the message says which."""
 
 
 @dataclass
 class _Member:
-    process: subprocess.Popen[bytes]
+    process: Process
     orders: int  # descriptors of the pipes
     answers: int
     log: IO[bytes]
@@ -80,21 +98,21 @@ class Crew:
     """One process for each rank of an arm, just started.
 
     Args:
-        arguments: of the interpreter, from the numbers of the pipes of orders and of answers.
+        start: starts one of them (see `interpreter`).
         environs: variables of each process; there are as many processes.
         logs: files, one for each, open for reading too: where its own words go.
     """
 
     def __init__(
         self,
-        arguments: Callable[[int, int], Sequence[str]],
+        start: Start,
         environs: Sequence[Mapping[str, str]],
         logs: Sequence[IO[bytes]],
     ) -> None:
         self._members: list[_Member] = []
         try:
             for environ, log in zip(environs, logs, strict=True):
-                self._members.append(self._started(arguments, environ, log))
+                self._members.append(self._started(start, environ, log))
         except BaseException:
             self.end(at_once=True)
             raise
@@ -149,24 +167,12 @@ class Crew:
         for member in self._members:
             member.process.wait()
 
-    def _started(
-        self,
-        arguments: Callable[[int, int], Sequence[str]],
-        environ: Mapping[str, str],
-        log: IO[bytes],
-    ) -> _Member:
+    def _started(self, start: Start, environ: Mapping[str, str], log: IO[bytes]) -> _Member:
         orders_read, orders_write = os.pipe()
         answers_read, answers_write = os.pipe()
+        group = self._members[0].process.pid if self._members else None
         try:
-            process = subprocess.Popen(
-                [sys.executable, *arguments(orders_read, answers_write)],
-                pass_fds=(orders_read, answers_write),
-                env=facts.child_environment(environ),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                process_group=self._members[0].process.pid if self._members else 0,
-            )
+            process = start(environ, (orders_read, answers_write), log, group)
         except BaseException:
             os.close(orders_write)
             os.close(answers_read)
@@ -221,6 +227,29 @@ class Crew:
         if number is not None and any(m.process.returncode is None for m in self._members):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._members[0].process.pid, number)
+
+
+def interpreter(arguments: Callable[[int, int], Sequence[str]]) -> Start:
+    """Starts processes of Python's.
+
+    Args:
+        arguments: from the numbers of the pipes of orders and of answers.
+    """
+
+    def start(
+        environ: Mapping[str, str], pipes: tuple[int, int], log: IO[bytes], group: int | None
+    ) -> Process:
+        return subprocess.Popen(
+            [sys.executable, *arguments(*pipes)],
+            pass_fds=pipes,
+            env=facts.child_environment(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            process_group=group or 0,
+        )
+
+    return start
 
 
 def _understood(line: str) -> Answer | str:

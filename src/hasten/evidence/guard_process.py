@@ -19,7 +19,7 @@ from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
-from hasten.evidence.crew import ALONE, Answer, Crew, CrewFailedError
+from hasten.evidence.crew import ALONE, Answer, Crew, CrewFailedError, interpreter
 
 ENTRY = ("-m", "hasten.guarding")  # what the interpreter runs
 PROCESS_WIDE = (Slot.THREADS, Slot.ALLOCATOR)
@@ -131,7 +131,7 @@ class Processes:
             paths = [self._folder / f"{self._crews}-log-{rank}" for rank in range(len(ranks))]
             logs = [stack.enter_context(path.open("w+b")) for path in paths]
             wanted = self._environ(order.start)
-            crew = Crew(self._arguments, [{**rank, **wanted} for rank in ranks], logs)
+            crew = Crew(interpreter(self._arguments), [{**rank, **wanted} for rank in ranks], logs)
             stack.callback(crew.end)
             yield crew
 

@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from hasten.errors import InputError
-from hasten.evidence.crew import Crew, CrewFailedError
+from hasten.evidence.crew import Crew, CrewFailedError, interpreter
 from hasten.evidence.report_words import span, words
 from hasten.evidence.statistics import Interval, Verdict, paired_ratio, spread, verdict
 
@@ -190,7 +190,7 @@ class LoopProcess:
             given = [self.target, json.dumps(sys.path), str(orders), str(answers), asked]
             return ["-m", ENTRY, *given]
 
-        self._crew = Crew(arguments, [{"OMP_WAIT_POLICY": "PASSIVE"}], [self.log])
+        self._crew = Crew(interpreter(arguments), [{"OMP_WAIT_POLICY": "PASSIVE"}], [self.log])
         return self
 
     def __exit__(

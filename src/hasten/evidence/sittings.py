@@ -18,6 +18,7 @@ from hasten.core.plan import Plan
 from hasten.evidence import grouping
 from hasten.evidence.ablation import Design, Kind
 from hasten.evidence.crew import ALONE
+from hasten.evidence.nursery import Nursery
 from hasten.evidence.record import Record
 from hasten.evidence.rounds import Rounds
 from hasten.evidence.seat import Seat
@@ -40,6 +41,7 @@ class Table:
         entry: the program of an arm's process.
         joules: a counter of the training device's energy; None where none can be read.
         ranks: for a new folder in which an arm's ranks meet, what tells each its place.
+        nursery: forks the processes, of arms of one rank.
     """
 
     recipe: Path
@@ -50,6 +52,7 @@ class Table:
     entry: Sequence[str] = ENTRY
     joules: Callable[[], float | None] = lambda: None
     ranks: Callable[[Path], Sequence[Mapping[str, str]]] = lambda folder: ALONE
+    nursery: Nursery | None = None
 
 
 class Experiment:
@@ -182,7 +185,7 @@ class Experiment:
         log, environ = self.at.folder / f"arm-{place}.log", self.at.environ(plan)
         meeting = tempfile.TemporaryDirectory(dir=self.at.folder, prefix=".ranks-")
         ranks = self.at.ranks(Path(stack.enter_context(meeting)))
-        trial = Trial(self.at.recipe, plan, environ, log, self.at.entry, ranks)
+        trial = Trial(self.at.recipe, plan, environ, log, self.at.entry, ranks, self.at.nursery)
         stack.enter_context(trial)
         self.seats[name] = Seat(name, trial, number, self.record, self.design, self.at)
         self._attempt(name, lambda seat: seat.begin(look_first), at_the_end)
@@ -208,7 +211,8 @@ class Experiment:
 
     def _fresh_round(self, waiting: Sequence[str]) -> None:
         """A round in which every arm is started for its turn and ended after it."""
-        number, first = self._next_sitting(), self._first_fresh()
+        number, events = self._next_sitting(), self.record.events
+        first = not any(e["event"] == "sitting" and e.get("fresh") for e in events)
         names = list(waiting)
         self.record.append("sitting", sitting=number, members=names, fresh=True)
         done = len(self._rounds().complete(names[-1]))
@@ -253,9 +257,6 @@ class Experiment:
             self._seat(name, self._next_sitting(), stack, look_first=False, at_the_end=True)
             self._finish(name)
 
-    def _first_fresh(self) -> bool:
-        return not any(e["event"] == "sitting" and e.get("fresh") for e in self.record.events)
-
     def _finish(self, name: str) -> None:
         if any(e["event"] == "finish" and e["arm"] == name for e in self.record.events):
             return
@@ -267,9 +268,8 @@ class Experiment:
 
         Its process is ended at once: one that hangs would slow the others, its memory is theirs.
         """
-        if name not in self.seats:
+        if (seat := self.seats.get(name)) is None:
             return
-        seat = self.seats[name]
         try:
             act(seat)
         except TrialFailedError as error:

@@ -17,7 +17,8 @@ from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.evidence.crew import ALONE as ALONE
-from hasten.evidence.crew import Answer, Crew, CrewFailedError
+from hasten.evidence.crew import Answer, Crew, CrewFailedError, interpreter
+from hasten.evidence.nursery import Nursery
 
 ENTRY = ("-m", "hasten.trial")  # what the interpreter runs
 PATIENCE_SECONDS = 1800.0  # for a start, of which nothing is known
@@ -38,6 +39,7 @@ class Trial:
         entry: the interpreter's arguments that name the program; for programs that speak as
             ``hasten.trial`` does.
         ranks: for each rank the variables that tell it its place.
+        nursery: forks the process of a job of one rank.
     """
 
     def __init__(
@@ -48,17 +50,18 @@ class Trial:
         log: Path,
         entry: Sequence[str] = ENTRY,
         ranks: Sequence[Mapping[str, str]] = ALONE,
+        nursery: Nursery | None = None,
     ) -> None:
         self.log = log
-
-        def arguments(orders: int, answers: int) -> Sequence[str]:
-            return [*entry, str(recipe), json.dumps(plan.to_list()), str(orders), str(answers)]
-
+        arm = [str(recipe), json.dumps(plan.to_list())]
+        start = interpreter(lambda orders, answers: [*entry, *arm, str(orders), str(answers)])
+        if nursery is not None and len(ranks) == 1:
+            start = nursery.starting(arm)
         with contextlib.ExitStack() as stack:
             logs = [
                 stack.enter_context(_log_of(log, rank).open("w+b")) for rank in range(len(ranks))
             ]
-            self._crew = Crew(arguments, [{**place, **environ} for place in ranks], logs)
+            self._crew = Crew(start, [{**place, **environ} for place in ranks], logs)
             self._files = stack.pop_all()
 
     def __enter__(self) -> Trial:

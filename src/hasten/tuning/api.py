@@ -147,9 +147,9 @@ class _Tuning:
             else:
                 record.append("about", what=self._subject.about)
             self._audience.begin()
-            self._subject.open(self._folder)
-            study, left = self._search(record)
-            found = self._judge(study, left)
+            with self._subject.opened(self._folder):
+                study, left = self._search(record)
+                found = self._judge(study, left)
             found["said"] = lead(found)
             result = self._result(found)
             replace_file(kept, json.dumps(found, indent=1))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -49,8 +51,8 @@ class LoopSubject:
             "hardware": asdict(facts.hardware()),
         }
 
-    def open(self, folder: Path) -> None:
-        pass
+    def opened(self, folder: Path) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def known(self, noise: float, memory: float | None) -> Beforehand:
         limit = SHARE * processes.available_bytes(facts.hardware().memory_limit_bytes)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from hasten.core.technique import Fidelity
 from hasten.errors import InputError
 from hasten.evidence.ablation import AGAIN, BASELINE, Design, check_turns
 from hasten.evidence.grouping import SHARE
-from hasten.experiment import Audience, Subject, environment, measured
+from hasten.experiment import Audience, Subject, measured
 from hasten.recipe.build import batch_of, catalogue
 from hasten.recipe.mesh_choices import mixed_layouts
 from hasten.recipe.schema import Recipe
@@ -24,15 +24,14 @@ from hasten.search.tuner.duel import judged
 from hasten.search.tuner.plans import plan_space
 from hasten.search.tuner.proposers import Beforehand
 from hasten.search.tuner.race import LOOKS, races
-from hasten.search.tuner.runners import PlanRunner
 from hasten.search.tuner.space import Point
 from hasten.search.tuner.turns import FEWEST_STEPS, Runner, turn_steps
 from hasten.tuning.recipe_text import recipe_text
+from hasten.tuning.starter import Starter
 from hasten.tuning.subject import Wishes
 from hasten.tuning.whole_trainings import TrainingProcess, begun, steps_of
 
 Prove = Callable[[Subject, Plan], Sequence[str]]
-ENDLESS = 1_000_000  # steps: a study ends by its budget
 RACERS = 2  # leaders in a race of whole trainings, beside the start
 FINISH = 0.9  # of the time that is left goes into the duel; the rest is for its end
 LOAD = 0.35  # share of the machine that others may take in a round of the duel
@@ -77,8 +76,7 @@ class RecipeSubject:
         }
         # Exchanges between ranks fall on whole turns.
         self.fewest_steps = FEWEST_STEPS if recipe.nproc == 1 else wishes.steps
-        self._path = self.folder / "recipe.yaml"
-        self._numbers = itertools.count()  # of processes: two of one plan keep logs of their own
+        self._starter = Starter(given, self.folder)
 
     def key(self) -> dict[str, Any]:
         given = self._given
@@ -90,10 +88,9 @@ class RecipeSubject:
             "versions": dict(given.known.versions),
         }
 
-    def open(self, folder: Path) -> None:
-        steps = {"max_steps": ENDLESS, "epochs": None, "max_tokens": None}
-        self._path = folder / "recipe.yaml"
-        self._path.write_text(self._given.recipe.model_copy(update=steps).to_yaml())
+    def opened(self, folder: Path) -> AbstractContextManager[None]:
+        likely = max(self.space.points(self._wishes.seed), key=self._plans.gain)
+        return self._starter.opened(folder, self._plans.plan(likely))
 
     def known(self, noise: float, memory: float | None) -> Beforehand:
         """Forecasts of the techniques; the memory that is left beside the start's process."""
@@ -105,20 +102,19 @@ class RecipeSubject:
             free -= int(memory or 0)
         limit = SHARE * free
         if memory is None:
-            return Beforehand(self._plans.gain, limit=limit, noise=noise)
+            return Beforehand(self._plans.gain, None, limit, noise, self._effort)
         first = self._plans.resident(self.space.start)
 
         def peak(point: Point) -> float:
             return max(memory + self._plans.resident(point) - first, 0.1 * memory)
 
-        return Beforehand(self._plans.gain, peak, limit, noise)
+        return Beforehand(self._plans.gain, peak, limit, noise, self._effort)
 
     def start(self, point: Point) -> Runner:
-        plan = self._plans.plan(point)
-        log = self._path.parent / f"trial-{next(self._numbers)}.log"
-        recipe, known = self._given.recipe, self._given.known
-        variables = environment(plan, known, recipe.transport)
-        return PlanRunner(self._path, plan, variables, log, recipe.nproc)
+        return self._starter.start(self._plans.plan(point))
+
+    def _effort(self, point: Point) -> float:
+        return self._starter.effort(self._plans.plan(point))
 
     def duel(
         self,
@@ -159,6 +155,7 @@ class RecipeSubject:
                 design,
                 self._wishes.fresh,
                 _Quietly(self._audience, tell),
+                self._starter.nursery,
             )
         except InputError as error:  # the budget left no room for two rounds
             reason = f"no duel: {error}"
@@ -177,7 +174,7 @@ class RecipeSubject:
         steps = steps_of(given)
 
         def begin(point: Point, seed: int) -> TrainingProcess:
-            log = self._path.with_name(f"race-{next(self._numbers)}.log")
+            log = self._starter.log("race")
             return begun(given, self._plans.plan(point), {"seed": seed}, steps, LOOKS, log)
 
         found = races(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -70,8 +71,8 @@ class Subject(Protocol):
     def key(self) -> dict[str, Any]:
         """Everything that decides its numbers."""
 
-    def open(self, folder: Path) -> None:
-        """Told where this study's files are, before any process starts."""
+    def opened(self, folder: Path) -> AbstractContextManager[None]:
+        """For as long as points are measured; ``folder`` is where this study's files are."""
 
     def known(self, noise: float, memory: float | None) -> Beforehand:
         """What is known before the first trial, now that the start was measured."""

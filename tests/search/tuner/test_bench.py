@@ -216,7 +216,7 @@ def test_the_noise_is_measured_no_longer_than_is_given_to_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "count"), [(0.01, 16), (0.1, 12), (0.3, 4), (1.5, 3), (2.0, 2), (60.0, 2)]
+    ("step", "count"), [(0.01, 16), (0.1, 12), (0.3, 4), (0.8, 3), (2.0, 2), (60.0, 2)]
 )
 def test_a_turn_is_neither_too_short_to_tell_nor_longer_than_it_must_be(
     step: float, count: int

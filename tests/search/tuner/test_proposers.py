@@ -92,6 +92,47 @@ def test_a_forecast_that_is_wrong_is_overruled_by_what_is_measured() -> None:
     assert max(truth(t.point) for t in tried) > best + math.log(0.97)
 
 
+def test_of_points_that_promise_alike_the_one_that_takes_less_time_is_tried() -> None:
+    first = Own(SPACE, Beforehand()).ask()
+    assert first is not None
+    cold = {first}
+    own = Own(SPACE, Beforehand(effort=lambda p: 2.0 if p in cold else 1.0))
+    assert own.ask() != first
+    cold.clear()  # ready by now
+    assert own.ask() == first
+    dear = Own(SPACE, Beforehand(gain=truth, effort=lambda p: 2.0 if p[2] == 1 else 1.0))
+    best = max(SPACE.points(), key=truth)
+    assert best[2] == 1
+    tried = study(dear, 12)
+    assert best in {t.point for t in tried}  # later, not never
+
+
+def test_a_value_of_one_round_is_believed_less_than_one_of_three() -> None:
+    lucky, rival = (1, 0, 0, 0), (0, 0, 1, 0)
+
+    def believed(rounds: int) -> float:
+        own = Own(SPACE, Beforehand(noise=0.1))
+        own.tell(Tried(SPACE.start, "ok", 0.0))
+        own.tell(Tried(lucky, "ok", 0.3, rounds=(0.3,) * rounds))
+        own.tell(Tried(rival, "ok", 0.3, rounds=(0.3,) * 3))
+        seen, values, noises = own._measured()
+        found = own._speed.at([lucky, rival], seen, values, noises)
+        return float(found.mean[0] - found.mean[1])
+
+    assert believed(1) < believed(2) < believed(3)
+
+
+def test_a_belief_weighs_each_value_by_its_own_noise() -> None:
+    belief = Belief(SPACE, noise=0.05)
+    seen, values = [SPACE.start, (1, 1, 0, 0), (0, 0, 1, 1)], [0.0, 0.4, 0.2]
+    usual = belief.at(seen, seen, values)
+    same = belief.at(seen, seen, values, [0.05] * 3)
+    assert np.array_equal(usual.mean, same.mean)
+    doubtful = belief.at(seen, seen, values, [0.05, 0.5, 0.05])
+    assert abs(doubtful.mean[1] - 0.4) > abs(usual.mean[1] - 0.4)
+    assert doubtful.deviation[1] > usual.deviation[1]
+
+
 def test_what_is_predicted_to_exceed_memory_is_not_tried() -> None:
     def bytes_of(point: Point) -> float:
         return 1e9 * (1 + 2 * point[0])

@@ -66,28 +66,40 @@ class Belief:
         self._weights: Array = np.array(own)
 
     def at(
-        self, wanted: Sequence[Point], seen: Sequence[Point], values: Sequence[float]
+        self,
+        wanted: Sequence[Point],
+        seen: Sequence[Point],
+        values: Sequence[float],
+        noises: Sequence[float] | None = None,
     ) -> Posterior:
         """What is believed of the wanted points after these measurements (see `after`)."""
-        return self.after(seen, values)(wanted)
+        return self.after(seen, values, noises)(wanted)
 
     def after(
-        self, seen: Sequence[Point], values: Sequence[float]
+        self,
+        seen: Sequence[Point],
+        values: Sequence[float],
+        noises: Sequence[float] | None = None,
     ) -> Callable[[Sequence[Point]], Posterior]:
         """What is believed after these measurements, to be asked of any points.
 
         Args:
             seen: measured points; one may stand there several times.
             values: theirs.
+            noises: of each value; the usual noise if left out.
         """
         if not seen:
             return self._vague
         rows, before = self._levels(seen)
         rest = np.asarray(values, dtype=np.float64) - before
         alike_ss = self._alike(rows, rows)
+        own = np.full(len(rest), self.noise) if noises is None else np.asarray(noises)
         ways = list(itertools.product(self._scales, PAIRS, self._aparts))
         trusted = TRUST**2 * np.outer(before, before)
-        fits = [self._fit(_mixed(*alike_ss, *way[:2]) + trusted, rest, way[2]) for way in ways]
+        fits = [
+            self._fit(_mixed(*alike_ss, *way[:2]) + trusted, rest, own**2 + way[2] ** 2)
+            for way in ways
+        ]
         usual = [-0.5 * (math.log(way[0] / USUAL) / SPREAD) ** 2 for way in ways]
         logs = np.array([fit[0] + more for fit, more in zip(fits, usual, strict=True)])
         shares = np.exp(logs - logs.max())
@@ -120,10 +132,9 @@ class Belief:
         width = math.hypot(middle * math.sqrt(self._weights.sum()), self._aparts[-1])
         return Posterior(first, np.full(len(wanted), width))
 
-    def _fit(self, covariance: Array, rest: Array, apart: float) -> tuple[float, Any, Any]:
+    def _fit(self, covariance: Array, rest: Array, own: Array) -> tuple[float, Any, Any]:
         """Log likelihood of the measurements, and what a prediction needs of them."""
-        own = self.noise**2 + apart**2
-        lower = np.linalg.cholesky(covariance + own * np.eye(len(rest)))
+        lower = np.linalg.cholesky(covariance + np.diag(own))
         solved = np.linalg.solve(lower, rest)
         likelihood = -0.5 * float(solved @ solved) - float(np.log(np.diag(lower)).sum())
         return likelihood, lower, solved

@@ -8,8 +8,9 @@ knob. What a technique's ``obstacles`` or its own checks object to is refused be
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,15 +42,7 @@ class PlanSpace:
     kinds: Mapping[str, Technique]  # by name, as they are without a knob turned
     kept: tuple[Technique, ...]  # of slots that aren't tuned
     facts: Facts
-
-    def plan(self, point: Point) -> Plan:
-        """The plan of a point.
-
-        Raises:
-            ValueError, InputError: a technique refuses its settings.
-        """
-        settings = self.space.settings(point)
-        return _plan_of(settings, self.kinds, self.kept)
+    plan: Callable[[Point], Plan]  # of a point; the errors are its techniques'
 
     def gain(self, point: Point) -> float:
         """The expected logarithm of the speed over that of the start, before any measurement.
@@ -131,11 +124,27 @@ def plan_space(
             dimensions += _knobs(name, technique, bounds or {})
     kept = tuple(t for t in base if t.name() not in kinds)
 
+    @functools.cache  # a study asks for the same points and techniques thousands of times
+    def plan(point: Point) -> Plan:
+        return _plan_of(raw.settings(point), kinds, kept)
+
+    @functools.cache
+    def hindered(technique: Technique) -> list[str]:
+        return obstacles(Plan([technique]), facts)
+
     def refuse(point: Point) -> str | None:
-        return _objection(raw.settings(point), kinds, kept, facts, lossy)
+        """Why a plan can't be tried here; None if it can."""
+        try:
+            wanted = plan(point)
+        except (ValueError, InputError) as error:
+            return str(error)
+        for t in wanted if not lossy else ():
+            if t.fidelity is Fidelity.LOSSY and t != kinds.get(t.name()) and t not in kept:
+                return f"{t} is other mathematics; --lossy lets it take part"
+        return next((text for t in wanted for text in hindered(t)), None)
 
     raw = Space(tuple(dimensions), _start(dimensions, base))
-    return PlanSpace(replace(raw, refuse=refuse), kinds, kept, facts)
+    return PlanSpace(replace(raw, refuse=refuse), kinds, kept, facts, plan)
 
 
 def expected(plan: Plan, facts: Facts) -> float:
@@ -260,22 +269,3 @@ def _plan_of(
         mine = {k.partition(".")[2]: v for k, v in settings.items() if k.startswith(f"{name}.")}
         built.append(replace(kinds[name], **mine))  # type: ignore[type-var]  # a frozen dataclass
     return Plan((*built, *kept))
-
-
-def _objection(
-    settings: Mapping[str, Any],
-    kinds: Mapping[str, Technique],
-    kept: Sequence[Technique],
-    facts: Facts,
-    lossy: bool,
-) -> str | None:
-    """Why a plan can't be tried here; None if it can."""
-    try:
-        plan = _plan_of(settings, kinds, kept)
-    except (ValueError, InputError) as error:
-        return str(error)
-    if not lossy:
-        for t in plan:
-            if t.fidelity is Fidelity.LOSSY and t != kinds.get(t.name()) and t not in kept:
-                return f"{t} is other mathematics; --lossy lets it take part"
-    return next(iter(obstacles(plan, facts)), None)

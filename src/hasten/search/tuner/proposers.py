@@ -32,6 +32,7 @@ CAREFUL = (0.3, 0.02, 0.001)  # risk of running out of memory taken after 0, 1, 
 LAST_RISK = 0.25  # of the safest point that is left, beyond which nothing is tried
 PEAK_SCALES = (0.05, 0.2, 0.6)  # of what a choice adds to the logarithm of the peak
 OF_MEDIAN = 0.67  # of the noise is left in the median of a trial's three rounds
+OF_ROUNDS = {1: 1 / OF_MEDIAN, 2: 0.71 / OF_MEDIAN}  # of that, where a trial had fewer
 BEYOND = 0.15  # by which a point that ran out of memory is taken to exceed the limit
 
 
@@ -60,12 +61,15 @@ class Beforehand:
         memory: expected peak in bytes; None where nobody knows.
         limit: of that peak; None: there is none worth minding.
         noise: standard deviation of one measurement, as a logarithm.
+        effort: time that a point's trial takes beside measuring, over the least there is; it may
+            change from trial to trial.
     """
 
     gain: Callable[[Point], float] = lambda point: 0.0
     memory: Callable[[Point], float] | None = None
     limit: float | None = None
     noise: float = 0.02
+    effort: Callable[[Point], float] = lambda point: 1.0
 
 
 class Proposer(Protocol):
@@ -117,7 +121,9 @@ class Own:
         fine = risk <= max(self._allowed, float(risk.min()))  # where all are doubtful, the least
         if risk.min() > LAST_RISK:
             return None
-        score = np.where(fine, worth * (1 - risk), -1.0)
+        # Per time, as Snoek, Larochelle and Adams (2012) have it for costs that differ.
+        effort = np.array([self._known.effort(point) for point in left])
+        score = np.where(fine, worth * (1 - risk) / effort, -1.0)
         return left[int(np.argmax(score))]
 
     def tell(self, tried: Tried) -> None:
@@ -161,17 +167,23 @@ class Own:
         return CAREFUL[min(failures, len(CAREFUL) - 1)]
 
     def _worth(self, left: Sequence[Point]) -> np.ndarray:
-        seen, values = self._measured()
-        together = self._speed.at([*left, *seen], seen, values)
+        seen, values, noises = self._measured()
+        together = self._speed.at([*left, *seen], seen, values, noises)
         best = float(together.mean[len(left) :].max())
         found = type(together)(together.mean[: len(left)], together.deviation[: len(left)])
         worth: np.ndarray = expected_improvement(found, best)
         return worth * (1 - self._failures.chances(left))
 
-    def _measured(self) -> tuple[list[Point], list[float]]:
-        pairs = [(self._start, 0.0)] * all(t.point != self._start for t in self.history)
-        pairs += [(t.point, t.value) for t in self.history if t.value is not None]
-        return [p for p, _ in pairs], [v for _, v in pairs]
+    def _measured(self) -> tuple[list[Point], list[float], list[float]]:
+        """Points, their values, and how noisy each value is: the fewer rounds, the more."""
+        usual = self._speed.noise
+        rows = [(self._start, 0.0, usual)] * all(t.point != self._start for t in self.history)
+        rows += [
+            (t.point, t.value, usual * OF_ROUNDS.get(len(t.rounds), 1.0))
+            for t in self.history
+            if t.value is not None
+        ]
+        return [p for p, _, _ in rows], [v for _, v, _ in rows], [n for _, _, n in rows]
 
     def _risks(self, left: Sequence[Point]) -> np.ndarray:
         """The chance of each point to exceed the limit."""

@@ -13,6 +13,7 @@ from hasten.cluster.ranks import places
 from hasten.core import facts
 from hasten.core.plan import Plan
 from hasten.evidence.loops import LoopFailedError, LoopProcess
+from hasten.evidence.nursery import Nursery
 from hasten.evidence.trial import Trial, TrialFailedError
 from hasten.search.tuner.turns import RunnerFailedError, Step
 
@@ -26,6 +27,7 @@ class PlanRunner:
         environ: variables that the process needs.
         log: where its own words go.
         ranks: of the job, each a process; they meet in a new folder beside the log.
+        nursery: forks the process of a job of one rank.
     """
 
     def __init__(
@@ -35,10 +37,11 @@ class PlanRunner:
         environ: Mapping[str, str],
         log: Path,
         ranks: int = 1,
+        nursery: Nursery | None = None,
     ) -> None:
         self._meeting = tempfile.TemporaryDirectory(dir=log.parent, prefix=".ranks-")
         own = places(ranks, facts.usable_cores(), Path(self._meeting.name))
-        self._trial = Trial(recipe, plan, environ, log, ranks=own)
+        self._trial = Trial(recipe, plan, environ, log, ranks=own, nursery=nursery)
 
     def begin(self, patience: float) -> None:
         try:

@@ -34,6 +34,7 @@ FINAL_SHARE = 0.2  # the same
 RACE_SHARE = 0.7  # the same, where whole trainings decide in place of a duel
 FINALISTS = 4
 DUEL_STARTS = 3.5  # starts of a process that a duel needs at least, its first rounds included
+FINAL_HOPE = 0.3  # below the best, as a logarithm: no finalist, whose turns would be long
 FINAL_ROUNDS = 2  # fewer decide nothing
 FEWEST = 5  # trials before a study may end early
 HOPE = 0.005  # expected gain of the best untried point, below which a study ends
@@ -127,7 +128,10 @@ class Search:
         if not self._final_seconds:
             return
         points, room = [], self._room()
+        values = {t.point: t.value or 0.0 for t in study.tried}
         for point in study.leaders(FINALISTS):
+            if values[point] < max(values.values()) - FINAL_HOPE:
+                continue
             needs = next(t.memory for t in study.tried if t.point == point) or 0.0
             if needs <= room:
                 room -= needs

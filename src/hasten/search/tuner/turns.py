@@ -15,7 +15,7 @@ from hasten.search.tuner.proposers import State
 
 WARMUP, MOST_WARMUP = 2, 8  # steps before a turn counts
 SHORT = 1.0  # seconds; a shorter warm-up goes on, and a turn is repeated until it is as long
-LONG, FEWEST_STEPS = 5.0, 2  # seconds of a turn beyond which it has fewer steps, and how few
+LONG, FEWEST_STEPS = 2.5, 2  # seconds of a turn beyond which it has fewer steps, and how few
 MOST_TURNS = 4  # that are taken as one
 STATIONARY = 1.25  # of the last two steps the slower takes at most so much longer
 # What processes say when memory is gone: torch's allocator, the C++ library, Python, the kernel.
