@@ -69,10 +69,18 @@ def test_winners_are_paired_and_equal_plans_have_one_arm(
         "winner 3": "winner 1",
         "winner 4": "baseline",
     }
+    found = real._apart(subject, winners, 60.0, real.Told())
+    assert found["arm_of"]["winner 3"] == "winner 1"
+    assert found["arm_of"]["winner 4"] == "winner 4"
     ratios = {tuple(r["arms"]): r["ratio"]["median"] for r in found["pairs"]}
     assert ratios[("winner 1", "winner 2")] == pytest.approx(1.5 / 1.47, rel=0.01)
-    assert ratios[("winner 1", "baseline")] == pytest.approx(1.5, rel=0.01)
+    assert ratios[("winner 1", "winner 4")] == pytest.approx(1.5, rel=0.01)
     assert len(ratios) == 3
+    (control,) = found["control"]
+    assert control["arms"] == ["baseline again", "winner 1"]
+    assert control["ratio"]["median"] == pytest.approx(1.0, abs=0.01)
+    same = real._apart(subject, {"winner 1": fused, "winner 2": fused}, 60.0, real.Told())
+    assert same["pairs"] == []
     assert "NOT within 3%" in real._verdict(found["pairs"], 3)
     assert "within 3%" in real._verdict(found["pairs"][:1], 2)
     assert "0 pairs of 2 winners" in real._verdict([], 2)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import time
@@ -34,6 +35,7 @@ from hasten.core.slot import Slot
 from hasten.evidence.ablation import AGAIN, BASELINE, Arm, Design
 from hasten.evidence.budget import seconds_of
 from hasten.evidence.comparisons import floor_of, ratio_between
+from hasten.evidence.statistics import hodges_lehmann
 from hasten.experiment import Silence, Subject, environment, measured, prepared
 from hasten.recipe.build import batch_of, requested_plan
 from hasten.recipe.schema import Recipe, load_recipe, recipe_from
@@ -275,13 +277,15 @@ def _apart(
 
 
 def _pairs(arms: Sequence[Arm], base: Arm) -> list[dict[str, Any]]:
-    """Every two winners: the first's speed over the second's."""
+    """Every two winners: the first's speed over the second's, its middle by Hodges and Lehmann."""
     rows = []
     for place, arm in enumerate(arms):
         for other in arms[place + 1 :]:
             found = ratio_between(arm, other, base)
             if found is not None:
-                rows.append({"arms": [arm.name, other.name], "ratio": found[0].summary()})
+                middle = math.exp(hodges_lehmann([math.log(r) for r in found[1]]))
+                names = [arm.name, other.name]
+                rows.append({"arms": names, "ratio": found[0].summary() | {"median": middle}})
     return rows
 
 
@@ -318,7 +322,7 @@ def _verdict(pairs: Sequence[Mapping[str, Any]], winners: int) -> str:
         return f"{len(pairs)} pairs of {winners} winners were compared: give --compare more time"
     apart = max(max(r["ratio"]["median"], 1 / r["ratio"]["median"]) - 1 for r in pairs)
     word = "within" if apart <= WITHIN else "NOT within"
-    return f"winners at most {apart:.1%} apart (median of paired rounds): {word} {WITHIN:.0%}"
+    return f"winners at most {apart:.1%} apart (middle of paired rounds): {word} {WITHIN:.0%}"
 
 
 def _span(ratio: Mapping[str, Any] | None) -> str:

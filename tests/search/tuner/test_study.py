@@ -103,6 +103,15 @@ def test_the_final_leaves_out_what_memory_has_no_room_for() -> None:
     assert searched(Machine(SPACE, seconds, memory=lambda s: 2e9), room=lambda: 3e9).final == {}
 
 
+def test_nobody_is_a_finalist_who_is_far_behind() -> None:
+    def one_is_fast(s: dict[str, Any]) -> float:
+        return seconds(s) * (0.5 if s["batch"] == 8 and s["fused"] else 1.0)
+
+    study = searched(Machine(SPACE, one_is_fast))
+    assert study.final == {}  # the second is at 0.6 of the first's speed
+    assert SPACE.settings(study.leaders()[0]) == {"batch": 8, "fused": True, "dtype": "bf16"}
+
+
 def test_it_ends_early_when_nothing_more_is_expected() -> None:
     study = searched(Machine(SPACE, lambda s: 1.0, noise=0.001), budget=1e5)
     assert "no untried point" in study.ended

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hasten.errors import InputError
+from hasten.evidence.statistics import hodges_lehmann
 from hasten.search.tuner.space import Point
 from hasten.search.tuner.turns import OutOfTimeError, Runner, RunnerFailedError
 
@@ -92,7 +93,7 @@ def leading(logs: Logs) -> list[Point]:
         beside = [other for other in logs.values() if len(other) >= count]
         middle = [statistics.fmean(other[i] for other in beside) for i in range(count)]
         gaps = [a - b for a, b in zip(own, middle, strict=True)]
-        places[point] = count, statistics.median(gaps) if gaps else 0.0
+        places[point] = count, hodges_lehmann(gaps) if gaps else 0.0
     return sorted(logs, key=lambda point: places[point], reverse=True)
 
 

@@ -143,6 +143,12 @@ class Own:
         worth = np.where(self._risks(left) <= self._allowed, self._worth(left), 0.0)
         return float(worth.max())
 
+    def believed(self, points: Sequence[Point]) -> list[float]:
+        """What is believed of each point's value, as a logarithm over the start's."""
+        seen, values, noises = self._measured()
+        found: list[float] = self._speed.at(points, seen, values, noises).mean.tolist()
+        return found
+
     def _spread(self) -> float:
         """Of rounds within trials: fast points have short turns, which stray more."""
         known = [t.rounds for t in self.history if len(t.rounds) > 1]

@@ -120,22 +120,29 @@ class Search:
                 f"tune: all {len(study.rows)} trials failed, the last with: "
                 f"{study.rows[-1]['why']}; the job stays as it is"
             )
-        self._final(study)
+        if self._final_seconds:
+            self._final(study, self._finalists(study, proposer))
         return study
 
-    def _final(self, study: Study) -> None:
-        """The best few among themselves, where speed alone counts and memory holds them all."""
-        if not self._final_seconds:
-            return
+    def _finalists(self, study: Study, proposer: Proposer) -> list[Point]:
+        """The best few as far as memory holds them all, by what all trials say of each.
+
+        A value of its own is in part luck, of one round most of all.
+        """
+        values = {t.point: t.value for t in study.tried if t.value is not None and t.value > 0}
+        values.pop(self._space.start, None)
+        if isinstance(proposer, Own):
+            values = dict(zip(values, proposer.believed(list(values)), strict=True))
+        needs = {t.point: t.memory or 0.0 for t in study.tried}
         points, room = [], self._room()
-        values = {t.point: t.value or 0.0 for t in study.tried}
-        for point in study.leaders(FINALISTS):
-            if values[point] < max(values.values()) - FINAL_HOPE:
-                continue
-            needs = next(t.memory for t in study.tried if t.point == point) or 0.0
-            if needs <= room:
-                room -= needs
+        for point in sorted(values, key=lambda p: -values[p])[:FINALISTS]:
+            if needs[point] <= room and values[point] > max(values.values()) - FINAL_HOPE:
+                room -= needs[point]
                 points.append(point)
+        return points
+
+    def _final(self, study: Study, points: list[Point]) -> None:
+        """Who of them is the best; where speed alone counts."""
         if len(points) < 2:
             return
         self._tell(f"the best {len(points)} side by side")

@@ -1,0 +1,78 @@
+"""When a process of a trial is ready: one that is started anew, and one that is forked.
+
+    python benchmarks/bench_nursery.py [--rounds 8] [--steps 12] [RECIPE] [key=value ...]
+
+In each round one of either kind is started, in an order drawn anew, does so many steps, and ends;
+the other waits until it is gone. Told are the seconds until each was ready and until it had ended,
+and whether it trains as fast: the ratio of their median steps, paired by round, with its interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from hasten.core import facts
+from hasten.evidence.nursery import Nursery, nursery
+from hasten.evidence.statistics import paired_ratio
+from hasten.evidence.trial import ENTRY
+from hasten.experiment import Silence, environment, prepared
+from hasten.recipe.schema import load_recipe
+from hasten.search.tuner.runners import PlanRunner
+
+PATIENCE = 600.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("recipe", type=Path, nargs="?", default=Path("examples/stdlib_tiny.yaml"))
+    parser.add_argument("overrides", nargs="*")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        changes = [*asked.overrides, f"output={folder / 'out'}", "max_steps=1000000"]
+        recipe = load_recipe(asked.recipe, changes)
+        subject = prepared(recipe, Silence())
+        path = folder / "recipe.yaml"
+        path.write_text(recipe.to_yaml())
+        environ = environment(subject.plan, subject.known, recipe.transport)
+        seconds: dict[str, list[list[float]]] = {"anew": [], "forked": []}
+
+        def once(young: Nursery | None) -> list[float]:
+            began = time.monotonic()
+            runner = PlanRunner(path, subject.plan, environ, folder / "log", 1, young)
+            runner.begin(PATIENCE)
+            ready = time.monotonic()
+            steps = runner.steps(asked.steps, PATIENCE)
+            done = time.monotonic()
+            runner.end()
+            median = statistics.median(s.seconds / s.items for s in steps[asked.steps // 3 :])
+            return [ready - began, time.monotonic() - done, 1 / median]
+
+        with nursery([*ENTRY, str(path)], folder / "nursery.log", subject.known.device) as young:
+            if young is None:
+                raise SystemExit("processes can't be forked on this machine")
+            first = once(young)[0]
+            draw = random.Random(0)
+            for _ in range(asked.rounds):
+                for kind in draw.sample(list(seconds), 2):
+                    seconds[kind].append(once(young if kind == "forked" else None))
+    print(f"{facts.hardware().short}, {time.strftime('%Y-%m-%d')}")
+    print(f"the first of all, imports included: ready after {first:.1f} s")
+    for kind, rows in seconds.items():
+        ready, ended, speed = (statistics.median(column) for column in zip(*rows, strict=True))
+        print(
+            f"{kind:8}ready after {ready:5.2f} s, ended after {ended:5.2f} s, {speed:,.0f} tokens/s"
+        )
+    ratio = paired_ratio([r[2] for r in seconds["anew"]], [r[2] for r in seconds["forked"]])
+    print(f"forked over anew: {ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]")
+
+
+if __name__ == "__main__":
+    main()
