@@ -132,10 +132,8 @@ def test_there_is_a_zygote_for_each_environment_and_it_was_started_with_it(
     assert parents[0] == parents[2] != parents[1]
 
 
-def test_the_oldest_zygote_goes_unless_a_child_of_it_lives(
-    young: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nursery_module, "MOST", 2)
+def test_the_oldest_zygote_goes_unless_a_child_of_it_lives(young: Nursery, tmp_path: Path) -> None:
+    young._most = 2
     parents = []
     with crew(young, tmp_path / "log-first", KIND="first") as first:
         parents.append(first.answers(60)[0]["parent"])
@@ -248,6 +246,16 @@ def test_nobody_outlives_a_controller_that_is_killed() -> None:
         os.kill(parent.pid, signal.SIGKILL)
     for pid in pids:
         wait_until(gone, pid)
+
+
+@pytest.mark.parametrize(("free", "most"), [(100e9, 6), (16e9, 4), (8e9, 2), (1e9, 1)])
+def test_small_machines_have_fewer_zygotes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float, most: int
+) -> None:
+    monkeypatch.setattr(nursery_module.processes, "available_bytes", lambda limit: int(free))
+    with nursery(["-c", MEMBER], tmp_path / "log", "cpu") as found:
+        assert found is not None
+        assert found._most == most
 
 
 def test_there_are_none_for_an_accelerator_nor_for_several_ranks(tmp_path: Path) -> None:

@@ -29,11 +29,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from hasten.core import facts
+from hasten.core import facts, processes
 from hasten.evidence.crew import Process, Start
 from hasten.evidence.zygote import LONGEST
 
-MOST = 6  # zygotes; of those without a living child the oldest goes
+MOST = 6  # zygotes
+RESIDENT = 0.45e9  # bytes that one has: torch, transformers and hasten
+SHARE = 0.12  # of the memory that is free, for all of them
 BIRTH_SECONDS = 120.0  # for the imports, of which nothing is known; then it hangs
 
 
@@ -45,7 +47,9 @@ def nursery(
     if sys.platform != "linux" or not device.startswith("cpu") or ranks > 1:
         yield None
         return
-    with log.open("wb") as words, contextlib.closing(Nursery(arguments, words)) as found:
+    free = processes.available_bytes(facts.hardware().memory_limit_bytes)
+    most = max(1, min(MOST, int(SHARE * free / RESIDENT)))
+    with log.open("wb") as words, contextlib.closing(Nursery(arguments, words, most)) as found:
         yield found
 
 
@@ -56,10 +60,11 @@ class Nursery:
         arguments: of the interpreter for a zygote's program, which calls `zygote.forked`; the
             number of its descriptor is added.
         log: where zygotes' own words go.
+        most: zygotes; of those without a living child the oldest goes.
     """
 
-    def __init__(self, arguments: Sequence[str], log: IO[bytes]) -> None:
-        self._arguments, self._log = arguments, log
+    def __init__(self, arguments: Sequence[str], log: IO[bytes], most: int = MOST) -> None:
+        self._arguments, self._log, self._most = arguments, log, most
         self._zygotes: dict[frozenset[tuple[str, str]], _Zygote] = {}
 
     def process(
@@ -83,7 +88,7 @@ class Nursery:
         key = frozenset(environ.items())
         found = self._zygotes.pop(key, None)
         idle = [key for key, one in self._zygotes.items() if not one.children]
-        for old in idle[: max(len(self._zygotes) + 1 - MOST, 0)]:
+        for old in idle[: max(len(self._zygotes) + 1 - self._most, 0)]:
             self._zygotes.pop(old).end()
         if found is None or not found.alive:
             found = _Zygote(self._arguments, environ, self._log)
