@@ -131,7 +131,7 @@ class Search:
         """
         values = {t.point: t.value for t in study.tried if t.value is not None and t.value > 0}
         values.pop(self._space.start, None)
-        if isinstance(proposer, Own):
+        if isinstance(proposer, Own) and values:
             values = dict(zip(values, proposer.believed(list(values)), strict=True))
         needs = {t.point: t.memory or 0.0 for t in study.tried}
         points, room = [], self._room()
