@@ -214,15 +214,7 @@ def _compared(
     plans: dict[str, Plan] = {BASELINE: base, AGAIN: base}
     arm_of = _joined(plans, winners)
     kinds: dict[str, Any] = {BASELINE: "baseline", AGAIN: "again"}
-    design = Design(
-        rounds=20,
-        warmup=2,
-        longest_warmup=8,
-        evaluations=1,
-        noise=True,
-        foreign_load=LOAD,
-        budget_seconds=seconds,
-    )
+    design = _design(20, seconds)
     kinds |= dict.fromkeys([n for n in plans if n not in kinds], "other")
     found = measured(subject, plans, kinds, design, False, told)
     return {
@@ -231,6 +223,18 @@ def _compared(
         "arm_of": arm_of,
         "plans": {name: plan.to_list() for name, plan in plans.items()},
     }
+
+
+def _design(rounds: int, seconds: float) -> Design:
+    return Design(
+        rounds=rounds,
+        warmup=2,
+        longest_warmup=8,
+        evaluations=1,
+        noise=True,
+        foreign_load=LOAD,
+        budget_seconds=seconds,
+    )
 
 
 def _joined(plans: dict[str, Plan], more: Mapping[str, Plan]) -> dict[str, str]:
@@ -255,15 +259,7 @@ def _apart(
     plans = {first: plans[first], AGAIN: plans[first], **plans}
     kinds: dict[str, Any] = dict.fromkeys(plans, "other")
     kinds |= {first: "baseline", AGAIN: "again"}
-    design = Design(
-        rounds=200,
-        warmup=2,
-        longest_warmup=8,
-        evaluations=1,
-        noise=True,
-        foreign_load=LOAD,
-        budget_seconds=seconds,
-    )
+    design = _design(200, seconds)
     found = measured(subject, plans, kinds, design, False, told)
     arms = {arm.name: arm for arm in found.arms}
     return {

@@ -168,9 +168,9 @@ class Crew:
             member.process.wait()
 
     def _started(self, start: Start, environ: Mapping[str, str], log: IO[bytes]) -> _Member:
+        group = self._members[0].process.pid if self._members else None
         orders_read, orders_write = os.pipe()
         answers_read, answers_write = os.pipe()
-        group = self._members[0].process.pid if self._members else None
         try:
             process = start(environ, (orders_read, answers_write), log, group)
         except BaseException:

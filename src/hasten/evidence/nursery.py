@@ -138,9 +138,7 @@ class _Zygote:
         self._asked = 0
         self.born: list[int] = []  # in the order in which they were asked for
         self.codes: dict[int, int] = {}  # of children that have ended
-        self.children: set[int] = (
-            set()
-        )  # places in that order of those that haven't been waited for
+        self.children: set[int] = set()  # by their places there: not waited for yet
 
     @property
     def alive(self) -> bool:
@@ -228,7 +226,7 @@ class Forked:
         born = self._zygote.born
         number = born[self._place] if len(born) > self._place else None
         if number in self._zygote.codes:
-            self.returncode = self._zygote.codes[number]
+            self.returncode = self._zygote.codes.pop(number)  # may soon be another child's
             self._zygote.free(self._place)
         elif not self._zygote.alive:
             self.returncode = -signal.SIGKILL if number is not None else self._zygote.end()

@@ -43,7 +43,10 @@ class Starter:
         with nursery(program, log, device, self._given.recipe.nproc) as self.nursery:
             if self.nursery is not None:
                 self.nursery.prepare(self._environ(likely))
-            yield
+            try:
+                yield
+            finally:
+                self.nursery = None
 
     @property
     def _recipe(self) -> Path:

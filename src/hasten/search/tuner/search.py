@@ -129,14 +129,14 @@ class Search:
 
         A value of its own is in part luck, of one round most of all.
         """
-        values = {t.point: t.value for t in study.tried if t.value is not None and t.value > 0}
-        values.pop(self._space.start, None)
-        if isinstance(proposer, Own) and values:
-            values = dict(zip(values, proposer.believed(list(values)), strict=True))
+        better = study.leaders(len(study.rows))
+        values = {t.point: t.value or 0.0 for t in study.tried}
         needs = {t.point: t.memory or 0.0 for t in study.tried}
-        points, room = [], self._room()
-        for point in sorted(values, key=lambda p: -values[p])[:FINALISTS]:
-            if needs[point] <= room and values[point] > max(values.values()) - FINAL_HOPE:
+        if isinstance(proposer, Own) and better:
+            values = dict(zip(better, proposer.believed(better), strict=True))
+        best, room, points = sorted(better, key=lambda p: -values[p]), self._room(), []
+        for point in best[:FINALISTS]:
+            if needs[point] <= room and values[point] > values[best[0]] - FINAL_HOPE:
                 room -= needs[point]
                 points.append(point)
         return points
