@@ -14,7 +14,7 @@ from hasten.search.tuner.belief import importance
 from hasten.search.tuner.bench import Bench
 from hasten.search.tuner.earlier import learnt, similar_trials
 from hasten.search.tuner.output import document, lead, page
-from hasten.search.tuner.proposers import Beforehand, Own, Shuffled
+from hasten.search.tuner.proposers import Beforehand, Own, Shuffled, Tried
 from hasten.search.tuner.search import FINALISTS, Search
 from hasten.search.tuner.space import of_values
 from hasten.search.tuner.study import Study
@@ -110,6 +110,21 @@ def test_nobody_is_a_finalist_who_is_far_behind() -> None:
     study = searched(Machine(SPACE, one_is_fast))
     assert study.final == {}  # the second is at 0.6 of the first's speed
     assert SPACE.settings(study.leaders()[0]) == {"batch": 8, "fused": True, "dtype": "bf16"}
+
+
+def test_one_lucky_round_is_no_finalist_before_those_that_all_trials_speak_for() -> None:
+    own, machine = Own(SPACE, Beforehand(noise=0.3)), Machine(SPACE, seconds)
+    lucky = (3, 0, 0)
+    rows = [(lucky, (0.5,))] + [((batch, 1, 1), (0.45,) * 3) for batch in range(4)]
+    study = Study(SPACE, "tokens", 0.3, 1.0, None)
+    for point, rounds in rows:
+        study.tried.append(Tried(point, "ok", rounds[0], rounds=rounds))
+        study.rows.append({"log_rate": rounds[0]})
+        own.tell(study.tried[-1])
+    with Bench(machine.start, SPACE.start, 2, clock=machine.clock) as bench:
+        search = Search(SPACE, lambda *_: own, bench, Record(), budget_seconds=1.0)
+        assert lucky not in search._finalists(study, own)
+        assert search._finalists(study, any_order(0.3, None))[0] == lucky  # it alone is asked
 
 
 def test_it_ends_early_when_nothing_more_is_expected() -> None:
