@@ -10,6 +10,7 @@ the others wait asleep. Ratios are medians over rounds to the plain arm of the s
 from __future__ import annotations
 
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -42,7 +43,8 @@ ARMS: dict[str, tuple[Technique, ...]] = {
     "plain": (),
     "threads": (Threads(),),
     "threads, collector as it is": (Threads(collect_every=0),),
-    "threads, spinning": (Threads(passive=False),),
+    "threads, spinning": (Threads(waiting="spinning"),),
+    "threads, asleep": (Threads(waiting="asleep"),),
     "glibc": (Allocator(),),
     "glibc, huge pages": (Allocator(huge_pages=True),),
     "tcmalloc": (Allocator(kind="tcmalloc"),),
@@ -96,9 +98,7 @@ def main(rounds: int) -> None:
             continue
         processes[name] = subprocess.Popen(
             [sys.executable, __file__, "--arm", name],
-            env=facts.child_environment(
-                {"OMP_WAIT_POLICY": "PASSIVE", **Plan(techniques).environ(here)}
-            ),
+            env=facts.child_environment(Plan(techniques).environ(here)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -111,6 +111,7 @@ def main(rounds: int) -> None:
         for name in names[shift:] + names[:shift]:
             found[name].append(turn(processes[name], STEPS))
     for process in processes.values():
+        process.send_signal(signal.SIGCONT)
         process.communicate()
     print(f"llama, 6 blocks of 256, {BATCH} x {LENGTH} tokens, {time.strftime('%Y-%m-%d')}")
     print("| setting | ms per step | of plain | page faults per step |\n|---|---|---|---|")
@@ -122,11 +123,14 @@ def main(rounds: int) -> None:
 
 
 def turn(process: subprocess.Popen[str], steps: int) -> list[float]:
+    """A turn; a process that isn't at its turn is stopped, since its threads may spin."""
     assert process.stdin is not None
     assert process.stdout is not None
+    process.send_signal(signal.SIGCONT)
     process.stdin.write(f"{steps}\n")
     process.stdin.flush()
     answer: list[float] = json.loads(process.stdout.readline())
+    process.send_signal(signal.SIGSTOP)
     return answer
 
 

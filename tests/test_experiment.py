@@ -213,7 +213,7 @@ def test_the_names_are_where_the_articles_and_the_house_have_them() -> None:
 def test_arms_start_with_the_recipe_s_transport_as_a_training_does() -> None:
     known = job_facts(language_job())
     found = experiment.environment(Plan(()), known, {"GLOO_SOCKET_IFNAME": "eth0"})
-    assert found == {"OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "eth0"}
+    assert found == {"GLOO_SOCKET_IFNAME": "eth0"}
 
 
 def test_arms_of_two_ranks_have_the_ranks_own_layout_as_their_baseline(

@@ -214,7 +214,7 @@ def _compared(
     plans: dict[str, Plan] = {BASELINE: base, AGAIN: base}
     arm_of = _joined(plans, winners)
     kinds: dict[str, Any] = {BASELINE: "baseline", AGAIN: "again"}
-    design = _design(20, seconds)
+    design = _design(40, seconds)
     kinds |= dict.fromkeys([n for n in plans if n not in kinds], "other")
     found = measured(subject, plans, kinds, design, False, told)
     return {
@@ -228,6 +228,7 @@ def _compared(
 def _design(rounds: int, seconds: float) -> Design:
     return Design(
         rounds=rounds,
+        steps=1,  # a machine's speed changes within a second
         warmup=2,
         longest_warmup=8,
         evaluations=1,
@@ -259,7 +260,7 @@ def _apart(
     plans = {first: plans[first], AGAIN: plans[first], **plans}
     kinds: dict[str, Any] = dict.fromkeys(plans, "other")
     kinds |= {first: "baseline", AGAIN: "again"}
-    design = _design(200, seconds)
+    design = _design(400, seconds)
     found = measured(subject, plans, kinds, design, False, told)
     arms = {arm.name: arm for arm in found.arms}
     return {

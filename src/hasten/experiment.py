@@ -174,9 +174,9 @@ def gradual_optimize(
 
 
 def environment(plan: Plan, known: Facts, transport: Mapping[str, str]) -> Mapping[str, str]:
-    """What an arm's process starts with: waiting threads sleep, then the techniques' own wishes,
-    then the recipe's settings of the transport, as in a training."""
-    found = {"OMP_WAIT_POLICY": "PASSIVE"}  # arms share the cores; spinning would slow the others
+    """What an arm's process starts with, as a training does: what the techniques wish, then the
+    recipe's settings of the transport."""
+    found: dict[str, str] = {}
     for technique in plan:
         found |= technique.environ(known)
     return {**found, **transport}

@@ -41,7 +41,14 @@ def test_a_rank_starts_with_its_share_of_threads(monkeypatch: pytest.MonkeyPatch
     assert Threads(count=3).environ(known[0])["OMP_NUM_THREADS"] == "3"
     shares = [Threads().cores(k) for k in known]
     assert sorted(core for share in shares for core in share) == list(range(8))
-    assert Threads(passive=False).environ(known[0])["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+def test_how_idle_threads_wait_is_left_to_openmp_unless_somebody_says() -> None:
+    policies = [Threads(waiting=how).environ(here()) for how in ("asleep", "spinning", "auto")]
+    assert [p.get("OMP_WAIT_POLICY") for p in policies] == ["PASSIVE", "ACTIVE", None]
+    assert "OMP_WAIT_POLICY" not in Threads().environ(here())
+    with pytest.raises(ValueError, match="one of auto, asleep, spinning"):
+        Threads(waiting="idle")
 
 
 def test_what_cannot_be_had_here_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

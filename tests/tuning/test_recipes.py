@@ -240,7 +240,7 @@ def test_on_ranks_turns_too_short_for_an_exchange_are_refused(given: Subject) ->
         known=dataclasses.replace(given.known, world=World(size=2)),
     )
     found = RecipeSubject(ranks, Wishes(lossy=True, only=("wire",)), Silence())
-    assert found.fewest_steps == 4 > subject(given).fewest_steps  # no turn is cut within a round
+    assert found.together == 4 > subject(given).together  # no turn is cut within a round
     names = {d.name for d in found.space.dimensions}
     assert "local_steps.every" in names
     for point in found.space.points():
@@ -253,7 +253,7 @@ def test_a_plan_whose_environment_is_new_is_an_effort_until_it_was_started(
 ) -> None:
     found = subject(given)
     start = found.space.start
-    other = found.space.point({"THREADS": "threads", "threads.passive": False})
+    other = found.space.point({"THREADS": "threads", "threads.waiting": "spinning"})
     assert found.known(0.02, None).effort(other) == 1.0  # nothing is forked yet
     with found.opened(tmp_path):
         effort = found.known(0.02, 1e9).effort

@@ -56,7 +56,7 @@ def tune(
         int, typer.Option(min=1, help="paired trainings by which the guard proves a lossy winner")
     ] = 3,
     trials: Annotated[int | None, typer.Option(min=1, help="trials at most")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="steps of a turn")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="steps of a round")] = 4,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="measure anew, whatever was measured before")
     ] = False,

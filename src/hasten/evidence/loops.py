@@ -190,7 +190,7 @@ class LoopProcess:
             given = [self.target, json.dumps(sys.path), str(orders), str(answers), asked]
             return ["-m", ENTRY, *given]
 
-        self._crew = Crew(interpreter(arguments), [{"OMP_WAIT_POLICY": "PASSIVE"}], [self.log])
+        self._crew = Crew(interpreter(arguments), [{}], [self.log])
         return self
 
     def __exit__(

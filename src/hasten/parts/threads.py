@@ -6,8 +6,8 @@ core that touches it first, so that a rank whose cores are one node's keeps its 
 mask is laid on every thread of the process, and later ones inherit it. OMP_PROC_BIND would pin each
 thread to one core, but the main thread too, and with it every process that it starts.
 
-An idle OpenMP thread spins for milliseconds before it sleeps. Alone on the machine that saves a
-wake-up; beside anything else it takes the core from those who work.
+An idle OpenMP thread spins for a moment before it sleeps: the next operator often comes at once,
+and a wake-up costs. It can be told to sleep at once, for those who share its core, or to spin on.
 
 Python's collector of cyclic garbage walks all live objects whenever enough were made, most of them
 modules that stay for ever. Here they are set aside (``gc.freeze``) and it looks after every so many
@@ -29,14 +29,22 @@ from torch.optim import Optimizer
 
 from hasten.parts.allocator import is_loaded
 
+WAITING = {  # how idle threads may wait
+    "auto": "as the OpenMP library does, which spins for a moment and sleeps then",
+    "asleep": "asleep",
+    "spinning": "spinning",
+}
 NODES = Path("/sys/devices/system/node")
 
 
-def waiting(passive: bool) -> dict[str, str]:
-    """Variables on how idle threads wait: asleep, or spinning (GNU's libgomp, Intel's libiomp5)."""
-    found = {"OMP_WAIT_POLICY": "PASSIVE" if passive else "ACTIVE"}
+def waiting(how: str) -> dict[str, str]:
+    """Variables for a way of `WAITING` (GNU's libgomp, Intel's libiomp5); none for "auto"."""
+    if how == "auto":
+        return {}
+    asleep = how == "asleep"
+    found = {"OMP_WAIT_POLICY": "PASSIVE" if asleep else "ACTIVE"}
     if is_loaded("libiomp5"):  # it spins 200 ms after work unless told otherwise
-        found["KMP_BLOCKTIME"] = "0" if passive else "200"
+        found["KMP_BLOCKTIME"] = "0" if asleep else "200"
     return found
 
 

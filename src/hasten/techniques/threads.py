@@ -19,7 +19,7 @@ from hasten.parts import threads
 
 @dataclass(frozen=True)
 class Threads(Technique):
-    """A rank's own cores, as many threads as it has cores, idle threads asleep, garbage seldom."""
+    """A rank's own cores, as many threads as it has cores, garbage looked for seldom."""
 
     slot = Slot.THREADS
     count: int | None = setting(
@@ -27,7 +27,11 @@ class Threads(Technique):
     )
     affinity: bool = setting(True, "ranks of one machine keep to cores of their own")
     numa: bool = setting(False, "insist that a rank's cores lie in one memory node")
-    passive: bool = knob(True, "idle threads sleep; false: they spin", choices=(True, False))
+    waiting: str = knob(
+        "auto",
+        "how idle threads wait: asleep, spinning, or as OpenMP's library does (auto)",
+        choices=tuple(threads.WAITING),
+    )
     interop: int = setting(1, "operators that may run at the same time")
     collect_every: int = knob(
         50, "updates between two looks for garbage; 0: as Python does", choices=(0, 20, 50, 200)
@@ -38,6 +42,8 @@ class Threads(Technique):
             raise ValueError("count and interop are numbers of threads, at least 1 each")
         if self.collect_every < 0:
             raise ValueError("collect_every can't be negative; 0 leaves Python's collector alone")
+        if self.waiting not in threads.WAITING:
+            raise ValueError(f"waiting is one of {', '.join(threads.WAITING)}")
         if self.numa and not self.affinity:
             raise ValueError("numa chooses the cores that affinity keeps to; leave affinity on")
 
@@ -63,7 +69,7 @@ class Threads(Technique):
     def environ(self, facts: Facts) -> Mapping[str, str]:
         return {
             "OMP_NUM_THREADS": str(self.threads(facts)),
-            **threads.waiting(self.passive),
+            **threads.waiting(self.waiting),
         }
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
@@ -145,9 +151,9 @@ class HostThreads:
         if self._technique.affinity:
             acted = acted and mask == self._cores
             words.append(f"cores {', '.join(map(str, mask))}")
-        wanted = threads.waiting(self._technique.passive)
+        wanted = threads.waiting(self._technique.waiting)
         stands = all(start.get(name) == value for name, value in wanted.items())
-        how = "asleep" if self._technique.passive else "spinning"
+        how = threads.WAITING[self._technique.waiting]
         words.append(
             f"idle threads wait {how}"
             if stands

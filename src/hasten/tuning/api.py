@@ -173,9 +173,9 @@ class _Tuning:
                 wishes.sampler, subject.space, known, wishes.seed, self._audience.tell
             )
 
-        cores, fewest = facts.hardware().usable_cores, subject.fewest_steps
+        cores, together = facts.hardware().usable_cores, subject.together
         first, steps, seed = subject.space.start, wishes.steps, wishes.seed
-        with Bench(subject.start, first, cores, steps, seed, fewest=fewest) as bench:
+        with Bench(subject.start, first, cores, steps, seed, together=together) as bench:
             search = Search(
                 subject.space,
                 proposer,

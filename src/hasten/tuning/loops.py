@@ -17,7 +17,7 @@ from hasten.search.tuner.duel import duel, judged
 from hasten.search.tuner.proposers import Beforehand
 from hasten.search.tuner.runners import LoopRunner
 from hasten.search.tuner.space import Point, Space
-from hasten.search.tuner.turns import FEWEST_STEPS, Runner
+from hasten.search.tuner.turns import Runner
 from hasten.tuning.subject import Wishes
 
 
@@ -32,7 +32,7 @@ class LoopSubject:
     """
 
     unit = "items/s"
-    fewest_steps = FEWEST_STEPS
+    together = 1
 
     def __init__(self, target: str, space: Space, folder: Path, wishes: Wishes) -> None:
         self._target, self.space, self.folder, self._wishes = target, space, folder, wishes

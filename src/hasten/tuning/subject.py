@@ -29,7 +29,7 @@ class Wishes:
         only: slots or techniques by name that are tuned.
         trials: at most; None: as many as the budget holds.
         seed: of everything that is drawn.
-        steps: of a turn.
+        steps: of a round.
         fresh: measure anew, whatever an earlier start has left.
 
     Raises:
@@ -66,7 +66,7 @@ class Subject(Protocol):
     title: str
     unit: str  # what its speed counts
     about: dict[str, Any]  # what similar jobs share
-    fewest_steps: int  # that a turn may have where they are long
+    together: int  # steps that no turn parts
 
     def key(self) -> dict[str, Any]:
         """Everything that decides its numbers."""

@@ -6,13 +6,15 @@ import math
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hasten.evidence.record import Record
 from hasten.search.tuner.bench import Bench
 from hasten.search.tuner.proposers import Tried
 from hasten.search.tuner.search import Search
 from hasten.search.tuner.space import Point, of_values
-from hasten.search.tuner.turns import OutOfTimeError, RunnerFailedError, Step, Turns
+from hasten.search.tuner.turns import PASSES, OutOfTimeError, RunnerFailedError, Step, Turns
 from search.tuner.simulated import Machine, Simulated
 
 SPACE = of_values({"batch": [1, 2, 4], "fused": [False, True]})
@@ -167,8 +169,13 @@ def test_a_point_that_needs_more_memory_does_not_stay() -> None:
         assert bench.measure(near, 1e6).seconds > 2e3  # a turn of the start
 
 
-@pytest.mark.parametrize(("seconds", "steps"), [(2.0, 2), (0.3, 4), (0.01, 8)])
-def test_short_steps_have_several_turns_in_one(seconds: float, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "turns"),
+    [(2.0, [1] * 4), (0.3, [1] * 8), (0.01, [2] * 8)],
+)
+def test_a_round_has_short_turns_and_the_more_steps_where_they_are_short(
+    seconds: float, turns: list[int]
+) -> None:
     machine = Machine(SPACE, lambda s: seconds)
     counts = []
 
@@ -184,7 +191,8 @@ def test_short_steps_have_several_turns_in_one(seconds: float, steps: int) -> No
     with Bench(start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
         bench.open(1e6)
         assert bench.measure((1, 0), 1e6, rounds=1).state == "ok"
-    assert counts[-2:] == [steps, steps]
+    assert counts[-len(turns) :] == turns
+    assert counts[-len(turns) - 1] == 1  # the last of the warm-up
 
 
 def test_when_the_one_that_stays_dies_it_is_started_anew_and_else_the_start() -> None:
@@ -223,5 +231,28 @@ def test_a_turn_is_neither_too_short_to_tell_nor_longer_than_it_must_be(
 ) -> None:
     turns = Turns(4, lambda: 0.0)
     assert turns.length([Step(1.0, 99.0), Step(1.0, step), Step(1.0, step)]) == count
-    assert Turns(4, lambda: 0.0, fewest=4).length([Step(1.0, 60.0)] * 2) == 4
+    assert Turns(4, lambda: 0.0, together=4).length([Step(1.0, 60.0)] * 2) == 4
     assert Turns(1, lambda: 0.0).length([Step(1.0, 60.0)] * 2) == 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_machine_that_slows_down_steadily_slows_both_alike(seed: int) -> None:
+    machine = Machine(SPACE, lambda s: 0.5 * (1 + machine.clock.now / 60))
+    with Bench(machine.start, SPACE.start, 2, seed=seed, clock=machine.clock) as bench:
+        bench.open(1e6)
+        found = bench.measure((1, 0), 1e6)
+    assert [abs(log) < 2e-4 for log in found.logs] == [True] * 3
+
+
+@given(
+    st.lists(st.integers(1, 6), min_size=2, max_size=5),
+    st.integers(1, 5),
+)
+def test_passes_deal_all_steps_of_a_round_and_part_none_that_belong_together(
+    units: list[int], together: int
+) -> None:
+    counts = [together * n for n in units]
+    passes = Turns(4, lambda: 0.0, together).passes(counts)
+    assert [sum(steps) for steps in zip(*passes, strict=True)] == counts
+    assert all(n >= together and n % together == 0 for steps in passes for n in steps)
+    assert len(passes) == min(PASSES, *units)  # as many as there can be

@@ -22,8 +22,8 @@ from hasten.evidence.load import foreign_share, look
 from hasten.search.tuner.proposers import State
 from hasten.search.tuner.space import Point
 from hasten.search.tuner.turns import (
-    FEWEST_STEPS,
     OUT_OF_MEMORY,
+    Beside,
     Measurement,
     OutOfTimeError,
     Runner,
@@ -47,10 +47,10 @@ class Bench:
         start: starts the process of a point.
         first: the point to which all are compared.
         cores: of the machine, for the share that others take.
-        steps: of a turn.
+        steps: of a round.
         seed: of the order of turns.
         clock: tells the time, in seconds.
-        fewest: steps that a turn may have where they are long.
+        together: steps that no turn parts.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class Bench:
         steps: int = 4,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
-        fewest: int = FEWEST_STEPS,
+        together: int = 1,
     ) -> None:
         self.start, self._first, self._cores = start, first, cores
-        self.turns = Turns(steps, clock, fewest)
+        self.turns = Turns(steps, clock, together)
         self.draw, self._clock = random.Random(seed), clock
         self._base: Runner | None = None  # the process that stays
         self.beside, self.above = first, 0.0  # its point, and the logarithm over the start's rate
-        self._count = steps  # of its turns
+        self._count = steps  # of its rounds
         self.start_seconds = 0.0  # of the first process, to build and warm up
         self.step_seconds = 0.0  # of the process that stays
         self.memory: float | None = None  # its peak
@@ -167,12 +167,12 @@ class Bench:
                 self.turns.length(warm),
             )
             while len(logs) < rounds and self._clock() < deadline:
-                log, rate, load, peak = self._calm_round(runner, count, deadline)
-                logs.append(above + log)
-                rates.append(rate)
+                found, load = self._calm_round(runner, count, deadline)
+                logs.append(above + found.log)
+                rates.append(found.rate)
                 loads.append(load)
-                memory = max((m for m in (memory, peak) if m), default=None)
-                if load <= FOREIGN and (logs[-1] < best - HOPELESS or log > FAR_BETTER):
+                memory = max((m for m in (memory, found.memory) if m), default=None)
+                if load <= FOREIGN and (logs[-1] < best - HOPELESS or found.log > FAR_BETTER):
                     break  # what others disturbed, twice by now, decides nothing by itself
                 if len(logs) >= 2 and self._clock() > enough:
                     break
@@ -220,34 +220,60 @@ class Bench:
         self.step_seconds = statistics.median(s.seconds for s in warm[-2:])
         return True
 
-    def _calm_round(
-        self, runner: Runner, count: int, deadline: float
-    ) -> tuple[float, float, float, float | None]:
-        """A round, once more if others disturbed it: log ratio, rate, load, peak."""
+    def _calm_round(self, runner: Runner, count: int, deadline: float) -> tuple[Beside, float]:
+        """A round, once more if others disturbed it, and the share that they took."""
         found = self._round(runner, count, deadline)
-        if found[2] <= FOREIGN or self._clock() + 2 * self._count * self.step_seconds > deadline:
+        if found[1] <= FOREIGN or self._clock() + 2 * self._count * self.step_seconds > deadline:
             return found
-        return min(found, self._round(runner, count, deadline), key=lambda f: f[2])
+        return min(found, self._round(runner, count, deadline), key=lambda f: f[1])
 
-    def _round(
-        self, runner: Runner, count: int, deadline: float
-    ) -> tuple[float, float, float, float | None]:
-        before, rates = look(), {}
-        peak = None
-        for mine in self.draw.sample([True, False], 2):
-            ours = self.turns.turn
-            steps = ours(runner, count, deadline) if mine else self.turn_beside(deadline)
-            rates[mine] = statistics.median(s.items / s.seconds for s in steps)
-            if mine:
-                peak = max((s.memory for s in steps if s.memory), default=None)
-        load = foreign_share(before, look(), self._cores)
-        return math.log(rates[True] / rates[False]), rates[True], load, peak
+    def _round(self, runner: Runner, count: int, deadline: float) -> tuple[Beside, float]:
+        before = look()
+        (found,) = self.round([runner], [count], deadline)
+        return found, foreign_share(before, look(), self._cores)
 
-    def turn_beside(self, deadline: float) -> list[Step]:
+    def round(
+        self, runners: Sequence[Runner], counts: Sequence[int], deadline: float
+    ) -> list[Beside]:
+        """One round of runners and the process that stays: each compared with that one.
+
+        They take turns in several passes, every second in the order of the one before backwards, so
+        that what slows the machine for a while, or steadily, slows all of them.
+
+        Raises:
+            RunnerFailedError: one of them, or the process that stays, failed.
+            OutOfTimeError: the deadline came before the end.
+        """
+        stays = len(runners)
+        taken: list[list[Step]] = [[] for _ in runners]
+        logs: list[list[float]] = [[] for _ in runners]
+        order: list[int] = []
+        for steps in self.turns.passes([*counts, self._count]):
+            order = order[::-1] if order else self.draw.sample(range(stays + 1), stays + 1)
+            found: dict[int, list[Step]] = {}
+            for place in order:
+                if place == stays:
+                    found[place] = self._turn_beside(steps[place], deadline)
+                else:
+                    found[place] = self.turns.turn(runners[place], steps[place], deadline)
+            own = [_rate(found[place]) for place in range(stays + 1)]
+            for place in range(stays):
+                taken[place] += found[place]
+                logs[place].append(math.log(own[place] / own[stays]))
+        return [
+            Beside(
+                statistics.median(ratios),
+                _rate(steps),
+                max((s.memory for s in steps if s.memory), default=None),
+            )
+            for ratios, steps in zip(logs, taken, strict=True)
+        ]
+
+    def _turn_beside(self, count: int, deadline: float) -> list[Step]:
         """The turn of the one that stays; cut off, it would answer late, for another turn."""
         assert self._base is not None  # `measure` has opened it
         try:
-            return self.turns.turn(self._base, self._count, deadline)
+            return self.turns.turn(self._base, count, deadline)
         except RunnerFailedError as error:
             self._drop()
             first = self.beside == self._first
@@ -256,3 +282,7 @@ class Bench:
         except OutOfTimeError:
             self._drop()
             raise
+
+
+def _rate(steps: Sequence[Step]) -> float:
+    return statistics.median(s.items / s.seconds for s in steps)

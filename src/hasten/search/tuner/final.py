@@ -21,7 +21,7 @@ from hasten.search.tuner.turns import OutOfTimeError, Runner, RunnerFailedError
 if TYPE_CHECKING:
     from hasten.search.tuner.bench import Bench
 
-MOST_ROUNDS = 24
+MOST_ROUNDS = 60
 FEWEST = 4  # rounds before anybody leaves
 BEHIND = 2.5  # standard errors of the difference within a round
 Logs = Mapping[Point, Sequence[float]]  # of each round: the rate over the start's, a logarithm
@@ -101,12 +101,6 @@ def _round(
     bench: Bench, runners: Mapping[Point, Runner], counts: Mapping[Point, int], deadline: float
 ) -> dict[Point, float]:
     """Logarithms over the start's rate, by that of the process that stays."""
-    rates = {}
-    for point in bench.draw.sample([*runners, bench.beside], len(runners) + 1):
-        if point in runners:
-            steps = bench.turns.turn(runners[point], counts[point], deadline)
-        else:
-            steps = bench.turn_beside(deadline)
-        rates[point] = statistics.median(s.items / s.seconds for s in steps)
-    beside = rates[bench.beside]
-    return {point: bench.above + math.log(rate / beside) for point, rate in rates.items()}
+    found = bench.round(list(runners.values()), [counts[p] for p in runners], deadline)
+    logs = {p: bench.above + own.log for p, own in zip(runners, found, strict=True)}
+    return {**logs, bench.beside: bench.above}

@@ -13,10 +13,13 @@ from typing import Any, Protocol
 
 from hasten.search.tuner.proposers import State
 
-WARMUP, MOST_WARMUP = 2, 8  # steps before a turn counts
-SHORT = 1.0  # seconds; a shorter warm-up goes on, and a turn is repeated until it is as long
-LONG, FEWEST_STEPS = 2.5, 2  # seconds of a turn beyond which it has fewer steps, and how few
-MOST_TURNS = 4  # that are taken as one
+WARMUP, MOST_WARMUP = 2, 8  # steps before a round
+SHORT = (
+    1.0  # seconds; a shorter warm-up goes on, and a round's steps are as many as make it so long
+)
+LONG, FEWEST_STEPS = 2.5, 2  # seconds beyond which a round has fewer steps, and how few
+MOST_TIMES = 4  # as many steps for short ones
+PASSES = 4  # of a round: a machine's speed changes within a second, so turns are short and many
 STATIONARY = 1.25  # of the last two steps the slower takes at most so much longer
 # What processes say when memory is gone: torch's allocator, the C++ library, Python, the kernel.
 OUT_OF_MEMORY = (
@@ -60,6 +63,15 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True)
+class Beside:
+    """A runner's part of a round: rate over another's as a logarithm, its own rate, its peak."""
+
+    log: float
+    rate: float
+    memory: float | None
+
+
+@dataclass(frozen=True)
 class Measurement:
     """What came of a point: logarithms of its rate over the start's, by round, and its peak."""
 
@@ -98,13 +110,13 @@ class Turns:
     OutOfTimeError for one that was cut off by it.
 
     Args:
-        steps: of a turn; several times as many where they are short, fewer where they are long.
-        fewest: that a turn may have.
+        steps: of a round; several times as many where they are short, fewer where they are long.
+        together: steps that no turn parts, since ranks may exchange once in so many.
         clock: tells the time, in seconds; deadlines are by it.
     """
 
-    def __init__(self, steps: int, clock: Callable[[], float], fewest: int = FEWEST_STEPS) -> None:
-        self._steps, self._clock, self._fewest = steps, clock, fewest
+    def __init__(self, steps: int, clock: Callable[[], float], together: int = 1) -> None:
+        self._steps, self._clock, self._together = steps, clock, together
 
     def warmed(self, runner: Runner, deadline: float) -> list[Step]:
         """Built, and its steps even: a compiled graph takes some until it runs."""
@@ -115,10 +127,17 @@ class Turns:
         return found
 
     def length(self, warm: Sequence[Step]) -> int:
-        """Steps of a turn, after a warm-up."""
+        """Steps of a round, after a warm-up."""
         one = statistics.median(s.seconds for s in warm[-2:])
-        turns = min(max(math.ceil(SHORT / (self._steps * one)), 1), MOST_TURNS)
-        return turns * turn_steps(self._steps, one, self._fewest)
+        times = min(max(math.ceil(SHORT / (self._steps * one)), 1), MOST_TIMES)
+        return times * round_steps(self._steps, one, self._together)
+
+    def passes(self, counts: Sequence[int]) -> list[list[int]]:
+        """Each runner's steps of a round, dealt to the turns of so many passes."""
+        units = [count // self._together for count in counts]
+        most = min(PASSES, *units)
+        parts = [[u * (n + 1) // most - u * n // most for u in units] for n in range(most)]
+        return [[self._together * units for units in part] for part in parts]
 
     def turn(self, runner: Runner, count: int, deadline: float) -> list[Step]:
         return sound(self._within(lambda left: runner.steps(count, left), deadline))
@@ -138,11 +157,11 @@ class Turns:
         return left
 
 
-def turn_steps(most: int, step_seconds: float, fewest: int = FEWEST_STEPS) -> int:
-    """Steps of a turn: of long ones fewer, since more rounds say more than longer ones."""
+def round_steps(most: int, step_seconds: float, together: int = 1) -> int:
+    """Steps of a round: of long ones fewer, since more rounds say more than longer ones."""
     if step_seconds <= 0:
         return most
-    return min(most, max(fewest, round(LONG / step_seconds)))
+    return min(most, max(FEWEST_STEPS, together, round(LONG / step_seconds)))
 
 
 def _warm(steps: Sequence[Step]) -> bool:
