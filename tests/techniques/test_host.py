@@ -125,7 +125,10 @@ def test_a_process_begins_again_only_for_what_is_missing_and_only_once(
 def test_hasten_train_starts_its_processes_with_the_plans_variables(
     tmp_path: Path, ranks: int
 ) -> None:
-    plan = ["threads", {"allocator": {"huge_pages": allocator.huge_page_mode() == "madvise"}}]
+    plan = [
+        {"threads": {"waiting": "asleep"}},
+        {"allocator": {"huge_pages": allocator.huge_page_mode() == "madvise"}},
+    ]
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(small(tmp_path, plan=plan, nproc=ranks)))
     drop = ("OMP_", "MALLOC_", "GLIBC_", "HASTEN_STARTED")

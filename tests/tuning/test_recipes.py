@@ -257,9 +257,10 @@ def test_a_plan_whose_environment_is_new_is_an_effort_until_it_was_started(
     assert found.known(0.02, None).effort(other) == 1.0  # nothing is forked yet
     with found.opened(tmp_path):
         effort = found.known(0.02, 1e9).effort
-        assert effort(other) == effort(start) == starter.COLD
-        runner = found.start(start)
-        assert effort(start) == 1.0 < effort(other)
+        assert effort(start) == 1.0  # the best forecast wants no variables, as the start
+        assert effort(other) == starter.COLD
+        runner = found.start(other)
+        assert effort(other) == 1.0
         runner.end(at_once=True)
         likely = max(found.space.points(), key=effort)  # all are new but two
         assert effort(likely) == starter.COLD

@@ -59,6 +59,15 @@ def test_equals_are_seldom_sent_away_and_those_far_behind_always(spread: float) 
     assert gone[1] <= 16
 
 
+def test_equals_have_all_the_rounds_in_most_finals() -> None:
+    """Who is behind is asked after every round, so a chance per round adds up."""
+    draw, early = random.Random(1), 0
+    for _ in range(100):
+        logs = {point: [draw.gauss(0, 0.1) for _ in range(40)] for point in (ONE, TWO)}
+        early += any(behind({p: own[:n] for p, own in logs.items()}) for n in range(4, 41))
+    assert early <= 10
+
+
 def test_nobody_leaves_after_a_few_rounds() -> None:
     few = {ONE: [1.0] * (FEWEST - 1), TWO: [0.0] * (FEWEST - 1)}
     assert behind(few) == []

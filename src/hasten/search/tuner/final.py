@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from hasten.errors import InputError
 from hasten.evidence.statistics import hodges_lehmann
+from hasten.evidence.students_t import student_quantile
 from hasten.search.tuner.space import Point
 from hasten.search.tuner.turns import OutOfTimeError, Runner, RunnerFailedError
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 MOST_ROUNDS = 60
 FEWEST = 4  # rounds before anybody leaves
-BEHIND = 2.5  # standard errors of the difference within a round
+BEHIND = 0.002  # chance that an equal is as far behind; it is asked after every round
 Logs = Mapping[Point, Sequence[float]]  # of each round: the rate over the start's, a logarithm
 
 
@@ -73,11 +74,11 @@ def behind(logs: Logs) -> list[Point]:
     count = len(logs[first])
     if count < FEWEST:
         return []
-    found = []
+    found, far = [], student_quantile(1 - BEHIND, count - 1)
     for point in others:
         gaps = [a - b for a, b in zip(logs[first], logs[point], strict=True)]
         error = statistics.stdev(gaps) / math.sqrt(count)
-        if statistics.fmean(gaps) > BEHIND * error:
+        if statistics.fmean(gaps) > far * error:
             found.append(point)
     return found
 
