@@ -4,7 +4,7 @@
 
 Every arm is a process of its own, started with its technique's variables, and trains the same small
 llama on the same rows. Arms take turns of a few steps, in an order that shifts from round to round;
-the others wait asleep. Ratios are medians over rounds to the plain arm of the same round.
+the others are stopped. Ratios are medians over rounds to the plain arm of the same round.
 """
 
 from __future__ import annotations

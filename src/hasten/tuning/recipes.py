@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -26,7 +25,7 @@ from hasten.search.tuner.plans import plan_space
 from hasten.search.tuner.proposers import Beforehand
 from hasten.search.tuner.race import LOOKS, races
 from hasten.search.tuner.space import Point
-from hasten.search.tuner.turns import Runner
+from hasten.search.tuner.turns import Runner, duel_steps
 from hasten.tuning.recipe_text import recipe_text
 from hasten.tuning.starter import Starter
 from hasten.tuning.subject import Wishes
@@ -35,7 +34,6 @@ from hasten.tuning.whole_trainings import TrainingProcess, begun, steps_of
 Prove = Callable[[Subject, Plan], Sequence[str]]
 RACERS = 2  # leaders in a race of whole trainings, beside the start
 FINISH = 0.9  # of the time that is left goes into the duel; the rest is for its end
-BRIEF = 1.0  # seconds of the start in a turn of the duel: short turns see the same machine
 LOAD = 0.35  # share of the machine that others may take in a round of the duel
 
 
@@ -77,7 +75,7 @@ class RecipeSubject:
             **({"ranks": recipe.nproc} if recipe.nproc > 1 else {}),
         }
         # Exchanges between ranks fall on whole turns.
-        self.together = 1 if recipe.nproc == 1 else wishes.steps  # ranks may exchange once in them
+        self.together = 1 if recipe.nproc == 1 else wishes.steps
         self._starter = Starter(given, self.folder)
 
     def key(self) -> dict[str, Any]:
@@ -138,10 +136,9 @@ class RecipeSubject:
         plans: dict[str, Plan] = {BASELINE: base, AGAIN: base, **ordered}
         kinds: dict[str, Any] = {BASELINE: "baseline", AGAIN: "again"}
         kinds |= dict.fromkeys(choices, "other")
-        brief = math.ceil(BRIEF / max(step_seconds, 1e-6))
         design = Design(
             rounds=20,
-            steps=max(self.together, min(self._wishes.steps, brief)),
+            steps=duel_steps(self._wishes.steps, step_seconds, self.together),
             warmup=2,
             longest_warmup=8,
             evaluations=1,

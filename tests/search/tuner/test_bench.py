@@ -14,7 +14,14 @@ from hasten.search.tuner.bench import Bench
 from hasten.search.tuner.proposers import Tried
 from hasten.search.tuner.search import Search
 from hasten.search.tuner.space import Point, of_values
-from hasten.search.tuner.turns import PASSES, OutOfTimeError, RunnerFailedError, Step, Turns
+from hasten.search.tuner.turns import (
+    PASSES,
+    OutOfTimeError,
+    RunnerFailedError,
+    Step,
+    Turns,
+    duel_steps,
+)
 from search.tuner.simulated import Machine, Simulated
 
 SPACE = of_values({"batch": [1, 2, 4], "fused": [False, True]})
@@ -256,3 +263,9 @@ def test_passes_deal_all_steps_of_a_round_and_part_none_that_belong_together(
     assert [sum(steps) for steps in zip(*passes, strict=True)] == counts
     assert all(n >= together and n % together == 0 for steps in passes for n in steps)
     assert len(passes) == min(PASSES, *units)  # as many as there can be
+
+
+@pytest.mark.parametrize(("step", "steps"), [(0.01, 4), (0.3, 4), (0.4, 3), (1.0, 1), (60.0, 1)])
+def test_a_turn_of_the_duel_takes_about_a_second_of_the_start(step: float, steps: int) -> None:
+    assert duel_steps(4, step) == steps
+    assert duel_steps(4, step, together=4) == 4  # no exchange of ranks is parted

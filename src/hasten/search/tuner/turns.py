@@ -164,5 +164,12 @@ def round_steps(most: int, step_seconds: float, together: int = 1) -> int:
     return min(most, max(FEWEST_STEPS, together, round(LONG / step_seconds)))
 
 
+def duel_steps(most: int, step_seconds: float, together: int = 1) -> int:
+    """Steps of a turn of the duel, about a second of the start: short turns see one machine."""
+    if step_seconds <= 0:
+        return most
+    return max(together, min(most, math.ceil(SHORT / step_seconds)))
+
+
 def _warm(steps: Sequence[Step]) -> bool:
     return even(steps) and math.fsum(s.seconds for s in steps) >= SHORT
