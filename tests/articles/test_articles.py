@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from hasten.core import facts
+from hasten.techniques.precision import Autocast
+
 
 def test_the_appendix_example_runs_and_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -18,12 +21,13 @@ def test_the_appendix_example_runs_and_learns(
         warnings.simplefilter("always")
         names = runpy.run_path(snippet)
     summary = names["summary"]
+    here = not Autocast().obstacles(facts.seen_at_start())
     losses = summary["epoch_losses"]
     assert losses[2] < losses[0]
     assert summary["steps"] == 24
     assert summary["switches"] == {
         "compress_gradients": "quantised",
-        "mixed_precision": "autocast",
+        "mixed_precision": "autocast" if here else "off",  # a processor may have no bf16 products
         "dynamic_batch": "adaptive_batch",
     }
     assert not [w for w in caught if "compress" in str(w.message)]

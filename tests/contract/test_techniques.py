@@ -33,7 +33,7 @@ from hasten.techniques.experts import ExpertsImplementation
 from hasten.techniques.layout_deepspeed import DeepSpeed
 from hasten.techniques.layout_experts import ExpertParallel
 from hasten.techniques.optimizer import CompactAdamW
-from hasten.techniques.precision import Float8
+from hasten.techniques.precision import Autocast, BF16MasterWeights, Float8
 from hasten.techniques.recompute import Recompute
 from hasten.techniques.routing import BalancedRouting
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
@@ -59,6 +59,8 @@ MORE: tuple[Technique, ...] = (
 )
 # What needs special hardware, or minutes of a compiler, is examined as it can be anywhere.
 ANYWHERE: dict[type[Technique], Technique] = {
+    Autocast: Autocast(emulate=True),
+    BF16MasterWeights: BF16MasterWeights(emulate=True),
     Float8: Float8(emulate=True),
     Compiled: Compiled(bucket=64, share=1.0, backend="aot_eager"),
 }

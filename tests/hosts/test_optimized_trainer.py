@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hasten import CloudConfig, InputError, OptimizedTrainer
+from hasten.core import facts
 from hasten.hosts import optimized_trainer
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.precision import Autocast, BF16MasterWeights
+
+IN_BF16 = (Autocast(emulate=True), BF16MasterWeights(emulate=True))
 
 
 def data(count: int = 22) -> TensorDataset:
@@ -127,7 +131,7 @@ def test_a_batch_may_be_a_dictionary_with_labels() -> None:
     same(model.inner, plain_loop(F.cross_entropy, 2, 8))
 
 
-@pytest.mark.parametrize("technique", [Autocast(), BF16MasterWeights()], ids=str)
+@pytest.mark.parametrize("technique", IN_BF16, ids=str)
 def test_mixed_precision_trains_float_inputs_and_leaves_float32_weights(technique: Any) -> None:
     model = classifier(torch.float32)
     loader = DataLoader([(x.float(), y) for x, y in data()], batch_size=8)  # type: ignore[arg-type]
@@ -238,7 +242,7 @@ def test_the_rate_of_a_resumed_run_is_of_its_own_records(
     assert summary["records_per_second"] * spent[-1] == pytest.approx(2 * 22)
 
 
-@pytest.mark.parametrize("technique", [Autocast(), BF16MasterWeights()], ids=str)
+@pytest.mark.parametrize("technique", IN_BF16, ids=str)
 def test_a_trained_model_has_nothing_on_it_that_cannot_be_pickled(technique: Any) -> None:
     model = classifier(torch.float32)
     loader = DataLoader([(x.float(), y) for x, y in data()], batch_size=8)  # type: ignore[arg-type]
@@ -247,6 +251,27 @@ def test_a_trained_model_has_nothing_on_it_that_cannot_be_pickled(technique: Any
     again = pickle.loads(pickle.dumps(model))
     same(again, model)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_usual_technique_that_cannot_work_here_is_left_out_and_a_chosen_one_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mixed_precision=True stands in scripts that are tried on laptops."""
+    monkeypatch.setattr(facts, "_instruction_sets", lambda: ("avx2",))
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    loader = DataLoader([(x.float(), y) for x, y in data()], batch_size=8)  # type: ignore[arg-type]
+
+    def trainer(switch: Any) -> OptimizedTrainer:
+        model = classifier(torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        return OptimizedTrainer(model, optimizer, F.cross_entropy, mixed_precision=switch)
+
+    summary = trainer(True).train(loader)
+    assert summary["switches"]["mixed_precision"] == "off"
+    assert summary["plan"] == []
+    assert "mixed_precision: going on without autocast" in capsys.readouterr().out
+    with pytest.raises(InputError, match="in software only"):
+        trainer(Autocast()).train(loader)
 
 
 def test_machines_that_are_not_here_are_said_with_the_way_to_them(

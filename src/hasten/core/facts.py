@@ -26,7 +26,7 @@ from hasten.core.launchers import meeting_method, place_of
 STARTED_FOR_PLAN = "HASTEN_STARTED_FOR_PLAN"  # set in a process that began again for its plan
 INSTRUCTION_SETS = (
     *("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni"),
-    *("amx_bf16", "amx_fp16", "amx_int8", "sve"),
+    *("amx_bf16", "amx_fp16", "amx_int8", "sve", "bf16"),
 )
 
 

@@ -1,7 +1,9 @@
 """The articles' trainer: any model, optimizer and loss function, trained in place, with switches.
 
 Each switch is off (False), on with its usual technique (True), or a technique of the caller's
-choice. Gradients travel between ranks only: with one rank, compressing them is said to do nothing.
+choice. A usual technique that can't work on this machine is left out, and said to be; one of the
+caller's choice is refused. Gradients travel between ranks only: with one rank, compressing them is
+said to do nothing.
 """
 
 from __future__ import annotations
@@ -161,10 +163,21 @@ class OptimizedTrainer:
             more.append(Checkpoints(interval="epoch"))
         if known.world.size > 1:
             more.append(DDP())
-        plan = self.plan.with_(*more)
+        plan = self._possible(known).with_(*more)
         reasons = obstacles(plan, known)
         if reasons:
             raise InputError("this job can't use " + "; ".join(reasons))
+        return plan
+
+    def _possible(self, known: Facts) -> Plan:
+        """The plan without those usual techniques that can't work here."""
+        plan = self.plan
+        for name, technique in self.techniques.items():
+            reasons = technique.obstacles(known) if technique is USUAL[name] else ()
+            if technique is not None and reasons:
+                print(f"{name}: going on without {technique}: {reasons[0]}")
+                self.switches[name] = "off"
+                plan = plan.without(technique)
         return plan
 
     def _summary(

@@ -30,6 +30,8 @@ CLAIMS = (
 
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FP16_SETS = ("avx512_fp16", "amx_fp16")
+BF16_SETS = ("avx512f", "amx_bf16", "bf16")  # with one of them torch has kernels for its products
+EMULATE = "allow it where the format is multiplied in software: slow, anywhere"
 BF16_CAPABILITY = (8, 0)
 FLOAT8_CAPABILITY = (9, 0)  # torch's product with a scale for each row
 
@@ -53,7 +55,13 @@ def _slow_bf16(facts: Facts) -> tuple[str, ...]:
     old = [g for g in facts.hardware.accelerators if _capability(g.capability) < BF16_CAPABILITY]
     if facts.on_gpu and old:
         return (f"{old[0].name} has no bf16 units (compute capability below 8.0)",)
-    return ()
+    known = facts.hardware.system.startswith("Linux")  # elsewhere nobody lists instruction sets
+    if facts.on_gpu or not known or set(BF16_SETS) & set(facts.hardware.instruction_sets):
+        return ()
+    return (
+        f"{facts.hardware.cpu} multiplies bf16 in software only (neither AVX-512 nor AMX nor Arm's "
+        "bf16), many times slower than float32: leave it out (emulate: true has it all the same)",
+    )
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,7 @@ class BF16MasterWeights(Technique):
     """bf16 weights, activations and gradients; the optimizer moves float32 masters."""
 
     slot = Slot.PRECISION
+    emulate: bool = setting(False, EMULATE)
 
     @property
     def fidelity(self) -> Fidelity:
@@ -74,7 +83,7 @@ class BF16MasterWeights(Technique):
         setup.precision = MasterWeights(torch.bfloat16)
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
-        return _slow_bf16(facts)
+        return () if self.emulate else _slow_bf16(facts)
 
     def forecast(self, facts: Facts) -> Forecast:
         return Forecast(bytes=0.5, resident_bytes=2.0 * facts.model.parameters)
@@ -103,6 +112,7 @@ class Autocast(Technique):
     dtype: str = setting("bf16", "bf16, or fp16 with a dynamic loss scale")
     initial_scale: float = setting(65536.0, "the loss scale at the first step, fp16 only")
     growth_interval: int = setting(2000, "finite steps before the scale doubles, fp16 only")
+    emulate: bool = setting(False, EMULATE)
 
     def __post_init__(self) -> None:
         if self.dtype not in FORMATS:
@@ -123,6 +133,8 @@ class Autocast(Technique):
             setup.loss_scale = LossScale(self.initial_scale, interval=self.growth_interval)
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        if self.emulate:
+            return ()
         return _slow_fp16(facts) if self.dtype == "fp16" else _slow_bf16(facts)
 
     def forecast(self, facts: Facts) -> Forecast:
