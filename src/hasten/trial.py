@@ -10,7 +10,9 @@ answers orders, asleep in between, so that arms can take turns on one machine:
     {"do": "finish"}             ->  {"acted": [...], "samples": [...], "ledger": {...}}
                                       and the process ends
 
-``graphs`` counts what torch.compile has compiled so far, ``seconds`` what this order's share took.
+An order of steps may say ``"again": true``: they begin with the first record of the data, so that
+arms can be compared on the same ones. ``graphs`` counts what torch.compile has compiled so far,
+``seconds`` what this order's share took.
 An arm on several ranks is such a process for each: started with a rank's variables, they meet, and
 all are given the same orders. ``apart`` says that their steps don't wait for each other.
 
@@ -119,6 +121,9 @@ class Arm:
         from hasten.core.evaluate import evaluate
 
         if order["do"] == "steps":
+            if order.get("again"):
+                progress = self.session.progress
+                progress.epoch, progress.step_in_epoch = 0, 0
             found = list(itertools.islice(self._training, order["count"]))
             if len(found) < order["count"]:
                 raise RuntimeError(f"training ended {order['count'] - len(found)} steps too early")

@@ -104,18 +104,21 @@ def train_step(session: Session, batch: StepBatch, started: float) -> StepMetric
 def training(session: Session) -> Iterator[StepMetrics]:
     """Train until the job's stop or until somebody sets ``session.stop_requested``.
 
+    Who moves ``session.progress`` to another place of the data between two steps has the next one
+    from there.
+
     Raises:
         NotFiniteError: several steps in a row had no finite loss and gradient.
         StoppedError: another of the setup's guards says that the run is lost.
     """
     with session.setup.checkpoint.running(session):
-        while (yield from _steps(session)):  # again where the session went back
+        while (yield from _steps(session)):  # again from where the session stands
             pass
 
 
 def _steps(session: Session) -> Generator[StepMetrics, None, bool]:
-    """Steps to the stop, or until the session is at an earlier step than it was: True then."""
-    setup, clock = session.setup, session.setup.clock
+    """Steps to the stop, or until the session went back or was moved: True then."""
+    setup, clock, progress = session.setup, session.setup.clock, session.progress
     started = time.perf_counter()  # before the clock's: its parts never exceed the step
     clock.begin()
     for batch in batches(session):
@@ -126,8 +129,9 @@ def _steps(session: Session) -> Generator[StepMetrics, None, bool]:
         if not (back or setup.spikes.suspects):  # a state that is kept is one to come back to
             setup.checkpoint.after_step(session)
         clock.mark(CHECKPOINT)
+        place = progress.epoch, progress.step_in_epoch
         yield metrics
-        if back:
+        if back or (progress.epoch, progress.step_in_epoch) != place:
             return True
         setup.adjusting.after_step(metrics)
         started = time.perf_counter()

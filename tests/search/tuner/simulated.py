@@ -32,12 +32,14 @@ class Machine:
         limit: float = 1e12,
         fails: Callable[[dict[str, Any]], str | None] = lambda s: None,
         loss: Callable[[dict[str, Any]], bool] = lambda s: True,
+        content: Callable[[int], float] = lambda step: 1.0,
     ) -> None:
         self.space, self.seconds, self.start_seconds = space, seconds, start
         self.noise, self.memory, self.limit, self.fails, self.finite = (
             *(noise, memory, limit, fails),
             loss,
         )
+        self.content = content  # of a step's records: how long it takes for it
         self.clock, self.draw = Clock(), random.Random(0)
         self.started: list[Point] = []
         self.alive = 0
@@ -52,6 +54,7 @@ class Simulated:
     def __init__(self, machine: Machine, settings: dict[str, Any]) -> None:
         self.machine, self.settings, self.ended = machine, settings, False
         self.cut_off = False
+        self.step = 0  # in the data
 
     def begin(self, patience: float) -> None:
         self._pass(self.machine.start_seconds, patience)
@@ -64,12 +67,16 @@ class Simulated:
         assert not self.cut_off, "its answer to an earlier order is still to come"
         found = []
         for _ in range(count):
-            seconds = self.machine.seconds(self.settings)
+            seconds = self.machine.seconds(self.settings) * self.machine.content(self.step)
+            self.step += 1
             seconds *= 1 + self.machine.noise * self.machine.draw.gauss(0, 1)
             self._pass(seconds, patience)
             finite = self.machine.finite(self.settings)
             found.append(Step(100.0, seconds, self.machine.memory(self.settings), finite))
         return found
+
+    def again(self) -> None:
+        self.step = 0
 
     def end(self, at_once: bool = False) -> None:
         self.machine.alive -= not self.ended

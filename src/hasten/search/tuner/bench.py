@@ -30,6 +30,7 @@ from hasten.search.tuner.turns import (
     RunnerFailedError,
     Step,
     Turns,
+    rate,
 )
 
 ROUNDS = 3  # of a trial
@@ -162,10 +163,9 @@ class Bench:
         whole = False
         try:
             warm = self.turns.warmed(runner, deadline)
-            memory, count = (
-                max((s.memory for s in warm if s.memory), default=None),
-                self.turns.length(warm),
-            )
+            memory = max((s.memory for s in warm if s.memory), default=None)
+            count = min(self.turns.length(warm), self._count)
+            self._same_records(runner)
             while len(logs) < rounds and self._clock() < deadline:
                 found, load = self._calm_round(runner, count, deadline)
                 logs.append(above + found.log)
@@ -199,6 +199,12 @@ class Bench:
             max(loads),
         )
 
+    def _same_records(self, runner: Runner) -> None:
+        """Both begin with the first: a step of others takes longer, or less long."""
+        assert self._base is not None  # `measure` has opened it
+        runner.again()
+        self._base.again()
+
     def _takes_over(
         self,
         runner: Runner,
@@ -229,45 +235,18 @@ class Bench:
 
     def _round(self, runner: Runner, count: int, deadline: float) -> tuple[Beside, float]:
         before = look()
-        (found,) = self.round([runner], [count], deadline)
-        return found, foreign_share(before, look(), self._cores)
-
-    def round(
-        self, runners: Sequence[Runner], counts: Sequence[int], deadline: float
-    ) -> list[Beside]:
-        """One round of runners and the process that stays: each compared with that one.
-
-        They take turns in several passes, every second in the order of the one before backwards, so
-        that what slows the machine for a while, or steadily, slows all of them.
-
-        Raises:
-            RunnerFailedError: one of them, or the process that stays, failed.
-            OutOfTimeError: the deadline came before the end.
-        """
-        stays = len(runners)
-        taken: list[list[Step]] = [[] for _ in runners]
-        logs: list[list[float]] = [[] for _ in runners]
-        order: list[int] = []
-        for steps in self.turns.passes([*counts, self._count]):
-            order = order[::-1] if order else self.draw.sample(range(stays + 1), stays + 1)
-            found: dict[int, list[Step]] = {}
-            for place in order:
-                if place == stays:
-                    found[place] = self._turn_beside(steps[place], deadline)
-                else:
-                    found[place] = self.turns.turn(runners[place], steps[place], deadline)
-            own = [_rate(found[place]) for place in range(stays + 1)]
-            for place in range(stays):
-                taken[place] += found[place]
-                logs[place].append(math.log(own[place] / own[stays]))
-        return [
-            Beside(
-                statistics.median(ratios),
-                _rate(steps),
-                max((s.memory for s in steps if s.memory), default=None),
-            )
-            for ratios, steps in zip(logs, taken, strict=True)
+        turns = [
+            lambda steps: self.turns.turn(runner, steps, deadline),
+            lambda steps: self._turn_beside(steps, deadline),
         ]
+        found = self.turns.round(turns, count, self.draw)
+        own = [step for mine, _ in found for step in mine]
+        beside = Beside(
+            statistics.median(math.log(rate(mine) / rate(other)) for mine, other in found),
+            rate(own),
+            max((s.memory for s in own if s.memory), default=None),
+        )
+        return beside, foreign_share(before, look(), self._cores)
 
     def _turn_beside(self, count: int, deadline: float) -> list[Step]:
         """The turn of the one that stays; cut off, it would answer late, for another turn."""
@@ -282,7 +261,3 @@ class Bench:
         except OutOfTimeError:
             self._drop()
             raise
-
-
-def _rate(steps: Sequence[Step]) -> float:
-    return statistics.median(s.items / s.seconds for s in steps)

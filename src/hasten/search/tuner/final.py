@@ -1,9 +1,9 @@
 """The final: the best few take turns among themselves, and who is behind leaves.
 
-The best of many trials is in part luck, and a trial may have one round. Here all are in the same
-rounds, so that what slows a round slows all of them: what counts is the difference within a round.
-Whoever is behind the leader beyond doubt leaves, and the others have the more rounds for it
-(racing: Maron and Moore 1994, "Hoeffding Races").
+The best of many trials is in part luck, and a trial may have one round. Here all take a turn in
+each pass, with the same records: what slows a pass, or makes it long, does so for all of them, and
+what counts is the difference within a pass. Whoever is behind the leader beyond doubt leaves, and
+the others have the more rounds for it (racing: Maron and Moore 1994, "Hoeffding Races").
 """
 
 from __future__ import annotations
@@ -11,56 +11,63 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-from hasten.errors import InputError
 from hasten.evidence.statistics import hodges_lehmann
 from hasten.evidence.students_t import student_quantile
 from hasten.search.tuner.space import Point
-from hasten.search.tuner.turns import OutOfTimeError, Runner, RunnerFailedError
+from hasten.search.tuner.turns import OutOfTimeError, Runner, RunnerFailedError, Step, rate
 
 if TYPE_CHECKING:
     from hasten.search.tuner.bench import Bench
 
 MOST_ROUNDS = 60
-FEWEST = 4  # rounds before anybody leaves
+FEWEST = 6  # passes before anybody leaves
 BEHIND = 0.002  # chance that an equal is as far behind; it is asked after every round
-Logs = Mapping[Point, Sequence[float]]  # of each round: the rate over the start's, a logarithm
+Logs = Mapping[Point, Sequence[float]]  # of each pass: the rate over the start's, a logarithm
 
 
 def side_by_side(
-    bench: Bench, points: Sequence[Point], deadline: float, rounds: int = MOST_ROUNDS
+    bench: Bench, values: Mapping[Point, float], deadline: float, rounds: int = MOST_ROUNDS
 ) -> dict[Point, tuple[float, ...]]:
     """The points' processes, all alive at once, take turns until one is left or time is up.
 
+    Args:
+        bench: where they are started; its own process ends.
+        values: what trials say of each, the logarithm of its rate over the start's.
+        deadline: by the bench's clock.
+        rounds: at most.
+
     Returns:
-        By point, a logarithm of its rate over the start's for each whole round that it was in; none
+        By point, such a logarithm for each pass that it was in, on the level of those values; none
         of a point that failed to start, and of nobody where the time wasn't enough.
     """
     runners: dict[Point, Runner] = {}
     found: dict[Point, list[float]] = {}
     try:
-        bench.ready(deadline)
-        runners = {point: bench.start(point) for point in points if point != bench.beside}
-        counts: dict[Point, int] = {}
+        bench.close()
+        runners = {point: bench.start(point) for point in values}
+        counts = []
         for point, runner in tuple(runners.items()):  # all are being built meanwhile
             try:
-                counts[point] = bench.turns.length(bench.turns.warmed(runner, deadline))
+                counts.append(bench.turns.length(bench.turns.warmed(runner, deadline)))
             except RunnerFailedError:
                 runners.pop(point).end(at_once=True)
-        found = {point: [] for point in points if point in runners or point == bench.beside}
-        racing = list(found)
+        found = {point: [] for point in runners}
+        for runner in runners.values():
+            runner.again()  # all at the same records from here on
         for _ in range(rounds):
-            logs = _round(bench, runners, counts, deadline)
-            for point in racing:
-                found[point].append(logs[point])
-            for point in behind({p: found[p] for p in racing}):
-                racing.remove(point)
-                if point in runners:
-                    runners.pop(point).end(at_once=True)
-            if len(racing) < 2:
+            if len(runners) < 2 and all(len(found[p]) >= FEWEST for p in runners):
                 break
-    except (OutOfTimeError, RunnerFailedError, InputError):
+            level = statistics.fmean(values[point] for point in runners)
+            for logs in _round(bench, runners, min(counts), deadline):
+                middle = statistics.fmean(logs.values())
+                for point, log in logs.items():
+                    found[point].append(level + log - middle)
+            for point in behind({p: found[p] for p in runners}):
+                runners.pop(point).end(at_once=True)
+    except (OutOfTimeError, RunnerFailedError):
         pass  # the rounds before it count
     finally:
         for runner in runners.values():
@@ -69,7 +76,7 @@ def side_by_side(
 
 
 def behind(logs: Logs) -> list[Point]:
-    """Of points that were in the same rounds those that are slower than the first beyond doubt."""
+    """Of points that were in the same passes those that are slower than the first beyond doubt."""
     first, *others = leading(logs)
     count = len(logs[first])
     if count < FEWEST:
@@ -84,9 +91,9 @@ def behind(logs: Logs) -> list[Point]:
 
 
 def leading(logs: Logs) -> list[Point]:
-    """The points, best first: who was in more rounds, then by the rounds that all of these share.
+    """The points, best first: who was in more passes, then by the passes that all of these share.
 
-    A round's own speed is taken out: it is that of the machine at that time.
+    A pass's own speed is taken out: it is that of the machine at that time.
     """
     places: dict[Point, tuple[int, float]] = {}
     for point, own in logs.items():
@@ -99,9 +106,15 @@ def leading(logs: Logs) -> list[Point]:
 
 
 def _round(
-    bench: Bench, runners: Mapping[Point, Runner], counts: Mapping[Point, int], deadline: float
-) -> dict[Point, float]:
-    """Logarithms over the start's rate, by that of the process that stays."""
-    found = bench.round(list(runners.values()), [counts[p] for p in runners], deadline)
-    logs = {p: bench.above + own.log for p, own in zip(runners, found, strict=True)}
-    return {**logs, bench.beside: bench.above}
+    bench: Bench, runners: Mapping[Point, Runner], count: int, deadline: float
+) -> list[dict[Point, float]]:
+    """By pass the logarithm of each point's rate."""
+    turns = [partial(_turn, bench, runner, deadline) for runner in runners.values()]
+    found = bench.turns.round(turns, count, bench.draw)
+    return [
+        {p: math.log(rate(steps)) for p, steps in zip(runners, row, strict=True)} for row in found
+    ]
+
+
+def _turn(bench: Bench, runner: Runner, deadline: float, count: int) -> list[Step]:
+    return bench.turns.turn(runner, count, deadline)

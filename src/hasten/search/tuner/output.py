@@ -140,7 +140,7 @@ def _final(arms: Sequence[Mapping[str, Any]]) -> str:
         changed = ", ".join(f"{k}={v}" for k, v in arm["changes"].items())
         rounds = arm["rounds"]
         rows.append((changed, f"{statistics.median(rounds):.3f}", str(len(rounds))))
-    return "<h2>Final</h2>" + _table(("what differs from the start", "ratio", "rounds"), rows)
+    return "<h2>Final</h2>" + _table(("what differs from the start", "ratio", "turns"), rows)
 
 
 def _trials(trials: Sequence[Mapping[str, Any]]) -> str:

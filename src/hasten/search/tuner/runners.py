@@ -42,6 +42,7 @@ class PlanRunner:
         self._meeting = tempfile.TemporaryDirectory(dir=log.parent, prefix=".ranks-")
         own = places(ranks, facts.usable_cores(), Path(self._meeting.name))
         self._trial = Trial(recipe, plan, environ, log, ranks=own, nursery=nursery)
+        self._again = False
 
     def begin(self, patience: float) -> None:
         try:
@@ -49,9 +50,14 @@ class PlanRunner:
         except TrialFailedError as error:
             raise RunnerFailedError(str(error)) from error
 
+    def again(self) -> None:
+        self._again = True
+
     def steps(self, count: int, patience: float) -> list[Step]:
+        more = {"again": True} if self._again else {}
+        self._again = False
         try:
-            answer = self._trial.ask("steps", patience=patience, count=count)
+            answer = self._trial.ask("steps", patience=patience, count=count, **more)
         except TrialFailedError as error:
             raise RunnerFailedError(str(error)) from error
         steps = [_step(entry) for entry in answer["steps"]]
@@ -92,6 +98,9 @@ class LoopRunner:
             self._loop.begin(warmup=0)
         except LoopFailedError as error:
             raise RunnerFailedError(str(error)) from error
+
+    def again(self) -> None:
+        """A loop brings its own data, and goes on."""
 
     def steps(self, count: int, patience: float) -> list[Step]:
         self._loop.patience = patience

@@ -35,7 +35,7 @@ RACE_SHARE = 0.7  # the same, where whole trainings decide in place of a duel
 FINALISTS = 4
 DUEL_STARTS = 3.5  # starts of a process that a duel needs at least, its first rounds included
 FINAL_HOPE = 0.3  # below the best, as a logarithm: no finalist, whose turns would be long
-FINAL_ROUNDS = 2  # fewer decide nothing
+FINAL_PASSES = 4  # fewer decide nothing
 FEWEST = 5  # trials before a study may end early
 HOPE = 0.005  # expected gain of the best untried point, below which a study ends
 PATIENT = 6.0  # times the usual trial: what a compiled graph may take, and a hanging process not
@@ -146,8 +146,10 @@ class Search:
         if len(points) < 2:
             return
         self._tell(f"the best {len(points)} side by side")
-        found = side_by_side(self._bench, points, self._end - self.reserve)
-        study.final = {p: logs for p, logs in found.items() if len(logs) >= FINAL_ROUNDS}
+        values = {t.point: t.value for t in study.tried if t.value is not None}
+        finalists = {point: values[point] for point in points}
+        found = side_by_side(self._bench, finalists, self._end - self.reserve)
+        study.final = {p: logs for p, logs in found.items() if len(logs) >= FINAL_PASSES}
         rows = [{"settings": self._space.settings(p), "logs": logs} for p, logs in found.items()]
         self._record.append("final", arms=rows)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,12 @@ class Runner(Protocol):
     def steps(self, count: int, patience: float) -> list[Step]:
         """Do so many steps. Raises RunnerFailedError."""
 
+    def again(self) -> None:
+        """Let the next steps begin with the data's first record, if whoever runs can do that.
+
+        Steps differ by what is in their records: those of two runners are compared at the same.
+        """
+
     def end(self, at_once: bool = False) -> None:
         """End the process; harmless when it has ended."""
 
@@ -86,6 +93,11 @@ class Measurement:
     @property
     def value(self) -> float | None:
         return statistics.median(self.logs) if self.logs else None
+
+
+def rate(steps: Sequence[Step]) -> float:
+    """Items per second in the middle of some steps."""
+    return statistics.median(s.items / s.seconds for s in steps)
 
 
 def even(steps: Sequence[Step]) -> bool:
@@ -132,12 +144,27 @@ class Turns:
         times = min(max(math.ceil(SHORT / (self._steps * one)), 1), MOST_TIMES)
         return times * round_steps(self._steps, one, self._together)
 
-    def passes(self, counts: Sequence[int]) -> list[list[int]]:
-        """Each runner's steps of a round, dealt to the turns of so many passes."""
-        units = [count // self._together for count in counts]
-        most = min(PASSES, *units)
-        parts = [[u * (n + 1) // most - u * n // most for u in units] for n in range(most)]
-        return [[self._together * units for units in part] for part in parts]
+    def passes(self, count: int) -> list[int]:
+        """The steps of a round, dealt to the turns of its passes."""
+        units = count // self._together
+        most = min(PASSES, units)
+        return [self._together * (units * (n + 1) // most - units * n // most) for n in range(most)]
+
+    def round(
+        self, turns: Sequence[Callable[[int], list[Step]]], count: int, draw: random.Random
+    ) -> list[list[list[Step]]]:
+        """By pass what each has done; all do so many steps, in a turn of each pass.
+
+        Every second pass has the order of the one before backwards, so that what slows the machine
+        for a while, or steadily, slows all of them.
+        """
+        order = draw.sample(range(len(turns)), len(turns))
+        found = []
+        for steps in self.passes(count):
+            taken = {place: turns[place](steps) for place in order}
+            found.append([taken[place] for place in range(len(turns))])
+            order.reverse()
+        return found
 
     def turn(self, runner: Runner, count: int, deadline: float) -> list[Step]:
         return sound(self._within(lambda left: runner.steps(count, left), deadline))
