@@ -30,8 +30,9 @@ from typing import Any
 
 from tuner.problems import PROBLEMS, WAYS_OF, Problem
 
+from hasten.search.tuner.blind import Bandit, Shuffled
 from hasten.search.tuner.optuna_proposers import OptunaProposer
-from hasten.search.tuner.proposers import Bandit, Beforehand, Own, Proposer, Shuffled, Tried
+from hasten.search.tuner.proposers import Beforehand, Own, Proposer, Tried
 from hasten.search.tuner.space import SMALL, Point, Space
 
 TRIALS, WITHIN, DUEL = 40, 0.03, 3

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
+from hasten.techniques.feed import Prefetched
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import BF16MasterWeights
 from tiny import language_job, records, run, session_of, tiny_model
@@ -184,6 +186,26 @@ def test_a_resumed_run_continues_with_the_same_bits(tmp_path: Path, techniques: 
     second = session_of(job(), *techniques)
     restore(second, found[0], found[1])
     assert [m.loss for m in run(second)] == whole[5:]
+
+
+@pytest.mark.parametrize(
+    "techniques", [(), (Packed(), Prefetched(lookahead=3)), (Checkpoints(interval=3),)], ids=str
+)
+def test_who_moves_the_progress_has_the_next_step_from_there(
+    tmp_path: Path, techniques: Any
+) -> None:
+    session = session_of(language_job(data=records(64), steps=12), *techniques, folder=tmp_path)
+    found = []
+    for metrics in training(session):
+        found.append(metrics)
+        if metrics.step in (4, 9):
+            session.progress.epoch = session.progress.step_in_epoch = 0
+    assert [m.step for m in found] == list(range(1, 13))  # steps are counted on
+    tokens = [m.tokens for m in found]
+    assert tokens[4:9] == tokens[:4] + tokens[8:9]
+    assert tokens[9:] == tokens[:3]
+    assert len(set(tokens)) >= 5
+    assert not [t for t in threading.enumerate() if t is not threading.main_thread()]
 
 
 def test_checkpoints_are_written_when_due_and_resumed_from(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ class RecipeSubject:
         }
 
     def opened(self, folder: Path) -> AbstractContextManager[None]:
-        likely = max(self.space.points(self._wishes.seed), key=self._plans.gain)
+        likely = self.space.summit(self._plans.gain, self._wishes.seed)
         return self._starter.opened(folder, self._plans.plan(likely))
 
     def known(self, noise: float, memory: float | None) -> Beforehand:

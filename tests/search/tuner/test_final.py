@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hasten.search.tuner.bench import Bench
-from hasten.search.tuner.final import FEWEST, MOST_ROUNDS, behind, leading, side_by_side
+from hasten.search.tuner.final import FEWEST, MOST_ROUNDS, behind, leading, ordered, side_by_side
 from hasten.search.tuner.space import Point, of_values
 from search.tuner.simulated import Machine
 
@@ -97,6 +97,20 @@ def test_those_that_stay_have_the_rounds_of_those_that_left() -> None:
         machine.draw.seed(seed)
         best += leading(raced(machine, points))[0] == points[1]
     assert best >= 28
+
+
+def test_of_equals_the_one_that_was_expected_to_be_the_best_leads() -> None:
+    """The first of them is the luckiest; who is a standard error behind it is no equal."""
+    noise = [0.02, -0.02] * 10
+    logs = {ONE: [1.0] * 20, TWO: [0.998 + n for n in noise], THREE: [0.9 + n for n in noise]}
+    assert leading(logs) == [ONE, TWO, THREE]
+    wish = {ONE: 0.1, TWO: 0.2, THREE: 0.3}.__getitem__
+    assert ordered(logs, wish) == [TWO, ONE, THREE]
+    assert ordered(logs, lambda point: 0.0) == [ONE, TWO, THREE]
+    few = {point: own[: FEWEST - 1] for point, own in logs.items()}
+    assert ordered(few, wish) == leading(few)  # nothing can be said of them
+    assert ordered({ONE: [1.0] * 9, TWO: [1.0] * 8}, wish) == [ONE, TWO]  # who has left is behind
+    assert ordered({}, wish) == []
 
 
 def test_finalists_are_compared_at_the_same_records() -> None:

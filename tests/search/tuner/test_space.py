@@ -17,9 +17,9 @@ from hasten.recipe.build import catalogue
 from hasten.recipe.mesh_choices import mixed_layouts
 from hasten.search.tuner.plans import NONE, plan_space, values_of
 from hasten.search.tuner.space import Dimension, Space, of_values
-from tiny import job_facts, language_job
+from tiny import able, job_facts, language_job
 
-FACTS = job_facts(language_job())
+FACTS = able(job_facts(language_job()))
 NESTED = Space(
     (
         Dimension("way", ("none", "graph")),
@@ -58,11 +58,31 @@ def test_a_plain_space_has_every_combination_once(knobs: dict[str, list[int]]) -
     assert points[0] == space.start
 
 
-def test_neighbours_differ_in_one_decision_and_sizes_by_one_place() -> None:
+def test_neighbours_differ_in_one_decision() -> None:
     near = [NESTED.settings(p) for p in NESTED.neighbours((1, 1, 0))]
     assert {"way": "graph", "bucket": 64, "threads": 1} in near
-    assert {"way": "graph", "bucket": 128, "threads": 4} not in near
+    assert {"way": "graph", "bucket": 128, "threads": 4} in near
+    assert {"way": "graph", "bucket": 64, "threads": 2} not in near
     assert {"way": "none", "threads": 1} in near
+    assert all(NESTED.apart(p, (1, 1, 0)) == 1 for p in NESTED.neighbours((1, 1, 0)))
+
+
+def test_choices_apart_are_counted_without_the_knobs_of_what_another_has_not() -> None:
+    assert NESTED.apart((1, 2, 0), (0, 0, 0)) == 1
+    assert NESTED.apart((1, 2, 0), (1, 0, 2)) == 2
+    assert NESTED.apart((1, 2, 1), (1, 2, 1)) == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_summit_of_a_space_too_large_to_look_at_is_found_from_any_sample(seed: int) -> None:
+    space = of_values({f"knob {n}": list(range(9)) for n in range(9)})
+    best = tuple((3 * n + 1) % 9 for n in range(9))
+
+    def worth(point: tuple[int, ...]) -> float:
+        return -float(sum(a != b for a, b in zip(point, best, strict=True)))
+
+    assert best not in space.points(seed)
+    assert space.summit(worth, seed) == best
 
 
 def test_refused_points_are_not_offered() -> None:

@@ -12,9 +12,10 @@ from hasten.errors import InputError
 from hasten.evidence.record import Record
 from hasten.search.tuner.belief import importance
 from hasten.search.tuner.bench import Bench
+from hasten.search.tuner.blind import Shuffled
 from hasten.search.tuner.earlier import learnt, similar_trials
 from hasten.search.tuner.output import document, lead, page
-from hasten.search.tuner.proposers import Beforehand, Own, Shuffled, Tried
+from hasten.search.tuner.proposers import Beforehand, Own, Tried
 from hasten.search.tuner.search import FINALISTS, Search
 from hasten.search.tuner.space import of_values
 from hasten.search.tuner.study import Study

@@ -7,8 +7,9 @@ from typing import Literal, get_args
 
 from hasten.core.plan import did_you_mean
 from hasten.errors import InputError
+from hasten.search.tuner.blind import Bandit, Shuffled
 from hasten.search.tuner.optuna_proposers import OptunaProposer, missing
-from hasten.search.tuner.proposers import Bandit, Beforehand, Own, Proposer, Shuffled
+from hasten.search.tuner.proposers import Beforehand, Own, Proposer
 from hasten.search.tuner.space import Space
 
 Sampler = Literal["auto", "tpe", "gp", "random", "genetic", "cmaes", "bandit"]

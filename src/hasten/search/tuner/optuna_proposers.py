@@ -12,7 +12,8 @@ import importlib.util
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from hasten.search.tuner.proposers import Shuffled, Tried
+from hasten.search.tuner.blind import Shuffled
+from hasten.search.tuner.proposers import Tried
 from hasten.search.tuner.space import Point, Space
 
 if TYPE_CHECKING:

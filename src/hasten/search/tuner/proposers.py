@@ -1,12 +1,12 @@
-"""Who says what is tried next: hasten's own order, and samplers that know nothing beforehand.
+"""Who says what is tried next, and hasten's own order.
 
 A proposer is asked for a point and told what came of it. It never proposes a point twice, nor one
 that the space refuses, nor one that ran out of memory. `auto` is hasten's own:
 
   1. the first trials follow the forecast: the best point that it sees within memory
-  2. every result corrects the belief (`belief`), and the point is tried from which most is
-     expected; memory is believed in the same way, from the peaks that were seen, and what is likely
-     to exceed it isn't tried
+  2. every result corrects the belief (`belief`), and of the points around the best one that is
+     tried from which most is expected; memory is believed in the same way, from the peaks that were
+     seen, and what is likely to exceed it isn't tried
   3. each trial that ran out of memory all the same makes the next ones more careful
   4. of what failed otherwise the cause is looked for (`failures`), and points that may share it
      count for less
@@ -33,6 +33,9 @@ LAST_RISK = 0.25  # of the safest point that is left, beyond which nothing is tr
 PEAK_SCALES = (0.05, 0.2, 0.6)  # of what a choice adds to the logarithm of the peak
 OF_MEDIAN = 0.67  # of the noise is left in the median of a trial's three rounds
 OF_ROUNDS = {1: 1 / OF_MEDIAN, 2: 0.71 / OF_MEDIAN}  # of that, where a trial had fewer
+BEFORE = 3  # times that the noise given beforehand counts as seen
+CLOSE = 2  # choices by which a point around the best one differs
+PROMISING = 0.005  # expected gain there, below which the search looks further away
 BEYOND = 0.15  # by which a point that ran out of memory is taken to exceed the limit
 
 
@@ -92,7 +95,7 @@ class Own:
     """
 
     def __init__(self, space: Space, known: Beforehand, seed: int = 0) -> None:
-        self._points = space.points(seed)
+        self._points = list(dict.fromkeys((*space.points(seed), space.summit(known.gain, seed))))
         random.Random(seed).shuffle(self._points)
         self._looked_at = set(self._points)
         self._space, self._start, self._known = space, space.start, known
@@ -103,7 +106,7 @@ class Own:
         self.history: list[Tried] = []
 
     def ask(self) -> Point | None:
-        point = self._best_of(self._left())
+        point = self._best_of(self._about())
         # Of a large space the points are a sample: the way up from the best of it leads on.
         while point is not None and (near := self._strangers(point)):
             better = self._best_of([point, *near])
@@ -111,6 +114,23 @@ class Own:
                 break
             point = better
         return point
+
+    def _about(self) -> list[Point]:
+        """What is left around the best point, as long as something is to be expected there.
+
+        Of a dozen choices each is vaguely known, so that the sum of many promises most where least
+        is known; a dozen trials learn more of what is close to the best one (a trust region:
+        Eriksson et al. 2019, arXiv:1910.01739).
+        """
+        better = [t.point for t in self.history if t.value is not None and t.value > 0]
+        if not better:
+            return self._left()
+        best = better[int(np.argmax(self.believed(better)))]
+        self._strangers(best)
+        left = self._left()
+        near = [p for p in left if self._space.apart(p, best) <= CLOSE]
+        promising = near and float(self._worth(near).max()) > PROMISING
+        return near if promising else left
 
     def _best_of(self, left: Sequence[Point]) -> Point | None:
         """The most worth trying; None where there is none that can be dared."""
@@ -131,7 +151,7 @@ class Own:
         self._looked_at.add(tried.point)
         if tried.state == "ok":
             self._failures.worked(tried.point)
-            self._speed.noise = max(self._known.noise, OF_MEDIAN * self._spread())
+            self._speed.noise = self._noise()
         elif tried.state == "failed":
             self._failures.failed(tried.point, tried.blamed)
 
@@ -143,18 +163,25 @@ class Own:
         worth = np.where(self._risks(left) <= self._allowed, self._worth(left), 0.0)
         return float(worth.max())
 
+    def expected(self, point: Point) -> float:
+        """What was expected of a point before anything was measured, as such a logarithm."""
+        return self._known.gain(point)
+
     def believed(self, points: Sequence[Point]) -> list[float]:
         """What is believed of each point's value, as a logarithm over the start's."""
         seen, values, noises = self._measured()
         found: list[float] = self._speed.at(points, seen, values, noises).mean.tolist()
         return found
 
-    def _spread(self) -> float:
-        """Of rounds within trials: fast points have short turns, which stray more."""
+    def _noise(self) -> float:
+        """Of a value of three rounds, by the start's and by what differs within trials.
+
+        Fast points have short turns, which stray more; and the start's was seen a few times alone.
+        """
         known = [t.rounds for t in self.history if len(t.rounds) > 1]
         free = sum(len(rounds) - 1 for rounds in known)
-        squares = math.fsum((len(r) - 1) * statistics.variance(r) for r in known)
-        return math.sqrt(squares / free) if free else 0.0
+        squares = math.fsum((len(r) - 1) * statistics.variance(r) for r in known) * OF_MEDIAN**2
+        return math.sqrt((squares + BEFORE * self._known.noise**2) / (free + BEFORE))
 
     def _strangers(self, point: Point) -> list[Point]:
         """Neighbours that weren't looked at yet; from now on they are."""
@@ -222,60 +249,3 @@ class Own:
         if self._known.memory is not None:
             return math.log(self._known.memory(self._start))
         return min((math.log(t.memory) for t in self.history if t.memory), default=0.0)
-
-
-class Shuffled:
-    """Every point once, in an order drawn by the seed."""
-
-    def __init__(self, space: Space, seed: int = 0) -> None:
-        self._points = [p for p in space.points(seed) if p != space.start]
-        random.Random(seed).shuffle(self._points)
-        self._done: set[Point] = set()
-
-    def ask(self) -> Point | None:
-        return next((p for p in self._points if p not in self._done), None)
-
-    def tell(self, tried: Tried) -> None:
-        self._done.add(tried.point)
-
-
-class Bandit:
-    """Each dimension a bandit of its own: values are drawn by Thompson's rule.
-
-    Thompson (1933): a value is chosen as often as it is believed to be the best. What is
-    believed of a value is the mean of its points' results, the more vague the fewer these are.
-    """
-
-    WIDTH = 0.15  # of a value that was never tried, as a logarithm
-
-    def __init__(self, space: Space, seed: int = 0) -> None:
-        self._space, self._draw = space, random.Random(seed)
-        self._results: dict[tuple[int, int], list[float]] = {}
-        self._done: set[Point] = {space.start}
-        self._rest = Shuffled(space, seed)
-        self._worst = 0.0
-
-    def ask(self) -> Point | None:
-        for _ in range(200):
-            point = self._space.canonical(
-                tuple(self._pull(i, len(d.values)) for i, d in enumerate(self._space.dimensions))
-            )
-            if point not in self._done and self._space.refuse(point) is None:
-                return point
-        return self._rest.ask()
-
-    def tell(self, tried: Tried) -> None:
-        self._done.add(tried.point)
-        self._rest.tell(tried)
-        self._worst = min(self._worst, tried.value or 0.0)
-        value = tried.value if tried.value is not None else self._worst - 0.1
-        for place in enumerate(tried.point):
-            self._results.setdefault(place, []).append(value)
-
-    def _pull(self, dimension: int, values: int) -> int:
-        def drawn(value: int) -> float:
-            seen = self._results.get((dimension, value), [])
-            mean = sum(seen) / (len(seen) + 1)  # a result of 0, the start's, stands beside them
-            return self._draw.gauss(mean, self.WIDTH / math.sqrt(1 + len(seen)))
-
-        return max(range(values), key=drawn)

@@ -109,6 +109,8 @@ class Search:
         study.step_seconds = bench.step_seconds
         proposer = self._propose(OF_MEDIAN * noise, bench.memory)
         proposer.tell(Tried(self._space.start, "ok", 0.0, bench.memory))
+        if isinstance(proposer, Own):
+            study.expected = proposer.expected
         for row in self._earlier():
             self._take(study, proposer, row)
         study.ended = self._trials(study, proposer)

@@ -114,18 +114,30 @@ class Space:
         return {n: v for n, v in here.items() if n not in first or first[n] != v}
 
     def neighbours(self, point: Point) -> list[Point]:
-        """Points that differ in one dimension: any other value, of an ordered one the next."""
+        """Points that differ in one dimension."""
         found: dict[Point, None] = {}
         active = self.active(point)
         for place, (d, here, on) in enumerate(zip(self.dimensions, point, active, strict=True)):
-            if not on:
-                continue
-            others = range(len(d.values))
-            for i in (j for j in others if j != here and (not d.ordered or abs(j - here) == 1)):
+            for i in range(len(d.values)) if on else ():
                 near = self.canonical((*point[:place], i, *point[place + 1 :]))
-                if near != point and self.refuse(near) is None:
+                if i != here and near != point and self.refuse(near) is None:
                     found[near] = None
         return list(found)
+
+    def apart(self, one: Point, other: Point) -> int:
+        """In how many choices two points differ; the knobs of another technique aren't counted."""
+        both = zip(self.active(one), self.active(other), strict=True)
+        same = zip(one, other, both, strict=True)
+        return sum(a != b for a, b, (mine, theirs) in same if mine and theirs)
+
+    def summit(self, worth: Callable[[Point], float], seed: int = 0) -> Point:
+        """The point of most worth among `points`, then the way up from neighbour to neighbour."""
+        best = max(self.points(seed), key=worth)
+        while (near := max(self.neighbours(best), key=worth, default=best)) != best:
+            if worth(near) <= worth(best):
+                break
+            best = near
+        return best
 
     def points(self, seed: int = 0) -> list[Point]:
         """All legal points once; of a large space, a sample and the neighbours of the start."""

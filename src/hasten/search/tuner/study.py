@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from hasten.search.tuner.final import leading
+from hasten.search.tuner.final import ordered
 from hasten.search.tuner.proposers import Tried
 from hasten.search.tuner.space import Point, Space
 
@@ -27,6 +28,7 @@ class Study:
     rows: list[dict[str, Any]] = field(default_factory=list)
     final: dict[Point, tuple[float, ...]] = field(default_factory=dict)
     step_seconds: float = 0.0  # of the start
+    expected: Callable[[Point], float] = lambda point: 0.0  # of a point's value, beforehand
     ended: str = ""
 
     def leaders(self, count: int = LEADERS) -> list[Point]:
@@ -34,7 +36,7 @@ class Study:
 
         Those of the final come first, in its order.
         """
-        places = leading(self.final)
+        places = ordered(self.final, self.expected)
         rest = [point for point in self._by_trials() if point not in places]
         return [*places, *rest][:count]
 
