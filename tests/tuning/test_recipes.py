@@ -27,6 +27,7 @@ from hasten.tuning.recipes import RecipeSubject
 from hasten.tuning.subject import Wishes
 from material import STDLIB
 from search.tuner.simulated import Machine
+from tiny import able
 
 RECIPE = {
     **STDLIB,
@@ -46,7 +47,8 @@ def _a_calm_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     output = str(tmp_path_factory.mktemp("tuned"))
-    return prepared(recipe_from({**RECIPE, "output": output}, "test"), Silence())
+    found = prepared(recipe_from({**RECIPE, "output": output}, "test"), Silence())
+    return dataclasses.replace(found, known=able(found.known))
 
 
 def subject(given: Subject, **wishes: Any) -> RecipeSubject:
@@ -252,16 +254,16 @@ def test_a_plan_whose_environment_is_new_is_an_effort_until_it_was_started(
     given: Subject, tmp_path: Path
 ) -> None:
     found = subject(given)
-    start = found.space.start
+    likely = found.space.summit(found._plans.gain)
     other = found.space.point({"THREADS": "threads", "threads.waiting": "spinning"})
     assert found.known(0.02, None).effort(other) == 1.0  # nothing is forked yet
     with found.opened(tmp_path):
         effort = found.known(0.02, 1e9).effort
-        assert effort(start) == 1.0  # the best forecast wants no variables, as the start
+        assert effort(likely) == 1.0
         assert effort(other) == starter.COLD
         runner = found.start(other)
         assert effort(other) == 1.0
         runner.end(at_once=True)
-        likely = max(found.space.points(), key=effort)  # all are new but two
-        assert effort(likely) == starter.COLD
+        new = max(found.space.points(), key=effort)  # all are but two
+        assert effort(new) == starter.COLD
     assert (tmp_path / "recipe.yaml").is_file()
