@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from hasten.core import facts
+
 # The same draws in every run, and no example has a time limit.
 settings.register_profile(
     "steady",
@@ -40,3 +42,10 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def bf16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process takes the processor for one with bf16 products; where it has none it is slow."""
+    sets = {*facts.hardware().instruction_sets, "avx512f"}
+    monkeypatch.setattr(facts, "_instruction_sets", lambda: tuple(sorted(sets)))

@@ -18,6 +18,8 @@ from hasten.recipe.schema import Recipe, load_recipe
 from hasten.run import train
 from material import dataset, small
 
+pytestmark = pytest.mark.usefixtures("bf16_products")
+
 PRESETS = ("deepseek-llm-tiny", "r1-distill-qwen-tiny", "v2-lite-tiny", "v3-tiny")
 PLAN = ["packed", "document_attention", "labelled_token_loss", "bf16_master_weights"]
 

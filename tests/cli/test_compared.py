@@ -18,6 +18,8 @@ from hasten.evidence.controller import Measured, design_words
 from hasten.evidence.regress import Change
 from material import small
 
+pytestmark = pytest.mark.usefixtures("bf16_products")
+
 Hasten = Callable[..., tuple[int, str, str]]
 
 

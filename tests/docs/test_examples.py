@@ -19,6 +19,8 @@ from hasten.recipe.build import facts_of, plan_of
 from hasten.recipe.material import gather
 from hasten.recipe.schema import Recipe, load_recipe
 
+pytestmark = pytest.mark.usefixtures("bf16_products")
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 each = pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)

@@ -32,7 +32,7 @@ BATCH = 32  # records of a step
 BYTES_PER_WEIGHT = 16  # float32 weight, gradient and two moments
 ROOM = 0.6  # of the memory, for these; the rest is for activations
 MICRO_BATCH_TOKENS = 8192  # a step with more tokens is cut
-BF16_SETS = ("amx_bf16", "avx512_bf16")
+BF16_SETS = ("amx_bf16", "avx512_bf16", "bf16")
 
 
 @dataclass(frozen=True)
