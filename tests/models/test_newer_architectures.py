@@ -58,7 +58,8 @@ PLANS = [*(("deepseek_v32", plan) for plan in V32), ("deepseek_v4", ())]
 def test_it_learns_is_saved_and_comes_back_the_same(
     architecture: str, plan: Any, tmp_path: Path
 ) -> None:
-    job = language_job(MODELS[architecture], steps=10)
+    # Biases move up or down by one size: after an odd number of steps none is back at zero.
+    job = language_job(MODELS[architecture], steps=11)
     session = session_of(job, *plan, architecture=architecture)
     steps = run(session)
     assert steps[-1].loss < steps[0].loss

@@ -384,6 +384,7 @@ def test_what_the_trainer_cannot_run_is_said() -> None:
     ],
     ids=words,
 )
+@pytest.mark.usefixtures("bf16_products")
 def test_the_lines_for_a_recipe_are_read_by_it_and_need_as_many_ranks(layout: Layout) -> None:
     assert beyond_trainer(layout) == ""
     lines = yaml.safe_load(recipe_lines(layout))

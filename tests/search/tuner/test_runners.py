@@ -13,7 +13,7 @@ from material import small
 
 
 def test_a_plan_begins_again_with_the_first_record(tmp_path: Path) -> None:
-    recipe = recipe_from(small(tmp_path, plan=[], max_steps=99), "test")
+    recipe = recipe_from(small(tmp_path, plan=[], max_steps=99, cutoff_len=512), "test")
     ready(recipe, lambda text: None)
     path = tmp_path / "recipe.yaml"
     path.write_text(recipe.to_yaml())
