@@ -142,6 +142,7 @@ _FLOAT8_CHOICES = (
     *_sizes((*_FLOAT8, Recompute()), 2, 1),
 )
 _PLAIN = (Autocast(),)
+_MASTERS_ANYWHERE = (*ROWS_OF_TOKENS, BF16MasterWeights(emulate=True))
 
 ROWS: tuple[Row, ...] = (  # by priority
     Row(
@@ -177,8 +178,8 @@ ROWS: tuple[Row, ...] = (  # by priority
         *("smoke", "a toy model of two blocks, on whatever is there, to try this script"),
         *("llama", SMALL, 48, 4),
         {
-            "plain": tuple(_sizes(_PLAIN, 4, weights="float32")),
-            "hasten": tuple(_sizes(MASTERS, 2, weights="float32")),
+            "plain": tuple(_sizes((Autocast(emulate=True),), 4, weights="float32")),
+            "hasten": tuple(_sizes(_MASTERS_ANYWHERE, 2, weights="float32")),
         },
         uneven=True,
         peer="hf_trainer",
