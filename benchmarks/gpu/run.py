@@ -48,7 +48,9 @@ def machine(device: str, seconds: float) -> Found:
     here = facts.hardware()
     name = here.accelerators[0].name if device != "cpu" else here.short
     sheet = datasheet(name)
-    measured = machine_rates.measure(device, name, ("bf16",), max(seconds, 0.5)).best(("bf16",))
+    # A processor may multiply bf16 in a loop, slower than float32.
+    formats = machine_rates.ON_CPU if device == "cpu" else ("bf16",)
+    measured = machine_rates.measure(device, name, formats, max(seconds, 0.5)).best(formats)
     versions = facts.versions()
     for package in PEERS:
         if importlib.util.find_spec(package.replace("-", "_")):
