@@ -20,7 +20,7 @@ def test_the_demo_compares_trains_and_leaves_an_honest_report(
     monkeypatch.setattr(module, "TRAINING_STEPS", 2)
     monkeypatch.setattr(module, "PLAN", ["packed"])
     whole = module.recipe_for
-    fewer = {"max_records": 300, "held_out": 8, "vocabulary": 800, "global_batch_size": 8}
+    fewer = {"max_records": 300, "held_out": 8.0, "vocabulary": 800, "global_batch_size": 8}
 
     def recipe_for(output: Path, gpu_bytes: float) -> Recipe:
         return whole(output, gpu_bytes).model_copy(update=fewer)

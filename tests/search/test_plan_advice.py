@@ -14,7 +14,6 @@ from hasten.errors import InputError
 from hasten.search.advice import _changed, devices, sensitivity, switches, what_if
 from hasten.search.architecture import Architecture, Experts
 from hasten.search.closing import closing, table
-from hasten.search.constants import Calibration
 from hasten.search.devices import DEVICES
 from hasten.search.layout import Job, Layout, Layouts
 from hasten.search.machines import Cluster
@@ -22,10 +21,7 @@ from hasten.search.planning import ClusterPlan, plan
 from hasten.search.predict import predict
 from hasten.search.shaping import neighbours, shape_advice
 from hasten.search.words import changed_cluster, count_of, layout_fields
-
-PLAIN = Calibration()
-MODEL = Architecture("seven", 32, 4096, 32, 8, 128, 14336, 128256)
-JOB = Job(4096, 256, tokens=1e9)
+from search.usual import JOB, MODEL, PLAIN
 
 
 def planned(topology: str = "ethernet", nodes: int = 2, model: Architecture = MODEL) -> ClusterPlan:

@@ -7,54 +7,26 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hasten.search
 from hasten.cluster.config import CloudConfig
-from hasten.core.facts import Facts, ModelFacts, World, hardware
-from hasten.core.slot import Slot
 from hasten.errors import InputError
-from hasten.parts.layout.pipeline_schedules import VIRTUAL
-from hasten.recipe.build import requested_plan
-from hasten.recipe.schema import Recipe
 from hasten.search.advice import what_if
-from hasten.search.architecture import Architecture, Experts
-from hasten.search.candidate import (
-    Candidate,
-    Span,
-    beyond_trainer,
-    candidate,
-    recipe_lines,
-    words,
-)
-from hasten.search.constants import Calibration
+from hasten.search.architecture import Architecture
+from hasten.search.candidate import candidate
 from hasten.search.devices import DEVICES
 from hasten.search.layout import RECOMPUTE, SCHEDULES, Job, Layout, Layouts
 from hasten.search.machines import Cluster
 from hasten.search.planning import consider, pareto, plan
 from hasten.search.predict import predict
-from hasten.search.reasons import (
-    dominated,
-    impossibilities,
-    read_layout,
-    refusals,
-    rejected,
-    why_not,
-)
+from hasten.search.reasons import dominated, impossibilities, refusals, rejected, why_not
 from hasten.search.resimulate import dealt, pipeline_seconds, resimulated
 from hasten.search.schedules import SIMULATED, StageSeconds, impossible, orders, simulate
 from hasten.search.space import Space, enumerate_layouts
 from hasten.search.spending import WATTS, spending
-
-PLAIN = Calibration()  # before any fit: tests don't depend on measurements
-MODEL = Architecture("seven", 32, 4096, 32, 8, 128, 14336, 128256)
-SPARSE = Architecture(
-    "sparse", 16, 2048, 16, 16, 128, 8192, 32000, moe=Experts(16, 2, 1024, dense_layers=1)
-)
-JOB = Job(4096, 256, tokens=1e9)
-TWO = Cluster.preset("dgx_h100", 2)
+from search.usual import JOB, MODEL, PLAIN, SPARSE, TWO
 
 
 def test_it_is_reached_as_hasten_search_plan_with_a_cloud_config() -> None:
@@ -325,89 +297,8 @@ def test_without_a_price_there_are_hours_and_without_a_power_limit_no_energy() -
     assert spending(other, JOB).kwh_at_most is None
 
 
-def test_a_layout_is_read_back_from_its_words() -> None:
-    for one in plan(SPARSE, TWO, JOB, calibration=PLAIN).best:
-        plain = words(one.layout).replace("x", " virtual=") if "x" in words(one.layout) else ""
-        said = [w for w in (plain or words(one.layout)).split() if "=" in w]
-        again = read_layout(said, Layout(schedule=one.layout.schedule))
-        names = ("dp", "tp", "pp", "ep", "cp", "micro_batch", "recompute")
-        assert [getattr(again, n) for n in names] == [getattr(one.layout, n) for n in names]
-
-
-def test_a_pipelines_words_are_not_taken_over_where_there_is_none() -> None:
-    deep = Layout(dp=4, pp=4, schedule="interleaved", virtual=4)
-    assert read_layout(["dp=16,pp=1"], deep) == Layout(dp=16)
-    assert read_layout(["schedule=1f1b"], deep) == Layout(dp=4, pp=4)
-    assert read_layout(["micro=2"], deep) == replace(deep, micro_batch=2)
-    with pytest.raises(InputError, match="4 virtual stages"):
-        read_layout(["schedule=gpipe virtual=4"], deep)
-
-
 def test_what_is_quicker_than_the_best_is_not_called_as_quick() -> None:
     best = plan(MODEL, TWO, JOB, calibration=PLAIN, top=1, fewer_nodes=False).best[0]
     quick, same = (replace(best, step_seconds=best.step_seconds.times(x)) for x in (0.9, 0.9999))
     assert "10.0% quicker" in dominated(quick, best)
     assert "as quick as" in dominated(same, best)
-
-
-def test_what_the_trainer_cannot_run_is_said() -> None:
-    assert "no tp beside pp" in beyond_trainer(Layout(dp=4, tp=2, pp=2))
-    assert "dualpipe" in beyond_trainer(Layout(pp=4, schedule="dualpipe"))
-    assert "zero beside ep" in beyond_trainer(Layout(dp=4, ep=2, zero=3))
-    assert "norms" in beyond_trainer(Layout(dp=4, recompute="light"))
-    two, four = (Layout(pp=4, schedule="interleaved", virtual=v) for v in (2, 4))
-    assert VIRTUAL["interleaved"] == 2
-    assert beyond_trainer(two) == ""
-    assert "interleaving of 4 chunks" in beyond_trainer(four)
-    assert recipe_lines(Layout(dp=4, cp=2)) == ""
-    assert "products in nvfp4" in beyond_trainer(Layout(precision="nvfp4"))
-    assert "fp8 beside tp" in beyond_trainer(Layout(tp=2, precision="fp8"))
-    assert "some layers beside ep" in beyond_trainer(Layout(dp=2, ep=2, recompute="selective"))
-    assert "gradients beside tp" in beyond_trainer(Layout(dp=2, tp=2, compression="int8"))
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(dp=4, zero=0),
-        Layout(dp=4, zero=3, recompute="full"),
-        Layout(dp=4, zero=3, recompute="selective"),
-        Layout(dp=4, zero=2, micro_batch=8),
-        Layout(dp=2, tp=2, zero=0),
-        Layout(dp=2, tp=2, zero=3),
-        Layout(dp=4, ep=2, zero=1),
-        Layout(dp=2, pp=2, zero=1, micro_batch=2),
-        Layout(dp=1, pp=4, schedule="zb1p"),
-        Layout(dp=4, zero=0, precision="fp32", compression="int4"),
-        Layout(dp=4, zero=3, compression="topk1"),
-        Layout(),
-    ],
-    ids=words,
-)
-@pytest.mark.usefixtures("bf16_products")
-def test_the_lines_for_a_recipe_are_read_by_it_and_need_as_many_ranks(layout: Layout) -> None:
-    assert beyond_trainer(layout) == ""
-    lines = yaml.safe_load(recipe_lines(layout))
-    recipe = Recipe(model="m", dataset="d", max_steps=1, **lines)
-    plan = requested_plan(recipe)
-    shown = [t for t in plan if t.slot is Slot.LAYOUT]
-    known = Facts(
-        hardware(),
-        world=World(size=layout.devices),
-        model=ModelFacts(
-            architecture="deepseek_v3" if layout.ep > 1 else "llama",
-            layers=8,
-            heads=8,
-            key_value_heads=8,
-            experts=8 if layout.ep > 1 else 0,
-        ),
-    )
-    assert len(shown) == (layout.devices > 1)
-    assert (Slot.PRECISION in plan) == (layout.precision != "fp32")
-    assert (Slot.WIRE in plan) == (layout.compression != "none")
-    assert [reason for t in plan for reason in t.obstacles(known)] == []
-
-
-def test_a_span_scales() -> None:
-    assert Span(2, 1, 4).times(0.5) == Span(1, 0.5, 2)
-    assert isinstance(plan(MODEL, TWO, JOB, calibration=PLAIN).best[0], Candidate)

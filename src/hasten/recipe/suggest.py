@@ -32,7 +32,7 @@ BATCH = 32  # records of a step
 BYTES_PER_WEIGHT = 16  # float32 weight, gradient and two moments
 ROOM = 0.6  # of the memory, for these; the rest is for activations
 MICRO_BATCH_TOKENS = 8192  # a step with more tokens is cut
-BF16_SETS = ("amx_bf16", "avx512_bf16", "bf16")
+BF16_UNITS = ("amx_bf16", "avx512_bf16", "bf16")
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _plan(look: Recipe, material: Material, known: Facts, cutoff: int) -> tuple[
         plan += batching
         reasons += [f"{padding:.0%} of the slots would be padding", why]
     plan += ["fused_layers", "experts_implementation", "labelled_token_loss"]
-    if known.on_gpu or set(BF16_SETS) & set(known.hardware.instruction_sets):
+    if known.on_gpu or set(BF16_UNITS) & set(known.hardware.instruction_sets):
         plan.append("bf16_master_weights")
         reasons.append("the processor multiplies bf16")
     if not known.on_gpu:

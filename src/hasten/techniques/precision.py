@@ -30,7 +30,7 @@ CLAIMS = (
 
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FP16_SETS = ("avx512_fp16", "amx_fp16")
-BF16_SETS = ("avx512f", "amx_bf16", "bf16")  # with one of them torch has kernels for its products
+BF16_KERNELS = ("avx512f", "amx_bf16", "bf16")  # torch has some for processors with one of them
 EMULATE = "allow it where the format is multiplied in software: slow, anywhere"
 BF16_CAPABILITY = (8, 0)
 FLOAT8_CAPABILITY = (9, 0)  # torch's product with a scale for each row
@@ -56,7 +56,7 @@ def _slow_bf16(facts: Facts) -> tuple[str, ...]:
     if facts.on_gpu and old:
         return (f"{old[0].name} has no bf16 units (compute capability below 8.0)",)
     known = facts.hardware.system.startswith("Linux")  # elsewhere nobody lists instruction sets
-    if facts.on_gpu or not known or set(BF16_SETS) & set(facts.hardware.instruction_sets):
+    if facts.on_gpu or not known or set(BF16_KERNELS) & set(facts.hardware.instruction_sets):
         return ()
     return (
         f"{facts.hardware.cpu} multiplies bf16 in software only (neither AVX-512 nor AMX nor Arm's "
