@@ -33,7 +33,7 @@ say(pid=os.getpid(), beside=beside)
 for line in inbox:
     order = json.loads(line)
     how = os.environ.get("HOW", "answers") if order["do"] == "fail" else "answers"
-    while how == "killed" and not os.path.exists(os.environ.get("AFTER", "/")):
+    while how in ("killed", "waits") and not os.path.exists(os.environ.get("AFTER", "/")):
         time.sleep(0.005)
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -95,6 +95,23 @@ def wait_until(true: object, *arguments: object) -> None:
     while not true(*arguments):  # type: ignore[operator]
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@LINUX
+def test_an_order_is_done_in_parts_with_all_standing_still_between_them(tmp_path: Path) -> None:
+    after = tmp_path / "now"
+    slow = {"HOW": "waits", "AFTER": str(after)}
+    with crew(tmp_path, {}, slow) as both:
+        pids = [answer["pid"] for answer in both.answers(60.0)]
+        both.give({"do": "fail"})
+        wait_until(stopped, pids)
+        for _ in range(3):
+            assert both.go_on(0.1) is None
+            wait_until(stopped, pids)
+        after.touch()
+        assert both.go_on(60.0) == [{"heard": "fail"}] * 2
+        wait_until(stopped, pids)
+        assert both.ask({"do": "more"}, 60.0) == [{"heard": "more"}] * 2
 
 
 @LINUX

@@ -110,6 +110,7 @@ class Crew:
         logs: Sequence[IO[bytes]],
     ) -> None:
         self._members: list[_Member] = []
+        self._heard: dict[int, Answer | str] = {}  # of the answers that are still to come
         try:
             for environ, log in zip(environs, logs, strict=True):
                 self._members.append(self._started(start, environ, log))
@@ -124,13 +125,21 @@ class Crew:
             CrewFailedError: there is no answer to be had.
         """
         self._signal("SIGCONT")
+        self.give(order)
+        return self.answers(patience)
+
+    def give(self, order: Mapping[str, Any]) -> None:
+        """Give all an order, which they see once they go on (`answers`, `go_on`).
+
+        Raises:
+            CrewFailedError: one has ended.
+        """
         line = (json.dumps(order) + "\n").encode()
         for place, member in enumerate(self._members):
             try:
                 os.write(member.orders, line)
             except OSError as error:
                 raise self._failure({place: member.last_words()}) from error
-        return self.answers(patience)
 
     def answers(self, patience: float) -> list[Answer]:
         """The next answer of each; the first ones, after the start, say that all are ready.
@@ -138,14 +147,31 @@ class Crew:
         Raises:
             CrewFailedError: see above.
         """
-        deadline = time.monotonic() + patience
-        heard: dict[int, Answer | str] = {}
-        while len(heard) < len(self._members):
-            if not self._hear(heard, deadline):
-                raise CrewFailedError(f"no answer within {patience:.0f} s: {self._silent(heard)}")
-            if any(isinstance(answer, str) for answer in heard.values()):
-                raise self._failure(heard)
+        found = self.go_on(patience)
+        if found is None:
+            silent = self._silent(self._heard)
+            raise CrewFailedError(f"no answer within {patience:.0f} s: {silent}")
+        return found
+
+    def go_on(self, seconds: float) -> list[Answer] | None:
+        """Let all go on for so long, or until each has answered; they are stopped after it.
+
+        Returns:
+            The answers; None if some are still to come.
+
+        Raises:
+            CrewFailedError: see above.
+        """
+        self._signal("SIGCONT")
+        deadline = time.monotonic() + seconds
+        while len(self._heard) < len(self._members):
+            if not self._hear(self._heard, deadline):
+                self._signal("SIGSTOP")
+                return None
+            if any(isinstance(answer, str) for answer in self._heard.values()):
+                raise self._failure(self._heard)
         self._signal("SIGSTOP")
+        heard, self._heard = self._heard, {}
         found = (heard[place] for place in range(len(self._members)))
         return [answer for answer in found if not isinstance(answer, str)]
 

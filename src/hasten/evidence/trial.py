@@ -93,6 +93,29 @@ class Trial:
         except CrewFailedError as error:
             raise TrialFailedError(str(error)) from error
 
+    def give(self, what: str, **details: Any) -> None:
+        """Give an order, at which the arm works whenever it goes on (`go_on`).
+
+        Raises:
+            TrialFailedError: a process has ended.
+        """
+        try:
+            self._crew.give({"do": what, **details})
+        except CrewFailedError as error:
+            raise TrialFailedError(str(error)) from error
+
+    def go_on(self, seconds: float) -> Answer | None:
+        """Work for so long, less if that is enough for an answer; None: it is still to come.
+
+        Raises:
+            TrialFailedError: there is no answer to be had.
+        """
+        try:
+            found = self._crew.go_on(seconds)
+        except CrewFailedError as error:
+            raise TrialFailedError(str(error)) from error
+        return None if found is None else one_answer(found)
+
     def end(self, at_once: bool = False) -> None:
         """End the processes, ``at_once`` if they hang; harmless when they have ended."""
         self._crew.end(at_once)

@@ -58,7 +58,9 @@ class Starter:
 
     def start(self, plan: Plan) -> PlanRunner:
         log, ranks = self.log("trial"), self._given.recipe.nproc
-        return PlanRunner(self._recipe, plan, self._environ(plan), log, ranks, self.nursery)
+        alone = self._given.known.device.startswith("cpu")
+        environ = self._environ(plan)
+        return PlanRunner(self._recipe, plan, environ, log, ranks, self.nursery, stoppable=alone)
 
     def effort(self, plan: Plan) -> float:
         """A plan whose environment is new has to wait until everything is imported in it."""

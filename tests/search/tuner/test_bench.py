@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
+import statistics
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +26,7 @@ from hasten.search.tuner.turns import (
     Turns,
     duel_steps,
 )
-from search.tuner.simulated import Machine, Simulated
+from search.tuner.simulated import InParts, Machine, Simulated
 
 SPACE = of_values({"batch": [1, 2, 4], "fused": [False, True]})
 HUNGRY = {"batch": 4, "fused": True}
@@ -200,6 +204,92 @@ def test_a_round_has_short_turns_and_the_more_steps_where_they_are_short(
         assert bench.measure((1, 0), 1e6, rounds=1).state == "ok"
     assert counts[-len(turns) :] == turns
     assert counts[-len(turns) - 1] == 1  # the last of the warm-up
+
+
+def unsteady(seed: int) -> Callable[[float], float]:
+    """A machine that is up to twice as slow, for a second and a half at a time."""
+    return lambda now: 1.0 + random.Random(f"{seed} {int(now / 1.5)}").random()
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.4])
+def test_turns_in_parts_share_what_slows_the_machine_within_a_step(ratio: float) -> None:
+    off: dict[bool, list[float]] = {True: [], False: []}
+    for parts, seed in itertools.product(off, range(10)):
+        machine = Machine(
+            SPACE, lambda s: ratio if s["fused"] else 1.0, slow=unsteady(seed), parts=parts
+        )
+        with Bench(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
+            bench.open(1e6)
+            found = bench.measure((0, 1), 1e6, rounds=3)
+        off[parts] += [log + math.log(ratio) for log in found.logs]
+        assert machine.alive == 0
+    inexact, exact = (statistics.fmean(x * x for x in off[parts]) ** 0.5 for parts in (False, True))
+    assert exact < inexact / 2
+
+
+class Brittle(Machine):
+    """The fused one's process dies at the second part of its turn, or the start's beside it."""
+
+    def __init__(self, victim: dict[str, Any]) -> None:
+        super().__init__(SPACE, lambda s: 1.0, parts=True)
+        self.victim, self.harm = victim, True
+
+    def start(self, point: Point) -> Simulated:
+        self.started.append(point)
+        self.alive += 1
+        found = Simulated(self, self.space.settings(point))
+        if found.settings == self.victim:
+            found.parts = Dying(found, self)
+        return found
+
+
+class Dying(InParts):
+    def __init__(self, runner: Simulated, machine: Brittle) -> None:
+        super().__init__(runner)
+        self.machine = machine
+
+    def go_on(self, seconds: float) -> list[Step] | None:
+        beside = any(self.machine.space.settings(p)["fused"] for p in self.machine.started)
+        if self.machine.harm and beside and self.worked:
+            raise RunnerFailedError(KILLED)
+        return super().go_on(seconds)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_who_dies_within_its_turn_leaves_the_other_at_the_end_of_its_own(seed: int) -> None:
+    fused = SPACE.point({"batch": 1, "fused": True})
+    machine = Brittle(SPACE.settings(fused))
+    with Bench(machine.start, SPACE.start, 2, steps=2, seed=seed, clock=machine.clock) as bench:
+        bench.open(1e6)
+        found = bench.measure(fused, 1e6)
+        assert (found.state, found.why) == ("out of memory", KILLED)
+        assert bench.measure((1, 0), 1e6).state == "ok"  # by the same start, with nothing to say
+    assert machine.started.count(SPACE.start) == 1
+    assert machine.alive == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_of_a_start_that_dies_within_its_turn_it_is_said_and_another_is_started(seed: int) -> None:
+    fused = SPACE.point({"batch": 1, "fused": True})
+    machine = Brittle(SPACE.settings(SPACE.start))
+    with Bench(machine.start, SPACE.start, 2, steps=2, seed=seed, clock=machine.clock) as bench:
+        bench.open(1e6)
+        assert bench.measure(fused, 1e6).why == f"the start's process failed beside it: {KILLED}"
+        machine.harm = False
+        assert bench.measure((1, 0), 1e6).state == "ok"
+    assert machine.started.count(SPACE.start) == 2
+    assert machine.alive == 0
+
+
+@pytest.mark.parametrize("left", [6.05, 6.55, 7.3])
+def test_time_that_ends_within_a_part_ends_both_and_the_next_one_has_its_own(left: float) -> None:
+    machine = Machine(SPACE, lambda s: 1.0, parts=True)
+    with Bench(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
+        bench.open(1e6)
+        with pytest.raises(OutOfTimeError):
+            bench.measure((1, 0), machine.clock.now + left)
+        assert bench.measure((1, 0), 1e6).state == "ok"
+    assert machine.alive == 0
 
 
 def test_when_the_one_that_stays_dies_it_is_started_anew_and_else_the_start() -> None:

@@ -235,11 +235,7 @@ class Bench:
 
     def _round(self, runner: Runner, count: int, deadline: float) -> tuple[Beside, float]:
         before = look()
-        turns = [
-            lambda steps: self.turns.turn(runner, steps, deadline),
-            lambda steps: self._turn_beside(steps, deadline),
-        ]
-        found = self.turns.round(turns, count, self.draw)
+        found = self._turns_of_both(runner, count, deadline)
         own = [step for mine, _ in found for step in mine]
         beside = Beside(
             statistics.median(math.log(rate(mine) / rate(other)) for mine, other in found),
@@ -248,12 +244,14 @@ class Bench:
         )
         return beside, foreign_share(before, look(), self._cores)
 
-    def _turn_beside(self, count: int, deadline: float) -> list[Step]:
-        """The turn of the one that stays; cut off, it would answer late, for another turn."""
+    def _turns_of_both(self, runner: Runner, count: int, deadline: float) -> list[list[list[Step]]]:
+        """By pass; the one that stays, cut off, would answer late, for another turn."""
         assert self._base is not None  # `measure` has opened it
         try:
-            return self.turns.turn(self._base, count, deadline)
+            return self.turns.round((runner, self._base), count, deadline, self.draw)
         except RunnerFailedError as error:
+            if error.runner is not self._base:
+                raise
             self._drop()
             first = self.beside == self._first
             who = "the start's process" if first else "the process it was compared with"

@@ -11,13 +11,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from hasten.evidence.statistics import hodges_lehmann
 from hasten.evidence.students_t import student_quantile
 from hasten.search.tuner.space import Point
-from hasten.search.tuner.turns import OutOfTimeError, Runner, RunnerFailedError, Step, rate
+from hasten.search.tuner.turns import OutOfTimeError, Runner, RunnerFailedError, rate
 
 if TYPE_CHECKING:
     from hasten.search.tuner.bench import Bench
@@ -126,12 +125,7 @@ def _round(
     bench: Bench, runners: Mapping[Point, Runner], count: int, deadline: float
 ) -> list[dict[Point, float]]:
     """By pass the logarithm of each point's rate."""
-    turns = [partial(_turn, bench, runner, deadline) for runner in runners.values()]
-    found = bench.turns.round(turns, count, bench.draw)
+    found = bench.turns.round(tuple(runners.values()), count, deadline, bench.draw)
     return [
         {p: math.log(rate(steps)) for p, steps in zip(runners, row, strict=True)} for row in found
     ]
-
-
-def _turn(bench: Bench, runner: Runner, deadline: float, count: int) -> list[Step]:
-    return bench.turns.turn(runner, count, deadline)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import signal
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +30,8 @@ class PlanRunner:
         log: where its own words go.
         ranks: of the job, each a process; they meet in a new folder beside the log.
         nursery: forks the process of a job of one rank.
+        stoppable: whether nothing works for it that goes on while its process is stopped, as an
+            accelerator or a link does.
     """
 
     def __init__(
@@ -38,7 +42,11 @@ class PlanRunner:
         log: Path,
         ranks: int = 1,
         nursery: Nursery | None = None,
+        stoppable: bool = False,
     ) -> None:
+        alone = stoppable and ranks == 1 and hasattr(signal, "SIGSTOP")
+        self.parts = self if alone else None
+        self.pace, self._worked = 1.0, 0.0
         self._meeting = tempfile.TemporaryDirectory(dir=log.parent, prefix=".ranks-")
         own = places(ranks, facts.usable_cores(), Path(self._meeting.name))
         self._trial = Trial(recipe, plan, environ, log, ranks=own, nursery=nursery)
@@ -54,18 +62,44 @@ class PlanRunner:
         self._again = True
 
     def steps(self, count: int, patience: float) -> list[Step]:
-        more = {"again": True} if self._again else {}
-        self._again = False
         try:
-            answer = self._trial.ask("steps", patience=patience, count=count, **more)
+            answer = self._trial.ask("steps", patience=patience, **self._wanted(count))
         except TrialFailedError as error:
             raise RunnerFailedError(str(error)) from error
         steps = [_step(entry) for entry in answer["steps"]]
         whole = answer.get("turn_seconds")
-        if whole is None:
-            return steps
-        # Ranks that train apart meet in some steps alone: what counts is the turn as a whole.
-        return [replace(step, seconds=whole / len(steps)) for step in steps]
+        if whole is not None:
+            # Ranks that train apart meet in some steps alone: what counts is the turn as a whole.
+            steps = [replace(step, seconds=whole / len(steps)) for step in steps]
+        self.pace = math.fsum(step.seconds for step in steps) / len(steps)
+        return steps
+
+    def order(self, count: int) -> None:
+        self._worked = 0.0
+        try:
+            self._trial.give("steps", **self._wanted(count))
+        except TrialFailedError as error:
+            raise RunnerFailedError(str(error)) from error
+
+    def go_on(self, seconds: float) -> list[Step] | None:
+        began = time.perf_counter()
+        try:
+            answer = self._trial.go_on(seconds)
+        except TrialFailedError as error:
+            raise RunnerFailedError(str(error)) from error
+        self._worked += time.perf_counter() - began
+        if answer is None:
+            return None
+        steps = [_step(entry) for entry in answer["steps"]]
+        self.pace = self._worked / len(steps)
+        # By the process's own clock they have lasted as long as it was stopped, too.
+        one = self._worked / (math.fsum(step.items for step in steps) or 1.0)
+        return [replace(step, seconds=one * step.items) for step in steps]
+
+    def _wanted(self, count: int) -> dict[str, Any]:
+        more = {"again": True} if self._again else {}
+        self._again = False
+        return {"count": count, **more}
 
     def end(self, at_once: bool = False) -> None:
         self._trial.end(at_once)
@@ -85,6 +119,8 @@ class LoopRunner:
         target: ``module:function`` or ``script.py:function``.
         settings: the arguments.
     """
+
+    parts = None  # it may wait for what goes on while it is stopped
 
     def __init__(self, target: str, settings: Mapping[str, Any]) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed in `end`

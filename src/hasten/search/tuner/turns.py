@@ -1,14 +1,17 @@
 """What a bench and its runners tell each other: steps, measurements, and what went wrong.
 
-`Turns` takes runners through their warm-up and their turns, with a deadline for all of it.
+`Turns` takes runners through their warm-up and their turns, with a deadline for all of it. Where a
+process can be stopped within its turn, the runners of a round take their turns abreast: a machine's
+speed changes within a step, and parts of a step that alternate share what slows it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +24,7 @@ SHORT = (
 LONG, FEWEST_STEPS = 2.5, 2  # seconds beyond which a round has fewer steps, and how few
 MOST_TIMES = 4  # as many steps for short ones
 PASSES = 4  # of a round: a machine's speed changes within a second, so turns are short and many
+PART = 0.25  # seconds of the quickest's turn, before the next one goes on with its own
 STATIONARY = 1.25  # of the last two steps the slower takes at most so much longer
 # What processes say when memory is gone: torch's allocator, the C++ library, Python, the kernel.
 OUT_OF_MEMORY = (
@@ -34,6 +38,8 @@ OUT_OF_MEMORY = (
 
 class RunnerFailedError(RuntimeError):
     """A point's process died, hung or reported an error; the message says why."""
+
+    runner: Runner | None = None  # whose it is, where several took turns
 
 
 class OutOfTimeError(RuntimeError):
@@ -50,8 +56,29 @@ class Step:
     finite: bool = True
 
 
+class Parts(Protocol):
+    """A turn that is stopped and goes on, with all that works for it."""
+
+    @property
+    def pace(self) -> float:
+        """Seconds that a step took lately."""
+
+    def order(self, count: int) -> None:
+        """Have so many steps ahead. Raises RunnerFailedError."""
+
+    def go_on(self, seconds: float) -> list[Step] | None:
+        """Work at them for so long at most; the steps, once all are done.
+
+        Their seconds are those of the parts. Raises RunnerFailedError.
+        """
+
+
 class Runner(Protocol):
     """A point's process, asleep between its turns."""
+
+    @property
+    def parts(self) -> Parts | None:
+        """How it does a turn in parts; None where it can't be stopped within one."""
 
     def begin(self, patience: float) -> None:
         """Wait until it is built. Raises RunnerFailedError."""
@@ -151,20 +178,65 @@ class Turns:
         return [self._together * (units * (n + 1) // most - units * n // most) for n in range(most)]
 
     def round(
-        self, turns: Sequence[Callable[[int], list[Step]]], count: int, draw: random.Random
+        self, runners: Sequence[Runner], count: int, deadline: float, draw: random.Random
     ) -> list[list[list[Step]]]:
         """By pass what each has done; all do so many steps, in a turn of each pass.
 
         Every second pass has the order of the one before backwards, so that what slows the machine
-        for a while, or steadily, slows all of them.
+        for a while, or steadily, slows all of them. Of a failure it is told whose it was.
         """
-        order = draw.sample(range(len(turns)), len(turns))
+        order = draw.sample(range(len(runners)), len(runners))
         found = []
         for steps in self.passes(count):
-            taken = {place: turns[place](steps) for place in order}
-            found.append([taken[place] for place in range(len(turns))])
+            taken = self._pass([runners[place] for place in order], steps, deadline)
+            found.append([taken[order.index(place)] for place in range(len(runners))])
             order.reverse()
         return found
+
+    def _pass(self, runners: Sequence[Runner], count: int, deadline: float) -> list[list[Step]]:
+        parts = [(runner, runner.parts) for runner in runners]
+        stoppable = [(runner, own) for runner, own in parts if own is not None]
+        if len(stoppable) == len(runners):
+            return self._abreast(stoppable, count, deadline)
+        found = []
+        for runner in runners:
+            with _named(runner):
+                found.append(self.turn(runner, count, deadline))
+        return found
+
+    def _abreast(
+        self, runners: Sequence[tuple[Runner, Parts]], count: int, deadline: float
+    ) -> list[list[Step]]:
+        """In parts, the longer the slower one is, so that all come to their end together.
+
+        Where one fails, the others end their turn first: none answers late, for another turn.
+        """
+        share = PART / min(parts.pace for _, parts in runners)
+        left = dict(enumerate(runners))
+        found: dict[int, list[Step]] = {}
+        failed: RunnerFailedError | None = None
+        begun = set[int]()
+        while left:
+            for place, (runner, parts) in tuple(left.items()):
+                try:
+                    with _named(runner):
+                        if place not in begun:
+                            begun.add(place)
+                            parts.order(count)
+                        steps = self._part(parts, share * parts.pace, deadline)
+                except RunnerFailedError as error:
+                    failed, steps = error, []
+                if steps is not None:
+                    found[place] = steps
+                    del left[place]
+            left = dict(reversed(left.items()))
+        if failed is not None:
+            raise failed
+        return [found[place] for place in range(len(runners))]
+
+    def _part(self, parts: Parts, seconds: float, deadline: float) -> list[Step] | None:
+        found = self._within(lambda left: parts.go_on(min(seconds, left)), deadline)
+        return None if found is None else sound(found)
 
     def turn(self, runner: Runner, count: int, deadline: float) -> list[Step]:
         return sound(self._within(lambda left: runner.steps(count, left), deadline))
@@ -182,6 +254,16 @@ class Turns:
         if left <= 0:
             raise OutOfTimeError
         return left
+
+
+@contextlib.contextmanager
+def _named(runner: Runner) -> Iterator[None]:
+    """Say of a failure whose it is."""
+    try:
+        yield
+    except RunnerFailedError as error:
+        error.runner = runner
+        raise
 
 
 def round_steps(most: int, step_seconds: float, together: int = 1) -> int:
