@@ -19,6 +19,7 @@ from hasten.search.tuner.proposers import Tried
 from hasten.search.tuner.search import Search
 from hasten.search.tuner.space import Point, of_values
 from hasten.search.tuner.turns import (
+    PART,
     PASSES,
     OutOfTimeError,
     RunnerFailedError,
@@ -227,6 +228,35 @@ def test_turns_in_parts_share_what_slows_the_machine_within_a_step(ratio: float)
     assert exact < inexact / 2
 
 
+class Noting(InParts):
+    """Notes who works, and for how long at most."""
+
+    def __init__(self, runner: Simulated, notes: list[tuple[bool, float]]) -> None:
+        super().__init__(runner)
+        self.notes = notes
+
+    def go_on(self, seconds: float) -> list[Step] | None:
+        self.notes.append((self.runner.settings["fused"], seconds))
+        return super().go_on(seconds)
+
+
+def test_parts_go_to_and_fro_and_are_the_longer_the_slower_one_is() -> None:
+    machine = Machine(SPACE, lambda s: 1.0 if s["fused"] else 4.0)
+    notes: list[tuple[bool, float]] = []
+    runners = [machine.start(SPACE.point({"batch": 1, "fused": f})) for f in (True, False)]
+    for runner in runners:
+        runner.parts = Noting(runner, notes)
+    turns = Turns(1, machine.clock)
+    ((quick, slow),) = turns.round(runners, 1, 1e6, random.Random(0))
+    assert (quick[0].seconds, slow[0].seconds) == pytest.approx((1.0, 4.0))
+    who = [fused for fused, _ in notes]
+    assert len(who) == 2 * round(1.0 / PART)
+    assert who[::2] == [not w for w in who[1::2]]  # one part of each
+    assert who[1:-1:2] == who[2::2]  # the one who was last begins
+    assert {seconds for fused, seconds in notes if fused} == {PART}
+    assert {seconds for fused, seconds in notes if not fused} == {4 * PART}
+
+
 class Brittle(Machine):
     """The fused one's process dies at the second part of its turn, or the start's beside it."""
 
@@ -286,8 +316,10 @@ def test_time_that_ends_within_a_part_ends_both_and_the_next_one_has_its_own(lef
     machine = Machine(SPACE, lambda s: 1.0, parts=True)
     with Bench(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
         bench.open(1e6)
+        deadline = machine.clock.now + left
         with pytest.raises(OutOfTimeError):
-            bench.measure((1, 0), machine.clock.now + left)
+            bench.measure((1, 0), deadline)
+        assert machine.clock.now == pytest.approx(deadline)
         assert bench.measure((1, 0), 1e6).state == "ok"
     assert machine.alive == 0
 

@@ -3,75 +3,123 @@
 from __future__ import annotations
 
 import random
-import sys
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hasten.core.plan import Plan
 from hasten.recipe.schema import recipe_from
 from hasten.run import ready
+from hasten.search.tuner import runners as runners_module
+from hasten.search.tuner import turns as turns_module
 from hasten.search.tuner.runners import PlanRunner
 from hasten.search.tuner.turns import Turns
 from hasten.techniques.feed import Prefetched
 from material import small
 
 
-def test_a_plan_begins_again_with_the_first_record(tmp_path: Path) -> None:
-    recipe = recipe_from(small(tmp_path, plan=[], max_steps=99, cutoff_len=512), "test")
+@pytest.fixture(scope="module")
+def runners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[PlanRunner]]:
+    """Two plans' processes, built."""
+    folder = tmp_path_factory.mktemp("runners")
+    recipe = recipe_from(small(folder, plan=[], max_steps=99, cutoff_len=512), "test")
     ready(recipe, lambda text: None)
-    path = tmp_path / "recipe.yaml"
+    path = folder / "recipe.yaml"
     path.write_text(recipe.to_yaml())
-    runner = PlanRunner(path, Plan([Prefetched(lookahead=4)]), {}, tmp_path / "log")
+    plans = [Plan([Prefetched(lookahead=4)]), Plan([])]
+    found = [
+        PlanRunner(path, plan, {}, folder / f"log-{place}", stoppable=True)
+        for place, plan in enumerate(plans)
+    ]
     try:
-        runner.begin(600.0)
-        runner.again()  # before the first step it is there already
-        first = runner.steps(4, 60.0)
-        runner.again()
-        again, on = runner.steps(2, 60.0), runner.steps(2, 60.0)
-        later = runner.steps(1, 60.0)
+        for runner in found:
+            runner.begin(600.0)
+        yield found
     finally:
-        runner.end(at_once=True)
+        for runner in found:
+            runner.end(at_once=True)
+
+
+def test_a_plan_begins_again_with_the_first_record(runners: list[PlanRunner]) -> None:
+    runner = runners[0]
+    runner.again()  # before the first step it is there already
+    first = runner.steps(4, 60.0)
+    runner.again()
+    again, on = runner.steps(2, 60.0), runner.steps(2, 60.0)
+    later = runner.steps(1, 60.0)
     items = [step.items for step in first]
     assert len(set(items)) == 4
     assert [step.items for step in (*again, *on)] == items
     assert later[0].items not in items
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
-def test_plans_take_their_turns_abreast(tmp_path: Path) -> None:
-    """Each trains its own records, in seconds that add up to those of the round."""
-    recipe = recipe_from(small(tmp_path, plan=[], max_steps=99, cutoff_len=512), "test")
-    ready(recipe, lambda text: None)
-    path = tmp_path / "recipe.yaml"
-    path.write_text(recipe.to_yaml())
-    plans = [Plan([]), Plan([Prefetched(lookahead=4)])]
-    runners = [
-        PlanRunner(path, plan, {}, tmp_path / f"log-{place}", stoppable=True)
-        for place, plan in enumerate(plans)
-    ]
-    turns = Turns(4, time.monotonic)
-    deadline = time.monotonic() + 600.0
-    try:
-        for runner in runners:
-            runner.begin(600.0)
-            runner.again()
-        records = [s.items for s in runners[0].steps(4, 60.0)]
-        runners[0].again()
-        began = time.perf_counter()
-        found = turns.round(runners, 4, deadline, random.Random(0))
-        took = time.perf_counter() - began
-        on = [runner.steps(1, 60.0)[0].items for runner in runners]
-    finally:
-        for runner in runners:
-            runner.end(at_once=True)
+def test_plans_take_their_turns_abreast(
+    runners: list[PlanRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each trains its own records, in seconds that add up to no more than those of the round."""
+    monkeypatch.setattr(turns_module, "PART", 0.02)
+    runners[1].again()
+    records = [s.items for s in runners[1].steps(4, 60.0)]
+    for runner in runners:
+        runner.again()
+    began = time.perf_counter()
+    found = Turns(4, time.monotonic).round(runners, 4, time.monotonic() + 600.0, random.Random(0))
+    took = time.perf_counter() - began
     assert len(found) == 4
     for place in range(2):
         assert [s.items for row in found for s in row[place]] == records
     seconds = [s.seconds for row in found for steps in row for s in steps]
     assert 0 < sum(seconds) <= took
+    on = [runner.steps(1, 60.0)[0].items for runner in runners]
     assert on[0] == on[1]
+
+
+class Halting:
+    """A trial whose turn takes three parts: two of half a second and one of a quarter."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.now, self.left = 0.0, 1.25
+        self.orders: list[tuple[str, dict[str, Any]]] = []
+
+    def give(self, what: str, **details: Any) -> None:
+        self.orders.append((what, details))
+        self.left = 1.25
+
+    def go_on(self, seconds: float) -> dict[str, Any] | None:
+        part = min(seconds, self.left)
+        self.now, self.left = self.now + part, self.left - part
+        steps = [{"tokens": n, "step_seconds": 9.0, "loss": 1.0} for n in (30, 20)]
+        return None if self.left else {"steps": steps}
+
+    def end(self, at_once: bool = False) -> None: ...
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="processes can't be stopped")
+def test_a_turn_in_parts_takes_as_long_as_its_parts_and_its_steps_have_one_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = Halting()
+    monkeypatch.setattr(runners_module, "Trial", lambda *_, **__: trial)
+    monkeypatch.setattr(runners_module.time, "perf_counter", lambda: trial.now)
+    runner = PlanRunner(tmp_path, Plan([]), {}, tmp_path / "log", stoppable=True)
+    assert runner.parts is runner
+    for again in (True, False):
+        if again:
+            runner.again()
+        runner.order(2)
+        assert runner.go_on(0.5) is None
+        trial.now += 100.0  # others' turns
+        assert runner.go_on(0.5) is None
+        found = runner.go_on(0.5)
+        assert found is not None
+        assert [(s.items, s.seconds) for s in found] == [(30, 0.75), (20, 0.5)]
+        assert runner.pace == 0.625
+    runner.end()
+    assert trial.orders == [("steps", {"count": 2, "again": True}), ("steps", {"count": 2})]
 
 
 def test_ranks_that_wait_for_a_link_and_what_is_not_called_stoppable_have_whole_turns(
