@@ -311,7 +311,7 @@ def test_of_a_start_that_dies_within_its_turn_it_is_said_and_another_is_started(
     assert machine.alive == 0
 
 
-@pytest.mark.parametrize("left", [6.05, 6.55, 7.3])
+@pytest.mark.parametrize("left", [8.05, 8.6, 9.3])
 def test_time_that_ends_within_a_part_ends_both_and_the_next_one_has_its_own(left: float) -> None:
     machine = Machine(SPACE, lambda s: 1.0, parts=True)
     with Bench(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:

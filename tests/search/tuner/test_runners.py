@@ -26,7 +26,7 @@ from material import small
 def runners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[PlanRunner]]:
     """Two plans' processes, built."""
     folder = tmp_path_factory.mktemp("runners")
-    recipe = recipe_from(small(folder, plan=[], max_steps=99, cutoff_len=512), "test")
+    recipe = recipe_from(small(folder, plan=[], max_steps=99, cutoff_len=256), "test")
     ready(recipe, lambda text: None)
     path = folder / "recipe.yaml"
     path.write_text(recipe.to_yaml())
