@@ -147,7 +147,7 @@ class Crew:
         Raises:
             CrewFailedError: see above.
         """
-        found = self.go_on(patience)
+        found = self._heard_within(patience)
         if found is None:
             silent = self._silent(self._heard)
             raise CrewFailedError(f"no answer within {patience:.0f} s: {silent}")
@@ -163,10 +163,16 @@ class Crew:
             CrewFailedError: see above.
         """
         self._signal("SIGCONT")
+        found = self._heard_within(seconds)
+        if found is None:
+            self._signal("SIGSTOP")
+        return found
+
+    def _heard_within(self, seconds: float) -> list[Answer] | None:
+        """The answers, once each has given its own and all are stopped; None: not in that time."""
         deadline = time.monotonic() + seconds
         while len(self._heard) < len(self._members):
             if not self._hear(self._heard, deadline):
-                self._signal("SIGSTOP")
                 return None
             if any(isinstance(answer, str) for answer in self._heard.values()):
                 raise self._failure(self._heard)
