@@ -2,7 +2,8 @@
 
   1. each process is started with two pipes that carry one JSON object per line: orders, answers
   2. an order lets all of them go on (SIGCONT), goes to each, and is done when each has answered
-  3. then all are stopped (SIGSTOP) until the next order
+  3. then all are stopped (SIGSTOP) until the next order; or sooner, where an order is worked at in
+     parts (`Crew.go_on`)
 
 Threads that spin while they wait, or that read ahead, and workers of a data loader would otherwise
 take cores from the arm whose turn it is, or do work that their own next turn should pay for. What

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import random
-import statistics
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +15,6 @@ from hasten.search.tuner.proposers import Tried
 from hasten.search.tuner.search import Search
 from hasten.search.tuner.space import Point, of_values
 from hasten.search.tuner.turns import (
-    PART,
     PASSES,
     OutOfTimeError,
     RunnerFailedError,
@@ -27,7 +22,7 @@ from hasten.search.tuner.turns import (
     Turns,
     duel_steps,
 )
-from search.tuner.simulated import InParts, Machine, Simulated
+from search.tuner.simulated import Machine, Simulated
 
 SPACE = of_values({"batch": [1, 2, 4], "fused": [False, True]})
 HUNGRY = {"batch": 4, "fused": True}
@@ -205,123 +200,6 @@ def test_a_round_has_short_turns_and_the_more_steps_where_they_are_short(
         assert bench.measure((1, 0), 1e6, rounds=1).state == "ok"
     assert counts[-len(turns) :] == turns
     assert counts[-len(turns) - 1] == 1  # the last of the warm-up
-
-
-def unsteady(seed: int) -> Callable[[float], float]:
-    """A machine that is up to twice as slow, for a second and a half at a time."""
-    return lambda now: 1.0 + random.Random(f"{seed} {int(now / 1.5)}").random()
-
-
-@pytest.mark.parametrize("ratio", [1.0, 0.4])
-def test_turns_in_parts_share_what_slows_the_machine_within_a_step(ratio: float) -> None:
-    off: dict[bool, list[float]] = {True: [], False: []}
-    for parts, seed in itertools.product(off, range(10)):
-        machine = Machine(
-            SPACE, lambda s: ratio if s["fused"] else 1.0, slow=unsteady(seed), parts=parts
-        )
-        with Bench(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
-            bench.open(1e6)
-            found = bench.measure((0, 1), 1e6, rounds=3)
-        off[parts] += [log + math.log(ratio) for log in found.logs]
-        assert machine.alive == 0
-    inexact, exact = (statistics.fmean(x * x for x in off[parts]) ** 0.5 for parts in (False, True))
-    assert exact < inexact / 2
-
-
-class Noting(InParts):
-    """Notes who works, and for how long at most."""
-
-    def __init__(self, runner: Simulated, notes: list[tuple[bool, float]]) -> None:
-        super().__init__(runner)
-        self.notes = notes
-
-    def go_on(self, seconds: float) -> list[Step] | None:
-        self.notes.append((self.runner.settings["fused"], seconds))
-        return super().go_on(seconds)
-
-
-def test_parts_go_to_and_fro_and_are_the_longer_the_slower_one_is() -> None:
-    machine = Machine(SPACE, lambda s: 1.0 if s["fused"] else 4.0)
-    notes: list[tuple[bool, float]] = []
-    runners = [machine.start(SPACE.point({"batch": 1, "fused": f})) for f in (True, False)]
-    for runner in runners:
-        runner.parts = Noting(runner, notes)
-    turns = Turns(1, machine.clock)
-    ((quick, slow),) = turns.round(runners, 1, 1e6, random.Random(0))
-    assert (quick[0].seconds, slow[0].seconds) == pytest.approx((1.0, 4.0))
-    who = [fused for fused, _ in notes]
-    assert len(who) == 2 * round(1.0 / PART)
-    assert who[::2] == [not w for w in who[1::2]]  # one part of each
-    assert who[1:-1:2] == who[2::2]  # the one who was last begins
-    assert {seconds for fused, seconds in notes if fused} == {PART}
-    assert {seconds for fused, seconds in notes if not fused} == {4 * PART}
-
-
-class Brittle(Machine):
-    """The fused one's process dies at the second part of its turn, or the start's beside it."""
-
-    def __init__(self, victim: dict[str, Any]) -> None:
-        super().__init__(SPACE, lambda s: 1.0, parts=True)
-        self.victim, self.harm = victim, True
-
-    def start(self, point: Point) -> Simulated:
-        self.started.append(point)
-        self.alive += 1
-        found = Simulated(self, self.space.settings(point))
-        if found.settings == self.victim:
-            found.parts = Dying(found, self)
-        return found
-
-
-class Dying(InParts):
-    def __init__(self, runner: Simulated, machine: Brittle) -> None:
-        super().__init__(runner)
-        self.machine = machine
-
-    def go_on(self, seconds: float) -> list[Step] | None:
-        beside = any(self.machine.space.settings(p)["fused"] for p in self.machine.started)
-        if self.machine.harm and beside and self.worked:
-            raise RunnerFailedError(KILLED)
-        return super().go_on(seconds)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_who_dies_within_its_turn_leaves_the_other_at_the_end_of_its_own(seed: int) -> None:
-    fused = SPACE.point({"batch": 1, "fused": True})
-    machine = Brittle(SPACE.settings(fused))
-    with Bench(machine.start, SPACE.start, 2, steps=2, seed=seed, clock=machine.clock) as bench:
-        bench.open(1e6)
-        found = bench.measure(fused, 1e6)
-        assert (found.state, found.why) == ("out of memory", KILLED)
-        assert bench.measure((1, 0), 1e6).state == "ok"  # by the same start, with nothing to say
-    assert machine.started.count(SPACE.start) == 1
-    assert machine.alive == 0
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_of_a_start_that_dies_within_its_turn_it_is_said_and_another_is_started(seed: int) -> None:
-    fused = SPACE.point({"batch": 1, "fused": True})
-    machine = Brittle(SPACE.settings(SPACE.start))
-    with Bench(machine.start, SPACE.start, 2, steps=2, seed=seed, clock=machine.clock) as bench:
-        bench.open(1e6)
-        assert bench.measure(fused, 1e6).why == f"the start's process failed beside it: {KILLED}"
-        machine.harm = False
-        assert bench.measure((1, 0), 1e6).state == "ok"
-    assert machine.started.count(SPACE.start) == 2
-    assert machine.alive == 0
-
-
-@pytest.mark.parametrize("left", [8.05, 8.6, 9.3])
-def test_time_that_ends_within_a_part_ends_both_and_the_next_one_has_its_own(left: float) -> None:
-    machine = Machine(SPACE, lambda s: 1.0, parts=True)
-    with Bench(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
-        bench.open(1e6)
-        deadline = machine.clock.now + left
-        with pytest.raises(OutOfTimeError):
-            bench.measure((1, 0), deadline)
-        assert machine.clock.now == pytest.approx(deadline)
-        assert bench.measure((1, 0), 1e6).state == "ok"
-    assert machine.alive == 0
 
 
 def test_when_the_one_that_stays_dies_it_is_started_anew_and_else_the_start() -> None:
