@@ -184,11 +184,9 @@ def test_how_a_child_fails_is_said_as_of_any_process(
 def test_a_child_s_number_stays_its_own_until_it_has_been_waited_for(
     young: Nursery, tmp_path: Path
 ) -> None:
-    pipes, log = os.pipe(), (tmp_path / "log").open("w+b")
-    orders, answers = pipes
-    with log:
+    (orders, no_orders), (no_reader, answers) = os.pipe(), os.pipe()  # so that it waits for one
+    with (tmp_path / "log").open("w+b") as log:
         child = young.process(None, {}, (orders, answers), log)
-        os.close(orders)
         with pytest.raises(subprocess.TimeoutExpired):
             child.wait(timeout=0.1)
         os.kill(child.pid, signal.SIGTERM)
@@ -198,7 +196,8 @@ def test_a_child_s_number_stays_its_own_until_it_has_been_waited_for(
         assert child.wait() == -signal.SIGTERM == child.poll()
         assert child.pid not in child._zygote.codes  # it may be the next one's
         wait_until(free, child.pid)
-    os.close(answers)
+    for descriptor in (orders, no_orders, no_reader, answers):
+        os.close(descriptor)
 
 
 def test_a_zygote_that_is_killed_takes_its_children_along_and_is_replaced(
