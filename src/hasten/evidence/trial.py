@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -81,17 +81,13 @@ class Trial:
         Raises:
             TrialFailedError: there is no answer to be had.
         """
-        try:
+        with _told():
             return one_answer(self._crew.ask({"do": what, **details}, patience))
-        except CrewFailedError as error:
-            raise TrialFailedError(str(error)) from error
 
     def answer(self, patience: float = PATIENCE_SECONDS) -> Answer:
         """The next answer (the first, after the start, says that the arm is ready)."""
-        try:
+        with _told():
             return one_answer(self._crew.answers(patience))
-        except CrewFailedError as error:
-            raise TrialFailedError(str(error)) from error
 
     def give(self, what: str, **details: Any) -> None:
         """Give an order, at which the arm works whenever it goes on (`go_on`).
@@ -99,10 +95,8 @@ class Trial:
         Raises:
             TrialFailedError: a process has ended.
         """
-        try:
+        with _told():
             self._crew.give({"do": what, **details})
-        except CrewFailedError as error:
-            raise TrialFailedError(str(error)) from error
 
     def go_on(self, seconds: float) -> Answer | None:
         """Work for so long, less if that is enough for an answer; None: it is still to come.
@@ -110,16 +104,23 @@ class Trial:
         Raises:
             TrialFailedError: there is no answer to be had.
         """
-        try:
+        with _told():
             found = self._crew.go_on(seconds)
-        except CrewFailedError as error:
-            raise TrialFailedError(str(error)) from error
-        return None if found is None else one_answer(found)
+            return None if found is None else one_answer(found)
 
     def end(self, at_once: bool = False) -> None:
         """End the processes, ``at_once`` if they hang; harmless when they have ended."""
         self._crew.end(at_once)
         self._files.close()
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """What a crew says of its failure, as that of the arm."""
+    try:
+        yield
+    except CrewFailedError as error:
+        raise TrialFailedError(str(error)) from error
 
 
 def one_answer(answers: Sequence[Answer]) -> Answer:

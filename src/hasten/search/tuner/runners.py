@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,19 +54,15 @@ class PlanRunner:
         self._again = False
 
     def begin(self, patience: float) -> None:
-        try:
+        with _told():
             self._trial.answer(patience)
-        except TrialFailedError as error:
-            raise RunnerFailedError(str(error)) from error
 
     def again(self) -> None:
         self._again = True
 
     def steps(self, count: int, patience: float) -> list[Step]:
-        try:
+        with _told():
             answer = self._trial.ask("steps", patience=patience, **self._wanted(count))
-        except TrialFailedError as error:
-            raise RunnerFailedError(str(error)) from error
         steps = [_step(entry) for entry in answer["steps"]]
         whole = answer.get("turn_seconds")
         if whole is not None:
@@ -76,17 +73,13 @@ class PlanRunner:
 
     def order(self, count: int) -> None:
         self._worked = 0.0
-        try:
+        with _told():
             self._trial.give("steps", **self._wanted(count))
-        except TrialFailedError as error:
-            raise RunnerFailedError(str(error)) from error
 
     def go_on(self, seconds: float) -> list[Step] | None:
         began = time.perf_counter()
-        try:
+        with _told():
             answer = self._trial.go_on(seconds)
-        except TrialFailedError as error:
-            raise RunnerFailedError(str(error)) from error
         self._worked += time.perf_counter() - began
         if answer is None:
             return None
@@ -104,6 +97,15 @@ class PlanRunner:
     def end(self, at_once: bool = False) -> None:
         self._trial.end(at_once)
         self._meeting.cleanup()
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """What a trial says of its failure, as that of the runner."""
+    try:
+        yield
+    except TrialFailedError as error:
+        raise RunnerFailedError(str(error)) from error
 
 
 def _step(entry: Mapping[str, Any]) -> Step:
