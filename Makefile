@@ -6,10 +6,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 MINUTES ?= 600
 JOBS ?= 1
 
-.PHONY: help install demo test lint format calibrate campaign docs clean
+.PHONY: help install demo test test-data test-long quick lint format calibrate campaign docs clean
 help:
 	@echo "make demo     set up, then compare a small model with and without hasten's techniques"
-	@echo "make test     set up, then run the tests"
+	@echo "make test     set up, then run the tests: 12 minutes on two cores"
+	@echo "make quick    only the tests that a change can break, in two minutes; SINCE=main~3"
+	@echo "make test-data  the tests that read the real records which HASTEN_TEST_DATA names"
+	@echo "make test-long  all tests, with full counts of faults and shapes"
 	@echo "make lint     set up, then check style and types"
 	@echo "make install  set up only"
 	@echo "make calibrate  fit the planner to benchmarks/planner/measurements.json"
@@ -33,7 +36,16 @@ demo: install
 	@$(BIN)/hasten demo
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python scripts/run_tests.py
+
+test-data: install
+	$(BIN)/python scripts/run_tests.py --data
+
+test-long: install
+	$(BIN)/python scripts/run_tests.py --long
+
+quick: install
+	$(BIN)/python scripts/quick.py $(if $(SINCE),--since $(SINCE))
 
 lint: install
 	$(BIN)/ruff check src tests

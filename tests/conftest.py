@@ -1,7 +1,9 @@
-"""What every test stands on, whoever starts it and however busy the machine is."""
+"""What all tests share: seeds, threads, how child processes start, and which tests are left out."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import signal
 from collections.abc import Iterator
@@ -11,6 +13,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import suite_report
+import warm
 from hasten.core import facts
 
 # The same draws in every run, and no example has a time limit.
@@ -25,6 +29,32 @@ settings.load_profile("steady")
 # A shell lets what it starts in the background ignore Ctrl-C, and that is handed on to children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    suite_report.pytest_configure(config)
+    warm.install()
+
+
+def pytest_unconfigure() -> None:
+    warm.end_servers()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests begin first, so that no worker waits for the last one; tests of data may skip."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    if not os.environ.get("HASTEN_TEST_DATA"):
+        no_data = pytest.mark.skip(reason="HASTEN_TEST_DATA names no folder with the real records")
+        for item in items:
+            if item.get_closest_marker("data"):
+                item.add_marker(no_data)
+
+
+@pytest.fixture(autouse=True)
+def _cold_start(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every process that a test with the mark ``cold`` starts is a fresh interpreter."""
+    with warm.cold() if request.node.get_closest_marker("cold") else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

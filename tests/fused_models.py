@@ -80,6 +80,25 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str,
     }
 
 
+def rounding_bounds(wide: Any, batch: dict[str, Any]) -> dict[str, float]:
+    """How far float32 may be from ``wide``, a model in float64, by name.
+
+    Weights moved by one rounding of float32, up or down at random, move each gradient by what its
+    own conditioning makes of it; whoever computes in float32 rounds several times as often.
+    """
+    exact = outcome(wide, batch)
+    bounds = dict.fromkeys(exact, 0.0)
+    weights = {name: p.detach().clone() for name, p in wide.named_parameters()}
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        for name, p in wide.named_parameters():
+            signs = 2 * torch.randint(0, 2, p.shape, generator=generator) - 1
+            p.data = weights[name] * (1 + 2**-24 * signs)
+        moved = distance(outcome(wide, batch), exact)
+        bounds = {name: max(bounds[name], moved[name]) for name in bounds}
+    return {name: 4 * (moved + 2**-23) for name, moved in bounds.items()}
+
+
 def check_half(found: dict[str, Tensor], plain: dict[str, Tensor], wide: dict[str, Tensor]) -> None:
     """No further from float64 than the plain model in the same format, by name and as a whole.
 

@@ -1,4 +1,4 @@
-"""Records for tests of whole runs: the real files where they are, generated ones elsewhere."""
+"""Records for tests of whole runs, generated in the shape of well-known files."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ STDLIB: dict[str, Any] = {  # a recipe on Python's own modules, without steps an
 }
 
 
+def real_dataset(name: str) -> str:
+    """Path of the real file, for tests with the mark ``data``."""
+    return str(Path(os.environ["HASTEN_TEST_DATA"]) / name)
+
+
 def dataset(name: str, folder: Path) -> str:
-    """Path of ``gsm8k_train.jsonl`` or ``alpaca_en_demo.json``, real or of the same shape."""
-    real = os.environ.get("HASTEN_TEST_DATA")
-    if real and (Path(real) / name).is_file():
-        return str(Path(real) / name)
+    """Path of a new file of the shape of ``gsm8k_train.jsonl`` or ``alpaca_en_demo.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(0)
     rows: list[dict[str, Any]] = []
     for _ in range(300):

@@ -10,11 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
-
 from hasten.data import preparing
 from hasten.data.shapes import Conversation, Message
 from hasten.data.store import tokenize
+from offspring import children
 
 CHUNK, COUNT = 10, 95
 
@@ -37,7 +36,7 @@ def main(folder: Path, workers: int, pause: Path) -> None:
     preparing._CHUNK_RECORDS, preparing._WORTH_A_WORKER = CHUNK, 1
 
     def progress(done: int, total: int) -> None:
-        say("done", done, *(child.pid for child in psutil.Process().children()))
+        say("done", done, *(child.pid for child in children()))
         while done == CHUNK and not pause.exists():
             time.sleep(0.01)
 

@@ -18,7 +18,7 @@ from hasten.parts.token_accuracy import token_accuracy
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.run import train
 from hasten.techniques.precision import BF16MasterWeights
-from material import dataset, small
+from material import dataset, real_dataset, small
 
 PRESETS = ("deepseek-llm-tiny", "r1-distill-qwen-tiny", "v2-lite-tiny", "v3-tiny")
 PLAN = ["packed", "document_attention", "labelled_token_loss"]
@@ -38,28 +38,49 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("finetuning", ["full", "lora"])
-@pytest.mark.parametrize("data", ["gsm8k_train.jsonl", "alpaca_en_demo.json"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_training_lowers_the_loss_and_the_saved_model_loads_with_equal_logits(
-    tmp_path: Path, preset: str, data: str, finetuning: str
+    tmp_path: Path, preset: str, finetuning: str
 ) -> None:
+    check_training(tmp_path, dataset("alpaca_en_demo.json", tmp_path), preset, finetuning)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("name", "preset", "finetuning"),
+    [
+        ("gsm8k_train.jsonl", "deepseek-llm-tiny", "full"),
+        ("gsm8k_train.jsonl", "v3-tiny", "lora"),
+        ("alpaca_en_demo.json", "v2-lite-tiny", "full"),
+        ("alpaca_en_demo.json", "r1-distill-qwen-tiny", "lora"),
+    ],
+)
+def test_training_on_real_records_does_so_too(
+    tmp_path: Path, name: str, preset: str, finetuning: str
+) -> None:
+    check_training(tmp_path, real_dataset(name), preset, finetuning)
+
+
+def check_training(folder: Path, data: str, preset: str, finetuning: str) -> None:
+    """Train ten steps, and load what was saved as a user would."""
     lora = finetuning == "lora"
     values = small(
-        tmp_path,
+        folder,
         model=preset,
-        dataset=dataset(data, tmp_path),
+        dataset=data,
         max_steps=10,
         finetuning_type=finetuning,
         learning_rate=4e-3 if lora else 3e-3,
         plan=PLAN[:3] if lora else PLAN,
     )
     summary, session = run(values)
-    losses = [line["loss"] for line in lines(tmp_path / "run" / "metrics.jsonl")]
+    losses = [line["loss"] for line in lines(folder / "run" / "metrics.jsonl")]
     assert len(losses) == 10
     assert sum(losses[-3:]) < sum(losses[:3])
     idle = {name for name, proof in summary["acted"].items() if not proof["acted"]}
-    # Every record of the one file is cut to the same length: there is no padding to take out.
-    assert idle == ({"packed"} if data.startswith("gsm8k") else set())
+    # Records that are all cut to one length leave no padding to take out.
+    same_length = len(set(session.setup.job.lengths)) == 1
+    assert idle == ({"packed"} if same_length else set())
     loaded = _load(Path(summary["saved"]), preset, summary, lora)
     ids = torch.randint(
         3, loaded.config.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0)

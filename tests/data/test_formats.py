@@ -238,6 +238,7 @@ def test_a_shape_first_seen_after_two_hundred_bad_lines_is_not_guessed(tmp_path:
         read_records([tmp_path / "data.jsonl"])
 
 
+@pytest.mark.data
 def test_the_real_files_are_read_whole(real_data: Path) -> None:
     gsm8k, alpaca = real_data / "gsm8k_train.jsonl", real_data / "alpaca_en_demo.json"
     reading = read_records([gsm8k, alpaca])

@@ -213,6 +213,7 @@ def test_inspect_marks_what_is_trained(tokenizer: Any, tmp_path: Path) -> None:
     assert "\033[32m word" in inspect(tokenizer, record, colour=True)
 
 
+@pytest.mark.data
 def test_real_records_are_tokenised_whole(tokenizer: Any, real_data: Path, tmp_path: Path) -> None:
     reading = read_records([real_data / "gsm8k_train.jsonl"])
     store = tokenize(reading.conversations, tokenizer, tmp_path, 4096)

@@ -210,6 +210,7 @@ def test_many_are_encoded_in_order_whatever_their_kind(tokenizer: Any) -> None:
             assert np.array_equal(left.trained, right.trained)
 
 
+@pytest.mark.data
 def test_real_answers_are_trained_to_the_letter(tokenizer: Any, real_data: Any) -> None:
     reading = read_records([real_data / "alpaca_en_demo.json"])
     for conversation, encoded in zip(

@@ -24,6 +24,7 @@ from hasten.recipe.schema import recipe_from
 from hasten.run import ready
 from hasten.techniques.threads import Threads
 from material import small
+from offspring import children
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and asks the kernel")
 
@@ -149,10 +150,11 @@ def test_the_oldest_zygote_goes_unless_a_child_of_it_lives(young: Nursery, tmp_p
 def test_a_nursery_can_be_told_beforehand_what_will_be_asked_for(
     young: Nursery, tmp_path: Path
 ) -> None:
+    before = children()
     assert not young.ready({"KIND": "a"})
     young.prepare({"KIND": "a"})
     assert young.ready({"KIND": "a"})
-    (prepared,) = psutil.Process().children()
+    (prepared,) = {*children()} - {*before}
     assert not young.ready({"KIND": "b"})
     with crew(young, tmp_path / "log", KIND="a") as found:
         assert found.answers(60)[0]["parent"] == prepared.pid

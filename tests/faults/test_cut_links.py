@@ -20,7 +20,7 @@ from netlab import missing
 pytestmark = pytest.mark.timeout(900)  # all three cases are run, on a busy machine
 SCRIPT = Path(__file__).with_name("link_soak.py")
 # Seconds of the cut, link_seconds, restarts. The first is shorter than ranks wait, the second isn't
-CASES = {"waited": ("5", "30", "2"), "restarted": ("20", "8", "5"), "for good": ("inf", "8", "1")}
+CASES = {"waited": ("3", "30", "2"), "restarted": ("12", "8", "5"), "for good": ("inf", "8", "1")}
 
 Case = tuple[dict[str, Any], Path, str]
 
@@ -62,10 +62,10 @@ def trained_as_without_a_cut(folder: Path) -> bool:
 
 
 @pytest.mark.slow
-def test_a_cut_of_five_seconds_is_waited_for(cases: dict[str, Case]) -> None:
+def test_a_cut_of_some_seconds_is_waited_for(cases: dict[str, Case]) -> None:
     found, folder, _ = cases["waited"]
     assert found["code"] == 0
-    assert found["seconds"] > 5
+    assert found["seconds"] > 3
     assert lines(folder / "restarts.jsonl") == []
     assert trained_as_without_a_cut(folder)
 

@@ -19,9 +19,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     return reference(tmp_path_factory.mktemp("reference"), STEPS)
 
 
-def test_forty_kills_at_random_instants(undisturbed: dict[int, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("most", [12, pytest.param(40, marks=pytest.mark.long)])
+def test_kills_at_random_instants(most: int, undisturbed: dict[int, str], tmp_path: Path) -> None:
     draw, account, kills, inside, run = random.Random(8), Account(undisturbed), 0, 0, 0
-    while kills < 40 or (not inside and kills < 400):  # saves are short: most kills miss them
+    while kills < most or (not inside and kills < 400):  # saves are short: most kills miss them
         folder = tmp_path / f"run-{run}"
         told, was_killed = killed(
             lambda tell, folder=folder: train(folder, STEPS, tell) and None,  # type: ignore[misc]
@@ -37,7 +38,8 @@ def test_forty_kills_at_random_instants(undisturbed: dict[int, str], tmp_path: P
     assert inside, "no kill fell into a save"
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_kills_at_every_call_of_a_save(
     asynchronous: bool, undisturbed: dict[int, str], tmp_path: Path
 ) -> None:

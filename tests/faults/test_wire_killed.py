@@ -30,11 +30,11 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def rank_of(process: subprocess.Popen[str], rank: int) -> psutil.Process:
-    """The first that was started as this rank; later ones wait to take its place."""
+    """The first whose words go where this rank's go; later ones wait to take its place."""
     found = []
     for child in psutil.Process(process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if child.environ().get("RANK") == str(rank):
+        with contextlib.suppress(psutil.Error, OSError):
+            if Path(os.readlink(f"/proc/{child.pid}/fd/1")).name == f"rank-{rank}.log":
                 found.append(child)
     assert found, f"rank {rank} doesn't run"
     return min(found, key=lambda child: child.create_time())

@@ -1,0 +1,112 @@
+"""Run the test suite in two groups: first what can run side by side, then what must run alone.
+
+    python scripts/run_tests.py            # make test
+    python scripts/run_tests.py --long     # make test-long: full counts, too, and slow tests thrice
+    python scripts/run_tests.py --data     # only what reads the files that HASTEN_TEST_DATA names
+
+Tests with the mark ``timing`` judge seconds: they run alone in the second group, and one that fails
+there is repeated once. Both groups run, whatever the first one finds. The end names each failure
+with its reason, and the time beside its bound. Exit code: 0, or pytest's of the group that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+BOUND_SECONDS = 12 * 60  # for make test on two cores
+SLOW_SECONDS = 10.0  # above this a test needs the mark slow
+MOST_WORKERS = 8  # each needs about 2 GB
+CACHE = Path(".pytest_cache/v")
+LAST_FAILED = CACHE / "cache/lastfailed"
+REASONS = CACHE / "hasten/reasons"  # written by tests/suite_report.py
+SECONDS = CACHE / "hasten/seconds"
+NOTHING_RAN = 5  # pytest's exit code where no test was chosen
+REASON_LINES = 30
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run the test suite.")
+    parser.add_argument("--long", action="store_true", help="with the tests that have full counts")
+    parser.add_argument("--data", action="store_true", help="only tests that read the real files")
+    options, rest = parser.parse_known_args()
+    for path in (LAST_FAILED, REASONS):
+        path.unlink(missing_ok=True)
+    began = time.monotonic()
+    chosen = "data" if options.data else "(long or not long)" if options.long else "not long"
+    codes = [
+        pytest(*side_by_side(), "-m", f"{chosen} and not timing", *rest),
+        alone(f"{chosen} and timing", rest),
+    ]
+    if options.long:
+        codes.append(slow_three_times())
+    minutes, bound = (time.monotonic() - began) / 60, BOUND_SECONDS / 60
+    print_reasons()
+    print(f"tests took {minutes:.1f} min" + ("" if rest else f"; make test may take {bound:.0f}"))
+    return next((code for code in codes if code), 0)
+
+
+def side_by_side() -> list[str]:
+    workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+    return (
+        ["-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder"] if workers > 1 else []
+    )
+
+
+def alone(chosen: str, rest: list[str]) -> int:
+    """The tests that judge seconds; what fails is repeated once: others may use the machine."""
+    before = failed()
+    code = pytest("-m", chosen, *rest)
+    again = sorted(failed() - before)
+    if code != 1 or not again:
+        return code
+    code = pytest("-m", chosen, *again)
+    for name in sorted(set(again) - failed()):
+        print(f"UNSTEADY, failed once and then passed: {name}")
+    return code
+
+
+def slow_three_times() -> int:
+    """1 where the median of three runs of a test without the mark ``slow`` is over ten seconds."""
+    seconds = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+    over = [name for name, taken in seconds.items() if taken > SLOW_SECONDS]
+    if not over:
+        return 0
+    runs = [seconds]
+    for _ in range(2):
+        pytest("-m", "not slow and not long", *over)
+        runs.append(json.loads(SECONDS.read_text()))
+    middles = {name: statistics.median(run[name] for run in runs) for name in over}
+    too_slow = {name: taken for name, taken in middles.items() if taken > SLOW_SECONDS}
+    for name, taken in too_slow.items():
+        print(f"TOO SLOW, {taken:.0f} s without the mark slow: {name}")
+    return 1 if too_slow else 0
+
+
+def pytest(*arguments: str) -> int:
+    code = subprocess.run([sys.executable, "-m", "pytest", *arguments], check=False).returncode
+    return 0 if code == NOTHING_RAN else code
+
+
+def failed() -> set[str]:
+    return set(json.loads(LAST_FAILED.read_text())) if LAST_FAILED.exists() else set()
+
+
+def print_reasons() -> None:
+    """What failed and why, last, where it is seen."""
+    reasons = json.loads(REASONS.read_text()) if REASONS.exists() else {}
+    lines = [f"failed: {name}: {reasons.get(name, 'see above')}" for name in sorted(failed())]
+    for line in lines[:REASON_LINES]:
+        print(line[:400])
+    if len(lines) > REASON_LINES:
+        print(f"and {len(lines) - REASON_LINES} more")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
