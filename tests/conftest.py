@@ -33,6 +33,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_configure(config: pytest.Config) -> None:
     suite_report.pytest_configure(config)
+    # Toy tensors, here and in children: a second thread waits longer than it works.
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     warm.install()
 
 
@@ -66,12 +69,9 @@ def _same_draws() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """One thread for toy tensors: on a busy machine a second one waits longer than it works."""
-    before = torch.get_num_threads()
+def _one_thread() -> None:
+    """Whatever a test before this one did to it."""
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

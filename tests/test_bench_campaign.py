@@ -189,6 +189,7 @@ def test_every_fault_names_a_function_and_every_trainer_of_it_a_number() -> None
 
 
 @pytest.mark.parametrize("name", ["kills", "kills_saving", "flips", "damages", "power_cuts"])
+@pytest.mark.long
 def test_a_few_cases_of_hasten_are_all_good(name: str, tmp_path: Path) -> None:
     found = getattr(lives, name)(Short(), random.Random(5), tmp_path, 3)
     assert [o["good"] for o in found] == [True] * 3, found
@@ -203,6 +204,7 @@ def test_a_disk_that_is_really_full_costs_hasten_nothing(tmp_path: Path) -> None
     assert [o["kind"] for o in found] == ["training went on, the next start went on"] * 2
 
 
+@pytest.mark.long
 def test_damage_that_nobody_looks_for_is_seen_by_the_campaign(tmp_path: Path) -> None:
     for name in ("flips", "damages"):
         (tmp_path / name).mkdir()

@@ -33,6 +33,8 @@ def called(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the toy row is for a processor")
+@pytest.mark.long
+@pytest.mark.timing
 def test_the_smoke_row_is_measured_from_end_to_end(tmp_path: Path) -> None:
     file = tmp_path / "smoke.json"
     done = called("--row", "smoke", "--json", str(file), "--minutes", "15")  # at most: it has few

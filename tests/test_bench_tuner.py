@@ -56,6 +56,7 @@ def side_by_side(speeds: dict[str, float]) -> Any:
     return measured
 
 
+@pytest.mark.long
 def test_winners_are_paired_and_equal_plans_have_one_arm(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:

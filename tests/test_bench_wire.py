@@ -111,6 +111,7 @@ def test_what_the_claim_is_about_is_trained_first_and_seed_by_seed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_training_that_paused_goes_on_to_the_loss_of_a_whole_one(tmp_path: Path) -> None:
     for found in on_ranks("bench_wire_jobs:paused", tmp_path):
         for method, seen in found.items():

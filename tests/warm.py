@@ -13,7 +13,8 @@ What the child can't tell from a plain start: command, variables, folder, descri
 group, parent, umask, affinity. What libraries read while they are loaded comes from variables
 named in ``READ_WHEN_LOADED``. There is a server for each set of their values: for our own at once,
 for others from the second start on. Where we have entered other namespaces than the server, so
-does the middle process. Other starts stay plain: ``-c``, other programs, ``preexec_fn``. that is about a cold start has the mark ``cold``.
+does the middle process. Other starts stay plain: ``-c``, other programs, ``preexec_fn``. A test
+that is about a cold start has the mark ``cold``.
 """
 
 from __future__ import annotations

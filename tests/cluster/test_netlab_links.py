@@ -36,6 +36,7 @@ def measured(lab: Lab, rank: int, name: str, *numbers: float) -> dict[str, Any]:
 
 
 @kinds
+@pytest.mark.timing
 def test_a_transfer_takes_as_long_as_the_rate_says_and_the_counters_see_its_bytes(
     delay_ms: float,
 ) -> None:
@@ -68,6 +69,7 @@ def test_a_delay_is_seen_twice_in_a_round_trip() -> None:
     assert quickest < 0.030
 
 
+@pytest.mark.timing
 def test_a_rate_can_be_changed_while_the_lab_runs() -> None:
     with lab_with_links(rate="1gbit") as lab:
         lab.limit("8mbit")

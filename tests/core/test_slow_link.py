@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,6 +63,7 @@ def test_fast_links_and_short_waits_are_not_mentioned(
     assert bool(found) == (not quick)
 
 
+@pytest.mark.timing
 def test_a_link_of_a_quarter_of_a_megabyte_a_second_is_told_as_that() -> None:
     with lab_with_links(rate="2mbit") as lab:
         results = lab.run([sys.executable, "-W", "ignore", str(JOB)], seconds=120)

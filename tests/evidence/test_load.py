@@ -34,6 +34,7 @@ def test_a_span_of_a_few_ticks_counts_as_calm() -> None:
     assert foreign_share(Instant(1, 1, 1), Instant(1.1, 1.2, 1), 2) == 0
 
 
+@pytest.mark.timing
 def test_the_time_of_started_processes_is_ours_even_after_their_end() -> None:
     before = processes.tree_seconds()
     subprocess.run([sys.executable, "-c", SPIN], check=True)

@@ -17,6 +17,7 @@ JOBS = str(Path(__file__).with_name("loop_jobs.py"))
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.timing
 def test_the_faster_of_two_loops_is_found_with_its_interval() -> None:
     found = compare(f"{JOBS}:slow", f"{JOBS}:fast", rounds=4, steps=3, warmup=1)
     assert found.verdict == "held"

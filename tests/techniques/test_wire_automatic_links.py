@@ -29,6 +29,7 @@ def chosen(folder: Path, rate: str) -> tuple[list[Any], dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timing
 def test_a_codec_is_kept_on_a_slow_link_once_a_trial_has_confirmed_it(tmp_path: Path) -> None:
     _, summary = chosen(tmp_path, "40mbit")
     proof = summary["acted"]["automatic"]
