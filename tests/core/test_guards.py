@@ -65,6 +65,13 @@ def test_steps_in_a_row_end_the_run_and_every_one_is_written_down(tmp_path: Path
     assert [line["epoch"] for line in lines(tmp_path / "quarantined.jsonl")] == [0, 1, 1, 1]
 
 
+def test_a_finite_step_between_them_begins_the_count_anew() -> None:
+    planted = dict.fromkeys((1, 2, 4, 5, 7, 8), math.nan)
+    session = session_of(language_job(steps=9, loss=lambda m: PlantedLoss(m, planted)))
+    session.setup.guards = Guards(3)
+    assert sum(m.skipped for m in run(session)) == 6
+
+
 def test_a_quarantine_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
     session = session_of(language_job(steps=3, loss=lambda m: PlantedLoss(m, {2: math.nan})))
     session.setup.guards = Guards(quarantine=tmp_path / "no such folder" / "quarantined.jsonl")

@@ -195,3 +195,18 @@ def test_the_step_can_be_driven_by_hand() -> None:
     losses = [train_step(session, batch, 0.0).loss for batch in batches(session)]
     assert len(losses) == 2
     assert losses == [m.loss for m in run(session_of(language_job(steps=2)))]
+
+
+@pytest.mark.parametrize("limit", [1e6, 1e-3])
+def test_clipping_shortens_a_long_gradient_and_leaves_a_short_one(limit: float) -> None:
+    found = {}
+    for most in (None, limit):
+        job = language_job(steps=1, optimizer=KeepGradients, max_grad_norm=most)
+        session = session_of(job)
+        run(session)
+        optimizer: Any = session.optimizer
+        found[most] = torch.cat([g.flatten() for g in optimizer.seen])
+    norm = float(found[None].norm())
+    assert float(found[limit].norm()) == pytest.approx(min(norm, limit), rel=1e-4)
+    if limit > norm:
+        assert torch.equal(found[limit], found[None])

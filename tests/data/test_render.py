@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hasten.data import render as render_module
 from hasten.data.chatformats import FALLBACKS, choose_chat_template
 from hasten.data.formats import Conversation, Message
 from hasten.data.render import render
@@ -143,3 +144,10 @@ def test_a_template_that_cannot_be_read_is_refused(
         (tmp_path / name).write_bytes(data)
     with pytest.raises(InputError, match=words):
         choose_chat_template(tokenizer, str(tmp_path / name) if ".jinja" in name else name)
+
+
+def test_each_text_has_the_steps_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render_module, "STEPS", 100)
+    source = "{% for i in range(40) %}{{ i }}{% endfor %}"
+    texts = [render_module.render(source, "a.jsonl:1", {}) for _ in range(5)]
+    assert texts == ["".join(map(str, range(40)))] * 5

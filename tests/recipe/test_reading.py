@@ -141,3 +141,12 @@ def test_a_hub_name_without_the_library_is_answered_with_the_way_to_it(
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(InputError, match=r"pip install 'hasten\[hub\]'"):
         read_source(recipe(folder, dataset="openai/gsm8k"), print)
+
+
+def test_the_seed_decides_which_records_are_drawn(folder: Path) -> None:
+    def drawn(seed: int) -> list[str]:
+        found = read_source(recipe(folder, max_records=20, seed=seed), lambda text: None)
+        return sorted({*answers(found.train), *answers(found.held_out)})
+
+    assert drawn(1) == drawn(1)
+    assert len({tuple(drawn(seed)) for seed in range(4)}) > 1
