@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import material
 import suite_report
 import warm
 from hasten.core import facts
@@ -58,6 +59,12 @@ def _cold_start(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every process that a test with the mark ``cold`` starts is a fresh interpreter."""
     with warm.cold() if request.node.get_closest_marker("cold") else contextlib.nullcontext():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _few_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe on Python's own modules reads some of them: all take 5 s."""
+    monkeypatch.setattr("hasten.recipe.reading.stdlib_corpus", material.some_modules)
 
 
 @pytest.fixture(autouse=True)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import random
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from hasten.data import corpus
 
 TEXT = "how many apples does she have left if she gives two to her friend and eats one"
 WORDS = TEXT.split()
@@ -40,6 +46,15 @@ def dataset(name: str, folder: Path) -> str:
     lines = [json.dumps(row) for row in rows]
     path.write_text("\n".join(lines) if name.endswith("l") else f"[{','.join(lines)}]")
     return str(path)
+
+
+@functools.cache
+def some_modules() -> corpus.Corpus:
+    """What the corpus holds of every eighth module of the standard library."""
+    with pytest.MonkeyPatch.context() as patch:
+        whole = corpus._files
+        patch.setattr(corpus, "_files", lambda root: itertools.islice(whole(root), 0, None, 8))
+        return corpus.stdlib_corpus()
 
 
 def small(folder: Path, **changes: Any) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class Case:
 
     def job(self, **changes: Any) -> Job:
         """Steps of five records, then of two; the gradient's norm is above the limit."""
-        given = {"stop": Stop(steps=5), "max_grad_norm": 0.05, **changes}
+        given = {"stop": Stop(steps=3), "max_grad_norm": 0.05, **changes}
         data = records(7) if self.data is None else self.data()
         return language_job(self.build, data=data, batch=5, **given)
 

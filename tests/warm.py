@@ -207,8 +207,8 @@ def _can_be_forked(call: Mapping[str, Any]) -> bool:
 def _program(words: Sequence[str]) -> tuple[str, str, list[str]] | None:
     """How it is named ("-m" or "script"), the module or script, and its arguments."""
     words = list(words)
-    while words[:2] == ["-W", "ignore"]:
-        words = words[2:]
+    while words[:2] == ["-W", "ignore"] or words[:1] in (["-P"], ["-s"]):
+        words = words[2 if words[0] == "-W" else 1 :]
     if (
         len(words) > 1
         and words[0] == "-m"
@@ -267,32 +267,44 @@ def serve(connection: socket.socket) -> None:
 
 
 def _forked(request: dict[str, Any], descriptors: list[int], connection: socket.socket) -> int:
-    """Fork twice; the number of the second child, once it is no longer ours."""
+    """Fork twice; the number of the second child, once it is no longer ours. 0: it can't be."""
     numbers, number = os.pipe()
+    placed, place = os.pipe()  # the child writes when it has its process group
     orphaned, alive = os.pipe()  # the child reads its end when the middle process is gone
     middle = os.fork()
     if middle == 0:
         try:
             child = _fork_in(descriptors[: request["namespaces"]])
         except OSError:
-            os.write(number, b"0")
-            os._exit(0)
+            child = -1
         if child:
-            os.write(number, str(child).encode())
+            os.close(place)
+            os.read(placed, 1)
+            os.write(number, str(max(child, 0)).encode())
             os._exit(0)
+        _join_group(request)
+        os.write(place, b".")
         os.close(alive)
         os.read(orphaned, 1)
-        for descriptor in (numbers, number, orphaned):
+        for descriptor in (numbers, number, placed, place, orphaned):
             os.close(descriptor)
         connection.close()
         _live(request, descriptors[request["namespaces"] :])
-    os.close(number)
-    os.close(orphaned)
+    for descriptor in (number, placed, place, orphaned):
+        os.close(descriptor)
     child = int(os.read(numbers, 32))
     os.waitpid(middle, 0)
     os.close(alive)
     os.close(numbers)
     return child
+
+
+def _join_group(request: dict[str, Any]) -> None:
+    if request["session"]:
+        os.setsid()
+    elif request["group"] is not None:
+        with contextlib.suppress(OSError):
+            os.setpgid(0, request["group"])
 
 
 def _fork_in(namespaces: Sequence[int]) -> int:
@@ -322,7 +334,7 @@ def _live(request: dict[str, Any], descriptors: list[int]) -> None:
 
 
 def _settle_in(request: dict[str, Any], descriptors: list[int]) -> None:
-    """Descriptors, variables, folder, process group and signals are those of the request."""
+    """Descriptors, variables, folder and signals are those of the request."""
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD, HIGH) for fd in descriptors]
     os.closerange(0, HIGH)
     for source, target in zip(high, request["targets"], strict=True):
@@ -330,11 +342,6 @@ def _settle_in(request: dict[str, Any], descriptors: list[int]) -> None:
     for source in high:
         if source not in request["targets"]:
             os.close(source)
-    if request["session"]:
-        os.setsid()
-    elif request["group"] is not None:
-        with contextlib.suppress(OSError):
-            os.setpgid(0, request["group"])
     os.umask(request["umask"])
     os.sched_setaffinity(0, request["affinity"])
     for number in RESET:

@@ -7,7 +7,7 @@ import functools
 import gc
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -79,7 +79,26 @@ BF16_BOUND, FLOAT32_BOUND = 4e-2, 2e-5
 
 kinds = pytest.mark.parametrize("kind", CATALOGUE, ids=lambda k: k.name())
 instances = pytest.mark.parametrize("technique", INSTANCES, ids=str)
-architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
+# Techniques of these slots look into the model; others see parameters, records, or the machine, and
+# one dense architecture and one of experts stand for all.
+INSIDE = {
+    *(Slot.ADAPTER, Slot.ROUTING, Slot.ATTENTION, Slot.LAYERS, Slot.EXPERTS, Slot.LOSS),
+    *(Slot.OBJECTIVE, Slot.RECOMPUTE, Slot.COMPILE, Slot.LAYOUT),
+}
+
+
+def with_architectures(techniques: Sequence[Technique]) -> pytest.MarkDecorator:
+    """Each technique with the architectures that it may treat differently; all in long runs."""
+
+    def row(technique: Technique, architecture: str) -> Any:
+        stands = technique.slot in INSIDE or architecture in ("llama", "deepseek_v3")
+        name = f"{technique}-{architecture}"
+        return pytest.param(
+            technique, architecture, id=name, marks=[] if stands else pytest.mark.long
+        )
+
+    rows_of = [row(t, architecture) for architecture in ARCHITECTURES for t in techniques]
+    return pytest.mark.parametrize(("technique", "architecture"), rows_of)
 
 
 @pytest.fixture(autouse=True)
@@ -174,8 +193,7 @@ def test_what_stands_in_its_way_is_a_sentence(technique: Technique) -> None:
         assert "resnet" in reason
 
 
-@architectures
-@instances
+@with_architectures(INSTANCES)
 def test_it_owes_a_proof_and_gives_it(
     technique: Technique, architecture: str, tmp_path: Any
 ) -> None:
@@ -205,8 +223,7 @@ def test_it_owes_a_proof_and_gives_it(
         assert losses[-1] < losses[0]
 
 
-@architectures
-@pytest.mark.parametrize("technique", [t for t in INSTANCES if t.slot not in RANKS], ids=str)
+@with_architectures([t for t in INSTANCES if t.slot not in RANKS])
 def test_its_probe_tells_a_run_with_it_from_one_without(
     technique: Technique, architecture: str, tmp_path: Any
 ) -> None:
@@ -235,8 +252,7 @@ def test_its_probe_tells_a_run_with_it_from_one_without(
     assert not technique.probe(without).acted
 
 
-@architectures
-@instances
+@with_architectures(INSTANCES)
 def test_a_model_saved_after_it_has_the_same_names(
     technique: Technique, architecture: str, tmp_path: Any
 ) -> None:

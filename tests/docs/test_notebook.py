@@ -29,7 +29,12 @@ def test_a_notebook_is_kept_without_outputs_and_each_cell_has_a_name(path: Path)
 
 def fewer(code: str) -> str:
     """The same with fewer rounds and records; measured figures are not what is tested here."""
-    for usual, less in (("rounds=4", "rounds=2"), ("max_records=400", "max_records=120")):
+    smaller = {
+        "rounds=4": "rounds=2",
+        "max_records=400": "max_records=120",
+        "cutoff_len=256": "cutoff_len=96",
+    }
+    for usual, less in smaller.items():
         code = code.replace(usual, less)
     return code
 

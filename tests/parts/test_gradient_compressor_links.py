@@ -61,7 +61,7 @@ def test_a_link_that_is_cut_for_some_seconds_is_waited_for_and_one_for_good_is_a
     with lab_with_links(hosts=2, ranks=1, rate="100mbit") as lab:
         for heals in (True, False):
             # Where it doesn't heal, more steps than are done before the link is cut.
-            steps = ("steps", 30, 0.05, 60) if heals else ("steps", 5000, 0.05, 8)
+            steps = ("steps", 30, 0.05, 60) if heals else ("steps", 5000, 0.05, 4)
             running = lab.begin(command(*steps), seconds=150)
             end = time.monotonic() + 100
             while not list(running.place.glob("*.step-5")):
@@ -69,7 +69,7 @@ def test_a_link_that_is_cut_for_some_seconds_is_waited_for_and_one_for_good_is_a
                 time.sleep(0.02)
             lab.cut(1)
             if heals:
-                time.sleep(5)
+                time.sleep(2)
                 lab.heal(1)
             one, other = (answer(r.output) for r in running.wait())
             if heals:

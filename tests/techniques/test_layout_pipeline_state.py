@@ -14,7 +14,7 @@ from expert_checkpoint_jobs import ALL, FIRST
 from hasten.core.state_parts import order_of
 from hasten.errors import InputError
 from hasten.parts.parameter_groups import decayed_groups
-from pipeline_state_jobs import CASES, ON_FOUR
+from pipeline_state_jobs import CASES, LONG, ON_FOUR
 from ranks import on_ranks
 
 WITHIN = 2e-5  # float32, two steps of AdamW after three
@@ -29,6 +29,11 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return on_ranks("pipeline_state_jobs:on_four", tmp_path_factory.mktemp("four"), 4)
+
+
+@pytest.fixture(scope="module")
+def four_long(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return on_ranks("pipeline_state_jobs:on_four_long", tmp_path_factory.mktemp("long"), 4)
 
 
 def check(resumed: dict[str, Any], name: str, way: str) -> None:
@@ -56,8 +61,15 @@ def test_another_layout_goes_on_from_it(two: list[Any], name: str) -> None:
     check(two[0]["resumed"], name, "ranks to another layout")
 
 
-@pytest.mark.parametrize("name", ON_FOUR)
-def test_copies_and_pieces_of_stages_do_the_same(four: list[Any], name: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [("four", name) for name in ON_FOUR if name not in LONG]
+    + [pytest.param("four_long", name, marks=pytest.mark.long) for name in LONG],
+)
+def test_copies_and_pieces_of_stages_do_the_same(
+    request: pytest.FixtureRequest, ranks: str, name: str
+) -> None:
+    four = request.getfixturevalue(ranks)
     ways = ["one to ranks", "ranks to one", "ranks to ranks"]
     for way in ways + ["ranks to another layout"] * ("experts" not in name):
         check(four[0]["resumed"], name, way)
