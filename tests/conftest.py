@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -52,6 +53,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("data"):
                 item.add_marker(no_data)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_old_is_searched() -> None:
+    """Looking for garbage among all that is loaded takes half a second each time."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

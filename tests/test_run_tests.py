@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.cold  # these processes need nothing of what is loaded
+pytestmark = [
+    pytest.mark.cold,  # these processes need nothing of what is loaded
+    pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="sets the cores"),
+]
 ROOT = Path(__file__).parents[1]
 INI = """[pytest]
 addopts = -q -m "not long"
@@ -43,16 +46,28 @@ def test_full_count():
 """
 
 
+def on_one_core() -> None:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
 def outcome(folder: Path, tests: str, *scripts: str) -> tuple[int, str]:
     """Exit code and output of ``run_tests``, or of one script after the other until one passes."""
     (folder / "pytest.ini").write_text(INI)
     (folder / "test_some.py").write_text(tests)
     # Options of the run that this test is a part of are no options of that one.
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    clean["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     said = ""
     for script in scripts:
         command = [sys.executable, str(ROOT / "scripts" / script)]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=clean)
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            env=clean,
+            preexec_fn=on_one_core,  # there tests run in one process: each more takes a second
+        )
         said += done.stdout
         if done.returncode == 0:
             break

@@ -16,7 +16,10 @@ import pytest
 import warm
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the server is for Linux")
-TELL = """
+LOADS = "if False:\n    import torch\n"
+TELL = (
+    LOADS
+    + """
 import json, os, sys
 told = {
     "words": sys.argv, "folder": os.getcwd(), "parent": os.getppid(), "group": os.getpgid(0),
@@ -25,6 +28,7 @@ told = {
     "descriptors": sorted(map(int, os.listdir("/proc/self/fd")))[:-1],
 }
 """
+)
 PRINT = "print(json.dumps(told), flush=True)\n"
 
 
@@ -71,7 +75,9 @@ def test_it_can_lead_a_group_or_a_session_of_its_own(script: Path) -> None:
 
 def test_pipes_and_passed_descriptors_reach_it(tmp_path: Path) -> None:
     script = tmp_path / "echo.py"
-    script.write_text("import os, sys\nos.write(int(sys.argv[1]), sys.stdin.read().encode())\n")
+    script.write_text(
+        LOADS + "import os, sys\nos.write(int(sys.argv[1]), sys.stdin.read().encode())\n"
+    )
     read, write = os.pipe()
     command = [sys.executable, str(script), str(write)]
     subprocess.run(command, input="words", text=True, pass_fds=[write], check=True)
@@ -83,7 +89,7 @@ def test_pipes_and_passed_descriptors_reach_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_as_any_process(number: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "sleep.py"
-    script.write_text("import time\nprint('up', flush=True)\ntime.sleep(60)\n")
+    script.write_text(LOADS + "import time\nprint('up', flush=True)\ntime.sleep(60)\n")
     process = subprocess.Popen(
         [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
@@ -97,7 +103,9 @@ def test_a_signal_ends_it_as_any_process(number: signal.Signals, tmp_path: Path)
 
 def test_an_error_is_printed_and_is_exit_code_1(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
-    script.write_text("import atexit\natexit.register(print, 'last')\nraise ValueError('why')\n")
+    script.write_text(
+        LOADS + "import atexit\natexit.register(print, 'last')\nraise ValueError('why')\n"
+    )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "last\n")
     assert done.stderr.splitlines()[-1] == "ValueError: why"

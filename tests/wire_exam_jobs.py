@@ -76,26 +76,20 @@ CASES = {
     "experts": Case(architecture="deepseek_v3"),
 }
 
-CASES_ON_FOUR = ("plain", "infinite", "overflow")  # where the number of ranks is in the code
-
 
 def two(world: World) -> dict[str, Any]:
-    return exam(world, tuple(WIRES), tuple(CASES))
+    return exam(world, tuple(WIRES))
 
 
 def four(world: World) -> dict[str, Any]:
-    return exam(world, ON_FOUR, CASES_ON_FOUR)
+    return exam(world, ON_FOUR)
 
 
-def four_long(world: World) -> dict[str, Any]:
-    return exam(world, ON_FOUR, tuple(CASES))
-
-
-def exam(world: World, wires: tuple[str, ...], cases: tuple[str, ...]) -> dict[str, Any]:
+def exam(world: World, wires: tuple[str, ...]) -> dict[str, Any]:
     # Two hosts of as many ranks, or of one each.
     collectives.host_name = lambda: f"host-{world.rank % 2}"
     return {
-        name: {case: seen(world, WIRES[name], CASES[case]) for case in cases}
+        name: {case: seen(world, WIRES[name], CASES[case]) for case in CASES}
         | {"resumed": resumed(world, WIRES[name])}
         for name in wires
     }

@@ -8,25 +8,12 @@ from typing import Any
 import pytest
 
 from ranks import on_ranks
-from wire_exam_jobs import APART, CASES, CASES_ON_FOUR, ON_FOUR, WIRES
+from wire_exam_jobs import APART, CASES, ON_FOUR, WIRES
 
 every = [pytest.param(2, wire, id=f"2 ranks-{wire}") for wire in WIRES]
-every += [pytest.param(4, wire, id=f"4 ranks-{wire}") for wire in ON_FOUR]
+every += [pytest.param(4, wire, id=f"4 ranks-{wire}", marks=pytest.mark.long) for wire in ON_FOUR]
 wires = pytest.mark.parametrize(("ranks", "wire"), every)
-LONG = pytest.mark.long
-cases = pytest.mark.parametrize(
-    ("ranks", "wire", "case"),
-    [
-        *((2, wire, case) for wire in WIRES for case in CASES),
-        *((4, wire, case) for wire in ON_FOUR for case in CASES_ON_FOUR),
-        *(
-            pytest.param(4, wire, case, marks=LONG)
-            for wire in ON_FOUR
-            for case in CASES
-            if case not in CASES_ON_FOUR
-        ),
-    ],
-)
+cases = pytest.mark.parametrize("case", CASES)
 pytestmark = pytest.mark.slow
 
 
@@ -40,22 +27,15 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return on_ranks("wire_exam_jobs:four", tmp_path_factory.mktemp("four"), 4)
 
 
-@pytest.fixture(scope="module")
-def four_long(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("wire_exam_jobs:four_long", tmp_path_factory.mktemp("four_long"), 4)
-
-
 @pytest.fixture
 def found(request: pytest.FixtureRequest, ranks: int) -> list[Any]:
     """What each rank saw; either run has the time of a test of its own."""
-    name = {2: "two", 4: "four"}[ranks]
-    if request.node.get_closest_marker("long"):
-        name = "four_long"
-    seen: list[Any] = request.getfixturevalue(name)
+    seen: list[Any] = request.getfixturevalue({2: "two", 4: "four"}[ranks])
     return seen
 
 
 @cases
+@wires
 def test_replicas_are_the_same_and_learn(
     found: list[Any], ranks: int, wire: str, case: str
 ) -> None:
