@@ -38,9 +38,9 @@ from hasten.techniques.layout_sharded import FSDP2
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
 from tiny import VOCABULARY, job_facts, language_job
 
-COUNT, EPOCHS, STEP_RECORDS, STEP_TOKENS = 24, 2, 4, 90
+COUNT, EPOCHS, STEP_RECORDS, STEP_TOKENS = 16, 2, 4, 90
 NAMES, WORDS = range(3, 3 + COUNT), 30  # names, and the first token that is none
-AT = 9  # steps that are saved: into the second epoch; one more is done and lost
+AT = 5  # steps that are saved: into the second epoch; one more is done and lost
 SAMPLERS: dict[str, tuple[Technique, ...]] = {
     "shuffled": (),
     "token budget": (),

@@ -15,7 +15,7 @@ from hasten.techniques.layout_hybrid import Hybrid
 from hasten.techniques.layout_tensor import TensorParallel
 from ranks import on_ranks
 from sharded_rank_jobs import Case, outcome
-from tensor_rank_jobs import CASES, MESHES, REFUSED, TERMS, cut, meshes, reference, uneven
+from tensor_rank_jobs import CASES, LONG, MESHES, REFUSED, TERMS, cut, meshes, reference, uneven
 from tiny import job_facts
 
 # Routers and DeepSeek V2's rotary embedding compute in float32 whatever the model's format is.
@@ -25,6 +25,11 @@ CLOSE, CLOSE_EXPERTS, CLOSE_SINGLE = 1e-12, 1e-5, 1e-4
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return on_ranks(f"tensor_rank_jobs:{cut.__name__}", tmp_path_factory.mktemp("two"), 2)
+
+
+@pytest.fixture(scope="module")
+def two_long(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return on_ranks("tensor_rank_jobs:cut_long", tmp_path_factory.mktemp("two_long"), 2)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +56,15 @@ def same(found: list[Any], case: Case, name: str) -> None:
     assert all(one["proofs"].values())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.long
+@pytest.mark.parametrize("name", LONG)
+def test_products_of_these_on_two_ranks_come_to_what_one_comes_to(
+    two_long: list[Any], name: str
+) -> None:
+    same(two_long, CASES[name], name)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in LONG])
 def test_two_ranks_with_half_of_every_layer_come_to_what_one_comes_to(
     two: list[Any], name: str
 ) -> None:
