@@ -27,6 +27,7 @@ def run(folder: Path, **changes: Any) -> tuple[dict[str, Any], list[str], Sessio
     return train(recipe, tell=told.append, on_start=sessions.append), told, sessions[0]
 
 
+@pytest.mark.slow
 def test_a_run_tries_its_settings_and_learns_as_one_that_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

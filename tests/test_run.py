@@ -240,6 +240,7 @@ def test_a_later_attempt_does_not_take_a_worse_model_for_the_best(
     assert [e["step"] for e in lines(tmp_path / "run" / "evaluations.jsonl")][-1] == 6
 
 
+@pytest.mark.slow
 def test_the_schedule_ends_with_the_data_whatever_the_order_makes_of_it(tmp_path: Path) -> None:
     order = [{"packed_epoch": {"row_tokens": 96}}, "packed"]
     values = small(tmp_path, max_steps=None, epochs=2, lr_schedule="linear", plan=order)

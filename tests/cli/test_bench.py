@@ -54,6 +54,7 @@ def test_a_bench_s_file_gives_training_an_mfu_that_the_report_repeats(
     assert "MFU of" in out
 
 
+@pytest.mark.slow
 def test_speedup_measures_once_and_every_arm_has_its_mfu(tmp_path: Path, hasten: Hasten) -> None:
     values = small(tmp_path, ceiling="measure", plan=["packed"], device="cpu", max_records=60)
     path = written(tmp_path / "r.yaml", **values)

@@ -138,11 +138,11 @@ def test_packed_rows_are_written_once_and_replaced_on_demand(
     data.pack(path, [], target, None, force=False)
     out = capsys.readouterr().out
     rows = pq.read_table(target).to_pylist()
-    assert f"rows       {len(rows):,} of 96 tokens" in out
+    assert f"rows       {len(rows):,} of 64 tokens" in out
     assert "bound" in out
     with pytest.raises(InputError, match="--force"):
         data.pack(path, [], target, None, force=False)
-    data.pack(path, [], target, 192, force=True)
+    data.pack(path, [], target, 128, force=True)
     assert pq.read_table(target).num_rows < len(rows)
 
 

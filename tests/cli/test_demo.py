@@ -12,6 +12,7 @@ from hasten.evidence.ablation import Design
 from hasten.recipe.schema import Recipe
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)  # half a minute, several on a busy machine
 def test_the_demo_compares_trains_and_leaves_an_honest_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

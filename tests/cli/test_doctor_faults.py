@@ -25,6 +25,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # five processes start one after the other
 def test_a_job_that_resumes_to_the_bit_passes_and_leaves_nothing(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

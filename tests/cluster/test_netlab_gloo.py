@@ -80,6 +80,7 @@ def test_a_reduce_scatter_sends_what_an_all_reduce_does() -> None:
     assert sent == pytest.approx([whole, whole], rel=0.1)
 
 
+@pytest.mark.slow
 def test_ranks_without_interfaces_count_the_same_bytes_at_their_collectives() -> None:
     with Lab(2, 2, mode="loopback") as lab:
         results = lab.run(job("reduce", NUMBERS, TIMES, 120.0), seconds=200)

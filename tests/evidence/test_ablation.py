@@ -112,6 +112,7 @@ def measured(recipe: Path) -> dict[str, Arm]:
     return {arm.name: arm for arm in arms}
 
 
+@pytest.mark.slow
 def test_arms_see_equal_tokens_in_every_step(measured: dict[str, Arm]) -> None:
     base, packed = measured["baseline"], measured["packed"]
     assert len(packed.losses) == 2  # the warm-up and the first round; it died in the second

@@ -269,6 +269,7 @@ def test_there_are_none_for_an_accelerator_nor_for_several_ranks(tmp_path: Path)
         assert found is not None
 
 
+@pytest.mark.slow
 def test_an_arm_that_is_forked_trains_as_one_that_was_started(tmp_path: Path) -> None:
     recipe = recipe_from(small(tmp_path, plan=[], max_steps=9), "test")
     ready(recipe, lambda text: None)

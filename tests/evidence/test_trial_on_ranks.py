@@ -50,6 +50,7 @@ def test_other_answers_are_the_first_rank_s() -> None:
     assert one_answer([{"held_out_loss": 2.0}, {"held_out_loss": 2.5}]) == {"held_out_loss": 2.0}
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one_process_does_and_tell_of_their_own_switches(tmp_path: Path) -> None:
     recipe = recipe_from(small(tmp_path, nproc=2, plan=["half"], max_steps=9), "test")
     ready(recipe, lambda text: None, ranks=2)

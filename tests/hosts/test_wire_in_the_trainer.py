@@ -17,6 +17,7 @@ from hosts.test_techniques_in_the_trainer import GROUPED, own_losses
 TESTS = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # two ranks import and train four times over, on a busy machine
 def test_ranks_have_the_losses_of_one_send_fewer_bytes_and_are_resumed(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}

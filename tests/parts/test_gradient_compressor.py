@@ -111,6 +111,7 @@ def test_momentum_correction_lets_the_velocity_of_what_waits_go_on() -> None:
         waiting, velocity[chosen] = waiting - sent, 0.0
 
 
+@pytest.mark.slow
 @learnt
 def test_an_infinite_gradient_is_seen_by_all_and_poisons_nothing(
     several: list[Any], method: str

@@ -57,6 +57,7 @@ def test_every_kind_of_lab_counts_what_was_predicted(mode: Any) -> None:
             assert seen == pytest.approx(predicted, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_link_that_is_cut_for_some_seconds_is_waited_for_and_one_for_good_is_an_error() -> None:
     with lab_with_links(hosts=2, ranks=1, rate="100mbit") as lab:
         for heals in (True, False):

@@ -31,6 +31,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return on_ranks(f"hybrid_rank_jobs:{on_four.__name__}", tmp_path_factory.mktemp("four"), 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_products_with_stages_and_experts_come_to_what_one_process_comes_to(
     four: list[Any], name: str

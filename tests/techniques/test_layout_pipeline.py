@@ -66,6 +66,7 @@ SEEN_ON_EVERY_RANK = ("recompute", "balanced_routing", "half", "quantised")
 ALL = [("two", case) for case in ON_TWO] + [("four", case) for case in TWO_PIPELINES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "case"), ALL)
 def test_losses_norms_and_weights_are_those_of_one_process(
     one: dict[str, Any], request: pytest.FixtureRequest, world: str, case: str

@@ -44,6 +44,7 @@ def check(resumed: dict[str, Any], name: str, way: str) -> None:
     assert case["biases"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_pipeline_goes_on_as_if_it_had_never_stopped(two: list[Any], name: str) -> None:
     case = two[0]["resumed"][f"{name}: ranks to ranks"]
@@ -61,6 +62,7 @@ def test_another_layout_goes_on_from_it(two: list[Any], name: str) -> None:
     check(two[0]["resumed"], name, "ranks to another layout")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "name"),
     [("four", name) for name in ON_FOUR if name not in LONG]

@@ -26,11 +26,13 @@ def check(resumed: dict[str, Any], names: Any) -> None:
             assert case["losses"] < WITHIN, (name, way)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_pieces_and_without(found: list[Any]) -> None:
     """A vocabulary of 97 on two ranks: pieces aren't of equal size."""
     check(found[0]["resumed"], CASES)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_copies_of_pieces_and_pieces_of_pieces(tmp_path: Path) -> None:
     check(on_ranks("layout_state_jobs:on_four", tmp_path, 4)[0]["resumed"], ON_FOUR)
 

@@ -64,6 +64,7 @@ def test_products_of_these_on_two_ranks_come_to_what_one_comes_to(
     same(two_long, CASES[name], name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in LONG])
 def test_two_ranks_with_half_of_every_layer_come_to_what_one_comes_to(
     two: list[Any], name: str
@@ -71,6 +72,7 @@ def test_two_ranks_with_half_of_every_layer_come_to_what_one_comes_to(
     same(two, CASES[name], name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
 def test_products_of_layouts_on_four_ranks_come_to_the_same(four: list[Any], name: str) -> None:
     same(four, MESHES[name], name)

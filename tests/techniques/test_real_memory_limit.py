@@ -57,6 +57,7 @@ def found() -> Any:
     return json.loads(ended.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @linux
 def test_a_step_in_one_piece_dies_of_memory(found: Any) -> None:
     if "one piece" in found:

@@ -46,6 +46,7 @@ def test_one_rank_goes_on_with_the_same_bits(cell: Cell, tmp_path: Path) -> None
     assert Counter(found["begun"]["names"] + found["rest"]["names"]) == EACH
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", TWO, ids=str)
 def test_two_ranks_go_on_with_the_same_bits(cell: Cell, ranks: list[Any]) -> None:
     for rank in ranks:

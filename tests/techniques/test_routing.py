@@ -106,6 +106,7 @@ def test_two_ranks_move_the_biases_of_one_process(tmp_path: Path) -> None:
             assert any(mine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "others",
     [

@@ -20,6 +20,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return on_ranks("sharded_wire_jobs:on_four", tmp_path_factory.mktemp("four"), 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*map(str, WIRES), *BESIDE, "experts"])
 def test_a_run_on_shards_acts_and_learns(found: list[Any], name: str) -> None:
     one, two = (rank["runs"][name] for rank in found)
@@ -41,6 +42,7 @@ def test_losses_stay_near_those_of_full_gradients(
     assert losses != plain
 
 
+@pytest.mark.slow
 def test_bytes_of_each_step_are_those_of_its_passes(found: list[Any], four: list[Any]) -> None:
     """A step sends what a pass does, or its passes together; how long it took isn't known."""
     for rank in found:

@@ -22,6 +22,7 @@ def four(tmp_path_factory: Any) -> list[Any]:
     return on_ranks("wire_topology_rank_jobs:everything", tmp_path_factory.mktemp("four"), 4)
 
 
+@pytest.mark.slow
 def test_buckets_by_any_route_train_the_same_model_on_all_ranks(four: list[Any]) -> None:
     for name, bound in {"dense": 1e-6, "flat": 1e-6, "int4": 2e-2}.items():
         found = [rank["by_buckets"][name] for rank in four]

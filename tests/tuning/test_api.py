@@ -78,6 +78,7 @@ def test_a_loop_that_fails_in_every_trial_says_the_reason(tmp_path: Path) -> Non
         tune(f"{JOBS}:failing", 300, space={"batch": [1, 2]}, folder=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_its_trials_and_the_best_settings(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TWO_TRIALS, f"{JOBS}:job", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)

@@ -48,6 +48,7 @@ def given(folder: Path) -> Subject:
     return subject(folder)
 
 
+@pytest.mark.slow
 def test_the_space_holds_the_recipes_own_values_where_it_starts(given: Subject) -> None:
     found = RecipeTrainings(given)
     settings = found.space.settings(found.space.start)

@@ -250,6 +250,7 @@ def test_on_ranks_turns_too_short_for_an_exchange_are_refused(given: Subject) ->
         assert 4 % settings.get("local_steps.every", 1) == 0
 
 
+@pytest.mark.slow
 def test_a_plan_whose_environment_is_new_is_an_effort_until_it_was_started(
     given: Subject, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return on_ranks("expert_rank_jobs:all_parts", tmp_path_factory.mktemp("experts"), WORLD)
 
 
+@pytest.mark.slow
 def test_results_and_all_gradients_are_those_of_one_process(found: list[Any]) -> None:
     """Among the draws are ranks without tokens, ranks that get none, experts that get none."""
     for rank in found:

@@ -122,6 +122,7 @@ def test_a_turn_in_parts_takes_as_long_as_its_parts_and_its_steps_have_one_rate(
     assert trial.orders == [("steps", {"count": 2, "again": True}), ("steps", {"count": 2})]
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_a_link_and_what_is_not_called_stoppable_have_whole_turns(
     tmp_path: Path,
 ) -> None:
