@@ -40,9 +40,10 @@ def main() -> int:
         path.unlink(missing_ok=True)
     began = time.monotonic()
     chosen = "data" if options.data else "(long or not long)" if options.long else "not long"
+    data = with_mark("data") if options.data else []
     codes = [
-        pytest(*side_by_side(), "-m", f"{chosen} and not timing", *rest),
-        alone(f"{chosen} and timing", rest),
+        pytest(*side_by_side(), "-m", f"{chosen} and not timing", *data, *rest),
+        alone(f"{chosen} and timing", rest or with_mark("timing")),
     ]
     if options.long:
         codes.append(slow_three_times())
@@ -58,6 +59,12 @@ def side_by_side() -> list[str]:
     # worker more than cores: a tenth of the time is waiting for links and processes.
     shared = ["--dist", "loadfile", "--no-loadscope-reorder"]
     return ["-n", str(min(cores + 1, MOST_WORKERS)), *shared] if cores > 1 else []
+
+
+def with_mark(name: str) -> list[str]:
+    """The files that hold the mark, so that no other has to be imported; none: all are looked at."""
+    files = Path("tests").rglob("test_*.py")
+    return sorted(str(file) for file in files if f"mark.{name}" in file.read_text())
 
 
 def alone(chosen: str, rest: list[str]) -> int:
