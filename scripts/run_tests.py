@@ -62,7 +62,7 @@ def side_by_side() -> list[str]:
 
 
 def with_mark(name: str) -> list[str]:
-    """The files that hold the mark, so that no other has to be imported; none: all are looked at."""
+    """The files that hold the mark, so that no other has to be imported."""
     files = Path("tests").rglob("test_*.py")
     return sorted(str(file) for file in files if f"mark.{name}" in file.read_text())
 
