@@ -41,10 +41,9 @@ def main() -> int:
     began = time.monotonic()
     chosen = "data" if options.data else "(long or not long)" if options.long else "not long"
     data = with_mark("data") if options.data else []
-    codes = [
-        pytest(*side_by_side(), "-m", f"{chosen} and not timing", *data, *rest),
-        alone(f"{chosen} and timing", rest or with_mark("timing")),
-    ]
+    codes = [pytest(*side_by_side(), "-m", f"{chosen} and not timing", *data, *rest)]
+    if not options.data:
+        codes.append(alone(f"{chosen} and timing", rest or with_mark("timing")))
     if options.long:
         codes.append(slow_three_times())
     minutes, bound = (time.monotonic() - began) / 60, BOUND_SECONDS / 60
