@@ -54,10 +54,9 @@ def main() -> int:
 
 def side_by_side() -> list[str]:
     cores = len(os.sched_getaffinity(0))
-    # A file's tests share what is costly to start, and the files that take long come first. One
-    # worker more than cores: a tenth of the time is waiting for links and processes.
+    # A file's tests share what is costly to start, and the files that take long come first.
     shared = ["--dist", "loadfile", "--no-loadscope-reorder"]
-    return ["-n", str(min(cores + 1, MOST_WORKERS)), *shared] if cores > 1 else []
+    return ["-n", str(min(cores, MOST_WORKERS)), *shared] if cores > 1 else []
 
 
 def with_mark(name: str) -> list[str]:
