@@ -48,7 +48,10 @@ def main() -> int:
         codes.append(slow_three_times())
     minutes, bound = (time.monotonic() - began) / 60, BOUND_SECONDS / 60
     print_reasons()
-    print(f"tests took {minutes:.1f} min" + ("" if rest else f"; make test may take {bound:.0f}"))
+    print(
+        f"tests took {minutes:.1f} min"
+        + ("" if rest or options.data else f"; make test may take {bound:.0f}")
+    )
     return next((code for code in codes if code), 0)
 
 
