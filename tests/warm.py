@@ -57,7 +57,7 @@ PRELOADED = (
     "hasten.evidence.loop_process",
 )
 # Programs that start no others, and need no server of their own: each fork costs 30 ms.
-START_NONE = ("ranks.py", "hasten.trial", "hasten.data.worker", "hasten.models.pickled")
+START_NONE = ("ranks.py", "hasten.trial", "hasten.data.worker")
 # Programs whose forked child starts the processes: that child has a server of its own, too.
 FORK_THEMSELVES = ("hasten.cluster.netlab.keeper",)
 READ_WHEN_LOADED = (
@@ -209,8 +209,8 @@ def _can_be_forked(call: Mapping[str, Any]) -> bool:
 def _program(words: Sequence[str]) -> tuple[str, str, list[str]] | None:
     """How it is named ("-m" or "script"), the module or script, and its arguments."""
     words = list(words)
-    while words[:2] == ["-W", "ignore"] or words[:1] in (["-P"], ["-s"]):
-        words = words[2 if words[0] == "-W" else 1 :]
+    while words[:2] == ["-W", "ignore"]:  # -P, -s and others must be real: they isolate
+        words = words[2:]
     if (
         len(words) > 1
         and words[0] == "-m"
