@@ -29,6 +29,8 @@ REASONS = CACHE / "hasten/reasons"  # written by tests/suite_report.py
 SECONDS = CACHE / "hasten/seconds"
 NOTHING_RAN = 5  # pytest's exit code where no test was chosen
 REASON_LINES = 30
+# Each of hundreds of processes would compile the package anew.
+VARIABLES = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
 
 
 def main() -> int:
@@ -59,7 +61,8 @@ def side_by_side() -> list[str]:
     cores = len(os.sched_getaffinity(0))
     # A file's tests share what is costly to start, and the files that take long come first.
     shared = ["--dist", "loadfile", "--no-loadscope-reorder"]
-    return ["-n", str(min(cores, MOST_WORKERS)), *shared] if cores > 1 else []
+    # One more than cores: it begins with the files that wait (mark waits).
+    return ["-n", str(min(cores, MOST_WORKERS) + 1), *shared] if cores > 1 else []
 
 
 def with_mark(name: str) -> list[str]:
@@ -99,7 +102,8 @@ def slow_three_times() -> int:
 
 
 def pytest(*arguments: str) -> int:
-    code = subprocess.run([sys.executable, "-m", "pytest", *arguments], check=False).returncode
+    command = [sys.executable, "-m", "pytest", *arguments]
+    code = subprocess.run(command, env=VARIABLES, check=False).returncode
     return 0 if code == NOTHING_RAN else code
 
 

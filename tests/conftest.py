@@ -8,6 +8,9 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,9 +48,30 @@ def pytest_unconfigure() -> None:
     warm.end_servers()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests share a worker; files that mostly wait share one, too, beside the others."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "files that wait" if _waits(Path(config.rootpath, file)) else file
+
+    return Scheduling(config, log)
+
+
+@cache
+def _waits(file: Path) -> bool:
+    """The process that deals out tests doesn't import them, so it looks for the mark's text."""
+    return "pytest.mark.waits" in file.read_text()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests begin first, so that no worker waits for the last one; tests of data may skip."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """What waits begins first, then what is slow: no worker is idle at the end. Tests of data
+    may skip."""
+    marks = ("waits", "slow")
+    items.sort(key=lambda item: [item.get_closest_marker(mark) is None for mark in marks])
     if not os.environ.get("HASTEN_TEST_DATA"):
         no_data = pytest.mark.skip(reason="HASTEN_TEST_DATA names no folder with the real records")
         for item in items:

@@ -37,8 +37,14 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("finetuning", ["full", "lora"])
-@pytest.mark.parametrize("preset", PRESETS)
+ALL = [(preset, finetuning) for preset in PRESETS for finetuning in ("full", "lora")]
+SAMPLE = (*ALL[::3], ALL[4])  # each architecture, each way
+
+
+@pytest.mark.parametrize(
+    ("preset", "finetuning"),
+    [case if case in SAMPLE else pytest.param(*case, marks=pytest.mark.long) for case in ALL],
+)
 def test_training_lowers_the_loss_and_the_saved_model_loads_with_equal_logits(
     tmp_path: Path, preset: str, finetuning: str
 ) -> None:

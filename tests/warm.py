@@ -13,8 +13,8 @@ What the child can't tell from a plain start: command, variables, folder, descri
 group, parent, umask, affinity. What libraries read while they are loaded comes from variables
 named in ``READ_WHEN_LOADED``. There is a server for each set of their values: for our own at once,
 for others from the second start on. Where we have entered other namespaces than the server, so
-does the middle process. Other starts stay plain: ``-c``, other programs, ``preexec_fn``. A test
-that is about a cold start has the mark ``cold``.
+does the middle process. Other starts stay plain: ``-c``, other programs, a ``preexec_fn`` that the
+child can't import. A test that is about a cold start has the mark ``cold``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import contextlib
 import ctypes
 import fcntl
 import gc
+import importlib
 import inspect
 import json
 import os
@@ -175,6 +176,7 @@ def _start(popen: Any, *given: Any, **named: Any) -> None:
         "environment": environment,
         "folder": os.fsdecode(call["cwd"] or os.getcwd()),
         "targets": [0, 1, 2, *call["pass_fds"]],
+        "first": call["preexec_fn"] and _named(call["preexec_fn"]),
         "session": bool(call["start_new_session"]),
         "group": os.getpgid(0) if call["process_group"] == -1 else call["process_group"],
         "umask": umask if call["umask"] == -1 else call["umask"],
@@ -196,7 +198,9 @@ def _can_be_forked(call: Mapping[str, Any]) -> bool:
     words = call["args"]
     if _cold or isinstance(words, (str, bytes, os.PathLike)) or call["shell"]:
         return False
-    if call["preexec_fn"] or call["executable"] not in (None, words[0], os.fsencode(words[0])):
+    if call["preexec_fn"] and not _named(call["preexec_fn"]):
+        return False
+    if call["executable"] not in (None, words[0], os.fsencode(words[0])):
         return False
     if os.fspath(words[0]) != sys.executable or any(
         call[name] not in (None, [], -1) for name in ("gid", "gids", "uid") if name in call
@@ -204,6 +208,13 @@ def _can_be_forked(call: Mapping[str, Any]) -> bool:
         return False
     program = _program([os.fsdecode(word) for word in words[1:]])
     return program is not None
+
+
+def _named(function: Any) -> list[str] | None:
+    """Its module and name, where the child can import it."""
+    module = function.__module__
+    found = getattr(sys.modules.get(module), function.__qualname__, None)
+    return [module, function.__qualname__] if module.startswith("hasten.") and found else None
 
 
 def _program(words: Sequence[str]) -> tuple[str, str, list[str]] | None:
@@ -361,6 +372,9 @@ def _settle_in(request: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
+    if request["first"]:
+        module, function = request["first"]
+        getattr(importlib.import_module(module), function)()
     if not any(word.endswith(START_NONE) for word in request["words"][:4]):
         _give_it_a_server(request["targets"])
     _prctl(PR_SET_NAME, b"python")
@@ -443,8 +457,6 @@ def _code(leaving: SystemExit) -> int:
 
 
 def _preload() -> None:
-    import importlib
-
     for name in PRELOADED:
         importlib.import_module(name)
 

@@ -18,6 +18,8 @@ from hasten.cli import monitor as module
 from hasten.monitor.alerts import KINDS
 from watched import TOKEN, append, get, step_line, write_run
 
+pytestmark = pytest.mark.waits
+
 Hasten = Callable[..., tuple[int, str, str]]
 
 

@@ -13,6 +13,8 @@ from hasten.cluster.netlab import naming
 from hasten.errors import InputError
 from netlab import lab_with_links
 
+pytestmark = pytest.mark.waits
+
 
 @pytest.fixture(autouse=True)
 def own_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -38,6 +40,7 @@ def test_check_says_of_each_kind_whether_it_works_or_what_is_missing() -> None:
     assert found[-1]["works"]
 
 
+@pytest.mark.cold  # other variables would have a server of their own
 def test_check_names_the_missing_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     lab_with_links()
     monkeypatch.setenv("PATH", str(tmp_path))

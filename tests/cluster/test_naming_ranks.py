@@ -11,6 +11,8 @@ from hasten.cluster.naming_ranks import LinkError, naming_ranks
 from hasten.core.facts import World
 from ranks import on_ranks
 
+pytestmark = pytest.mark.waits
+
 
 def test_a_rank_that_does_not_answer_is_named_with_its_host(tmp_path: Path) -> None:
     found, _ = on_ranks("guard_rank_jobs:waits_for_one_that_hangs", tmp_path)

@@ -11,6 +11,8 @@ import pytest
 from hasten.cluster.netlab import Lab, Running
 from netlab import job, lab_with_links
 
+pytestmark = pytest.mark.waits
+
 NUMBERS, TIMES = 100_000, 12
 
 

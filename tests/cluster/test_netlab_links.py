@@ -23,6 +23,8 @@ from hasten.errors import InputError
 from hasten.parts.kernels.build import built
 from netlab import job, lab_with_links
 
+pytestmark = pytest.mark.waits
+
 SIZE = 6_000_000
 TRIES = 5  # a busy machine is slow at times, a link of another rate always
 kinds = pytest.mark.parametrize("delay_ms", [0.0, 5.0], ids=["veth", "switch"])

@@ -23,6 +23,8 @@ from hasten.cluster.spares import Spares
 from hasten.cluster.supervisor import LEFT, WORN_OUT, Ranks, Supervision, supervise
 from offspring import children
 
+pytestmark = pytest.mark.waits
+
 # What scripts use of a rank's world, without the seconds that torch takes to import.
 PRELUDE = f"""
 import json, os, signal, struct, subprocess, sys, time

@@ -13,6 +13,8 @@ from hasten.evidence import compare
 from hasten.evidence.loop_process import timed
 from hasten.evidence.loops import LoopFailedError, reference
 
+pytestmark = pytest.mark.waits
+
 JOBS = str(Path(__file__).with_name("loop_jobs.py"))
 ROOT = Path(__file__).parents[2]
 

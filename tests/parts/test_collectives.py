@@ -18,6 +18,8 @@ from hasten.parts.collectives import TopoAwareCollective
 from ranks import on_ranks
 from topology_rank_jobs import LIMIT
 
+pytestmark = pytest.mark.waits
+
 JOBS = Path(__file__).parents[1] / "topology_rank_jobs.py"
 # Relative error after two roundings: half a unit of 11 and 8 bits of precision; half a code of
 # 1/127 and 1/7 of a block's largest number, which for a normal distribution is three times its

@@ -10,6 +10,8 @@ from typing import Any
 
 from netlab import lab_with_links
 
+pytestmark = pytest.mark.waits
+
 JOB = Path(__file__).parents[1] / "topology_cut_jobs.py"
 LIMIT = 4.0
 FEW, ENDLESS = 25, 5000  # steps: some, and more than are done before a link is cut

@@ -11,6 +11,8 @@ import pytest
 
 from netlab import lab_with_links
 
+pytestmark = pytest.mark.waits
+
 JOB = Path(__file__).parents[1] / "topology_lab_jobs.py"
 SIZE = 4 * 500_000
 # Bytes of a host's link / bytes of the tensor: a ring over four ranks carries 1.5 in good order and

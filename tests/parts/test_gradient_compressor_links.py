@@ -16,6 +16,8 @@ from hasten.cluster.netlab.lab import MODES
 from hasten.errors import InputError
 from netlab import lab_with_links
 
+pytestmark = pytest.mark.waits
+
 JOBS = Path(__file__).parents[1] / "compression_link_jobs.py"
 
 

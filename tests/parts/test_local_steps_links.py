@@ -12,6 +12,8 @@ import pytest
 
 from netlab import lab_with_links
 
+pytestmark = pytest.mark.waits
+
 JOBS = Path(__file__).parents[1] / "local_link_jobs.py"
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from ranks import on_ranks
 
+pytestmark = pytest.mark.waits
+
 
 def test_weights_that_are_no_numbers_are_named_on_every_rank_and_taken_over_by_none(
     tmp_path: Path,

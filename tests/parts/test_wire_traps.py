@@ -25,6 +25,8 @@ from hasten.parts.compression.error_feedback import Memory, Piece, Pieces, numbe
 from hasten.parts.wire_message import ALIGNED
 from ranks import on_ranks
 
+pytestmark = pytest.mark.waits
+
 PARTS = Path(__file__).resolve().parents[2] / "src" / "hasten" / "parts"
 ON_THE_WIRE = [
     *sorted((PARTS / "compression").glob("*.py")),

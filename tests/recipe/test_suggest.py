@@ -21,13 +21,16 @@ from hasten.run import train
 from material import dataset
 
 
+CHANGES = ["max_steps=2", "max_records=80", "vocabulary=400", "cutoff_len=64"]
+
+
 def test_it_writes_a_recipe_that_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     init("deepseek-llm-tiny", dataset("alpaca_en_demo.json", tmp_path), Path("mine.yaml"))
     assert "next: hasten doctor mine.yaml" in capsys.readouterr().out
-    recipe = load_recipe(Path("mine.yaml"), ["max_steps=2", "max_records=80", "vocabulary=400"])
+    recipe = load_recipe(Path("mine.yaml"), CHANGES)
     assert recipe.output == "runs/mine"
     assert sorted(p.name for p in tmp_path.glob("*.yaml")) == ["mine.yaml"]
     assert train(recipe, tell=lambda text: None)["steps"] == 2

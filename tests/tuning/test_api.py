@@ -19,6 +19,8 @@ from hasten.tuning.api import _Tuning
 from hasten.tuning.files import replace_file
 from hasten.tuning.subject import Wishes
 
+pytestmark = pytest.mark.waits
+
 JOBS = f"{Path(__file__).parent / 'loop_jobs.py'}"
 SPACE = {"batch": [1, 2, 3], "fused": [False, True]}
 # A tuning that stands still as soon as two trials are over and noted.
@@ -80,7 +82,9 @@ def test_a_loop_that_fails_in_every_trial_says_the_reason(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_process_that_is_killed_leaves_its_trials_and_the_best_settings(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", TWO_TRIALS, f"{JOBS}:job", str(tmp_path)]
+    program = tmp_path / "two_trials.py"
+    program.write_text(TWO_TRIALS)
+    command = [sys.executable, str(program), f"{JOBS}:job", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     try:
         assert process.stdout is not None

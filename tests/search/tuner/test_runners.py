@@ -21,6 +21,8 @@ from hasten.search.tuner.turns import Turns
 from hasten.techniques.feed import Prefetched
 from material import small
 
+pytestmark = pytest.mark.waits
+
 
 @pytest.fixture(scope="module")
 def runners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[PlanRunner]]:
