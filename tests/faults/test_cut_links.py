@@ -17,7 +17,8 @@ import pytest
 from hasten.cluster.supervisor import WORN_OUT
 from netlab import missing
 
-pytestmark = [pytest.mark.waits, pytest.mark.timeout(900)]  # all three cases are run, on a busy machine
+# All three cases are run, on a busy machine.
+pytestmark = [pytest.mark.waits, pytest.mark.timeout(900)]
 SCRIPT = Path(__file__).with_name("link_soak.py")
 # Seconds of the cut, link_seconds, restarts. The first is shorter than ranks wait, the second isn't
 CASES = {"waited": ("3", "30", "2"), "restarted": ("12", "8", "5"), "for good": ("inf", "8", "1")}

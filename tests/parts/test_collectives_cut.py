@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from netlab import lab_with_links
 
 pytestmark = pytest.mark.waits

@@ -20,7 +20,6 @@ from hasten.recipe.suggest import suggest
 from hasten.run import train
 from material import dataset
 
-
 CHANGES = ["max_steps=2", "max_records=80", "vocabulary=400", "cutoff_len=64"]
 
 
