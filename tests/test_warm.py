@@ -89,7 +89,9 @@ def test_pipes_and_passed_descriptors_reach_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_as_any_process(number: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "sleep.py"
-    script.write_text(LOADS + "import time\nprint('up', flush=True)\ntime.sleep(60)\n")
+    # Not one long wait: a signal just before it begins is seen only at its end.
+    wait = "for _ in range(600):\n    time.sleep(0.1)\n"
+    script.write_text(LOADS + "import time\nprint('up', flush=True)\n" + wait)
     process = subprocess.Popen(
         [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
