@@ -140,7 +140,7 @@ def test_only_the_recipe_reads_the_catalogue() -> None:
 @pytest.mark.parametrize("path", _modules(), ids=lambda p: p.relative_to(SOURCE).as_posix())
 def test_modules_are_short_enough_to_finish_and_begin_with_what_they_are(path: Path) -> None:
     text = path.read_text()
-    assert len(text.splitlines()) <= 300
+    assert len(text.splitlines()) <= 500
     assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
 
 

@@ -230,6 +230,7 @@ BATCH: dict[str, Any] = {
     "min_lr_ratio": 0.1,
     "lr_schedule": "cosine",
     "warmup_steps": 5,
+    "adam_betas": (0.9, 0.95),
     "weight_decay": 0.1,
     "max_grad_norm": 1.0,
 }

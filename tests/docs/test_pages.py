@@ -34,6 +34,7 @@ def default_of(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if value is None:
         return "none"
+    value = list(value) if isinstance(value, tuple) else value  # as YAML has it
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 

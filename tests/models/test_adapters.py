@@ -91,7 +91,7 @@ def test_a_target_that_finds_nothing_is_answered_with_what_exists() -> None:
         InputError, match=r"choose from down_proj, experts\.down_proj, experts\.gate"
     ):
         lora_targets(model, ["w1"])
-    with pytest.raises(InputError, match="targets 'everything' are unknown"):
+    with pytest.raises(InputError, match="'everything' matches no full name"):
         lora_targets(model, "everything")
     with pytest.raises(InputError, match="the list of targets is empty"):
         lora_targets(model, [])
@@ -203,3 +203,13 @@ def test_an_adapter_on_other_modules_than_asked_is_refused() -> None:
         InputError, match=r"disagrees on adapting model\.layers\.0\.self_attn\.o_proj"
     ):
         adapters._check_adapted(model, asked[1:])
+
+
+def test_one_text_is_a_regular_expression_of_whole_names() -> None:
+    model = build("v3-tiny")
+    names = lora_targets(model, r"model\.layers\.[01]\.self_attn\.o_proj")
+    assert names == [f"model.layers.{i}.self_attn.o_proj" for i in (0, 1)]
+    with pytest.raises(InputError, match="matches no full name"):
+        lora_targets(model, "o_proj")  # a whole match, as in peft
+    with pytest.raises(InputError, match="no regular expression"):
+        lora_targets(model, "(")

@@ -165,7 +165,7 @@ def test_published_configs_have_a_row_for_every_key_and_none_refused(
         ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_hpz_partition_size"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer"),
         ({"optimizer": {"type": "OneBitAdam"}}, "type"),
-        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.8, 0.9]}}}, "params"),
+        ({"optimizer": {"type": "AdamW", "params": {"eps": 1e-6}}}, "params"),
         ({"scheduler": {"type": "OneCycle"}}, "type"),
         ({"fp16": {"enabled": True, "loss_scale": 128}}, "loss_scale"),
     ],

@@ -48,7 +48,10 @@ def test_numbers_of_the_file_become_keys(file: Path) -> None:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 4,
         "gradient_clipping": 0.5,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "weight_decay": 0.1}},
+        "optimizer": {
+            "type": "Adam",
+            "params": {"lr": 1e-4, "weight_decay": 0.1, "betas": [0.8, 0.999]},
+        },
         "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 7}},
         "bf16": {"enabled": True},
         "activation_checkpointing": {"partition_activations": True},
@@ -58,6 +61,7 @@ def test_numbers_of_the_file_become_keys(file: Path) -> None:
     assert found.global_batch_size == 16
     assert (found.learning_rate, found.weight_decay, found.max_grad_norm) == (1e-4, 0.1, 0.5)
     assert (found.lr_schedule, found.warmup_steps) == ("linear", 7)
+    assert found.adam_betas == (0.8, 0.999)
     assert found.plan[:3] == [
         {"accumulate": {"micro_batch_size": 2}},
         "recompute",

@@ -15,6 +15,7 @@ from foreign_configs import ACCELERATE, AXOLOTL, LLAMA_FACTORY, TRAINING_ARGUMEN
 from hasten.cli.import_ import import_
 from hasten.errors import InputError
 from hasten.recipe.importing import FORMATS, Imported, read
+from hasten.recipe.plain_yaml import check_keys
 from hasten.recipe.schema import load_recipe
 from hasten.run import train
 from material import dataset
@@ -42,7 +43,8 @@ def test_llama_factory_keys_become_the_recipe_that_they_mean(tmp_path: Path) -> 
         "lora_alpha": 16,  # twice the rank, where the file says nothing
         "lora_targets": "all-linear",
         "global_batch_size": 2 * 4 * 2,
-        "warmup_steps": 1,  # a tenth of three
+        "warmup_steps": 0.1,  # a share of all steps
+        "adam_betas": [0.9, 0.999],  # its default, which isn't hasten's
         "held_out": 0.1,
         "checkpoint_every": 500,
         "chat_template": "deepseek-llm",
@@ -77,8 +79,9 @@ def test_accelerate_and_training_arguments_say_what_they_lack(tmp_path: Path) ->
     assert found.format == "TrainingArguments"
     assert (found.values["global_batch_size"], found.values["epochs"]) == (16, 2)
     told = fates(found)
-    assert told["adam_beta2"] == "unmapped", "another beta is another training"
-    assert told["warmup_ratio"] == "unmapped"
+    assert (told["adam_beta2"], told["warmup_ratio"]) == ("mapped", "mapped")
+    assert found.values["adam_betas"] == [0.9, json.loads(TRAINING_ARGUMENTS)["adam_beta2"]]
+    assert found.values["warmup_steps"] == json.loads(TRAINING_ARGUMENTS)["warmup_ratio"]
     assert found.missing == ["model", "dataset"]
 
 
@@ -107,6 +110,90 @@ def test_a_ds_config_is_named_by_the_recipe(tmp_path: Path) -> None:
     text = json.dumps({"zero_optimization": {"stage": 2}, "train_batch_size": 8})
     found = imported(tmp_path, text, "ds.json")
     assert found.values["deepspeed"] == str(tmp_path / "ds.json")
+
+
+BREAKS = ["\n", "\r", "\x0b", "\x0c", "\x85", "\u2028", "\u2029", "\r\n"]
+COMMAND = "leave_command: [touch, owned]"
+
+
+@pytest.mark.parametrize("end", BREAKS)
+def test_no_text_of_the_file_becomes_a_key_of_the_recipe(tmp_path: Path, end: str) -> None:
+    """A key, a value that is quoted in a comment, and the file's own name."""
+    hostile = f"x{end}{COMMAND}{end}#"
+    values = {**json.loads(TRAINING_ARGUMENTS), hostile: 1, "report_to": hostile}
+    found = imported(tmp_path, json.dumps(values))
+    text = found.to_yaml(f"sft{end}{COMMAND}{end}#.json")
+    assert list(yaml.safe_load(text)) == list(found.values)
+    assert "leave_command" not in yaml.safe_load(text)
+    assert not [line for line in text.splitlines() if line.startswith("leave_command")]
+
+
+def test_a_recipe_that_reads_back_with_other_keys_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="other keys"):
+        check_keys(f"model: a  # b\n{COMMAND}\n", ["model"])
+
+
+OTHER_TRAININGS = {
+    LLAMA_FACTORY: [
+        *[{"stage": s} for s in ("dpo", "kto", "rm", "ppo", "orpo", "unheard_of")],
+        *({"pref_loss": "simpo"}, {"image_max_pixels": 262144}, {"export_dir": "out"}),
+        *({"infer_backend": "vllm"}, {"do_train": False, "do_predict": True}),
+    ],
+    AXOLOTL: [
+        *[{"rl": rl} for rl in ("dpo", "kto", "grpo", "gdpo", "ebft", "ipo", "simpo", "orpo")],
+        *({"reward_model": True}, {"process_reward_model": True}, {"num_labels": 1}),
+        *({"processor_type": "AutoProcessor"}, {"diffusion": {"mask": 1}}),
+        {"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]},
+    ],
+    TRAINING_ARGUMENTS: [
+        *({"loss_type": "sigmoid"}, {"num_generations": 8}, {"desirable_weight": 1.0}),
+        *({"center_rewards_coefficient": 0.01}, {"num_ppo_epochs": 4}),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "asked"), [(form, asked) for form, all_ in OTHER_TRAININGS.items() for asked in all_]
+)
+def test_a_file_of_another_training_is_refused_by_its_key_and_nothing_is_written(
+    tmp_path: Path, form: str, asked: dict[str, Any]
+) -> None:
+    text = form if form is TRAINING_ARGUMENTS else form.format(model="m", folder="f", data="d")
+    source, recipe = tmp_path / "config.yaml", tmp_path / "recipe.yaml"
+    source.write_text(json.dumps({**yaml.safe_load(text), **asked}))
+    with pytest.raises(InputError, match=f"{list(asked)[-1]}: .* means .* nothing was written"):
+        import_(source, [], recipe, 1)
+    assert not recipe.exists()
+
+
+def test_a_refused_recipe_is_not_left_behind(tmp_path: Path) -> None:
+    source, recipe = tmp_path / "config.yaml", tmp_path / "recipe.yaml"
+    source.write_text(AXOLOTL.format(model="m", folder="f", data="d"))
+    with pytest.raises(InputError, match="learning_rate"):
+        import_(source, ["learning_rate=-1"], recipe, 1)
+    assert not recipe.exists()
+
+
+def test_a_regular_expression_of_targets_stays_one(tmp_path: Path) -> None:
+    text = AXOLOTL.format(model="m", folder="f", data="d").replace(
+        "lora_target_linear: true", r"lora_target_modules: 'model\.layers\.\d+\.mlp\..*'"
+    )
+    assert imported(tmp_path, text).values["lora_targets"] == r"model\.layers\.\d+\.mlp\..*"
+
+
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [
+        ("warmup_steps: 0.05", 0.05),
+        ("warmup_ratio: 0.03", 0.03),
+        ("warmup_steps: 7", 7),
+        ("warmup_steps: 7.0", 7),
+    ],
+)
+def test_a_warm_up_below_one_is_a_share(tmp_path: Path, given: str, steps: float) -> None:
+    text = AXOLOTL.format(model="m", folder="f", data="d")
+    kept = "\n".join(line for line in text.splitlines() if not line.startswith("warmup"))
+    assert imported(tmp_path, f"{kept}\n{given}\n").values["warmup_steps"] == steps
 
 
 @pytest.mark.parametrize("name", ["LLaMA-Factory", "axolotl"])

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch import nn
 
 from hasten.errors import InputError
-from hasten.recipe.schema import Recipe, load_recipe, read_yaml
+from hasten.recipe.build import adamw, warmup_steps
+from hasten.recipe.schema import Recipe, load_recipe, read_yaml, recipe_from
 
 GOOD = {"model": "deepseek-llm-tiny", "dataset": "stdlib", "max_steps": 3}
 
@@ -122,3 +125,26 @@ def test_a_file_that_is_not_there_or_too_large_is_refused(tmp_path: Path) -> Non
         load_recipe(tmp_path)
     with pytest.raises(InputError, match="larger"):
         load_recipe(write(tmp_path, "#" * (1 << 21)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("warmup_steps", 1.5, "whole steps, or a share"),
+        ("adam_betas", [0.9, 1.0], "below 1"),
+        ("adam_betas", [0.9], "adam_betas"),
+        ("lora_targets", "q_proj(", "no regular expression"),
+    ],
+)
+def test_numbers_of_the_optimizer_and_expressions_are_checked(
+    key: str, value: Any, words: str
+) -> None:
+    with pytest.raises(InputError, match=words):
+        recipe_from({**GOOD, "finetuning_type": "lora", key: value}, "the recipe")
+
+
+def test_a_share_of_warm_up_is_of_all_steps_and_betas_are_the_optimizers() -> None:
+    assert [warmup_steps(asked, 101) for asked in (0, 0.05, 1, 7)] == [0, 6, 1, 7]
+    recipe = Recipe(**GOOD, adam_betas=(0.8, 0.999))
+    optimizer = adamw(recipe, [("weight", nn.Parameter(torch.zeros(2, 2)))])
+    assert {group["betas"] for group in optimizer.param_groups} == {(0.8, 0.999)}

@@ -27,13 +27,15 @@ def import_(path: Path, overrides: Sequence[str], output: Path | None, nproc: in
     """Print the table, write the recipe; a recipe that lacks something is written with the gap.
 
     Raises:
-        InputError: an unusable file, or a recipe that its own keys forbid.
+        InputError: an unusable file, or a recipe that its own keys forbid; nothing is written.
     """
     writable("--output", output)
     found = read(path, nproc)
     found.values.update(read_overrides(overrides))
-    show(found, path)
+    if not found.missing:
+        recipe_from(found.values, f"the recipe from {path}")
     text = found.to_yaml(path.name)
+    show(found, path)
     if output is not None:
         if output.exists():
             raise InputError(f"{output} exists; name a file that doesn't")
@@ -42,10 +44,7 @@ def import_(path: Path, overrides: Sequence[str], output: Path | None, nproc: in
     else:
         print(f"\n{text}", end="")
     if found.missing:
-        words = ", ".join(found.missing)
-        print(f"to be filled in before it trains: {words}")
-        return
-    recipe_from(found.values, f"the recipe from {path}")
+        print(f"to be filled in before it trains: {', '.join(found.missing)}")
 
 
 def show(found: Imported, path: Path) -> None:

@@ -13,6 +13,7 @@ from hasten.cluster.config import CloudConfig
 from hasten.cluster.launch.megatron import arguments
 from hasten.core import facts
 from hasten.errors import InputError
+from hasten.recipe.build import warmup_steps
 from hasten.recipe.schema import Recipe
 
 RECORDS = 32  # of a step where a recipe says nothing, as in training
@@ -134,6 +135,7 @@ def _batch(recipe: Recipe, job: Mapping[str, Any]) -> dict[str, Any]:
         raise InputError(f"--plan: its job has no sequence or global_batch ({error})") from error
     if not steps:
         raise InputError("megatron: say max_steps or max_tokens, it doesn't know epochs")
-    rates = ("learning_rate", "min_lr_ratio", "lr_schedule", "warmup_steps", "weight_decay")
+    rates = ("learning_rate", "min_lr_ratio", "lr_schedule", "adam_betas", "weight_decay")
     values = {name: getattr(recipe, name) for name in (*rates, "max_grad_norm", "seed")}
+    values["warmup_steps"] = warmup_steps(recipe.warmup_steps, steps)
     return {**values, **job, "task": recipe.finetuning_type, "steps": steps}

@@ -55,16 +55,15 @@ def lora_targets(model: PreTrainedModel, targets: str | Sequence[str] = "auto") 
     ``all-linear``: those and the dense and shared-expert projections; no head, no router, no routed
     experts. A list holds full names or consecutive parts of them, as ``q_proj``,
     ``self_attn.q_proj``, ``layers.3`` or ``shared_experts``; routed experts need ``experts`` or
-    ``experts.down_proj``. Raises InputError for a target that finds nothing, listing what exists.
+    ``experts.down_proj``. Another text is a regular expression that matches whole full names, as in
+    peft. Raises InputError for a target that finds nothing, listing what exists.
     """
     linears = _adaptable_linears(model)
     if isinstance(targets, str):
         if targets == "all-linear":
             return linears
         if targets not in ("auto", "attention"):
-            raise InputError(
-                f"targets {targets!r} are unknown: say auto, attention or all-linear, or list names"
-            )
+            return _matched(linears, _expert_tensors(model), targets)
         found = [name for name in linears if name.split(".")[-2:-1] == [ATTENTION]]
         if not found:
             raise InputError(
@@ -241,6 +240,19 @@ def _listed(linears: list[str], experts: list[str], targets: Sequence[str]) -> l
     if not chosen:
         raise InputError("the list of targets is empty: name at least one, or say auto")
     return [name for name in [*linears, *experts] if name in chosen]
+
+
+def _matched(linears: list[str], experts: list[str], expression: str) -> list[str]:
+    try:
+        found = [name for name in [*linears, *experts] if re.fullmatch(expression, name)]
+    except re.error as error:
+        raise InputError(f"targets {expression!r} is no regular expression: {error}") from error
+    if not found:
+        raise InputError(
+            f"targets {expression!r} matches no full name such as {linears[0]}: say auto, "
+            f"attention or all-linear, or list names from {_kinds([*linears, *experts])}"
+        )
+    return found
 
 
 def _check_numbers(rank: int, alpha: float, dropout: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -137,12 +138,9 @@ def job_of(recipe: Recipe, material: Material, known: Facts, plan: Plan) -> Job:
         device=known.device,
     )
     sampler = prepare(job, plan, known, Path(recipe.output)).sampler
-    schedule = Schedule(
-        recipe.lr_schedule,
-        recipe.warmup_steps,
-        total_steps(job, sampler) if sampler else 1,
-        floor=recipe.min_lr_ratio,
-    )
+    steps = total_steps(job, sampler) if sampler else 1
+    warmup = warmup_steps(recipe.warmup_steps, steps)
+    schedule = Schedule(recipe.lr_schedule, warmup, steps, floor=recipe.min_lr_ratio)
     return replace(job, schedule=schedule)
 
 
@@ -174,7 +172,12 @@ def model_for(recipe: Recipe, tokenizer: Any, skeleton: bool = False) -> nn.Modu
 def adamw(recipe: Recipe, named: NamedParameters) -> torch.optim.Optimizer:
     """AdamW as language models use it, in torch's fused form."""
     groups = decayed_groups(named, recipe.weight_decay)
-    return AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
+    return AdamW(groups, lr=recipe.learning_rate, betas=recipe.adam_betas, fused=True)
+
+
+def warmup_steps(asked: int | float, steps: int) -> int:
+    """Steps of the warm-up out of a recipe's number of them, or share of ``steps`` below 1."""
+    return math.ceil(asked * steps) if asked < 1 else int(asked)
 
 
 def batch_of(recipe: Recipe) -> GlobalBatch:

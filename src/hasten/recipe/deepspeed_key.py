@@ -19,6 +19,7 @@ ACCUMULATE, SIZE = "accumulate", "micro_batch_size"
 NAMES = {
     "batch": "global_batch_size",
     **{n: n for n in ("learning_rate", "weight_decay", "lr_schedule", "warmup_steps")},
+    "betas": "adam_betas",
     "max_grad_norm": "max_grad_norm",
 }
 

@@ -13,6 +13,10 @@ from pydantic import ValidationError
 from hasten.errors import InputError
 
 LARGEST_FILE = 1 << 20  # bytes; what people write by hand is a page of text
+# Control characters, line ends of Unicode, marks that turn the direction of text, lone surrogates.
+NOT_IN_A_LINE = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]+"
+)
 
 
 class _Loader(yaml.SafeLoader):
@@ -70,6 +74,23 @@ def read_yaml_file(path: Path, what: str) -> Any:
     if len(raw) > LARGEST_FILE:
         raise InputError(f"{path} is larger than {LARGEST_FILE} bytes; that is not a {what}")
     return read_yaml(raw.decode("utf-8", errors="replace"), str(path))
+
+
+def one_line(text: object) -> str:
+    """Text from elsewhere as a part of one line, for comments: nothing in it begins another."""
+    return " ".join(NOT_IN_A_LINE.sub(" ", str(text)).split())
+
+
+def check_keys(text: str, keys: Sequence[str]) -> str:
+    """YAML that was just made, if it has these keys and no others.
+
+    Raises:
+        InputError: text from elsewhere has become a key, or has taken one away.
+    """
+    found = read_yaml(text, "the text that was made of it") or {}
+    if not isinstance(found, dict) or list(found) != list(keys):
+        raise InputError("this file's texts would become other keys of the recipe; nothing written")
+    return text
 
 
 def first_complaint(error: ValidationError) -> str:

@@ -6,6 +6,7 @@ the nearest known one: a mistyped key that is silently dropped costs a day of so
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -71,7 +72,9 @@ class Recipe(BaseModel):
     lora_rank: int = Field(16, ge=1, description="rank of the LoRA update")
     lora_alpha: int = Field(32, ge=1, description="the update is scaled by lora_alpha / lora_rank")
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the adapter")
-    lora_targets: str | list[str] = Field("auto", description="auto, all-linear, or module names")
+    lora_targets: str | list[str] = Field(
+        "auto", description="auto, all-linear, module names, or a regular expression of full names"
+    )
     lora_rslora: bool = Field(False, description="scale by lora_alpha / sqrt(lora_rank) instead")
     lora_dora: bool = Field(False, description="learn direction and length of a weight apart")
     lora_base: Literal["int8", "nf4"] | None = Field(
@@ -90,9 +93,14 @@ class Recipe(BaseModel):
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         "cosine", description="shape of the learning rate after the warm-up"
     )
-    warmup_steps: int = Field(0, ge=0, description="steps of linear rise")
+    warmup_steps: int | float = Field(
+        0, ge=0, description="steps of linear rise; below 1: this share of all steps"
+    )
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="lowest rate / peak rate")
     weight_decay: float = Field(0.0, ge=0, description="AdamW, matrices only")
+    adam_betas: tuple[float, float] = Field(
+        (0.9, 0.95), description="AdamW's shares of the past in the means of gradients and squares"
+    )
     max_grad_norm: float | None = Field(1.0, gt=0, description="clip gradients to this norm")
     label_smoothing: float = Field(
         0.0, ge=0, lt=1, description="share of a label that is spread over the vocabulary"
@@ -236,6 +244,30 @@ class Recipe(BaseModel):
     @classmethod
     def _resumed(cls, value: Any) -> Any:
         return read_resume(value)
+
+    @field_validator("lora_targets")
+    @classmethod
+    def _expression(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            try:
+                re.compile(value)
+            except re.error as error:
+                raise ValueError(f"is no regular expression: {error}") from error
+        return value
+
+    @field_validator("warmup_steps")
+    @classmethod
+    def _whole_or_share(cls, value: int | float) -> int | float:
+        if value >= 1 and value != int(value):
+            raise ValueError("give whole steps, or a share of all steps below 1")
+        return int(value) if value >= 1 else value
+
+    @field_validator("adam_betas")
+    @classmethod
+    def _betas(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise ValueError("each of the two must be from 0 on and below 1")
+        return value
 
     @field_validator("data_workers", mode="before")
     @classmethod

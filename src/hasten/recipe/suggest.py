@@ -25,6 +25,7 @@ from hasten.models.presets import PRESETS
 from hasten.parts.packing import choose_method
 from hasten.recipe.build import facts_of, requested_plan
 from hasten.recipe.material import Material, gather
+from hasten.recipe.plain_yaml import check_keys, one_line
 from hasten.recipe.schema import Recipe, recipe_from
 
 SAMPLE = 2000  # records that are looked at
@@ -48,10 +49,11 @@ class Line:
         line = f"{self.key}: {flow}"
         if not self.reason:
             return line
-        together = f"{line:<28} # {self.reason}"
+        reason = one_line(self.reason)
+        together = f"{line:<28} # {reason}"
         if len(together) <= 100:
             return together
-        return "\n".join([*(f"# {part}" for part in textwrap.wrap(self.reason, 98)), line])
+        return "\n".join([*(f"# {part}" for part in textwrap.wrap(reason, 98)), line])
 
 
 def suggest(model: str, dataset: str, output: str) -> str:
@@ -77,12 +79,13 @@ def suggest(model: str, dataset: str, output: str) -> str:
         known = facts_of(look, material)
         lines = _lines(look, material, known, output)
     head = (
-        f"# {known.model.architecture}, {known.model.parameters / 1e6:,.1f} M parameters, "
+        f"# {one_line(known.model.architecture)}, {known.model.parameters / 1e6:,.1f} M parameters, "
         f"on {known.hardware.short}.\n"
-        f"# Seen: {_seen(material)}.\n"
+        f"# Seen: {one_line(_seen(material))}.\n"
         "# Check it with `hasten doctor`, measure it with `hasten speedup`.\n"
     )
-    return head + "\n".join(line.text() for line in lines) + "\n"
+    text = head + "\n".join(line.text() for line in lines) + "\n"
+    return check_keys(text, [line.key for line in lines])
 
 
 def _lines(look: Recipe, material: Material, known: Facts, output: str) -> list[Line]:

@@ -22,7 +22,8 @@ class LoRA(Technique):
     """Low-rank adapters on frozen weights: Hu et al., arXiv:2106.09685, through PEFT.
 
     ``targets`` is ``auto`` (the attention's projections, found by architecture: MLA's too),
-    ``all-linear`` (every linear layer but head and router), or a list of module names.
+    ``all-linear`` (every linear layer but head and router), a list of module names, or a regular
+    expression that matches their full names.
     """
 
     slot = Slot.ADAPTER

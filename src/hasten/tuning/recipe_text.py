@@ -11,6 +11,7 @@ import yaml
 
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
+from hasten.recipe.plain_yaml import one_line
 from hasten.recipe.schema import Recipe
 
 
@@ -21,7 +22,7 @@ def recipe_text(recipe: Recipe, plan: Plan, words: Sequence[str]) -> str:
         for name, value in recipe.model_dump(mode="json").items()
         if name in recipe.model_fields_set and name not in ("plan", "checkpoint_every")
     }
-    head = [line for text in words for line in textwrap.wrap(text, 97)]
+    head = [line for text in words for line in textwrap.wrap(one_line(text), 97)]
     comment = "".join(f"# {line}\n" for line in head)
     entries = [_entry(t) for t in plan]
     body = yaml.safe_dump({**values, "plan": entries}, sort_keys=False, width=100)

@@ -16,7 +16,7 @@ from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.evidence.trial import Trial, TrialFailedError
 from hasten.experiment import Subject, environment
-from hasten.recipe.build import batch_of, job_of
+from hasten.recipe.build import batch_of, job_of, warmup_steps
 from hasten.recipe.material import gather
 from hasten.recipe.schema import Recipe
 from hasten.search.tuner.learning import LOOKS
@@ -101,10 +101,11 @@ class RecipeTrainings:
 
     def _space(self, steps: int, only: Sequence[str]) -> Space:
         recipe, own = self.given.recipe, self._own or 1
-        share = recipe.warmup_steps / steps
+        warm = warmup_steps(recipe.warmup_steps, steps)
+        share = warm / steps
         rates = {float(f"{recipe.learning_rate * t:.3g}") for t in TIMES if t != 1}
         steps_of = {round(s * steps): s for s in WARMUPS}  # those that make a difference
-        steps_of[recipe.warmup_steps] = share
+        steps_of[warm] = share
         train = self._material.train
         most = int(train.lengths.sum()) if recipe.global_batch_tokens else len(train)
         batches = {own, *(b for t in BATCHES if 1 <= (b := round(own * t)) <= most)}

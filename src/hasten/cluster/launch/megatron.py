@@ -245,6 +245,7 @@ def _training(layout: Mapping[str, Any], batch: Mapping[str, Any]) -> Words:
         ("--lr-decay-style", {"wsd": "WSD"}.get(batch["lr_schedule"], batch["lr_schedule"])),
         ("--lr-warmup-iters", str(batch["warmup_steps"])),
         ("--weight-decay", f"{batch['weight_decay']:g}"),
+        *((f"--adam-beta{n}", f"{beta:g}") for n, beta in enumerate(batch["adam_betas"], start=1)),
         ("--clip-grad", f"{batch['max_grad_norm'] or 0:g}"),
         ("--seed", str(max(1, batch["seed"]))),
         ("--save-interval", str(batch.get("save_interval") or 500)),

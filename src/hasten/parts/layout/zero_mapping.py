@@ -23,7 +23,6 @@ from hasten.parts.layout.zero_keys import HONOURED, IGNORED, INSIDE, REFUSED, TO
 
 ADAMW = frozenset({"adamw", "fusedadam", "deepspeedcpuadam"})
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-BETAS = [0.9, 0.95]  # of hasten's AdamW, as language models use it
 EPS = 1e-8
 
 
@@ -133,6 +132,7 @@ def _given(config: Mapping[str, Any]) -> dict[str, Any]:
         "micro": explicit(config.get("train_micro_batch_size_per_gpu")) or passes,
         "learning_rate": rate if rate is not None else _number(timing, "warmup_max_lr"),
         "weight_decay": _number(optimizer, "weight_decay"),
+        "betas": explicit(optimizer.get("betas")),
         "lr_schedule": SCHEDULES.get(str(scheduler.get("type"))),
         "warmup_steps": None if steps is None else int(steps),
         "max_grad_norm": clipping or None,  # 0 is no clipping
@@ -187,9 +187,7 @@ def _wrong_optimizer(value: Any) -> str | None:
 
 def _wrong_parameters(value: Any) -> str | None:
     found = value if isinstance(value, Mapping) else {}
-    betas, eps = explicit(found.get("betas")), explicit(found.get("eps"))
-    if betas is not None and betas != BETAS:
-        return f"betas are {betas}; a recipe's AdamW has {BETAS}: say auto"
+    eps = explicit(found.get("eps"))
     if eps is not None and eps != EPS:
         return f"eps is {eps}; a recipe's AdamW has {EPS}: say auto"
     if found.get("adam_w_mode") is False:

@@ -19,7 +19,8 @@ import yaml
 from hasten.errors import InputError
 from hasten.recipe.importing import accelerate, axolotl, llama_factory, training_arguments
 from hasten.recipe.importing.draft import Draft, Row
-from hasten.recipe.plain_yaml import read_yaml_file
+from hasten.recipe.importing.stages import refuse_other_training
+from hasten.recipe.plain_yaml import check_keys, one_line, read_yaml_file
 
 FORMATS: tuple[ModuleType, ...] = (llama_factory, axolotl, accelerate, training_arguments)
 DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
@@ -44,18 +45,23 @@ class Imported:
         return found if ends else [*found, "max_steps"]
 
     def to_yaml(self, source: str) -> str:
-        """The recipe, each line with the key that it came from."""
-        lines = [f"# from {source} ({self.format})"]
+        """The recipe, each line with the key that it came from.
+
+        Raises:
+            InputError: read back, it has other keys.
+        """
+        lines = [f"# from {one_line(source)} ({self.format})"]
         for key, value in self.values.items():
             text = yaml.safe_dump({key: value}, sort_keys=False, width=100).rstrip()
             came = self.why.get(key)
-            comment = f"  # {came}" if came and "\n" not in text and came != key else ""
+            shown = came and "\n" not in text and came != key
+            comment = f"  # {one_line(came)}" if shown else ""
             lines.append(text + comment)
         lines += [f"# {key}: ...  # missing: {MISSING[key]}" for key in self.missing]
         left = [row for row in self.rows if row.fate in ("unmapped", "contradicts")]
         lines += [""] if left else []
-        lines += [f"# not taken over, {row.key}: {row.words}" for row in left]
-        return "\n".join(lines) + "\n"
+        lines += [f"# not taken over, {one_line(f'{row.key}: {row.words}')}" for row in left]
+        return check_keys("\n".join(lines) + "\n", list(self.values))
 
 
 def read(path: Path, ranks: int = 1) -> Imported:
@@ -66,7 +72,8 @@ def read(path: Path, ranks: int = 1) -> Imported:
         ranks: processes that train, for formats that count their batch by device.
 
     Raises:
-        InputError: no such file, too large or too deep, or of no known format.
+        InputError: no such file, too large or too deep, of no known format, or of a training
+            that isn't supervised fine-tuning or continued pretraining.
     """
     found = read_yaml_file(path, "configuration")
     if not isinstance(found, dict) or not found:
@@ -84,6 +91,7 @@ def read(path: Path, ranks: int = 1) -> Imported:
             f"{path} is no configuration of {names} or DeepSpeed: none has such keys as "
             f"{', '.join(list(given)[:3])}"
         )
+    refuse_other_training(path, given)
     draft: Draft = best.draft_of(given, ranks)
     return _finished(best.NAME, draft, ranks)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hasten.recipe.importing.common import TRAINING, batch, epochs, recompute, schedule
+from hasten.recipe.importing.common import TRAINING, batch, defaults, epochs, recompute, schedule
 from hasten.recipe.importing.draft import Draft, Handler, drafted, named, needless, switch, unmapped
 
 NAME = "axolotl"
@@ -19,6 +19,7 @@ CACHED = needless("tokens are cached by what decides them")
 
 def draft_of(given: dict[str, Any], ranks: int) -> Draft:
     def finish(draft: Draft) -> None:
+        defaults(draft)
         batch(draft, "micro_batch_size", "gradient_accumulation_steps", ranks)
         if draft.values.setdefault("finetuning_type", "full") == "full":
             for name in [name for name in draft.values if name.startswith("lora_")]:
@@ -66,6 +67,11 @@ def datasets(draft: Draft, key: str, value: Any) -> None:
     known = [str(one) for one in found if one]
     if known:
         draft.say(key, "dataset", known[0] if len(known) == 1 else known)
+
+
+def targets(value: Any) -> str | list[str]:
+    """A list of names, or one text: ``all-linear`` or a regular expression."""
+    return value if isinstance(value, str) else list(value)
 
 
 def linear(draft: Draft, key: str, value: Any) -> None:
@@ -133,7 +139,7 @@ KEYS: dict[str, Handler] = TRAINING | {
     "lora_r": named("lora_rank", int),
     "lora_alpha": named("lora_alpha", int),
     "lora_dropout": named("lora_dropout", float),
-    "lora_target_modules": named("lora_targets", list),
+    "lora_target_modules": named("lora_targets", targets),
     "lora_target_linear": linear,
     "lora_fan_in_fan_out": needless("weights are (out, in)"),
     "lora_modules_to_save": unmapped("embedding and head stay frozen beside an adapter"),

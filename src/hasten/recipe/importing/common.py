@@ -18,7 +18,8 @@ SCHEDULES = {
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adamw_apex_fused")
 INT8 = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adamw_torch_8bit")
 WRITERS = ("tensorboard", "wandb", "mlflow")
-FIXED = {"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-8}
+BETAS = [0.9, 0.999]  # what the other trainers take where the file says nothing
+EPSILON = 1e-8
 PRINTED = needless("hasten writes a line per step into metrics.jsonl")
 MEMORY = needless("hasten copies and pins batches by itself (technique prefetched)")
 
@@ -47,16 +48,13 @@ def schedule(draft: Draft, key: str, value: Any) -> None:
         draft.say(key, "lr_schedule", found)
 
 
-def warmup_ratio(draft: Draft, key: str, value: Any) -> None:
-    """A share of steps that only a run with a number of steps knows."""
-    most = draft.given.get("max_steps") or 0
-    if not value:
-        draft.note(key, "needless", "it is off")
-    elif int(most) > 0:
-        draft.say(key, "warmup_steps", math.ceil(float(value) * int(most)))
+def warmup(draft: Draft, key: str, value: Any) -> None:
+    """Steps, or a share of all steps below 1, under either of the two names."""
+    number = float(value or 0)
+    if number:
+        draft.say(key, "warmup_steps", number if number < 1 else int(number))
     else:
-        words = "hasten counts warm-up in steps: `hasten doctor` says how many there are"
-        draft.note(key, "unmapped", words)
+        draft.note(key, "needless", "it is off")
 
 
 def optimizer(draft: Draft, key: str, value: Any) -> None:
@@ -70,12 +68,28 @@ def optimizer(draft: Draft, key: str, value: Any) -> None:
         draft.note(key, "unmapped", f"there is no optimizer {value!r}: AdamW takes its place")
 
 
-def fixed(draft: Draft, key: str, value: Any) -> None:
-    """What a recipe can't say of AdamW."""
-    mine = FIXED[key]
-    same = value is None or float(value) == mine
-    words = f"hasten's AdamW has {mine}" + ("" if same else f", not {value}")
+def beta(place: int) -> Handler:
+    """One of AdamW's two, beside the other tools' default of the second one."""
+
+    def handle(draft: Draft, key: str, value: Any) -> None:
+        found = list(draft.values.get("adam_betas", BETAS))
+        found[place] = BETAS[place] if value is None else float(value)
+        draft.values["adam_betas"], draft.why["adam_betas"] = found, "adam_beta1, adam_beta2"
+        draft.note(key, "mapped", f"adam_betas: {found}")
+
+    return handle
+
+
+def epsilon(draft: Draft, key: str, value: Any) -> None:
+    same = value is None or float(value) == EPSILON
+    words = f"hasten's AdamW has {EPSILON}" + ("" if same else f", not {value}")
     draft.note(key, "needless" if same else "unmapped", words)
+
+
+def defaults(draft: Draft) -> None:
+    """What the other trainers do where the file says nothing and hasten does something else."""
+    if "adam_betas" not in draft.values:
+        draft.values["adam_betas"], draft.why["adam_betas"] = [*BETAS], "that tool's default"
 
 
 def half(dtype: str) -> Handler:
@@ -154,17 +168,17 @@ TRAINING: dict[str, Handler] = {
     "num_train_epochs": epochs,
     "max_steps": steps,
     "lr_scheduler_type": schedule,
-    "warmup_steps": named("warmup_steps", int),
-    "warmup_ratio": warmup_ratio,
+    "warmup_steps": warmup,
+    "warmup_ratio": warmup,
     "weight_decay": named("weight_decay", float),
     "max_grad_norm": named("max_grad_norm", float),
     "label_smoothing_factor": named("label_smoothing", float),
     "seed": named("seed", int),
     "data_seed": needless("the data's order follows seed"),
     "optim": optimizer,
-    "adam_beta1": fixed,
-    "adam_beta2": fixed,
-    "adam_epsilon": fixed,
+    "adam_beta1": beta(0),
+    "adam_beta2": beta(1),
+    "adam_epsilon": epsilon,
     "bf16": half("bf16"),
     "fp16": half("fp16"),
     "tf32": unmapped("hasten has no switch for TF32"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hasten.recipe.importing.common import TRAINING, batch, saves
+from hasten.recipe.importing.common import TRAINING, batch, defaults, saves
 from hasten.recipe.importing.draft import Draft, Handler, drafted, named, needless, switch, unmapped
 
 NAME = "LLaMA-Factory"
@@ -16,6 +16,7 @@ CACHED = needless("tokens are cached by what decides them")
 
 def draft_of(given: dict[str, Any], ranks: int) -> Draft:
     def finish(draft: Draft) -> None:
+        defaults(draft)
         batch(draft, "per_device_train_batch_size", "gradient_accumulation_steps", ranks)
         if given.get("finetuning_type", "lora") == "lora":
             draft.values.setdefault("finetuning_type", "lora")

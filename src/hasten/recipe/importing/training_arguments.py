@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hasten.recipe.importing.common import TRAINING, batch
+from hasten.recipe.importing.common import TRAINING, batch, defaults
 from hasten.recipe.importing.draft import Draft, Handler, drafted, named, needless, switch, unmapped
 
 NAME = "TrainingArguments"
@@ -15,6 +15,7 @@ def draft_of(given: dict[str, Any], ranks: int) -> Draft:
     """Keys that stand at their default in a dump of all are said nothing about."""
 
     def finish(draft: Draft) -> None:
+        defaults(draft)
         batch(draft, "per_device_train_batch_size", "gradient_accumulation_steps", ranks)
 
     return drafted(given, KEYS, finish, quiet=(None, False, "", [], {}))
