@@ -79,8 +79,8 @@ def suggest(model: str, dataset: str, output: str) -> str:
         known = facts_of(look, material)
         lines = _lines(look, material, known, output)
     head = (
-        f"# {one_line(known.model.architecture)}, {known.model.parameters / 1e6:,.1f} M parameters, "
-        f"on {known.hardware.short}.\n"
+        f"# {one_line(known.model.architecture)}, "
+        f"{known.model.parameters / 1e6:,.1f} M parameters, on {known.hardware.short}.\n"
         f"# Seen: {one_line(_seen(material))}.\n"
         "# Check it with `hasten doctor`, measure it with `hasten speedup`.\n"
     )
