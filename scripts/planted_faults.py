@@ -1502,9 +1502,9 @@ RECIPE: tuple[Fault, ...] = (
         name="second-moment-too-slow",
         kind="wrong default",
         file="recipe/build.py",
-        old="betas=(0.9, 0.95)",
+        old="betas=recipe.adam_betas",
         new="betas=(0.9, 0.999)",
-        tests=("tests/recipe/test_deepspeed_key.py", "tests/test_run.py"),
+        tests=("tests/recipe/test_recipe.py", "tests/recipe/test_deepspeed_key.py"),
     ),
     Fault(
         name="spot-hours-paid-twice",
