@@ -133,22 +133,67 @@ def test_a_damaged_file_is_read_or_refused_in_words(
     assert all(row.reason and row.line >= 1 for row in reading.rejected)
 
 
+@pytest.mark.parametrize("share", [0.5, 0.98])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv"])
 @pytest.mark.parametrize("pack", [gzip.compress, zstd])
-def test_a_cut_stream_ends_in_a_reject_that_says_so(
-    tmp_path: Path, pack: Callable[[bytes], bytes]
+def test_a_cut_stream_is_refused_with_its_place_whatever_may_be_rejected(
+    tmp_path: Path, pack: Callable[[bytes], bytes], kind: str, share: float
 ) -> None:
     draw = random.Random(0)
     rows = [{"question": f"q{n}", "answer": draw.randbytes(40).hex()} for n in range(9000)]
-    whole = pack(lines(rows))
+    plain = {
+        "jsonl": lines(rows),
+        "json": json.dumps(rows, indent=0).encode(),
+        "csv": as_csv(rows),
+    }[kind]
+    whole = pack(plain)
     suffix = "gz" if pack is gzip.compress else "zst"
-    path = put(tmp_path, f"a.jsonl.{suffix}", whole[: len(whole) * 3 // 4])
-    reading = read_records([path], max_rejected=1)
-    kept = len(reading.conversations)
-    assert kept > 1000
-    assert pairs(reading) == [(row["question"], row["answer"]) for row in rows[:kept]]
-    (reject,) = reading.rejected
-    assert reject.line == kept + 1
-    assert "stream is damaged" in reject.reason
+    path = put(tmp_path, f"a.{kind}.{suffix}", whole[: int(len(whole) * share)])
+    with pytest.raises(InputError, match=rf"a\.{kind}\.{suffix}:\d+: .*lost, whatever max_rej"):
+        read_records([path], max_rejected=10**6)
+
+
+CSV_ROWS = [f'"q{n}","a{n}"' for n in range(3000)]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ('"never closed,a', "a quote of line 1502 isn't closed before line 1503"),
+        ('q,"never closed', "a quote of line 1502 isn't closed before line 1503"),
+    ],
+)
+def test_a_quote_that_takes_rows_that_follow_is_refused_with_its_line(
+    tmp_path: Path, row: str, said: str
+) -> None:
+    rows = ["question,answer", *CSV_ROWS]
+    rows[1501] = row
+    path = put(tmp_path, "a.csv", "\n".join(rows).encode())
+    with pytest.raises(InputError, match=f"a.csv:1502: .*{said}"):
+        read_records([path], max_rejected=10**6)
+
+
+def test_a_quote_that_is_never_closed_is_refused_and_a_cell_of_many_lines_is_not(
+    tmp_path: Path,
+) -> None:
+    unquoted = [f"q{n},a{n}" for n in range(3000)]
+    rows = ["question,answer", 'q,"one\ntwo\n\nthree"', *unquoted]
+    path = put(tmp_path, "a.csv", "\n".join(rows).encode())
+    assert len(read_records([path]).conversations) == 3001
+    rows[1500] = 'q,"never closed'
+    path = put(tmp_path, "b.csv", "\n".join(rows).encode())
+    with pytest.raises(InputError, match=r"b\.csv:1501: .*a quote of line 1504 isn't closed"):
+        read_records([path], max_rejected=10**6)
+
+
+def test_an_arrow_stream_that_is_cut_is_refused_with_its_row(tmp_path: Path) -> None:
+    table = pa.table({"question": ["q"] * 3000, "answer": ["a"] * 3000})
+    place = tmp_path / "a.arrow"
+    with pa.ipc.new_stream(place, table.schema) as file:
+        file.write_table(table, max_chunksize=500)
+    place.write_bytes(place.read_bytes()[: place.stat().st_size * 2 // 3])
+    with pytest.raises(InputError, match=r"a\.arrow:\d+: .*damaged here"):
+        read_records([place], max_rejected=10**6)
 
 
 @pytest.mark.parametrize(("pack", "suffix"), [(gzip.compress, "gz"), (zstd, "zst")])

@@ -140,12 +140,14 @@ def test_a_bad_record_with_turns_in_a_list_costs_itself_alone(tmp_path: Path) ->
     assert (len(reading.conversations), len(reading.rejected)) == (2, 1)
 
 
-def test_a_list_that_is_cut_off_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cut", [1, 3, 30])
+def test_a_list_that_is_cut_off_is_refused_whatever_may_be_rejected(
+    tmp_path: Path, cut: int
+) -> None:
     path = tmp_path / "data.json"
-    path.write_text(json.dumps([GOOD, GOOD])[:-1])
-    reading = read_records([path], max_rejected=1)
-    assert len(reading.conversations) == 2
-    assert "isn't closed" in reading.rejected[0].reason
+    path.write_text(json.dumps([GOOD] * 3)[:-cut])
+    with pytest.raises(InputError, match=r"data.json:1: .*all that follow are lost"):
+        read_records([path], max_rejected=1000)
 
 
 def test_a_byte_order_mark_at_the_start_and_unknown_columns_are_fine(tmp_path: Path) -> None:

@@ -162,6 +162,12 @@ def _read_file(path: Path, columns: Columns, reading: Reading) -> None:
     reading.shapes[str(path)] = shape
     reading.containers[str(path)] = str(container)
     for found in chain(head, records):
+        if found.lost:
+            raise InputError(
+                f"{path}:{found.line}: {found.reason}; {len(reading.conversations):,} records were "
+                "read before it and all that follow are lost, whatever max_rejected allows: fetch "
+                "or write the file anew"
+            )
         try:
             if found.reason is not None:
                 raise UnfitError(found.reason)

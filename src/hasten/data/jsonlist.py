@@ -45,7 +45,7 @@ def scan_json(file: IO[bytes]) -> Iterator[Found]:
         window = _Window(_Rejoined(head, file, fault))
         yield from _scan_list(window)
         if window.fault:
-            yield Found(window.line(len(window.text)), None, window.fault)
+            yield Found(window.line(len(window.text)), None, window.fault, lost=True)
 
 
 def _scan_list(window: _Window) -> Iterator[Found]:
@@ -72,8 +72,9 @@ def _scan_list(window: _Window) -> Iterator[Found]:
                 continue
             line = window.line(at)
             found, at = _next_record(window, at, usual)
-            yield Found(line, None, found or str(fault))
-            if at == len(window.text):
+            over = at == len(window.text)
+            yield Found(line, None, found or str(fault), lost=over and window.last != "]")
+            if over:
                 return
             continue
         if end == len(window.text) and window.grow():
@@ -87,9 +88,8 @@ def _scan_list(window: _Window) -> Iterator[Found]:
         if isinstance(value, dict):
             usual |= value.keys()
         yield Found(line, value, None)
-    yield Found(
-        window.line(len(window.text)), None, "the list isn't closed: the file may be truncated"
-    )
+    words = "the list isn't closed: the file may be truncated"
+    yield Found(window.line(len(window.text)), None, words, lost=True)
 
 
 def _next_record(window: _Window, at: int, usual: set[str]) -> tuple[str | None, int]:
@@ -132,6 +132,7 @@ class _Window:
         self._ended = False
         self.text = ""
         self.before = 0  # characters of its first line that lie before it
+        self.last = ""  # the last character so far that is no space
         self.fault: str | None = None  # why the file can't be read to its end
         self.grow()
 
@@ -145,6 +146,7 @@ class _Window:
                 self.fault, data = str(error), b""
             self._ended = not data
             pieces.append(self._decoder.decode(data, final=self._ended))
+            self.last = pieces[-1].rstrip()[-1:] or self.last
             wanted -= len(pieces[-1])
         self.text = "".join(pieces)
         return any(pieces[1:])

@@ -32,6 +32,7 @@ class Found(NamedTuple):
     line: int  # the first is 1
     value: Any
     reason: str | None
+    lost: bool = False  # all that follows in the file is lost too, however much that is
 
 
 class FaultError(ValueError):
@@ -46,33 +47,34 @@ class FaultError(ValueError):
 def scan_lines(file: IO[bytes]) -> Iterator[Found]:
     """The records of a stream with one on each line; closes it. May raise OSError."""
     blank: list[int] = []  # blank lines are faults only if something follows them
+    number = 0
     with file:
-        for number, line, fault in _lines(file):
-            text = line.removeprefix(_BOM) if number == 1 else line
-            if fault:
-                yield Found(number, None, fault)
-            elif not text.strip():
-                blank.append(number)
-            else:
-                yield from (Found(empty, None, "an empty line") for empty in blank)
-                blank.clear()
-                yield _line(number, text.rstrip().decode("utf-8", "surrogateescape"))
+        try:
+            for number, line, fault in _lines(file):
+                text = line.removeprefix(_BOM) if number == 1 else line
+                if fault:
+                    yield Found(number, None, fault)
+                elif not text.strip():
+                    blank.append(number)
+                else:
+                    yield from (Found(empty, None, "an empty line") for empty in blank)
+                    blank.clear()
+                    yield _line(number, text.rstrip().decode("utf-8", "surrogateescape"))
+        except DamagedStreamError as error:
+            yield Found(number + 1, None, str(error), lost=True)
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes, str | None]]:
     """Numbered lines, or why one can't be read; none longer than LONGEST_LINE is ever held."""
     number = 1
-    try:
-        while line := file.readline(LONGEST_LINE + 1):
-            reason = None
-            if len(line) > LONGEST_LINE:
-                reason = f"a line longer than {LONGEST_LINE >> 20} MiB"
-                while line and not line.endswith(b"\n"):
-                    line = file.readline(LONGEST_LINE)
-            yield number, line, reason
-            number += 1
-    except DamagedStreamError as error:
-        yield number, b"", str(error)
+    while line := file.readline(LONGEST_LINE + 1):
+        reason = None
+        if len(line) > LONGEST_LINE:
+            reason = f"a line longer than {LONGEST_LINE >> 20} MiB"
+            while line and not line.endswith(b"\n"):
+                line = file.readline(LONGEST_LINE)
+        yield number, line, reason
+        number += 1
 
 
 def _line(number: int, text: str) -> Found:

@@ -2,13 +2,14 @@
 
 CSV rows count as a spreadsheet shows them: the header is row 1. Rows of Parquet and Arrow files
 begin at 1. Tables are read in batches; a batch that isn't sound is read row by row, so that a
-damaged row costs itself alone. What can't be read any further ends in one fault.
+damaged row costs itself alone. What can't be read any further ends in a fault that says so.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def scan_csv(path: Path, container: Container) -> Iterator[Found]:
         rows = _csv_rows(csv.reader(text, strict=True))
         header: list[str] | None = None
         blank: list[int] = []  # empty rows are faults only if something follows them
-        for number, cells, reason in rows:
+        for number, cells, reason, lost in rows:
             if header is None:
                 header = _header(path, cells, reason)
             elif reason is None and not any(cells):
@@ -47,22 +48,29 @@ def scan_csv(path: Path, container: Container) -> Iterator[Found]:
             else:
                 yield from (Found(row, None, "an empty row") for row in blank)
                 blank.clear()
-                yield _csv_record(number, header, cells, reason)
+                yield _csv_record(number, header, cells, reason, lost)
 
 
-def _csv_rows(reader: Any) -> Iterator[tuple[int, list[str], str | None]]:
-    """Numbered rows, or the reason why one can't be read; reading goes on at the next line."""
+def _csv_rows(reader: Any) -> Iterator[tuple[int, list[str], str | None, bool]]:
+    """Numbered rows, or the reason why one can't be read; reading goes on at the next line.
+
+    The last value: rows that follow are lost with it. A quote that isn't closed takes them all, up
+    to the end or to the next quote.
+    """
     number = 0
     while True:
         number += 1
+        line = reader.line_num + 1
         try:
-            yield number, next(reader), None
+            yield number, next(reader), None, False
         except StopIteration:
             return
         except csv.Error as error:
-            yield number, [], f"not CSV: {error}"
+            lost = reader.line_num > line or "unexpected end" in str(error)
+            quote = f"; a quote of line {line} isn't closed before line {reader.line_num}"
+            yield number, [], f"not CSV: {error}{quote if lost else ''}", lost
         except DamagedStreamError as error:
-            yield number, [], str(error)
+            yield number, [], str(error), True
             return
 
 
@@ -72,19 +80,22 @@ def _header(path: Path, cells: list[str], reason: str | None) -> list[str]:
         raise InputError(f"{path}:1: the header has {reason}; save the file as CSV in UTF-8")
     if len(cells) == 1 and (other := next((mark for mark in ";\t|" if mark in cells[0]), None)):
         raise InputError(f"{path}:1: the header has {other!r} between columns: use commas")
-    twice = [name for name in cells if cells.count(name) > 1]
+    twice = [name for name, times in Counter(cells).items() if times > 1]
     if twice or not any(cells):
         what = f"names {twice[0]!r} twice" if any(twice) else "has a column without a name"
         raise InputError(f"{path}:1: the header {what}; give every column its own name")
     return cells
 
 
-def _csv_record(number: int, header: list[str], cells: list[str], reason: str | None) -> Found:
+def _csv_record(
+    number: int, header: list[str], cells: list[str], reason: str | None, lost: bool
+) -> Found:
     if reason is None:
         reason = next((found for cell in cells if (found := damage(cell))), None)
     if reason is None and len(cells) != len(header):
         reason = f"has {len(cells)} columns, the header {len(header)} (commas in texts need quotes)"
-    return Found(number, dict(zip(header, cells, strict=False)) if reason is None else None, reason)
+    record = dict(zip(header, cells, strict=False)) if reason is None else None
+    return Found(number, record, reason, lost)
 
 
 def scan_table(path: Path, container: Container) -> Iterator[Found]:
@@ -104,7 +115,8 @@ def scan_table(path: Path, container: Container) -> Iterator[Found]:
         except InputError:
             raise
         except _FAULTS as error:
-            yield Found(number, None, f"the {container.kind} file is damaged here: {_line(error)}")
+            words = f"the {container.kind} file is damaged here: {_line(error)}"
+            yield Found(number, None, words, lost=True)
             return
         yield from (
             found if not isinstance(found.value, str) else Found(found.line, None, found.value)
@@ -122,7 +134,7 @@ def _opened(path: Path, kind: str) -> Iterator[Any]:
         raise InputError(
             f"{path} isn't a whole {kind} file: {_line(error)}; write or fetch it anew"
         ) from error
-    if twice := [name for name in names if names.count(name) > 1]:
+    if twice := [name for name, times in Counter(names).items() if times > 1]:
         raise InputError(f"{path} has two columns {twice[0]!r}: give every column its own name")
     return batches
 
