@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hasten.data.messages import CALLS
+from hasten.data.messages import CALLS, FLAGS, THOUGHTS
 from hasten.data.shapes import SHAPES
 from hasten.errors import InputError
 
@@ -25,7 +25,8 @@ _ROLE_TAGS = {
     "observation_tag": "observation",
 }
 TAGS = ("role_tag", "content_tag", *_ROLE_TAGS)
-_OF_TOOLS = ("tool_calls", "function_call", "tool_call_id", "name")  # stay in a turn as they are
+# Stay in a turn as they are.
+_KEPT = ("tool_calls", "function_call", "tool_call_id", "name", *FLAGS, *THOUGHTS, "train_detail")
 _NAMES = list(dict.fromkeys(n for shape in SHAPES.values() for n in (*shape.needs, *shape.takes)))
 
 
@@ -64,7 +65,7 @@ class Columns:
             return turn
         role, content = self.tags.get("role_tag", who), self.tags.get("content_tag", what)
         found = {known: turn[own] for known, own in ((who, role), (what, content)) if own in turn}
-        found |= {key: turn[key] for key in _OF_TOOLS if key in turn}
+        found |= {key: turn[key] for key in _KEPT if key in turn}
         roles = {own: _ROLE_TAGS[tag] for tag, own in self.tags.items() if tag in _ROLE_TAGS}
         if isinstance(name := found.get(who), str):
             found[who] = roles.get(name, name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -24,6 +25,7 @@ from hasten.data.jsonscan import Found, scan_lines
 from hasten.data.shapes import SHAPES, Conversation, Message, UnfitError, conversation, shape_of
 from hasten.data.sources import Source
 from hasten.data.spool import Gathered
+from hasten.data.stages import refuse_other_stage
 from hasten.data.tables import scan_csv, scan_table
 from hasten.errors import InputError
 
@@ -158,6 +160,10 @@ def _read_file(path: Path, columns: Columns, reading: Reading) -> None:
     head = list(islice(records, _LOOK))
     if not head:
         raise InputError(f"{path} is empty: it needs at least one record")
+    named = {*columns.names.values()}
+    for found in head:  # before a shape is looked for, which they have not
+        with _at(path, found):
+            refuse_other_stage(found.value, named)
     shape = _detect(path, head, columns)
     reading.shapes[str(path)] = shape
     reading.containers[str(path)] = str(container)
@@ -171,12 +177,23 @@ def _read_file(path: Path, columns: Columns, reading: Reading) -> None:
         try:
             if found.reason is not None:
                 raise UnfitError(found.reason)
-            record = columns.renamed(found.value, shape)
-            made = conversation(record, shape, f"{path}:{found.line}")
+            with _at(path, found):
+                refuse_other_stage(found.value, named)
+                record = columns.renamed(found.value, shape)
+                made = conversation(record, shape, f"{path}:{found.line}")
         except UnfitError as unfit:
             reading.rejected.append(Rejected(str(path), found.line, str(unfit)))
         else:
             reading.conversations.append(made)
+
+
+@contextmanager
+def _at(path: Path, found: Found) -> Iterator[None]:
+    """What is said of a record begins with its place."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{path}:{found.line}: {error}") from error
 
 
 def _detect(path: Path, head: Sequence[Found], columns: Columns) -> str:

@@ -11,6 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from hasten.errors import InputError
+
 ROLES = {
     "system": "system",
     "user": "user",
@@ -22,6 +24,9 @@ ROLES = {
     "observation": "tool",
 }
 CALLS = "function_call"  # the role whose content is JSON of calls
+FLAGS = ("weight", "loss_weight", "train")  # of a turn: whether it is trained
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+MEDIA_PARTS = ("image", "audio", "video", "file")
 
 
 class Call(NamedTuple):
@@ -40,6 +45,7 @@ class Message(NamedTuple):
     calls: tuple[Call, ...] = ()  # the assistant's
     id: str = ""  # a tool's turn: the call that it answers
     name: str = ""  # a tool's turn: the tool, where the record says it
+    trained: bool = True  # the assistant's: whether it carries loss
 
 
 class UnfitError(ValueError):
@@ -47,24 +53,77 @@ class UnfitError(ValueError):
 
 
 def message(turn: Mapping[str, Any], role: str, content: str) -> Message:
-    """The message of a turn whose keys are `role` and `content`; raises UnfitError."""
+    """The message of a turn whose keys are `role` and `content`.
+
+    Raises:
+        UnfitError: it is none.
+        InputError: a key of it means what hasten doesn't do, so that no such record is usable.
+    """
     for key in (role, content):
         if key not in turn and not (key == content and turn.get("tool_calls")):
             raise UnfitError(f"lacks {key!r}")
     name = sound(turn[role], role)
     if name not in ROLES:
         raise UnfitError(f"the role {name[:40]!r} is not one of {', '.join(ROLES)}")
+    trained = _is_trained(turn, ROLES[name])
     if name == CALLS:
-        return Message("assistant", "", _calls(_parsed(sound(turn.get(content), content), CALLS)))
+        called = _calls(_parsed(sound(turn.get(content), content), CALLS))
+        return Message("assistant", "", called, trained=trained)
     calls = _calls(turn["tool_calls"]) if turn.get("tool_calls") else ()
     if turn.get("function_call"):  # OpenAI's older form of a single call
         calls = (*calls, *_calls([turn["function_call"]]))
     if calls and ROLES[name] != "assistant":
         raise UnfitError(f"a turn of {name} holds tool calls, which are the assistant's")
-    text = "" if calls and turn.get(content) is None else sound(turn.get(content), content)
+    given = _joined(turn.get(content), content)
+    text = "" if calls and given is None else sound(given, content)
     if ROLES[name] != "tool":
-        return Message(ROLES[name], text, calls)
+        return Message(ROLES[name], text, calls, trained=trained)
     return Message("tool", text, (), _name(turn, "tool_call_id"), _name(turn, "name"))
+
+
+def _is_trained(turn: Mapping[str, Any], role: str) -> bool:
+    """What the flags of other trainers say of a turn's loss: OpenAI's, LLaMA-Factory's, axolotl's.
+
+    Raises:
+        InputError: they say what can't be followed.
+    """
+    for key in THOUGHTS:
+        if turn.get(key):
+            raise InputError(
+                f"a turn has {key!r}, which hasten doesn't train: write the thoughts into its "
+                "content as <think>...</think>, or leave the key out"
+            )
+    if turn.get("train_detail"):
+        raise InputError("a turn has 'train_detail', and hasten trains whole turns: leave it out")
+    found = True
+    for key in FLAGS:
+        value = turn.get(key)
+        if value is None:
+            continue
+        if value not in (0, 1):
+            raise InputError(f"a turn's {key!r} is {value!r}: hasten takes 0 and 1 alone")
+        if role != "assistant" and value and key == "train":
+            raise InputError(f"a turn of {role} has 'train', and hasten trains answers alone")
+        found = found and bool(value)
+    return found or role != "assistant"
+
+
+def _joined(content: Any, key: str) -> Any:
+    """The text of content in parts; other content as it is."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            if isinstance(kind, str) and any(word in kind for word in MEDIA_PARTS):
+                raise InputError(
+                    f"{key!r} has a part of type {kind!r}; hasten trains text alone, so take "
+                    "records without images, audio and video"
+                )
+            raise UnfitError(f"{key!r} has a part that is no text")
+        texts.append(sound(part.get("text", part.get("value")), "text"))
+    return "".join(texts)
 
 
 def tools_turn(given: Any) -> tuple[Message, ...]:
@@ -97,6 +156,8 @@ def check_turns(messages: Sequence[Message]) -> None:
             kind = "a question" if turn.role == "user" else "an answer"
             raise UnfitError(f"lacks {kind}: it is empty")
         expected = _after(turn)
+    if turns and not any(turn.trained for turn in turns if turn.role == "assistant"):
+        raise UnfitError("its flags leave no answer to train")
     if not turns or turns[-1].role != "assistant":
         last = f"its last turn is the {turns[-1].role}'s" if turns else ""
         raise UnfitError(f"lacks an answer: {last}" if turns else "is empty")

@@ -225,12 +225,14 @@ def _draw_turns(
         return _Drawn("", [])
     answers = []
     for turn, message in enumerate(before):
-        if message.role == "assistant":
+        if message.role == "assistant" and message.trained:
             upto = render(messages[: turn + 1])
             start = _begin(upto, render(messages[:turn], prompt=True), message.content)
             if start is not None and text.startswith(upto):
                 answers.append((start, _close(upto, ends)))
-    return _Drawn(text, [*answers, (begin, _close(text, ends))])
+    if last.trained:
+        answers.append((begin, _close(text, ends)))
+    return _Drawn(text, answers)
 
 
 def _render(

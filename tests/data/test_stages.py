@@ -1,0 +1,135 @@
+"""Records of other trainings are refused by name; flags of turns are followed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.data.columns import columns_of
+from hasten.data.formats import read_records, read_sources
+from hasten.data.sources import Source
+from hasten.data.templates import encode
+from hasten.data.tokenizer import train_bpe
+from hasten.errors import InputError
+
+QUESTION, ANSWER = "What is it?", "It is a test."
+TURNS = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+SHAREGPT = [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": ANSWER}]
+PAIR = {"prompt": QUESTION, "completion": ANSWER}
+
+
+def put(folder: Path, *records: dict[str, Any]) -> Path:
+    path = folder / "data.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def turn(**keys: Any) -> dict[str, Any]:
+    return {"messages": [TURNS[0], TURNS[1] | keys]}
+
+
+def part(**keys: Any) -> dict[str, Any]:
+    parts = [{"type": "text", "text": QUESTION}, keys]
+    return {"messages": [{"role": "user", "content": parts}, TURNS[1]]}
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "pair": ({"prompt": "q", "chosen": "a", "rejected": "b"}, "preference pairs"),
+    "pair of dialogues": ({"chosen": TURNS, "rejected": TURNS}, "preference pairs"),
+    "pair beside a dialogue": (
+        {"conversations": SHAREGPT, "chosen": SHAREGPT[1], "rejected": SHAREGPT[1]},
+        "preference pairs",
+    ),
+    "pair beside messages": (
+        {"messages": TURNS, "chosen": "a", "rejected": "b"},
+        "preference pairs",
+    ),
+    "label of KTO": ({**PAIR, "label": False}, "material of KTO"),
+    "good label of KTO": ({**PAIR, "label": True}, "material of KTO"),
+    "tag of KTO": ({"messages": TURNS, "kto_tag": True}, "material of KTO"),
+    "steps": ({"prompt": "q", "completions": ["a"], "labels": [True]}, "process reward model"),
+    "prompts alone": ({"prompt": QUESTION, "solution": "4"}, "reinforcement learning"),
+    "images": ({"messages": TURNS, "images": ["a.png"]}, "'images' holds what"),
+    "an image": ({**PAIR, "image": "a.png"}, "'image' holds what"),
+    "audios": ({"conversations": SHAREGPT, "audios": ["a.wav"]}, "'audios' holds what"),
+    "videos": ({"instruction": "q", "output": "a", "videos": ["a"]}, "'videos' holds what"),
+    "image part": (part(type="image_url", image_url={"url": "a"}), "'image_url'"),
+    "image part of Qwen": (part(type="image", image="a"), "'image'"),
+    "audio part": (part(type="input_audio", input_audio={}), "'input_audio'"),
+    "thoughts apart": (turn(reasoning_content="Hm."), "'reasoning_content'"),
+    "half a weight": (turn(weight=0.5), "'weight' is 0.5"),
+    "parts of turns": (turn(train_detail=[{"begin_offset": 0}]), "'train_detail'"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_record_of_another_training_is_refused_by_name_whatever_may_be_rejected(
+    tmp_path: Path, name: str
+) -> None:
+    record, said = OTHERS[name]
+    for records in ([record] * 3, [PAIR, record] if "messages" not in record else [turn(), record]):
+        path = put(tmp_path, *records)
+        with pytest.raises(InputError, match=f"data.jsonl:[12]: .*{said}") as refused:
+            read_records([path], max_rejected=10**6)
+        assert "rename" not in str(refused.value)
+
+
+EMPTY = {"images": [], "chosen": None, "rejected": None, "label": None, "video": ""}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        *({**PAIR, **EMPTY}, {"text": "A film.", "label": True}, {**PAIR, "label": "sports"}),
+        *(turn(weight=1), turn(train=True), turn(loss_weight=1.0), turn(reasoning_content="")),
+        part(type="text", text=" Yes?"),
+        {
+            "messages": [
+                TURNS[0],
+                {"role": "assistant", "content": [{"type": "text", "value": "A"}]},
+            ]
+        },
+    ],
+)
+def test_ordinary_records_pass_whose_columns_only_look_like_it(
+    tmp_path: Path, record: dict[str, Any]
+) -> None:
+    assert len(read_records([put(tmp_path, record)], 0).conversations) == 1
+
+
+def test_parts_of_text_are_joined(tmp_path: Path) -> None:
+    (found,) = read_records([put(tmp_path, part(type="text", text=" Yes?"))], 0).conversations
+    assert found.messages[0].content == QUESTION + " Yes?"
+
+
+def test_a_column_that_the_user_names_is_read_and_not_refused(tmp_path: Path) -> None:
+    path = put(tmp_path, {"prompt": "q", "chosen": "a", "rejected": "b"})
+    columns = columns_of({"prompt": "prompt", "completion": "chosen"})
+    (reading,) = read_sources([Source(path, columns=columns)], 0)
+    assert reading.conversations[0].messages[1].content == "a"
+
+
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"loss_weight": 0}])
+def test_a_turn_whose_flag_is_off_is_not_trained(tmp_path: Path, flag: dict[str, Any]) -> None:
+    tokenizer = train_bpe([QUESTION, ANSWER], 300)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    more = [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "Yes."}]
+    for off in (1, 3):
+        turns = [dict(one) for one in (*TURNS, *more)]
+        turns[off] |= flag
+        (found,) = read_records([put(tmp_path, {"messages": turns})], 0).conversations
+        (record,) = encode(tokenizer, found, 400).records
+        trained = tokenizer.decode(record.input_ids[record.trained])
+        assert (ANSWER in trained, "Yes." in trained) == (off != 1, off != 3)
+
+
+def test_a_dialogue_without_a_trained_turn_is_one_reject(tmp_path: Path) -> None:
+    reading = read_records([put(tmp_path, turn(), turn(weight=0))], 1)
+    assert (len(reading.conversations), len(reading.rejected)) == (1, 1)
+    assert "no answer to train" in reading.rejected[0].reason
