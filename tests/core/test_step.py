@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -210,3 +211,15 @@ def test_clipping_shortens_a_long_gradient_and_leaves_a_short_one(limit: float) 
     assert float(found[limit].norm()) == pytest.approx(min(norm, limit), rel=1e-4)
     if limit > norm:
         assert torch.equal(found[limit], found[None])
+
+
+@pytest.mark.parametrize("limit", [1e6, 1e-3])
+def test_clipping_in_a_fused_optimizers_own_pass_is_the_same(limit: float) -> None:
+    """There the gradients stay as they are, and the optimizer divides them."""
+    found = {}
+    for fused in (True, False):
+        kind = partial(torch.optim.SGD, fused=fused)
+        session = session_of(language_job(steps=1, optimizer=kind, max_grad_norm=limit))
+        run(session)
+        found[fused] = torch.cat([p.detach().flatten() for p in session.module.parameters()])
+    torch.testing.assert_close(found[True], found[False], rtol=1e-6, atol=1e-8)

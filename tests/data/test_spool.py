@@ -42,6 +42,7 @@ def test_a_choice_of_spools_and_lists_is_the_same_choice_of_lists(
         for number, conversation in enumerate(first):
             spool.append(conversation)
             assert spool[number] == conversation  # reading between two writes
+            assert spool[number // 2] == first[number // 2]
         whole = [*first, *second]
         rows = data.draw(st.lists(st.integers(0, max(len(whole) - 1, 0)), max_size=20 * len(whole)))
         choice = Choice([spool, second], np.array(rows, np.int64))

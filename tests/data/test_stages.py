@@ -133,3 +133,5 @@ def test_a_dialogue_without_a_trained_turn_is_one_reject(tmp_path: Path) -> None
     reading = read_records([put(tmp_path, turn(), turn(weight=0))], 1)
     assert (len(reading.conversations), len(reading.rejected)) == (1, 1)
     assert "no answer to train" in reading.rejected[0].reason
+    with pytest.raises(InputError, match=r"2 of 3 records.*allows 1"):  # 1 is a count, not a share
+        read_records([put(tmp_path, turn(), turn(weight=0), turn(weight=0))], 1)

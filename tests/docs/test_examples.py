@@ -120,7 +120,9 @@ def test_the_readme_s_demo_recipe_is_that_of_the_example() -> None:
     example = load_recipe(ROOT / "examples" / "stdlib_tiny.yaml").model_dump()
     demo = recipe_for(Path("runs/demo"), 0).model_dump()
     differ = {key for key in demo if demo[key] != example[key]}
-    assert differ <= {"output", "on_obstacle"}
+    assert differ <= {"output", "on_obstacle", "plan"}
+    measured = "bf16_master_weights"  # what pays on some processors alone
+    assert example["plan"] == [name for name in demo["plan"] if name != measured]
 
 
 def test_the_metrics_page_names_every_key_that_a_run_writes(

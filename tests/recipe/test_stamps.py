@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,15 @@ def test_a_file_deep_in_a_folder_counts_and_one_deeper_does_not(tmp_path: Path) 
     assert before != after
     write(data / "a" / "b" / "c" / "d" / "e" / "part.arrow")
     assert stamps([str(data)], output) == after
+
+
+def test_a_file_of_the_same_size_that_was_written_later_is_another(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", "one")
+    before = stamps([str(path)], tmp_path / "out")
+    later = path.stat().st_mtime_ns + 1000
+    write(path, "two")
+    os.utime(path, ns=(later, later))
+    assert stamps([str(path)], tmp_path / "out") != before
 
 
 def test_what_runs_write_and_hidden_folders_do_not_count(tmp_path: Path) -> None:

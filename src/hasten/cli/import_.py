@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from hasten.cli.arguments import writable
+from hasten.core import facts
 from hasten.errors import InputError
+from hasten.parts.bf16_gain import bf16_gain, bf16_pays, words
 from hasten.recipe.importing import Imported, read
 from hasten.recipe.plain_yaml import read_overrides
 from hasten.recipe.schema import recipe_from
@@ -43,8 +45,24 @@ def import_(path: Path, overrides: Sequence[str], output: Path | None, nproc: in
         print(f"saved: {output}")
     else:
         print(f"\n{text}", end="")
+    if gains_nothing := _without_gain(found):
+        print(gains_nothing)
     if found.missing:
         print(f"to be filled in before it trains: {', '.join(found.missing)}")
+
+
+def _without_gain(found: Imported) -> str:
+    """What to say of bf16 where this machine's processor computes no faster in it."""
+    named = [entry for entry in found.values.get("plan", ()) if "bf16" in str(entry)]
+    if not named or facts.default_device() != "cpu":
+        return ""
+    ratios = bf16_gain(facts.hardware().processor)
+    if bf16_pays(ratios):
+        return ""
+    return (
+        f"bf16 is kept, as the file asks, and gains nothing on this processor: {words(ratios)} as "
+        "float32; leave it out of the plan where you train on it"
+    )
 
 
 def show(found: Imported, path: Path) -> None:

@@ -90,6 +90,12 @@ def rungs(arms: Sequence[Arm]) -> dict[str, str]:
     return {ladder[0]["name"]: "–", **found} if ladder else {}
 
 
+def slower_than_above(arms: Sequence[Arm]) -> set[str]:
+    """On a ladder, the arms that are surely slower than the one above: all of the interval is."""
+    gains = {b["name"]: against(a, b, arms[0]) for a, b in pairwise(ladder_of(arms))}
+    return {name for name, gain in gains.items() if gain is not None and gain.high < 1}
+
+
 def switches(arms: Sequence[Arm]) -> list[Switch]:
     """Every technique of the whole plan, where it was measured apart; not what a ladder shows."""
     final = result_of(arms)

@@ -22,6 +22,8 @@ from hasten.core.facts import Facts
 from hasten.core.setup import obstacles
 from hasten.data.statistics import padding_share, useful_row
 from hasten.models.presets import PRESETS
+from hasten.parts.bf16_gain import bf16_gain, bf16_pays
+from hasten.parts.bf16_gain import words as gain_words
 from hasten.parts.packing import choose_method
 from hasten.recipe.build import facts_of, requested_plan
 from hasten.recipe.material import Material, gather
@@ -33,7 +35,6 @@ BATCH = 32  # records of a step
 BYTES_PER_WEIGHT = 16  # float32 weight, gradient and two moments
 ROOM = 0.6  # of the memory, for these; the rest is for activations
 MICRO_BATCH_TOKENS = 8192  # a step with more tokens is cut
-BF16_UNITS = ("amx_bf16", "avx512_bf16", "bf16")
 
 
 @dataclass(frozen=True)
@@ -154,9 +155,13 @@ def _plan(look: Recipe, material: Material, known: Facts, cutoff: int) -> tuple[
         plan += batching
         reasons += [f"{padding:.0%} of the slots would be padding", why]
     plan += ["fused_layers", "experts_implementation", "labelled_token_loss"]
-    if known.on_gpu or set(BF16_UNITS) & set(known.hardware.instruction_sets):
+    if known.on_gpu:
         plan.append("bf16_master_weights")
-        reasons.append("the processor multiplies bf16")
+        reasons.append("the device multiplies bf16")
+    else:
+        ratios = bf16_gain(known.hardware.processor)
+        plan += ["bf16_master_weights"] if bf16_pays(ratios) else []
+        reasons.append(f"bf16 was measured here: {gain_words(ratios)} as float32")
     if not known.on_gpu:
         plan.append("fused_adamw")
     if BATCH * lengths.mean() > MICRO_BATCH_TOKENS:
