@@ -228,7 +228,8 @@ def ready(
     # The cheap part first: names, slots, architecture.
     first_look = facts_of(recipe)
     world = World(size=ranks) if ranks > 1 else first_look.world
-    backend_for(first_look.device, recipe.backend)
+    here = ranks if ranks > 1 else facts.ranks_here(world)
+    backend_for(first_look.device, recipe.backend, here)
     check_faults(recipe, plan_of(recipe, replace(first_look, world=world)))
     check_writers(recipe.log_to)
     check_folder(output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,22 @@ def test_staging_keeps_its_memory_and_copies() -> None:
     assert second["a"] is first["a"]
     assert second["a"].tolist() == [2, 2, 2]
     assert second["b"].shape == (5,)
+
+
+def test_staging_waits_for_the_devices_its_tensors_are_on_in_any_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *d: waited.append(str(*d)))
+
+    class Elsewhere(torch.Tensor):
+        device = torch.device("xpu:1")  # so it says; its numbers are here
+
+    state = {"a": torch.ones(3).as_subclass(Elsewhere), "b": torch.ones(1)}
+    thread = threading.Thread(target=Staging().take, args=(state,))
+    thread.start()
+    thread.join()
+    assert waited == ["xpu:1"]
 
 
 def test_a_writer_does_one_thing_at_a_time_and_keeps_its_error() -> None:
