@@ -28,7 +28,7 @@ def joined(world: World) -> list[list[Any]]:
 
     with (
         mock.patch("torch.cuda.set_device", lambda d: calls.append(["set_device", str(d)])),
-        mock.patch("torch.accelerator.device_count", lambda: 2),
+        mock.patch("torch.accelerator.device_count", return_value=2),
         mock.patch("torch.distributed.init_process_group", on_gloo),
     ):
         backend = backend_for(device, ranks=facts.ranks_here(world))

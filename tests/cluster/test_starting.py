@@ -272,7 +272,7 @@ def test_two_ranks_on_one_gpu_are_told_what_to_do(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(dist, "init_process_group", refuse)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    with pytest.raises(InputError, match="rank 1 has the GPU of another rank: .*start no more"):
+    with pytest.raises(InputError, match=r"rank 1 has the GPU of another rank: .*start no more"):
         join(World(1, 1, 2), "cpu:gloo,cuda:nccl", timedelta(seconds=1), "cuda:0")
 
 
