@@ -13,7 +13,6 @@ from torch import nn
 from hasten import DynamicBatcher
 from hasten.parts.dynamic_batcher import join, rows, select
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:.* records (wait|at a time)")
 
 
