@@ -61,8 +61,8 @@ class AsyncPipeline:
         group: the ranks of the pipeline; None: all, where torch.distributed is initialised.
         loss_fn: for an ``nn.Sequential``, where ``step`` isn't given one.
         optimizer: makes one from parameters; ``step`` then moves the weights too, and begins
-            without gradients. None: AdamW with ``learning_rate``, unless an optimizer is there or somebody
-            has asked the partitioned model for its parameters. False: gradients are left.
+            without gradients. None: AdamW with ``learning_rate``, unless an optimizer is there or
+            somebody has asked the partitioned model for its parameters. False: gradients are left.
     """
 
     def __init__(
