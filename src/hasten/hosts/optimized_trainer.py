@@ -9,7 +9,7 @@ said to do nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from hasten.core import facts
 from hasten.core.facts import Facts, ModelFacts
 from hasten.core.job import Job, Stop
 from hasten.core.plan import Plan
-from hasten.core.session import assemble
+from hasten.core.session import Session, assemble
 from hasten.core.setup import Setup, obstacles, prepare
+from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.core.trainer import Outcome, Watch, fit
 from hasten.errors import InputError
@@ -116,7 +117,8 @@ class OptimizedTrainer:
             deal: False: every rank trains all that its loader gives, the same records or not.
 
         Returns:
-            A summary: steps, losses per epoch, records per second, peak memory, switches.
+            A summary: steps, losses per epoch, records per second, peak memory, switches
+            and what each was seen to do (``acted``).
 
         Raises:
             InputError: two ranks get the same records, or the model's DDP has a hook.
@@ -131,8 +133,6 @@ class OptimizedTrainer:
             )
         known = self._facts()
         _say_what_is_here(cloud_config, known)
-        if self.techniques["compress_gradients"] is not None and known.world.size == 1:
-            print("compress_gradients: with one rank no gradient travels, so none is compressed")
         model, plan = _bare(self.model, known.world.is_main), self._whole_plan(folder, known)
         with process_group(known.world, known.device):
             loader = GivenLoader(train_loader, known.world, deal)
@@ -148,10 +148,11 @@ class OptimizedTrainer:
         before = replace(session.progress)  # of the run that is resumed
         watch = Watch(on_step=lambda m: losses.setdefault(m.epoch, []).append(m.loss))
         outcome = fit(session, watch)
+        acted = self._acted(session)
         session.finish()
         now = session.progress
         records = loader.of_the_data(now.records - before.records, now.epoch - before.epoch)
-        return self._summary(outcome, records, losses, found, setup)
+        return {**self._summary(outcome, records, losses, found, setup), "acted": acted}
 
     def _job(self, model: nn.Module, loader: GivenLoader, epochs: int, known: Facts) -> Job:
         return Job(
@@ -191,15 +192,30 @@ class OptimizedTrainer:
         return plan
 
     def _possible(self, known: Facts) -> Plan:
-        """The plan without those usual techniques that can't work here."""
+        """The plan without those usual techniques that can't work here, nor a wire of one rank."""
         plan = self.plan
         for name, technique in self.techniques.items():
-            reasons = technique.obstacles(known) if technique is USUAL[name] else ()
-            if technique is not None and reasons:
+            if technique is None:
+                continue
+            if technique.slot is Slot.WIRE and known.world.size == 1:
+                print(f"{name}: with one rank no gradient travels, so none is compressed")
+            elif technique is USUAL[name] and (reasons := technique.obstacles(known)):
                 print(f"{name}: going on without {technique}: {reasons[0]}")
-                self.switches[name] = "off"
-                plan = plan.without(technique)
+            else:
+                continue
+            self.switches[name] = "off"
+            plan = plan.without(technique)
         return plan
+
+    def _acted(self, session: Session) -> dict[str, dict[str, Any]]:
+        """What each switch was seen to do."""
+        off = {"acted": False, "evidence": "off"}
+        return {
+            name: asdict(technique.probe(session))
+            if technique is not None and self.switches[name] != "off"
+            else off
+            for name, technique in self.techniques.items()
+        }
 
     def _summary(
         self,
