@@ -83,7 +83,9 @@ def _language(
     world: World, schedule: str, architecture: str, tied: bool, checkpoint: str, overlap: bool
 ) -> dict[str, float]:
     model, reference = (language_model(architecture, tied) for _ in range(2))
-    pipeline = AsyncPipeline(world.size, 1, overlap, schedule=schedule, checkpoint=checkpoint)
+    pipeline = AsyncPipeline(
+        world.size, 1, overlap, schedule=schedule, checkpoint=checkpoint, optimizer=False
+    )
     stages = pipeline.partition_model(model)
     losses, wanted = [], []
     for width in (11, 7):  # the shape that stages send changes
@@ -113,7 +115,7 @@ def _layers(world: World, schedule: str) -> dict[str, float]:
 
     model, reference = build(), build()
     draw = torch.Generator().manual_seed(2)
-    pipeline = AsyncPipeline(world.size, 1, schedule=schedule)
+    pipeline = AsyncPipeline(world.size, 1, schedule=schedule, optimizer=False)
     stages = pipeline.partition_model(model)
     error = 0.0
     for inside in ((), (5,)):  # the shape that stages send changes
@@ -124,6 +126,34 @@ def _layers(world: World, schedule: str) -> dict[str, float]:
         expected.backward()
         error = max(error, abs(float(loss) - float(expected.detach())))
     return {"loss": error, "gradient": largest_error(stages, model, reference)}
+
+
+def updates(world: World) -> dict[str, Any]:
+    """The pipeline's own optimizer against one over the whole model; then one rank looks on."""
+    model, reference = (language_model("llama", tied=True) for _ in range(2))
+    pipeline = AsyncPipeline(world.size, 2, learning_rate=0.01)
+    stages = pipeline.partition_model(model)
+    for _ in range(3):
+        pipeline.step(stages, language_batch())
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        plain_loss(reference, language_batch()).backward()
+        optimizer.step()
+    own = {id(p) for p in stages.stages.parameters()}
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    tied = [layer for layer in stages.modules() if isinstance(layer, nn.Embedding | nn.Linear)]
+    edge = tied[0] if world.rank == 0 else tied[-1]  # embedding, or head
+    looked = AsyncPipeline(world.size, 2)
+    stages = looked.partition_model(language_model("llama"))
+    if world.rank == 0:
+        print(sum(p.numel() for p in stages.parameters()))
+    looked.step(stages, language_batch())
+    return {
+        "error": max(float((a - b).abs().max().detach()) for a, b in pairs if id(a) in own),
+        "tied": edge.weight.detach().flatten()[:50].tolist(),
+        "left": looked.state_dict()["optimizer"] is None,
+    }
 
 
 class _Sleep(torch.autograd.Function):
@@ -163,7 +193,7 @@ def bubbles(world: World, seconds: float = 0.002, micro_batches: int = 4) -> dic
     for schedule in SCHEDULES:
         each = virtual(schedule)
         layers = [Asleep(*[seconds / each] * 3) for _ in range(world.size * each)]
-        pipeline = AsyncPipeline(world.size, 1, schedule=schedule)
+        pipeline = AsyncPipeline(world.size, 1, schedule=schedule, optimizer=False)
         stages = pipeline.partition_model(nn.Sequential(*layers), [1.0] * len(layers))
         batch = torch.ones(micro_batches, 2), torch.ones(micro_batches, 2)
         pipeline.step(stages, batch, F.mse_loss)

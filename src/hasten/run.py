@@ -228,7 +228,7 @@ def ready(
     # The cheap part first: names, slots, architecture.
     first_look = facts_of(recipe)
     world = World(size=ranks) if ranks > 1 else first_look.world
-    backend_for(first_look.device, recipe.backend)
+    backend_for(first_look.device, recipe.backend, max(ranks, facts.ranks_here(first_look.world)))
     check_faults(recipe, plan_of(recipe, replace(first_look, world=world)))
     check_writers(recipe.log_to)
     check_folder(output)

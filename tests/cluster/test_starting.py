@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,6 +33,7 @@ from hasten.core.launchers import (
     place_of,
 )
 from hasten.errors import InputError
+from ranks import on_ranks
 from starting_rank_jobs import NAMES, variables
 
 TESTS = Path(__file__).parents[1]
@@ -239,9 +242,45 @@ def test_ranks_of_several_machines_need_the_first_one_s_address() -> None:
 
 def test_a_backend_that_can_not_reach_the_device_is_refused() -> None:
     assert backend_for("cpu") == "gloo"
-    assert backend_for("cuda:0") == "nccl"
+    assert backend_for("cuda:0") == "cpu:gloo,cuda:nccl"
     assert backend_for("cuda:0", "gloo") == "gloo"
     with pytest.raises(InputError, match="nccl moves a GPU's memory and this run is on cpu"):
         backend_for("cpu", "nccl")
     with pytest.raises(InputError, match="it is one of auto, gloo, nccl"):
         backend_for("cpu", "mpi")
+
+
+def test_more_ranks_than_gpus_are_refused_unless_each_is_shown_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert backend_for("cuda:1", ranks=2) == "cpu:gloo,cuda:nccl"
+    assert backend_for("cuda:1", "gloo", ranks=3) == "gloo"  # gloo lets ranks share one
+    with pytest.raises(InputError, match=r"3 ranks here and 2 GPU\(s\): .*start no more ranks"):
+        backend_for("cuda:1", ranks=3)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(InputError, match="2 ranks here and 1 GPU"):
+        backend_for("cuda:0", ranks=2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert backend_for("cuda:0", ranks=2) == "cpu:gloo,cuda:nccl"
+
+
+def test_two_ranks_on_one_gpu_are_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise dist.DistBackendError("NCCL error\nDuplicate GPU detected : rank 1 and rank 0")
+
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    with pytest.raises(InputError, match=r"rank 1 has the GPU of another rank: .*start no more"):
+        join(World(1, 1, 2), "cpu:gloo,cuda:nccl", timedelta(seconds=1), "cuda:0")
+
+
+def test_a_rank_takes_its_own_gpu_before_it_meets_the_others(tmp_path: Path) -> None:
+    ranks = on_ranks("gpu_rank_jobs:joined", tmp_path)
+    for rank, calls in enumerate(ranks):
+        assert calls == [
+            ["set_device", f"cuda:{rank}"],
+            ["init_process_group", "cpu:gloo,cuda:nccl", f"cuda:{rank}"],
+            ["objects", [f"cuda:{r}" for r in range(2)]],
+        ]

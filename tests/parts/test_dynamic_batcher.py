@@ -13,6 +13,8 @@ from torch import nn
 from hasten import DynamicBatcher
 from hasten.parts.dynamic_batcher import join, rows, select
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* records (wait|at a time)")
+
 
 def plenty() -> tuple[float, float]:
     return 1.0, 100.0
@@ -65,12 +67,61 @@ def test_records_keep_their_order_and_none_is_lost(form: str, sizes: list[int], 
         assert made.held == 0
 
 
-def test_a_batch_has_the_current_size_and_the_rest_waits() -> None:
+def limited(size: int = 4, meter: Any = plenty) -> DynamicBatcher:
+    """One for which the next larger size has been too much."""
+    made = batcher(2 * size, meter)
+    made.adjust_batch(torch.arange(2 * size))
+    made.on_out_of_memory()
+    assert made.size == size
+    return made
+
+
+def test_whole_batches_are_trained_as_long_as_they_fit() -> None:
     made = batcher(4)
-    assert made.adjust_batch(torch.arange(10)).tolist() == [0, 1, 2, 3]
-    assert made.held == 6
-    assert made.adjust_batch(torch.arange(10, 12)).tolist() == [4, 5, 6, 7]
-    assert [b.tolist() for b in made.flush()] == [[8, 9, 10, 11]]
+    assert made.adjust_batch(torch.arange(10)).tolist() == list(range(10))
+    assert made.size == 10
+    made.update_after_step()
+    assert made.size == 12
+
+
+def test_beyond_the_largest_size_or_what_fits_the_rest_waits() -> None:
+    for made in (limited(4), DynamicBatcher(2, 4, meter=plenty)):
+        with pytest.warns(UserWarning, match=r"6 records wait: the loader gives 10 and a step tak"):
+            assert made.adjust_batch(torch.arange(10)).tolist() == [0, 1, 2, 3]
+        assert made.held == 6
+        assert made.adjust_batch(torch.arange(10, 12)).tolist() == [4, 5, 6, 7]  # said once
+        assert [b.tolist() for b in made.flush()] == [[8, 9, 10, 11]]
+
+
+def test_a_loader_with_small_batches_is_told_once_and_a_short_tail_never() -> None:
+    made = batcher(8)
+    made.adjust_batch(torch.arange(8))
+    made.update_after_step()
+    assert made.size == 9
+    made.adjust_batch(torch.arange(5))
+    with pytest.warns(UserWarning, match="gives 5 records at a time, so batches stay at 5 of 9; b"):
+        made.adjust_batch(torch.arange(5))
+    made.adjust_batch(torch.arange(5))
+
+
+def test_records_that_nobody_trained_are_named_when_the_batcher_goes() -> None:
+    made = DynamicBatcher(2, 4, meter=plenty)
+    made.adjust_batch(torch.arange(10))
+    with pytest.warns(ResourceWarning, match="6 records still wait in a DynamicBatcher"):
+        del made
+    made = DynamicBatcher(2, 4, meter=plenty)
+    for _ in made.batches([torch.arange(10)]):
+        pass
+    del made
+
+
+def test_a_loss_that_is_no_number_says_nothing_of_the_memory() -> None:
+    made = batcher(8)
+    made.adjust_batch(torch.arange(8))
+    made.update_after_step(float("nan"))
+    assert made.size == 8
+    made.update_after_step(torch.tensor(float("nan")))  # isn't read
+    assert made.size == 9
 
 
 def test_it_grows_on_head_room_and_shrinks_before_the_threshold() -> None:
@@ -136,7 +187,7 @@ def test_other_errors_and_a_record_that_never_fits_are_raised() -> None:
 
 
 def test_a_resumed_batcher_has_the_size_and_the_records_that_waited() -> None:
-    made = batcher(4)
+    made = limited(4)
     made.adjust_batch(torch.arange(10))
     made.update_after_step()
     again = batcher(9)

@@ -16,6 +16,8 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from hasten.cluster.naming_ranks import LinkError
 from hasten.cluster.pulse import attempt
 from hasten.core import facts
@@ -23,38 +25,53 @@ from hasten.core.facts import World
 from hasten.errors import AgreedError, InputError
 
 BACKENDS = ("auto", "gloo", "nccl")
+NCCL = "cpu:gloo,cuda:nccl"  # what lies on the host (numbers, objects, barriers) needs no GPU
+ONE_EACH = "nccl wants a GPU for each rank; start no more ranks than GPUs, or say backend: gloo"
 
 
-def backend_for(device: str, backend: str = "auto") -> str:
-    """The backend of torch.distributed for tensors of this device.
+def backend_for(device: str, backend: str = "auto", ranks: int = 1) -> str:
+    """The backend of torch.distributed for this device; ``ranks`` of the job are on this machine.
 
     Raises:
-        InputError: it isn't known, this torch hasn't it, or it can't reach the device's memory.
+        InputError: it isn't known, this torch hasn't it, it can't reach the device's memory, or
+            NCCL would find two ranks on one GPU.
     """
     import torch.distributed as dist
 
     if backend not in BACKENDS:
         raise InputError(f"backend is {backend!r}; it is one of {', '.join(BACKENDS)}")
     on_cpu = device.startswith("cpu")
-    if backend == "auto":
-        return "gloo" if on_cpu else "nccl"
+    if backend == "gloo" or (backend == "auto" and on_cpu):
+        return "gloo"
     if backend == "nccl" and on_cpu:
         raise InputError("backend: nccl moves a GPU's memory and this run is on cpu; say gloo")
     if backend == "nccl" and not dist.is_nccl_available():
         raise InputError("backend: this torch was built without nccl; say gloo")
-    return backend
+    gpus = max(1, torch.accelerator.device_count())
+    # A launcher may show each rank its own GPU alone; NCCL then notices two on the same one.
+    if ranks > gpus and not (gpus == 1 and facts.is_shown_some_gpus()):
+        raise InputError(f"{ranks} ranks here and {gpus} GPU(s): {ONE_EACH}")
+    return NCCL
 
 
-def join(world: World, backend: str, timeout: datetime.timedelta) -> None:
+def join(
+    world: World, backend: str, timeout: datetime.timedelta, device: str | torch.device = "cpu"
+) -> None:
     """Meet the other ranks and form the default process group.
 
+    From here on the rank's GPU is the current device of this thread: objects, barriers and kernels
+    that name no device use it. Other threads begin with GPU 0 and have to name theirs.
+
     Raises:
-        InputError: the meeting place can't be had or reached.
+        InputError: the meeting place can't be had or reached, or two ranks have one GPU.
         LinkError: the same in a later attempt: the settings have worked before.
     """
     import torch.distributed as dist
 
     method, place = facts.meeting()
+    bound = torch.device(device) if backend == NCCL else None
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_device(device)
     try:
         dist.init_process_group(
             backend,
@@ -62,6 +79,7 @@ def join(world: World, backend: str, timeout: datetime.timedelta) -> None:
             rank=world.rank,
             world_size=world.size,
             timeout=timeout,
+            device_id=bound,
         )
     except (dist.DistError, TimeoutError, OSError) as error:
         kind = InputError if attempt() == 1 else LinkError
@@ -70,6 +88,8 @@ def join(world: World, backend: str, timeout: datetime.timedelta) -> None:
 
 def _no_meeting(world: World, place: str, timeout: datetime.timedelta, error: Exception) -> str:
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if "Duplicate GPU" in str(error):
+        return f"rank {world.rank} has the GPU of another rank: {ONE_EACH}"
     if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
         return (
             f"rank {world.rank} can't listen at {place}, as another program does: end it, or set "

@@ -49,7 +49,7 @@ def process_group(
     if world.size == 1 or dist.is_initialized():
         yield
         return
-    join(world, backend_for(device, backend), timeout)
+    join(world, backend_for(device, backend, facts.ranks_here(world)), timeout, device)
     try:
         yield
     finally:

@@ -190,6 +190,12 @@ def not_yet_so(wanted: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in wanted.items() if os.environ.get(k) != v}
 
 
+def is_shown_some_gpus() -> bool:
+    """Whether a variable hides GPUs of this machine from this process."""
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    return any(name in os.environ for name in names)
+
+
 def ranks_here(world: World) -> int:
     """Ranks on this machine: launchers say how many; all of them, where nobody does."""
     found = place_of(os.environ)
@@ -230,14 +236,14 @@ def reset_memory_peak(device: str) -> None:
     with contextlib.suppress(OSError):  # elsewhere the peak since the process began has to do
         Path("/proc/self/clear_refs").write_text("5")
     if not device.startswith("cpu"):
-        torch.accelerator.memory.reset_peak_memory_stats()
+        torch.accelerator.memory.reset_peak_memory_stats(device)
 
 
 def memory_peak(device: str) -> int:
     """Peak bytes on the training device: the allocator's on a GPU, the process's on a CPU."""
     if device.startswith("cpu"):
         return host_memory_peak()
-    return int(torch.accelerator.memory.max_memory_allocated())
+    return int(torch.accelerator.memory.max_memory_allocated(device))
 
 
 def device_utilisation(device: str) -> float | None:

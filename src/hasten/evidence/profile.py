@@ -141,13 +141,16 @@ def wire_of(measured: Sequence[StepMetrics]) -> dict[str, float] | None:
 
 def _profiled(session: Session, run: Any, folder: Path) -> dict[str, Any]:
     """One step under torch's profiler, on every rank alike; the first rank keeps the trace."""
-    on_gpu = session.setup.job.device.startswith("cuda")
+    device = session.setup.job.device
+    on_gpu = device.startswith("cuda")
     wanted = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     began = time.perf_counter()
     with torch.profiler.profile(activities=wanted) as profiler:
         _take(run, 1)
         if on_gpu:
-            torch.cuda.synchronize()  # outside all measured steps: its last kernels belong to it
+            torch.accelerator.synchronize(
+                device
+            )  # outside all measured steps: its last kernels belong to it
         seconds = time.perf_counter() - began
     rows = operators(profiler.key_averages(), on_gpu)
     found = {"profiled_step_seconds": seconds, **table(rows, seconds)}

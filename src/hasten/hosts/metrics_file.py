@@ -83,8 +83,8 @@ class MetricsFile:
 
     def step(self, step: int, count: TokenCount, loss: float | None = None) -> None:
         """A step has ended: note it. Waits for the device, so that its time is the step's own."""
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        if not self._device.startswith("cpu"):
+            torch.accelerator.synchronize(self._device)
         seconds = time.perf_counter() - self._last
         tokens, slots = count.take()
         self.flush()

@@ -8,27 +8,30 @@ said to do nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hasten.cluster.config import CloudConfig
 from hasten.cluster.ranks import process_group
 from hasten.core import facts
-from hasten.core.batch import Counts, MicroBatch
 from hasten.core.facts import Facts, ModelFacts
 from hasten.core.job import Job, Stop
 from hasten.core.plan import Plan
-from hasten.core.session import assemble
+from hasten.core.session import Session, assemble
 from hasten.core.setup import Setup, obstacles, prepare
+from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.core.trainer import Outcome, Watch, fit
 from hasten.errors import InputError
+from hasten.hosts.given_loader import GivenLoader, micro_batch
 from hasten.parts.checkpoint import checkpoints
 from hasten.parts.dynamic_batcher import DynamicBatcher
 from hasten.parts.gradient_compressor import GradientCompressor
@@ -40,7 +43,6 @@ from hasten.techniques.precision import Autocast
 from hasten.techniques.wire import Quantised, technique_of
 
 Switch = bool | Technique | DynamicBatcher | GradientCompressor | None
-COLUMNS = (Tensor, Mapping, tuple, list)  # what a batch is made of
 USUAL: Mapping[str, Technique] = {
     "compress_gradients": Quantised(),
     "mixed_precision": Autocast(),
@@ -58,6 +60,9 @@ class OptimizedTrainer:
         compress_gradients, mixed_precision, dynamic_batch: the articles' switches.
         count: weight of a batch in the mean, from the batch; its number of records if left out.
         max_grad_norm: clip gradients to this norm; no clipping if left out.
+        bucket_cap_mb: size of DDP's gradient buckets on several ranks; 0: by the link, measured.
+
+    A model in ``DistributedDataParallel`` is trained as its ``module`` and replicated once.
 
     Raises:
         InputError: a switch that is neither a bool nor a technique, or two for the same slot.
@@ -74,9 +79,11 @@ class OptimizedTrainer:
         *,
         count: Callable[[Any], int] | None = None,
         max_grad_norm: float | None = None,
+        bucket_cap_mb: int = 25,
     ) -> None:
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.count, self.max_grad_norm = count, max_grad_norm
+        self.replicated = DDP(bucket_cap_mb)
         asked = {
             "compress_gradients": compress_gradients,
             "mixed_precision": mixed_precision,
@@ -95,17 +102,26 @@ class OptimizedTrainer:
         cloud_config: CloudConfig | None = None,
         checkpoint_dir: str | Path | None = None,
         resume: bool = False,
+        deal: bool = True,
     ) -> dict[str, Any]:
         """Train for some epochs over a loader of (inputs, target) pairs or dictionaries.
+
+        Several ranks share out the records of a plain ``DataLoader``. Another loader has to give
+        each rank its own. What has ``set_epoch``, a sampler or a data set, is told each epoch.
 
         Args:
             cloud_config: the machines meant; where they are more than are here, the run uses
                 what is here and says so.
             checkpoint_dir: the whole state is kept there at the end of each epoch.
             resume: go on from the newest checkpoint of ``checkpoint_dir``, if there is one.
+            deal: False: every rank trains all that its loader gives, the same records or not.
 
         Returns:
-            A summary: steps, losses per epoch, records per second, peak memory, switches.
+            A summary: steps, losses per epoch, records per second, peak memory, switches
+            and what each was seen to do (``acted``).
+
+        Raises:
+            InputError: two ranks get the same records, or the model's DDP has a hook.
         """
         folder = Path(checkpoint_dir) if checkpoint_dir is not None else None
         if resume and folder is None:
@@ -117,34 +133,35 @@ class OptimizedTrainer:
             )
         known = self._facts()
         _say_what_is_here(cloud_config, known)
-        if self.techniques["compress_gradients"] is not None and known.world.size == 1:
-            print("compress_gradients: with one rank no gradient travels, so none is compressed")
-        job = self._job(train_loader, epochs, known)
-        plan = self._whole_plan(folder, known)
-        with process_group(known.world, job.device):
-            return self._train(prepare(job, plan, known, folder), resume)
+        model, plan = _bare(self.model, known.world.is_main), self._whole_plan(folder, known)
+        with process_group(known.world, known.device):
+            loader = GivenLoader(train_loader, known.world, deal)
+            job = self._job(model, loader, epochs, known)
+            return self._train(prepare(job, plan, known, folder), loader, resume)
 
-    def _train(self, setup: Setup, resume: bool) -> dict[str, Any]:
+    def _train(self, setup: Setup, loader: GivenLoader, resume: bool) -> dict[str, Any]:
         session = assemble(setup)
         found = setup.checkpoint.resume(session) if resume else None
         if resume and found is None:
             print(f"{setup.folder}: no checkpoint yet, starting from the beginning")
         losses: dict[int, list[float]] = {}
-        before = session.progress.records  # of the run that is resumed
+        before = replace(session.progress)  # of the run that is resumed
         watch = Watch(on_step=lambda m: losses.setdefault(m.epoch, []).append(m.loss))
         outcome = fit(session, watch)
+        acted = self._acted(session)
         session.finish()
-        records = session.progress.records - before
-        return self._summary(outcome, records, losses, found, setup)
+        now = session.progress
+        records = loader.of_the_data(now.records - before.records, now.epoch - before.epoch)
+        return {**self._summary(outcome, records, losses, found, setup), "acted": acted}
 
-    def _job(self, loader: Iterable[Any], epochs: int, known: Facts) -> Job:
+    def _job(self, model: nn.Module, loader: GivenLoader, epochs: int, known: Facts) -> Job:
         return Job(
-            model=self.model,
+            model=model,
             loss=lambda model: ObjectiveLoss(model, self.loss_fn),
             optimizer=lambda named: self.optimizer,
             stop=Stop(epochs=epochs),
-            collate=lambda rows: _whole_or_part(rows, self.count),
-            stream=lambda epoch: _rows(loader),
+            collate=lambda rows: micro_batch(rows, self.count),
+            stream=loader.epoch,
             counted=False,
             max_grad_norm=self.max_grad_norm,
             device=known.device,
@@ -155,14 +172,19 @@ class OptimizedTrainer:
         parameters = sum(p.numel() for p in self.model.parameters())
         device = next((str(p.device) for p in self.model.parameters()), "cpu")
         here = ModelFacts(type(self.model).__name__, parameters)
-        return replace(facts.seen_at_start(), device=device, model=here)
+        known = replace(facts.seen_at_start(), device=device, model=here)
+        if not (dist.is_available() and dist.is_initialized()):
+            return known
+        # A group that stands already decides: a script may have numbered its ranks by itself.
+        joined = replace(known.world, rank=dist.get_rank(), size=dist.get_world_size())
+        return replace(known, world=joined)
 
     def _whole_plan(self, folder: Path | None, known: Facts) -> Plan:
         more: list[Technique] = []
         if folder is not None:
             more.append(Checkpoints(interval="epoch"))
         if known.world.size > 1:
-            more.append(DDP())
+            more.append(self.replicated)
         plan = self._possible(known).with_(*more)
         reasons = obstacles(plan, known)
         if reasons:
@@ -170,15 +192,30 @@ class OptimizedTrainer:
         return plan
 
     def _possible(self, known: Facts) -> Plan:
-        """The plan without those usual techniques that can't work here."""
+        """The plan without those usual techniques that can't work here, nor a wire of one rank."""
         plan = self.plan
         for name, technique in self.techniques.items():
-            reasons = technique.obstacles(known) if technique is USUAL[name] else ()
-            if technique is not None and reasons:
+            if technique is None:
+                continue
+            if technique.slot is Slot.WIRE and known.world.size == 1:
+                print(f"{name}: with one rank no gradient travels, so none is compressed")
+            elif technique is USUAL[name] and (reasons := technique.obstacles(known)):
                 print(f"{name}: going on without {technique}: {reasons[0]}")
-                self.switches[name] = "off"
-                plan = plan.without(technique)
+            else:
+                continue
+            self.switches[name] = "off"
+            plan = plan.without(technique)
         return plan
+
+    def _acted(self, session: Session) -> dict[str, dict[str, Any]]:
+        """What each switch was seen to do."""
+        off = {"acted": False, "evidence": "off"}
+        return {
+            name: asdict(technique.probe(session))
+            if technique is not None and self.switches[name] != "off"
+            else off
+            for name, technique in self.techniques.items()
+        }
 
     def _summary(
         self,
@@ -203,14 +240,6 @@ class OptimizedTrainer:
         }
 
 
-class Row(NamedTuple):
-    """One record of a loader's batch: where it is, without a copy."""
-
-    batch: Any
-    row: int
-    rows: int
-
-
 def _resolve(name: str, switch: Any) -> Technique | None:
     if switch is None or switch is False:
         return None
@@ -225,6 +254,24 @@ def _resolve(name: str, switch: Any) -> Technique | None:
     return USUAL[name]
 
 
+def _bare(model: nn.Module, says: bool) -> nn.Module:
+    """The model itself: the layout replicates it.
+
+    Raises:
+        InputError: it is in a DDP with a hook, which the layout's DDP wouldn't have.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return model
+    if model._comm_hooks:
+        raise InputError(
+            "this model's DDP has a communication hook, which would be lost; give "
+            "compress_gradients= here, or train model.module"
+        )
+    if says:
+        print("the model is in DistributedDataParallel: its module is trained, and replicated once")
+    return model.module
+
+
 def _say_what_is_here(cloud: CloudConfig | None, known: Facts) -> None:
     here = max(known.world.size, len(known.hardware.accelerators), 1)
     if cloud is not None and cloud.devices > here:
@@ -232,55 +279,3 @@ def _say_what_is_here(cloud: CloudConfig | None, known: Facts) -> None:
             f"cloud_config asks for {cloud.devices} devices and this machine has {here}: training "
             "on what is here. `hasten launch` writes the files that start a recipe on a cluster"
         )
-
-
-def _rows(loader: Iterable[Any]) -> Iterator[list[Row]]:
-    for batch in loader:
-        size = _records_in(batch)
-        yield [Row(batch, index, size) for index in range(size)]
-
-
-def _records_in(batch: Any) -> int:
-    if isinstance(batch, Tensor):
-        return int(batch.shape[0]) if batch.ndim else 1
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    for value in values if isinstance(values, Iterable) else ():
-        if isinstance(value, COLUMNS):
-            return _records_in(value)
-    raise InputError(f"the loader gave a {type(batch).__name__} without a tensor in it")
-
-
-def _whole_or_part(rows: Sequence[Row], count: Callable[[Any], int] | None) -> MicroBatch:
-    """The loader's batch as it is, or the rows of it that a smaller micro-batch takes."""
-    batch = rows[0].batch
-    if len(rows) < rows[0].rows:
-        batch = _select(batch, torch.tensor([r.row for r in rows]), rows[0].rows)
-    weight = len(rows) if count is None else int(count(batch))
-    inputs, named, target = _split(batch)
-    given = {"inputs": inputs, "named": named, "target": target, "weight": weight}
-    return MicroBatch(given, Counts(len(rows), len(rows), len(rows), weight))
-
-
-def _select(value: Any, rows: Tensor, whole: int) -> Any:
-    """These rows of all that has one for each of the ``whole`` batch's records."""
-    if isinstance(value, Tensor):
-        return value.index_select(0, rows.to(value.device))
-    if isinstance(value, Mapping):
-        return {k: _select(v, rows, whole) for k, v in value.items()}
-    if isinstance(value, tuple | list):
-        if len(value) == whole and not any(isinstance(v, COLUMNS) for v in value):
-            return [value[row] for row in rows.tolist()]  # texts, of which DataLoader makes a list
-        return [_select(v, rows, whole) for v in value]
-    return value
-
-
-def _split(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """(positional inputs, named inputs, target) of a loader's batch."""
-    if isinstance(batch, Mapping) and "labels" in batch:
-        return (), {k: v for k, v in batch.items() if k != "labels"}, batch["labels"]
-    if isinstance(batch, tuple | list) and len(batch) >= 2:
-        return tuple(batch[:-1]), {}, batch[-1]
-    raise InputError(
-        "a batch must be (inputs, target) or a dictionary with 'labels'; "
-        f"the loader gave a {type(batch).__name__}"
-    )

@@ -36,6 +36,11 @@ class Groups:
         )
 
 
+def moves_by_nccl(group: Any = None) -> bool:
+    """Whether NCCL moves what lies on GPUs in this group; gloo may move the host's beside it."""
+    return "nccl" in dist.get_backend(group)
+
+
 def own_of(groups: Iterable[tuple[int, ...]], seconds: float, backend: str | None = None) -> Any:
     """Open these groups, ranks in the order given; this rank's own of them, or None."""
     found = None

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hasten.parts.codecs import Codec
 from hasten.parts.codecs import codec as codec_called
+from hasten.parts.collective_groups import moves_by_nccl
 from hasten.parts.collective_stages import HALVES
 from hasten.parts.gpu_links import gpu_link
 from hasten.parts.link_model import (
@@ -235,7 +236,7 @@ def _topology(asked: str | Topology, hosts: tuple[tuple[int, ...], ...]) -> Topo
             )
         return asked
     if asked == "detect":
-        return detected(hosts, gpu_link() if dist.get_backend() == "nccl" else None)
+        return detected(hosts, gpu_link() if moves_by_nccl() else None)
     if asked != "measure":
         return named(asked, hosts)
     within, between = measure(hosts, _device())
@@ -251,8 +252,8 @@ def _made(settings: Settings, topology: Topology) -> Plan:
         return Plan(topology, ("hierarchical",) * SIZES, speeds)
     if settings.way != "auto":
         return Plan(topology, (settings.way,) * SIZES, speeds)
-    on_nccl = dist.get_backend() == "nccl"
-    return Plan(topology, tuple(_cheapest(topology, 2**k, on_nccl) for k in range(SIZES)), speeds)
+    ways = tuple(_cheapest(topology, 2**k, moves_by_nccl()) for k in range(SIZES))
+    return Plan(topology, ways, speeds)
 
 
 def _cheapest(topology: Topology, numbers: int, on_nccl: bool) -> str:
@@ -278,10 +279,10 @@ def _one_of(name: str, value: str, known: Sequence[str]) -> None:
 
 def _device() -> str:
     """Where the process group's tensors are, and so the codecs run."""
-    return f"cuda:{torch.cuda.current_device()}" if dist.get_backend() == "nccl" else "cpu"
+    return f"cuda:{torch.cuda.current_device()}" if moves_by_nccl() else "cpu"
 
 
 def _now(device: str) -> float:
     if not device.startswith("cpu"):
-        torch.accelerator.synchronize()  # a codec's time is that of its kernels
+        torch.accelerator.synchronize(device)  # a codec's time is that of its kernels
     return time.perf_counter()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hasten.parts import full_duplex
+from hasten.parts.collective_groups import moves_by_nccl
 
 if TYPE_CHECKING:
     from hasten.parts.codecs import Codec
@@ -138,7 +139,7 @@ def sent_bytes(piece: Tensor, group: Group, codec: Codec | None) -> int:
 
 
 def _dense_sum(numbers: Tensor, group: Group, size: int, cut: bool) -> Tensor:
-    if dist.get_backend(group) == "nccl":
+    if numbers.device.type != "cpu" and moves_by_nccl(group):
         piece = numbers.new_empty(numbers.numel() // size)
         _reduce_scatter(piece, numbers, group=group)
         return piece

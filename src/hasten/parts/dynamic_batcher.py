@@ -6,11 +6,15 @@
         batcher.update_after_step()
 
 A batch is a tensor, a mapping, tuple or list of tensors (columns with one row per record), or a
-list of anything else (records). Records keep their order and none is lost.
+list of anything else (records). Records keep their order and none is lost: what waits for a later
+call is said, and so is a loader whose batches are too small to grow.
 """
 
 from __future__ import annotations
 
+import math
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -50,6 +54,9 @@ class DynamicBatcher:
         self._room = Headroom(initial_size, max_size, growth_factor, memory_threshold, meter)
         self._held: list[Any] = []
         self._last = 0  # records of the batch that was given last
+        self._came = 0  # records that the loader gave last
+        self._said: set[str] = set()
+        weakref.finalize(self, _tell_what_waits, self._held)  # at the program's end, too
 
     @property
     def size(self) -> int:
@@ -62,15 +69,38 @@ class DynamicBatcher:
         return sum(rows(part) for part in self._held)
 
     def adjust_batch(self, data: Any) -> Any:
-        """A batch of the current size: what waited, then ``data``; the rest waits.
+        """What waited and ``data``, as far as they fit.
 
-        Smaller than the current size only if there isn't more. A loader whose batches are larger
-        than the current size leaves more waiting with every call; ``batches`` takes no more from a
-        loader than it needs.
+        As long as no size was too much for the memory, all of it, at most ``max_size``: without a
+        batcher the loader's batch would be trained whole. After that, ``size`` records; the rest
+        waits. A loop over the loader can't catch up with what waits, nor join small batches:
+        ``batches`` does both.
+
+        Warns:
+            UserWarning: once where records wait, and once where the loader's batches are too small
+                for the size to matter.
         """
-        if rows(data):
+        count = rows(data)
+        if count:
             self._held.append(data)
-        return self._take()
+        if not self._room.ceiling:
+            self._room.reach(self.held)
+        batch = self._take()
+        if self.held:
+            self._warn(
+                "waits",
+                f"{self.held} records wait: the loader gives {count} and a step takes "
+                f'{self._last}. Take "for batch in batcher.batches(loader)", which trains every '
+                "record once",
+            )
+        elif self._last == self._came == count < self.size:  # not the tail of an epoch
+            self._warn(
+                "small",
+                f"the loader gives {count} records at a time, so batches stay at {count} of "
+                f"{self.size}; batcher.batches(loader) joins them",
+            )
+        self._came = count
+        return batch
 
     def flush(self) -> Iterator[Any]:
         """What still waits, in batches of the current size."""
@@ -86,8 +116,14 @@ class DynamicBatcher:
                 yield self._take()
         yield from self.flush()
 
-    def update_after_step(self) -> None:
-        """Read the memory and choose the next size; a batch that wasn't full changes little."""
+    def update_after_step(self, loss: object = None) -> None:
+        """Read the memory and choose the next size; a batch that wasn't full changes little.
+
+        ``loss`` may be given: after a number that isn't finite the size stays. A tensor isn't read,
+        as that would wait for the device.
+        """
+        if isinstance(loss, int | float) and not math.isfinite(loss):
+            return
         if self._last:  # before the first batch the memory says nothing of any size
             self._room.observe(self._last)
 
@@ -138,7 +174,12 @@ class DynamicBatcher:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._room.load_state_dict(state["room"])
-        self._held, self._last = list(state["held"]), int(state["last"])
+        self._held[:], self._last = state["held"], int(state["last"])
+
+    def _warn(self, what: str, words: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            warnings.warn(words, stacklevel=3)
 
     def _take(self) -> Any:
         wanted, parts = self.size, []
@@ -154,6 +195,12 @@ class DynamicBatcher:
             raise ValueError("there are no records to make a batch of")
         self._last = self.size - wanted
         return parts[0] if len(parts) == 1 else join(parts)
+
+
+def _tell_what_waits(held: list[Any]) -> None:
+    if held:
+        words = f"{sum(map(rows, held))} records still wait in a DynamicBatcher and aren't trained"
+        warnings.warn(f"{words}; train those of batcher.flush()", ResourceWarning, stacklevel=2)
 
 
 def rows(data: Any) -> int:

@@ -45,6 +45,10 @@ class Headroom:
         self.ceiling = 0  # 0: none known
         self.changes = 0
 
+    def reach(self, load: int) -> None:
+        """At least so much comes next."""
+        self._move(max(self.size, load))
+
     def observe(self, load: int) -> None:
         """Read the memory after a step whose largest batch had ``load`` of the size's units."""
         used, limit = self.meter()

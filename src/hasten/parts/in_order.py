@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Job = tuple[Callable[[], Tensor], "torch.futures.Future[Tensor]"]
+Job = tuple[Callable[[], Tensor], "torch.futures.Future[Tensor]", torch.device]
 
 
 class InOrder:
@@ -35,15 +35,17 @@ class InOrder:
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         # A bare exception would reach DDP as a result of a strange type; raised, it is an error.
         answer = done.then(lambda future: future.value())
-        self._jobs.put((job, done))
+        self._jobs.put((job, done, device))
         return answer
 
 
 def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
     while (entry := jobs.get()) is not None:
-        job, done = entry
+        job, done, device = entry
         try:
+            if device.type != "cpu":  # a thread begins with device 0, another rank's
+                torch.accelerator.set_device_index(device)
             done.set_result(job())
         except Exception as error:  # DDP raises it where it waits
             done.set_exception(error)
-        del entry, job, done
+        del entry, job, done, device

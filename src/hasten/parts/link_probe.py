@@ -148,4 +148,4 @@ def _receive(tensor: Tensor, peer: int, device: str) -> None:
 def _settle(device: str) -> None:
     """A measurement has to wait for the device; on a processor send and recv wait themselves."""
     if not device.startswith("cpu"):
-        torch.accelerator.synchronize()
+        torch.accelerator.synchronize(device)

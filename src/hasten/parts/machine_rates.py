@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -229,7 +230,7 @@ def _samples(
 ) -> list[float]:
     """Seconds of each repeat, the first left out; short acts are timed several at once."""
     clock = clock or time.perf_counter
-    wait = (lambda: None) if device == "cpu" else torch.accelerator.synchronize
+    wait = (lambda: None) if device == "cpu" else partial(torch.accelerator.synchronize, device)
     act()
     wait()
     together = min(math.ceil(SAMPLE_SECONDS / expected), 1000) if expected else 1

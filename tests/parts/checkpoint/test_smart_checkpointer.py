@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,22 @@ def test_staging_keeps_its_memory_and_copies() -> None:
     assert second["b"].shape == (5,)
 
 
+def test_staging_waits_for_the_devices_its_tensors_are_on_in_any_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *d: waited.append(str(*d)))
+
+    class Elsewhere(torch.Tensor):
+        device = torch.device("xpu:1")  # so it says; its numbers are here
+
+    state = {"a": torch.ones(3).as_subclass(Elsewhere), "b": torch.ones(1)}
+    thread = threading.Thread(target=Staging().take, args=(state,))
+    thread.start()
+    thread.join()
+    assert waited == ["xpu:1"]
+
+
 def test_a_writer_does_one_thing_at_a_time_and_keeps_its_error() -> None:
     done: list[int] = []
     writer = Writer()
@@ -242,3 +259,60 @@ def test_a_writer_does_one_thing_at_a_time_and_keeps_its_error() -> None:
     writer.wait()
     assert isinstance(writer.error(), IndexError)
     assert writer.error() is None
+
+
+def test_a_restore_of_nothing_is_an_error_and_leaves_no_folder(tmp_path: Path) -> None:
+    keeper = SmartCheckpointer(folder=tmp_path / "run")
+    for call in (keeper.restore, keeper.save):
+        with pytest.raises(ValueError, match=r"nothing is protected, so .*call protect\(model="):
+            call()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_first_start_is_told_that_there_is_no_checkpoint(tmp_path: Path) -> None:
+    loop = Loop()
+    with (
+        pytest.warns(UserWarning, match=r"no checkpoint in .*: the model is as it was"),
+        loop.protected(tmp_path) as keeper,
+    ):
+        assert keeper.restore() is loop.model
+
+
+def test_a_model_given_to_save_is_protected_and_steps_count_by_themselves(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    with SmartCheckpointer(folder=tmp_path) as keeper:
+        keeper.save(model)
+        saved = model.weight.detach().clone()
+        keeper.save()
+        nn.init.zeros_(model.weight)
+        assert keeper.restore() is model
+        assert [p.name for p in keeper.list()] == ["step-00000001", "step-00000002"]
+        assert torch.equal(model.weight, saved)
+        with pytest.raises(ValueError, match=r"a Linear and another model is protected"):
+            keeper.save(nn.Linear(3, 1))
+
+
+def test_a_wrong_step_is_refused_where_it_is_given(tmp_path: Path) -> None:
+    with SmartCheckpointer(folder=tmp_path).protect(model=nn.Linear(3, 1)) as keeper:
+        for step in ("3", 3.5, {}):
+            with pytest.raises(TypeError, match="give the number of the step, or a model"):
+                keeper.save(step)  # type: ignore[arg-type]
+        keeper.save(np.int64(3))  # type: ignore[arg-type]
+        assert keeper.step == 3
+
+
+@pytest.mark.parametrize("then", ["restore", "list", "verify", "save", "after_step", "close"])
+def test_an_error_of_the_writing_thread_comes_out_of_the_next_call(
+    then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = SmartCheckpointer(1, folder=tmp_path).protect(model=nn.Linear(3, 1))
+
+    def fails(*given: Any, **more: Any) -> None:
+        raise TypeError("this state can't be written")
+
+    monkeypatch.setattr("hasten.parts.checkpoint.saver.save", fails)
+    keeper.save(1)
+    keeper.saver._writer.wait()
+    with pytest.raises(TypeError, match="this state can't be written"):
+        getattr(keeper, then)(*[2] * (then == "after_step"))
+    keeper.saver.close()

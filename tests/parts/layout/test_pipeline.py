@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from hasten import AsyncPipeline
 from hasten.parts.collate import packed
 from hasten.parts.layout import partition
-from hasten.parts.layout.pipeline_batches import alike
+from hasten.parts.layout.pipeline_batches import alike, cut
 from hasten.parts.layout.pipeline_events import StageEvent
 from hasten.parts.layout.pipeline_local import LocalRunner
 from hasten.parts.layout.pipeline_schedules import SCHEDULES, SPLIT, virtual
@@ -32,7 +33,7 @@ def test_stages_in_one_process_give_the_gradients_of_the_whole_model(
     schedule: str, tied: bool
 ) -> None:
     model, reference = (language_model("llama", tied) for _ in range(2))
-    pipeline = AsyncPipeline(stages=2, microbatch_size=2, schedule=schedule)
+    pipeline = AsyncPipeline(2, 2, schedule=schedule, optimizer=False)
     stages = pipeline.partition_model(model)
     for batch in (language_batch(width=9), language_batch(width=6)):
         loss = pipeline.step(stages, batch)
@@ -49,7 +50,7 @@ def test_every_known_architecture_can_be_cut_and_computed_again(
     architecture: str, checkpoint: str
 ) -> None:
     model, reference = (language_model(architecture) for _ in range(2))
-    pipeline = AsyncPipeline(stages=4, microbatch_size=4, checkpoint=checkpoint)
+    pipeline = AsyncPipeline(4, 4, checkpoint=checkpoint, optimizer=False)
     stages = pipeline.partition_model(model)
     batch = language_batch()
     pipeline.step(stages, batch)
@@ -99,7 +100,7 @@ def test_measured_costs_leave_no_gradient_and_cut_where_the_time_goes() -> None:
 
 
 def test_a_recorded_step_is_drawn_and_its_passes_follow_each_other() -> None:
-    pipeline = AsyncPipeline(stages=2, microbatch_size=2)
+    pipeline = AsyncPipeline(stages=2, microbatch_size=2, optimizer=False)
     stages = pipeline.partition_model(layers())
     batch = torch.randn(8, 5).double(), torch.randn(8, 3).double()
     with pipeline.recording(stages):
@@ -142,21 +143,23 @@ def test_what_cannot_be_cut_is_refused_in_one_sentence(make: Any, said: str) -> 
 
 
 def test_batches_that_cannot_be_cut_are_refused_in_one_sentence() -> None:
-    pipeline = AsyncPipeline(stages=2, microbatch_size=5)
+    pipeline = AsyncPipeline(stages=2, microbatch_size=5, schedule="dualpipev")
     stages = pipeline.partition_model(layers())
     x, y = torch.randn(12, 5).double(), torch.randn(12, 3).double()
-    with pytest.raises(ValueError, match="microbatch_size=5 doesn't cut a batch of 12 rows"):
+    with pytest.raises(ValueError, match="not 3; change the batch or microbatch_size"):
         pipeline.step(stages, (x, y), F.mse_loss)
-    with pytest.raises(ValueError, match=r"takes\s+\(x, y\) and loss_fn"):
-        pipeline.step(stages, (x, y))
-    with pytest.raises(ValueError, match=r"takes\s+\(x, y\) and loss_fn"):
+    with pytest.raises(ValueError, match="a batch has no rows"):
+        pipeline.step(stages, (x[:0], y[:0]), F.mse_loss)
+    with pytest.raises(
+        ValueError, match=r"type list has no usual loss; .*give loss_fn\(output, y\)"
+    ):
+        pipeline.step(stages, (x, [1] * 12))
+    with pytest.raises(ValueError, match=r"takes \(x, y\): give loss_fn"):
         pipeline.step(stages, {"x": x, "y": y}, F.mse_loss)
     with pytest.raises(ValueError, match="what partition_model returned"):
         pipeline.step(layers(), (x, y), F.mse_loss)  # type: ignore[arg-type]
     whole = AsyncPipeline(2, 2, schedule="dualpipev")
     language = whole.partition_model(language_model("llama"))
-    with pytest.raises(ValueError, match="not 2; change the batch or microbatch_size"):
-        whole.step(language, language_batch(rows=4))
     with pytest.raises(ValueError, match="leave loss_fn out"):
         whole.step(language, language_batch(), F.mse_loss)
     with pytest.raises(ValueError, match="needs input_ids and labels"):
@@ -204,6 +207,16 @@ def test_over_ranks_every_schedule_gives_loss_and_gradients_of_one_process(tmp_p
             assert values["layers"] in (2, 3), case  # of 5; the rest is gone from memory
 
 
+def test_over_ranks_the_pipeline_s_own_optimizer_moves_all_weights_as_one_would(
+    tmp_path: Path,
+) -> None:
+    first, second = on_ranks("pipeline_rank_jobs:updates", tmp_path)
+    assert first["tied"] == second["tied"]
+    assert max(first["error"], second["error"]) < 1e-7
+    assert first["left"]  # a rank was asked for its parameters: all leave theirs
+    assert second["left"]
+
+
 def test_over_ranks_recorded_passes_are_all_there_and_in_order(tmp_path: Path) -> None:
     first, second = on_ranks("pipeline_rank_jobs:bubbles", tmp_path)
     for schedule, found in first.items():
@@ -222,7 +235,7 @@ def test_over_ranks_recorded_passes_are_all_there_and_in_order(tmp_path: Path) -
 
 def test_a_gradient_that_was_there_is_added_to() -> None:
     model = layers()
-    pipeline = AsyncPipeline(stages=2, microbatch_size=3)
+    pipeline = AsyncPipeline(stages=2, microbatch_size=3, optimizer=False)
     stages = pipeline.partition_model(model)
     batch: tuple[Tensor, Tensor] = torch.randn(6, 5).double(), torch.randn(6, 3).double()
     pipeline.step(stages, batch, F.mse_loss)
@@ -232,10 +245,149 @@ def test_a_gradient_that_was_there_is_added_to() -> None:
         torch.testing.assert_close(p.grad, 2 * before)
 
 
+def classes(rows: int = 12) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(5)
+    x = torch.randn(rows, 5, generator=draw).double()
+    return x, torch.randint(0, 3, (rows,), generator=draw)
+
+
+ADDED = "gradients of two steps add up and no optimizer has moved a weight"
+
+
+def test_gradients_that_nobody_takes_are_told_once() -> None:
+    pipeline = AsyncPipeline(stages=2, microbatch_size=4, optimizer=False, loss_fn=F.cross_entropy)
+    stages = pipeline.partition_model(layers())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipeline.step(stages, classes())
+        stages.zero_grad()
+        pipeline.step(stages, classes())
+        torch.optim.SGD(stages.parameters(), lr=0.1).step()  # moved, and gradients left
+        pipeline.step(stages, classes())
+    with pytest.warns(UserWarning, match=ADDED):
+        pipeline.step(stages, classes())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipeline.step(stages, classes())
+
+
+@pytest.mark.parametrize("kind", ["usual", "given"])
+def test_without_an_optimizer_the_pipeline_moves_the_weights(kind: str) -> None:
+    model, reference = layers(), layers()
+    make = {"usual": torch.optim.AdamW, "given": torch.optim.SGD}[kind]
+    settings: dict[str, Any] = {"learning_rate": 0.05}
+    if kind == "given":
+        settings = {"optimizer": lambda found: torch.optim.SGD(found, lr=0.05)}
+    pipeline = AsyncPipeline(stages=2, microbatch_size=4, loss_fn=F.cross_entropy, **settings)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for _ in range(2):  # cut anew, it is the same model
+            stages = pipeline.partition_model(model)
+            for _ in range(2):
+                pipeline.step(stages, classes())
+    optimizer = make(reference.parameters(), lr=0.05)  # afterwards: so that none was there
+    for _ in range(4):
+        optimizer.zero_grad()
+        F.cross_entropy(reference(classes()[0]), classes()[1]).backward()
+        optimizer.step()
+    for one, two in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
+    said = ["no optimizer was built over model.parameters(), so AdamW(lr=0.05) is used"]
+    assert len(heard) == (kind == "usual")
+    assert all(words in str(one.message) for words, one in zip(said, heard, strict=False))
+
+
+@pytest.mark.parametrize("over", ["stages", "whole model", "by hand"])
+def test_weights_that_somebody_else_moves_are_left_to_them(over: str) -> None:
+    model = layers()
+    mine = torch.optim.SGD(model.parameters(), lr=0.1) if over == "whole model" else None
+    pipeline = AsyncPipeline(stages=2, microbatch_size=4)
+    stages = pipeline.partition_model(model)
+    if over == "stages":
+        mine = torch.optim.SGD(stages.parameters(), lr=0.1)
+    if over == "by hand":
+        assert len(list(stages.parameters())) == 6
+    before = [p.detach().clone() for p in model.parameters()]
+    pipeline.step(stages, classes(), F.cross_entropy)
+    assert pipeline.state_dict() == {"optimizer": None}
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, old)
+        assert p.grad is not None
+    del mine
+
+
+def test_the_pipeline_s_own_optimizer_goes_on_from_its_state() -> None:
+    def run(*counts: int) -> list[Tensor]:
+        model, state = layers(), None
+        for count in counts:
+            pipeline = AsyncPipeline(2, 4, optimizer=torch.optim.AdamW, loss_fn=F.cross_entropy)
+            if state is not None:
+                pipeline.load_state_dict(state)
+            stages = pipeline.partition_model(model)
+            for _ in range(count):
+                pipeline.step(stages, classes())
+            state = pipeline.state_dict()
+        return [p.detach() for p in model.parameters()]
+
+    for one, two in zip(run(4), run(2, 2), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize(
+    ("y", "loss", "name"),
+    [
+        (classes()[1], F.cross_entropy, "cross-entropy"),
+        (torch.ones(12, 3).double(), F.mse_loss, "the mean squared error"),
+    ],
+)
+def test_without_a_loss_the_target_s_usual_one_is_taken_and_told(
+    y: Tensor, loss: Any, name: str
+) -> None:
+    model, x = layers(), classes()[0]
+    expected = float(loss(model(x), y).detach())
+    pipeline = AsyncPipeline(stages=2, microbatch_size=4, optimizer=False)
+    with pytest.warns(UserWarning, match=f"no loss_fn was given, so {name} is taken"):
+        found = pipeline.step(pipeline.partition_model(model), (x, y))
+    assert float(found) == pytest.approx(expected, rel=1e-12)
+
+
+def test_an_output_of_another_shape_has_no_squared_error() -> None:
+    pipeline = AsyncPipeline(stages=2, microbatch_size=12, optimizer=False)
+    stages = pipeline.partition_model(layers())
+    with pytest.raises(ValueError, match=r"output has shape \(12, 3\) and the target \(12,\), so"):
+        pipeline.step(stages, (classes()[0], torch.ones(12).double()))
+
+
+@pytest.mark.parametrize(("rows", "pieces"), [(12, 2), (16, 2), (5, 1), (14, 2), (13, 13)])
+def test_a_batch_that_is_not_divided_goes_in_the_largest_equal_pieces(
+    rows: int, pieces: int
+) -> None:
+    assert len(cut({"x": torch.ones(rows, 2)}, 8)) == pieces
+    model, reference = layers(), layers()
+    pipeline = AsyncPipeline(stages=2, microbatch_size=8, optimizer=False)
+    stages, (x, y) = pipeline.partition_model(model), classes(rows)
+    loss = pipeline.step(stages, (x, y), F.cross_entropy)
+    expected = F.cross_entropy(reference(x), y)
+    expected.backward()  # type: ignore[no-untyped-call]
+    assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-12)
+    assert largest_error(stages, model, reference) < 1e-14
+
+
+def test_language_batches_are_filled_up_for_a_schedule_that_wants_more_pieces() -> None:
+    model, reference = (language_model("llama") for _ in range(2))
+    pipeline = AsyncPipeline(2, 2, schedule="dualpipev", optimizer=False)
+    stages, batch = pipeline.partition_model(model), language_batch(rows=4)
+    loss = pipeline.step(stages, batch)
+    expected = plain_loss(reference, batch)
+    expected.backward()  # type: ignore[no-untyped-call]
+    assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert largest_error(stages, model, reference) < 1e-14
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_step_that_failed_leaves_nothing_to_the_next(schedule: str) -> None:
     model, reference = layers(), layers()
-    pipeline = AsyncPipeline(stages=2, microbatch_size=2, schedule=schedule)
+    pipeline = AsyncPipeline(2, 2, schedule=schedule, optimizer=False)
     stages = pipeline.partition_model(model)
     x, y = torch.randn(8, 5).double(), torch.randn(8, 3).double()
     losses = 0

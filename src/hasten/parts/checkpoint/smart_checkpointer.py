@@ -13,14 +13,16 @@ On several ranks every rank makes the same calls, and the first one writes.
 
 from __future__ import annotations
 
+import operator
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from hasten.parts.checkpoint.folder import checkpoints
 from hasten.parts.checkpoint.interval import DAY, Interval, Rhythm
@@ -31,6 +33,7 @@ from hasten.parts.checkpoint.saver import Found, Saver
 from hasten.parts.checkpoint.verify import verify
 
 HISTORY = "history"  # of failures, among the meta
+PROTECT = "call protect(model=model, optimizer=optimizer) before training"
 Agree = Callable[[Sequence[float]], Sequence[float]]
 
 
@@ -125,8 +128,23 @@ class SmartCheckpointer:
         self.rhythm.next_look = int(following)
         return bool(due)
 
-    def save(self, step: int) -> None:
-        """Save what is protected now; returns once it is copied aside."""
+    def save(self, step: int | nn.Module | None = None) -> None:
+        """Save what is protected now; returns once it is copied aside.
+
+        Args:
+            step: how many steps were trained; one more than at the last save if left out. A model
+                in its place is protected as ``model`` first.
+
+        Raises:
+            TypeError: it is neither a step nor a model.
+            ValueError: nothing is protected, or another model is.
+        """
+        if isinstance(step, nn.Module):
+            self._take_in(step)
+            step = None
+        if not self._protected.objects:
+            raise ValueError(f"nothing is protected, so nothing can be saved; {PROTECT}")
+        step = self.step + 1 if step is None else _number(step)
         ranks = of_all_ranks()
         tensors, objects = self._protected.state()
         self.save_state(step, tensors, {"objects": objects, "random": ranks})
@@ -148,12 +166,18 @@ class SmartCheckpointer:
         """Bring the protected objects to the newest state that verifies, or to that of ``path``.
 
         Returns:
-            What is protected as ``model``, in place; without a checkpoint it is as it was, and
-            ``step`` is 0.
+            What is protected as ``model``, in place; without a checkpoint it is as it was, with a
+            warning, and ``step`` is 0.
 
         Raises:
-            ValueError: the checkpoint is of other objects; nothing was changed.
+            ValueError: nothing is protected, or the checkpoint is of other objects; nothing was
+                changed. An error of the save under way is raised as well.
         """
+        if not self._protected.objects:
+            raise ValueError(
+                f"nothing is protected, so nothing was saved and nothing can come back; {PROTECT}"
+            )
+        self.saver.settle()
         self.open()
         found = self.load_state(Path(path) if path is not None else None)
         if found is not None:
@@ -162,6 +186,9 @@ class SmartCheckpointer:
             ranks = meta.get("random", [])
             if _rank() < len(ranks):
                 set_random_state(ranks[_rank()])
+        elif _rank() == 0:
+            words = f"no checkpoint in {self.saver.address}: the model is as it was"
+            warnings.warn(words, stacklevel=2)
         return self._protected.objects.get("model")
 
     def load_state(self, path: Path | None = None) -> Found | None:
@@ -180,7 +207,8 @@ class SmartCheckpointer:
         return found
 
     def list(self) -> list[Path]:
-        """The checkpoints in the folder, oldest first."""
+        """The checkpoints in the folder, oldest first; sees the last save's error."""
+        self.saver.look()
         return checkpoints(self.saver.folder)
 
     def verify(self, path: str | Path | None = None) -> dict[str, Any]:
@@ -195,6 +223,16 @@ class SmartCheckpointer:
         if path is None and not there:
             raise ValueError(f"{self.saver.folder} holds no checkpoint")
         return verify(Path(path) if path is not None else there[-1], thorough=True)
+
+    def _take_in(self, model: nn.Module) -> None:
+        known = self._protected.objects
+        if all(model is not held for held in known.values()):
+            if "model" in known:
+                raise ValueError(
+                    f"save was given a {type(model).__name__} and another model is protected; "
+                    "protect both by names of their own, and save() alone"
+                )
+            self.protect(model=model)
 
     def _begun(self) -> bool:
         """Whether what an earlier run saved later on is out of the way.
@@ -223,6 +261,15 @@ class SmartCheckpointer:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _number(step: object) -> int:
+    try:
+        return operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"save was given a {type(step).__name__}; give the number of the step, or a model"
+        ) from None
 
 
 def _rank() -> int:

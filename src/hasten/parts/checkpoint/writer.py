@@ -22,13 +22,11 @@ class Staging:
         They are overwritten by the next call.
         """
         self._kept = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
-        away = False
+        away = {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}
         for name, tensor in tensors.items():
-            elsewhere = tensor.device.type != "cpu"
-            self._kept[name].copy_(tensor.detach(), non_blocking=elsewhere)
-            away |= elsewhere
-        if away:
-            torch.accelerator.synchronize()  # the copies must be done before weights move on
+            self._kept[name].copy_(tensor.detach(), non_blocking=tensor.device in away)
+        for device in away:  # by name: in another thread the current device is another rank's
+            torch.accelerator.synchronize(device)  # copies must be done before weights move on
         return dict(self._kept)
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:

@@ -180,26 +180,27 @@ def encode(
     key = 0 if seed is None else key_of(seed)
     # Triton gives a number its narrowest format: as a signed one it is always an int32.
     signed = key - (key >> 31 << 32)
-    encode_kernel[(len(scales),)](
-        flat,
-        *given,
-        codes.view(torch.int8),
-        scales,
-        len(flat),
-        rule.share,
-        rule.low,
-        rule.cap,
-        rule.most,
-        signed,
-        BITS=bits,
-        HALF=block // 2,
-        REST=residual is not None,
-        KEEP=kept is not None,
-        DICE=seed is not None,
-        INFINITY=INFINITE,
-        num_warps=1,
-        enable_fp_fusion=False,
-    )
+    with torch.cuda.device_of(flat):  # Triton launches on the current device
+        encode_kernel[(len(scales),)](
+            flat,
+            *given,
+            codes.view(torch.int8),
+            scales,
+            len(flat),
+            rule.share,
+            rule.low,
+            rule.cap,
+            rule.most,
+            signed,
+            BITS=bits,
+            HALF=block // 2,
+            REST=residual is not None,
+            KEEP=kept is not None,
+            DICE=seed is not None,
+            INFINITY=INFINITE,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
 
 
 def decode(
@@ -209,18 +210,19 @@ def decode(
     if block & (block - 1) or bits == 1:
         codec_torch.decode(codes, scales, out, block, bits, factor, add)
         return
-    decode_kernel[(scales.shape[1],)](
-        codes.view(torch.int8),
-        scales,
-        out,
-        len(out),
-        len(codes),
-        codes.stride(0),
-        scales.stride(0),
-        factor,
-        BITS=bits,
-        HALF=block // 2,
-        ADD=add,
-        num_warps=1,
-        enable_fp_fusion=False,
-    )
+    with torch.cuda.device_of(out):  # Triton launches on the current device
+        decode_kernel[(scales.shape[1],)](
+            codes.view(torch.int8),
+            scales,
+            out,
+            len(out),
+            len(codes),
+            codes.stride(0),
+            scales.stride(0),
+            factor,
+            BITS=bits,
+            HALF=block // 2,
+            ADD=add,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )

@@ -42,8 +42,10 @@ class Arrival:
         self._group: Any = None
         self._sender = 0
         for members in senders([host for host, _ in told], [reading for _, reading in told]):
-            # gloo carries what lies in host memory, whatever the default group carries.
-            group = dist.new_group(list(members), backend="gloo", sort_ranks=False)
+            # gloo carries what lies in host memory. A default group that has it passes it on; all
+            # ranks then split NCCL's communicator together, where those outside would wait for it.
+            backend = None if "gloo" in dist.get_backend() else "gloo"
+            group = dist.new_group(list(members), backend=backend, sort_ranks=False)
             if dist.get_rank() in members:
                 self._group, self._sender = group, members[0]
 

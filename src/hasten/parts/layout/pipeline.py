@@ -7,35 +7,43 @@
         loss = pipeline.step(model, batch)            # gradients are left, the loss returned
         optimizer.step(); optimizer.zero_grad()
 
+Without an optimizer over its parameters the pipeline takes one of its own, see
+:mod:`hasten.parts.layout.pipeline_update`.
+
 With a process group of ``stages`` ranks each rank keeps its own part of the model and
 ``torch.distributed.pipelining`` runs the schedule. Without one, all stages run in this process on
 the devices there are. A Hugging Face causal language model takes its usual batch (``input_ids``,
 ``labels``, ...); the loss is the mean over all trained tokens of the batch, whatever the cut.
-An ``nn.Sequential`` takes ``(x, y)`` and a ``loss_fn(output, y)`` that is a mean over rows.
+An ``nn.Sequential`` takes ``(x, y)`` and a ``loss_fn(output, y)`` that is a mean over rows; without
+one, cross-entropy where ``y`` has whole numbers, else the mean squared error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from hasten.parts.layout import partition
-from hasten.parts.layout.pipeline_batches import cut, language_batch
+from hasten.parts.layout.pipeline_batches import (
+    LossFunction,
+    is_pair,
+    language_batch,
+    micro_batches,
+    usual_loss,
+)
 from hasten.parts.layout.pipeline_events import StageEvent, bubble_share, drawing, gathered
 from hasten.parts.layout.pipeline_local import LocalRunner
 from hasten.parts.layout.pipeline_ranks import RanksRunner
-from hasten.parts.layout.pipeline_schedules import impossible
 from hasten.parts.layout.pipeline_stages import Cuttable, Inputs, LanguageModel, Layers
 from hasten.parts.layout.pipeline_tied import TiedHead
+from hasten.parts.layout.pipeline_update import OptimizerFactory, Update
 from hasten.parts.layout.pipeline_work import Runner, Seams, Settings, Work
 from hasten.parts.losses import WholeLogitsLoss
-
-LossFunction = Callable[[Any, Any], Tensor]
 
 
 class AsyncPipeline:
@@ -43,13 +51,18 @@ class AsyncPipeline:
 
     Args:
         stages: ranks (or devices of this process) that the model is spread over.
-        microbatch_size: rows of a micro-batch; has to divide the rows of a batch.
+        microbatch_size: rows of a micro-batch; a batch that it doesn't divide is cut into the
+            largest equal pieces that are no larger.
         overlap_communication: messages travel while ranks compute; False: each is waited for
             where torch's plain schedules do, for comparison.
         schedule: one of :data:`hasten.parts.layout.pipeline_schedules.SCHEDULES`.
         checkpoint: "never"; "always": a stage keeps its inputs alone and computes the rest again in
             the backward pass; "except_last": so for all micro-batches but the last.
         group: the ranks of the pipeline; None: all, where torch.distributed is initialised.
+        loss_fn: for an ``nn.Sequential``, where ``step`` isn't given one.
+        optimizer: makes one from parameters; ``step`` then moves the weights too, and begins
+            without gradients. None: AdamW with ``learning_rate``, unless an optimizer is there or
+            somebody has asked the partitioned model for its parameters. False: gradients are left.
     """
 
     def __init__(
@@ -61,12 +74,16 @@ class AsyncPipeline:
         schedule: str = "1f1b",
         checkpoint: str = "never",
         group: dist.ProcessGroup | None = None,
+        loss_fn: LossFunction | None = None,
+        optimizer: OptimizerFactory | Literal[False] | None = None,
+        learning_rate: float = 1e-3,
     ) -> None:
         if microbatch_size < 1:
             raise ValueError(f"microbatch_size is {microbatch_size}; give 1 at least")
         self.settings = Settings(schedule, stages, checkpoint, overlap_communication)
         self.microbatch_size = microbatch_size
         self._group = group
+        self._loss_fn, self._update = loss_fn, Update(optimizer, learning_rate)
         self._events: list[StageEvent] = []
 
     def partition_model(
@@ -100,22 +117,34 @@ class AsyncPipeline:
     def step(self, model: PipelineModel, batch: Any, loss_fn: LossFunction | None = None) -> Tensor:
         """Forward and backward passes of all micro-batches; the mean loss, on every rank.
 
-        Gradients are added to those there are. Raises ValueError where the batch can't be cut.
+        Gradients that are left are added to those there are. Raises ValueError where the batch
+        can't be cut.
         """
         if not isinstance(model, PipelineModel):
             raise ValueError(
                 f"step takes what partition_model returned, and this is a {type(model).__name__}"
             )
-        pieces, weight = model.micro_batches(batch, self.microbatch_size, loss_fn)
-        settings = self.settings
-        if problem := impossible(settings.schedule, settings.ranks, len(pieces)):
-            raise ValueError(f"{problem}; change the batch or microbatch_size")
+        loss_fn = loss_fn or self._loss_fn
+        if loss_fn is None and not model.language and is_pair(batch):
+            loss_fn, name = usual_loss(batch[1])
+            self._update.say(f"AsyncPipeline: no loss_fn was given, so {name} is taken")
+        given = batch, self.microbatch_size, loss_fn, model.language
+        pieces, weight = micro_batches(*given, model.place, self.settings)
+        self._update.before(model.stages, model.asked, model.group)
         model.tied.begin()
         total = model.runner.run(pieces, weight)
         model.tied.add()
+        self._update.after()
         if model.runner.work.recorder.on:
             self._events = gathered(model.runner.work.recorder.events, model.group)
         return total.double() * weight
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the pipeline's own optimizer, over this process's stages."""
+        return self._update.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._update.load_state_dict(state)
 
     @contextmanager
     def recording(self, model: PipelineModel) -> Iterator[None]:
@@ -170,6 +199,7 @@ class PipelineModel(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        self.asked = False  # for its parameters: somebody may move them
         self.sizes, self.group = tuple(sizes), group
         homes = settings.homes
         rank = None if group is None else dist.get_rank(group)
@@ -194,37 +224,15 @@ class PipelineModel(nn.Module):
             self.stages.to(place)
             self.runner = RanksRunner(own, work, group, place, _shape_of(whole))
         self.tied = TiedHead(whole, homes, group)
-        self._language = isinstance(whole, LanguageModel)
+        self.language = isinstance(whole, LanguageModel)
         if isinstance(whole, LanguageModel):
             whole.loss.model = nn.Module()  # other ranks' layers may go once nobody else has them
-        self._place = place
+        self.place = place
 
-    def micro_batches(
-        self, batch: Any, rows: int, loss_fn: LossFunction | None
-    ) -> tuple[list[Inputs], float]:
-        """The batch in equal pieces, and what the sum of their losses is multiplied by."""
-        if self._language and isinstance(batch, Mapping):
-            if loss_fn is not None:
-                raise ValueError(
-                    "a language model's loss is computed in its last stage from the batch's "
-                    "labels; leave loss_fn out, or cut an nn.Sequential"
-                )
-            whole, weight = language_batch(batch)
-        elif not self._language and loss_fn is not None and _is_pair(batch):
-            whole, weight = {"x": batch[0], "y": batch[1]}, rows / len(batch[0])
-        else:
-            raise ValueError(
-                "a language model takes a batch with input_ids and labels; an nn.Sequential takes "
-                "(x, y) and loss_fn(output, y)"
-            )
-        moved = {k: v.to(self._place) if isinstance(v, Tensor) else v for k, v in whole.items()}
-        pieces = cut(moved, rows)
-        more = {} if loss_fn is None else {"loss_fn": loss_fn}
-        return [{**piece, **more} for piece in pieces], weight
-
-
-def _is_pair(batch: Any) -> bool:
-    return isinstance(batch, tuple | list) and len(batch) == 2
+    def named_parameters(self, *given: Any, **more: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        self.asked = True
+        found: Iterator[tuple[str, nn.Parameter]] = super().named_parameters(*given, **more)
+        return found
 
 
 def devices(ranks: int, place: torch.device) -> list[torch.device]:

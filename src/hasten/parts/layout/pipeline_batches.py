@@ -8,16 +8,25 @@ doesn't look; in packed rows it is a document of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hasten.parts.layout.pipeline_schedules import enough, impossible
+from hasten.parts.layout.pipeline_work import Settings
+
 IGNORED = -100
 FILLERS = {"input_ids": 0, "labels": IGNORED, "attention_mask": 1, "position_ids": 0}
 PACKED = ("document_lengths", "boundaries")
+LossFunction = Callable[[Any, Any], Tensor]
+TAKES = (
+    "a language model takes a batch with input_ids and labels; an nn.Sequential takes (x, y): give "
+    "loss_fn(output, y)"
+)
 
 
 def alike(batches: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
@@ -48,15 +57,88 @@ def language_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
     return {**batch, "labels": aligned}, 1 / max(trained, 1)
 
 
-def cut(batch: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
-    """Pieces of ``rows`` rows; what isn't a tensor with a row per row goes into all of them."""
-    total = len(batch["input_ids"] if "input_ids" in batch else batch["x"])
-    if total % rows or not total:
+def usual_loss(target: Any) -> tuple[LossFunction, str]:
+    """The loss of a target where none is given, and its name.
+
+    Raises:
+        ValueError: the target is no tensor of numbers.
+    """
+    if not isinstance(target, Tensor) or target.is_complex():
+        raise ValueError(f"a target of type {type(target).__name__} has no usual loss; {TAKES}")
+    if target.is_floating_point():
+        return _squared_error, "the mean squared error"
+    return _class_error, "cross-entropy"
+
+
+def _class_error(output: Tensor, target: Tensor) -> Tensor:
+    if output.shape[:-1] == target.shape:  # (..., classes)
+        output, target = output.flatten(0, -2), target.flatten()
+    return F.cross_entropy(output, target)
+
+
+def _squared_error(output: Tensor, target: Tensor) -> Tensor:
+    if output.shape != target.shape:
         raise ValueError(
-            f"microbatch_size={rows} doesn't cut a batch of {total} rows into equal pieces; choose "
-            "a divisor of the rows"
+            f"the output has shape {tuple(output.shape)} and the target {tuple(target.shape)}, so "
+            f"no squared error was meant; {TAKES}"
         )
+    return F.mse_loss(output, target)
+
+
+def micro_batches(
+    batch: Any,
+    rows: int,
+    loss_fn: LossFunction | None,
+    language: bool,
+    device: torch.device,
+    settings: Settings,
+) -> tuple[list[dict[str, Any]], float]:
+    """A batch in pieces that the schedule can run, and what the sum of their losses is scaled by.
+
+    Raises:
+        ValueError: it isn't what such a model takes, or the schedule wants other pieces.
+    """
+    if language and isinstance(batch, Mapping):
+        if loss_fn is not None:
+            raise ValueError(
+                "a language model's loss is computed in its last stage from the batch's "
+                "labels; leave loss_fn out, or cut an nn.Sequential"
+            )
+        whole, weight = language_batch(batch)
+    elif not language and loss_fn is not None and is_pair(batch):
+        whole, weight = {"x": batch[0], "y": batch[1]}, 0.0  # by the pieces, see below
+    else:
+        raise ValueError(TAKES)
+    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in whole.items()}
+    pieces = cut(moved, rows)
+    schedule, ranks = settings.schedule, settings.ranks
+    if problem := impossible(schedule, ranks, len(pieces)):
+        if not language:
+            raise ValueError(f"{problem}; change the batch or microbatch_size")
+        pieces = alike(pieces, enough(schedule, ranks, len(pieces)))
+    if language:
+        return pieces, weight
+    return [{**piece, "loss_fn": loss_fn} for piece in pieces], 1 / len(pieces)
+
+
+def is_pair(batch: Any) -> bool:
+    return isinstance(batch, tuple | list) and len(batch) == 2
+
+
+def cut(batch: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
+    """The largest equal pieces of ``rows`` rows at most.
+
+    What isn't a tensor with a row per row goes into all of them.
+    """
+    total = len(batch["input_ids"] if "input_ids" in batch else batch["x"])
+    if not total:
+        raise ValueError("a batch has no rows; leave it out")
+    most = min(rows, total)
+    rows = next(size for size in range(most, 0, -1) if total % size == 0)
     count = total // rows
+    if 2 * rows < most:
+        words = f"microbatch_size={most} doesn't divide a batch of {total} rows, so it goes in"
+        warnings.warn(f"{words} {count} pieces of {rows}", stacklevel=4)
     pieces: list[dict[str, Any]] = [{} for _ in range(count)]
     for name, value in batch.items():
         per_row = isinstance(value, Tensor) and value.dim() and len(value) == total
