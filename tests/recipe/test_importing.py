@@ -174,6 +174,23 @@ def test_a_refused_recipe_is_not_left_behind(tmp_path: Path) -> None:
     assert not recipe.exists()
 
 
+@pytest.mark.parametrize(("ratio", "said"), [(0.6, True), (1.7, False)])
+def test_bf16_that_gains_nothing_on_this_processor_is_kept_and_said(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ratio: float,
+    said: bool,
+) -> None:
+    monkeypatch.setattr("hasten.cli.import_.bf16_gain", lambda processor: (ratio,) * 9)
+    monkeypatch.setattr("hasten.core.facts.default_device", lambda: "cpu")
+    source, recipe = tmp_path / "config.yaml", tmp_path / "recipe.yaml"
+    source.write_text(LLAMA_FACTORY.format(model="m", folder=tmp_path))
+    import_(source, [], recipe, 1)
+    assert {"autocast": {"dtype": "bf16"}} in yaml.safe_load(recipe.read_text())["plan"]
+    assert ("bf16 is kept" in capsys.readouterr().out) == said
+
+
 def test_a_regular_expression_of_targets_stays_one(tmp_path: Path) -> None:
     text = AXOLOTL.format(model="m", folder="f", data="d").replace(
         "lora_target_linear: true", r"lora_target_modules: 'model\.layers\.\d+\.mlp\..*'"

@@ -45,6 +45,17 @@ def test_every_choice_has_its_reason_beside_it(tmp_path: Path) -> None:
     assert all(len(line) <= 120 for line in text.splitlines())
 
 
+@pytest.mark.parametrize(("ratio", "taken"), [(1.7, True), (0.6, False)])
+def test_bf16_is_chosen_where_it_was_measured_to_be_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratio: float, taken: bool
+) -> None:
+    monkeypatch.setattr(module, "bf16_gain", lambda processor: (ratio,) * 9)
+    text = suggest("deepseek-llm-tiny", ragged(tmp_path, [20] * 80), "x")
+    assert ("bf16_master_weights" in text.split("plan:")[1]) == taken
+    said = " ".join(line.lstrip("# ") for line in text.splitlines())
+    assert f"bf16 was measured here: {ratio:.2f} times as fast" in said
+
+
 def ragged(folder: Path, lengths: list[int]) -> str:
     path = folder / "data.jsonl"
     rows = [{"question": "q", "answer": "word " * n} for n in lengths]
