@@ -8,6 +8,7 @@ said to do nothing.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,7 @@ from hasten.techniques.wire import Quantised, technique_of
 
 Switch = bool | Technique | DynamicBatcher | GradientCompressor | None
 COLUMNS = (Tensor, Mapping, tuple, list)  # what a batch is made of
+DECISIVE = ("lr", "betas", "eps", "weight_decay", "momentum")
 USUAL: Mapping[str, Technique] = {
     "compress_gradients": Quantised(),
     "mixed_precision": Autocast(),
@@ -129,6 +131,8 @@ class OptimizedTrainer:
         found = setup.checkpoint.resume(session) if resume else None
         if resume and found is None:
             print(f"{setup.folder}: no checkpoint yet, starting from the beginning")
+        if session.changes and setup.facts.world.is_main:
+            print(f"going on from {found}: {'; '.join(session.changes)}")
         losses: dict[int, list[float]] = {}
         before = session.progress.records  # of the run that is resumed
         watch = Watch(on_step=lambda m: losses.setdefault(m.epoch, []).append(m.loss))
@@ -149,6 +153,7 @@ class OptimizedTrainer:
             max_grad_norm=self.max_grad_norm,
             device=known.device,
             seed=torch.initial_seed() % 2**31,
+            terms=_terms(self.optimizer),
         )
 
     def _facts(self) -> Facts:
@@ -209,6 +214,13 @@ class Row(NamedTuple):
     batch: Any
     row: int
     rows: int
+
+
+def _terms(optimizer: Optimizer) -> dict[str, Any]:
+    """Each number of its parameter groups, learning rate among them."""
+    groups = optimizer.param_groups
+    numbers = {key: [group.get(key) for group in groups] for key in DECISIVE if key in groups[0]}
+    return {"optimizer": type(optimizer).__name__, **json.loads(json.dumps(numbers, default=float))}
 
 
 def _resolve(name: str, switch: Any) -> Technique | None:

@@ -32,6 +32,7 @@ from hasten.parts.parameter_groups import decayed_groups
 from hasten.parts.token_accuracy import token_accuracy
 from hasten.recipe.material import Material
 from hasten.recipe.schema import Recipe
+from hasten.recipe.terms import BETAS, terms_of
 from hasten.techniques import CATALOGUE
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.layout import DDP
@@ -135,6 +136,7 @@ def job_of(recipe: Recipe, material: Material, known: Facts, plan: Plan) -> Job:
         max_grad_norm=recipe.max_grad_norm,
         seed=recipe.seed,
         device=known.device,
+        terms=terms_of(recipe, material),
     )
     sampler = prepare(job, plan, known, Path(recipe.output)).sampler
     schedule = Schedule(
@@ -174,7 +176,7 @@ def model_for(recipe: Recipe, tokenizer: Any, skeleton: bool = False) -> nn.Modu
 def adamw(recipe: Recipe, named: NamedParameters) -> torch.optim.Optimizer:
     """AdamW as language models use it, in torch's fused form."""
     groups = decayed_groups(named, recipe.weight_decay)
-    return AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
+    return AdamW(groups, lr=recipe.learning_rate, betas=BETAS, fused=True)
 
 
 def batch_of(recipe: Recipe) -> GlobalBatch:
