@@ -100,10 +100,10 @@ def _slots_that_fit(
     found: list[tuple[Stateful, Any]] = []
     changes: list[str] = []
     try:
+        changes = changes_since(meta, session.setup)
         _check_same_model(session, saved)
         _check_same_update(session, tensors, meta)
         found = _slots_of(session.setup, meta.get("slots", {}))
-        changes = changes_since(meta, session.setup)
     except InputError as error:
         complaint = str(error)
     for said in told(session, complaint):  # each rank has looked at its own weights
