@@ -18,6 +18,8 @@ from hasten.cli import train
 from hasten.cli.main import app
 from hasten.cli.train import StepLine
 from hasten.data.onewriter import only_run_in
+from hasten.parts.checkpoint import checkpoints
+from hasten.parts.checkpoint.manifest import read_manifest
 from hasten.recipe.schema import Recipe
 from hasten.run import train as run_training
 from material import small
@@ -134,3 +136,11 @@ def test_what_may_change_is_told_in_the_line_of_the_resumption(
     assert re.search(r"resuming from \S+, step 2; .*max_steps was 2 and is 3 now", out + err)
     assert "plan: packed was off and is on (as usual) now" in out + err
     assert "plan: checkpoints: interval was 2 and is 1 now" in out + err
+
+
+def test_what_a_checkpoint_notes_of_its_job_is_documented_key_by_key(half_done: Path) -> None:
+    (saved,) = checkpoints(half_done.parent / "run" / "checkpoints")
+    page = (Path(__file__).parents[2] / "docs" / "faults.md").read_text()
+    table = page.split("## What may change")[1].split("\n## ")[0]
+    told = {word for row in table.splitlines() for word in re.findall("`(.+?)`", row[:170])}
+    assert set(read_manifest(saved)["meta"]["job"]) - told == set()

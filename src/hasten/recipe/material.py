@@ -70,7 +70,7 @@ class Material:
         if isinstance(self.train, Subset):
             digest.update(self.train.indices.tobytes())
         known = self.record_facts()
-        return {"records": known.count, "tokens": known.tokens, "hash": digest.hexdigest()}
+        return {"records": known.count, "tokens": known.tokens, "hash": digest.hexdigest()[:16]}
 
 
 @dataclass(frozen=True)
