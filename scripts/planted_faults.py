@@ -1501,9 +1501,9 @@ RECIPE: tuple[Fault, ...] = (
     Fault(
         name="second-moment-too-slow",
         kind="wrong default",
-        file="recipe/build.py",
-        old="betas=(0.9, 0.95)",
-        new="betas=(0.9, 0.999)",
+        file="recipe/terms.py",
+        old="BETAS = (0.9, 0.95)",
+        new="BETAS = (0.9, 0.999)",
         tests=("tests/recipe/test_deepspeed_key.py", "tests/test_run.py"),
     ),
     Fault(

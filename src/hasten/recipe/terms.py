@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,9 @@ OF_ORIGIN = ("transformers_version", "_name_or_path", "architectures", "dtype", 
 
 def words_of(recipe: Recipe) -> dict[str, Any]:
     """As far as the recipe alone says it, before any data is read."""
-    keys = [*WORDS, *(key for key in Recipe.model_fields if key.startswith("lora_"))]
-    if recipe.finetuning_type == "full":
-        keys = [*WORDS]
-    words = recipe.model_dump(mode="json", include=set(keys))
+    lora = {key for key in Recipe.model_fields if key.startswith("lora_")}
+    keys = {*WORDS, *(lora if recipe.finetuning_type == "lora" else ())}
+    words = recipe.model_dump(mode="json", include=keys)
     return {"model": _name(recipe.model), "betas": list(BETAS), **words}
 
 
@@ -43,5 +41,6 @@ def terms_of(recipe: Recipe, material: Material) -> dict[str, Any]:
 
 
 def _name(model: str) -> str:
-    """A folder may move, so its own name is all that counts of its path."""
-    return Path(model).resolve().name if Path(model).is_dir() else re.sub(r"/+$", "", model)
+    """Of a folder its own name and its parent's: trees may move, and runs/a/model isn't b's."""
+    path = Path(model)
+    return "/".join(path.resolve().parts[-2:]) if path.is_dir() else model.rstrip("/")
