@@ -12,6 +12,8 @@ import yaml
 
 from hasten.core import facts
 from hasten.core.session import Session
+from hasten.core.step import StepMetrics
+from hasten.errors import InputError
 from hasten.models.load import load_model, load_tokenizer
 from hasten.parts.hugging_face import causal_lm
 from hasten.parts.token_accuracy import token_accuracy
@@ -199,6 +201,29 @@ def test_a_resumed_run_continues_where_it_stopped(tmp_path: Path) -> None:
     _, session = run({**values, "max_steps": 6, "resume": "auto"})
     assert [m["loss"] for m in lines(tmp_path / "run" / "metrics.jsonl")] == whole[4:]
     assert session.progress.step == 6
+
+
+@pytest.mark.parametrize("saves", [None, 1])
+def test_a_second_run_in_a_live_run_s_folder_is_refused_and_touches_nothing(
+    tmp_path: Path, saves: int | None
+) -> None:
+    values = small(tmp_path, max_steps=2, checkpoint_every=saves, held_out=0)
+    output, refused = tmp_path / "run", list[str]()
+
+    def begin_another(metrics: StepMetrics) -> None:
+        before = {path: path.read_bytes() for path in output.rglob("*.[jy]*") if path.is_file()}
+        with pytest.raises(InputError, match="in use by process") as error:
+            train(Recipe(**{**values, "seed": 9, "max_records": 40}), tell=lambda text: None)
+        refused.append(str(error.value))
+        watched = ("machine.jsonl", "run.json", "manifest.json")  # written by other threads
+        for path, content in before.items():
+            assert path.name in watched or path.read_bytes() == content
+
+    train(Recipe(**values), tell=lambda text: None, on_step=begin_another)
+    assert len(refused) == 2
+    assert len(lines(output / "metrics.jsonl")) == 2
+    assert not (output / "previous").exists()
+    assert not (output / "run.lock").exists()
 
 
 def test_the_asked_measures_stand_beside_the_held_out_loss(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import datetime
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from typing import Any
 from hasten.adjusting import adjust, adjusted
 from hasten.cluster.joining import agree, backend_for
 from hasten.cluster.naming_ranks import naming_ranks
-from hasten.cluster.pulse import Pulse, attempt, attempt_folder, telling
+from hasten.cluster.pulse import Pulse, attempt, attempt_folder, started_by_hasten, telling
 from hasten.cluster.ranks import process_group
 from hasten.core import facts
 from hasten.core.clock import clock_on
@@ -40,9 +41,8 @@ from hasten.core.setup import prepare
 from hasten.core.slow_link import SlowLink
 from hasten.core.step import StepMetrics
 from hasten.core.trainer import Outcome, Watch, fit
-from hasten.data.store import inspect
+from hasten.data.onewriter import only_run_in
 from hasten.evidence.energy import meter_of_run
-from hasten.models.adapters import adapted_table, parameter_counts
 from hasten.models.card import write_card
 from hasten.monitor.writers import check_writers
 from hasten.recipe.build import facts_of, job_of, plan_of
@@ -53,13 +53,19 @@ from hasten.recipe.memory_budget import advising, settle_memory
 from hasten.recipe.overlap import tell_overlap
 from hasten.recipe.price import cost_of
 from hasten.recipe.schema import Recipe
-from hasten.recipe.starting import evaluations_before, noting_first_step, promised, resume_from
+from hasten.recipe.starting import (
+    check_resumable,
+    evaluations_before,
+    noting_first_step,
+    promised,
+    resume_from,
+    tell_what_trains,
+)
 from hasten.recorded import both, machine, recorded
 from hasten.run_folder import Lines, check_folder, check_space, clear_the_way, keep_lines_until
 from hasten.sample import Sample
 from hasten.saving import form, save_all, save_weights
 
-SHOWN_CHARACTERS = 500  # of a record, at the start
 EVALUATED = "evaluations.jsonl"
 Tell = Callable[[str], None]
 OnStep = Callable[[StepMetrics], None]
@@ -88,14 +94,15 @@ def train(
         live.append(session)
         on_start(session)
 
-    with telling(), patient(lambda: next(iter(live), None)):
+    with telling(), patient(lambda: next(iter(live), None)), ExitStack() as held:
         return _prepare_and_train(
-            recipe, import_seconds, tell, on_tokens, (start, on_step, on_evaluation)
+            recipe, held, import_seconds, tell, on_tokens, (start, on_step, on_evaluation)
         )
 
 
 def _prepare_and_train(
     recipe: Recipe,
+    held: ExitStack,
     import_seconds: float,
     tell: Tell,
     on_tokens: Callable[[int, int], None] | None,
@@ -103,7 +110,7 @@ def _prepare_and_train(
 ) -> dict[str, Any]:
     began = time.perf_counter()
     output = Path(recipe.output)
-    known, plan, material = ready(recipe, tell, on_tokens)
+    known, plan, material = ready(recipe, tell, on_tokens, held=held)
     seconds = {"imports": import_seconds, "data": time.perf_counter() - began}
     facts.reset_memory_peak(known.device)
     world, met = known.world, time.perf_counter()
@@ -112,8 +119,6 @@ def _prepare_and_train(
     with group, telling(), naming_ranks(world):
         agree(world, promised(recipe, known))
         seconds["meeting"] = time.perf_counter() - met
-        if world.is_main:
-            _open_folder(recipe, material, tell)
         run = _Run(recipe, known, plan, material, output, tell if world.is_main else _silent)
         noting = noting_first_step(began, *hooks[:2])
         return _train(run, seconds, *noting, hooks[2])
@@ -160,6 +165,8 @@ def _train(
     adjust(session, recipe, run.output, run.tell)
     if recipe.resume != "never":
         resume_from(session, recipe.resume, run.tell)
+    if main:  # after all that may be refused
+        _open_folder(recipe, run.material, run.tell)
     session.startup_seconds |= seconds
     session.meter = meter_of(recipe, run.known, session.model)
     session.setup.clock = clock_on(run.known.device)
@@ -219,19 +226,25 @@ def ready(
     tell: Tell,
     on_tokens: Callable[[int, int], None] | None = None,
     ranks: int = 1,
+    held: ExitStack | None = None,
 ) -> tuple[Facts, Plan, Material]:
     """Everything that can be wrong with a recipe, found out before anything is trained.
 
-    ``ranks``: so many are about to be started, where this process is none of them.
+    ``ranks``: so many are about to be started, where this process is none of them. ``held``: takes
+    the run's folder, before anything is written there; None: for a look, without a run.
     """
     output = Path(recipe.output)
     # The cheap part first: names, slots, architecture.
     first_look = facts_of(recipe)
     world = World(size=ranks) if ranks > 1 else first_look.world
     backend_for(first_look.device, recipe.backend, max(ranks, facts.ranks_here(first_look.world)))
-    check_faults(recipe, plan_of(recipe, replace(first_look, world=world)))
+    plan = plan_of(recipe, replace(first_look, world=world))
+    check_faults(recipe, plan)
     check_writers(recipe.log_to)
     check_folder(output)
+    if held is not None:
+        _take_folder(held, output, first_look.world)
+        check_resumable(recipe, plan)
     material = gather(recipe, output / "data", tell, on_tokens)
     known = facts_of(recipe, material)
     plan = plan_of(recipe, replace(known, world=world), tell)
@@ -242,24 +255,11 @@ def ready(
     return known, plan, material
 
 
-def tell_what_trains(session: Session, material: Material, tell: Tell) -> None:
-    """Model, machine and plan in a line, what was adapted, and the first record as it is seen."""
-    learns, total = parameter_counts(session.model)
-    setup = session.setup
-    tell(
-        f"{setup.facts.model.architecture}, {total / 1e6:.1f} M parameters of which "
-        f"{learns / 1e6:.1f} M learn, on {setup.facts.hardware.short}; plan: {setup.plan}"
-    )
-    for row in adapted_table(session.model):
-        tell(f"  adapted {row.modules} x {row.count}, rank {row.rank}, {row.parameters:,} weights")
-    tell(first_record(material))
-
-
-def first_record(material: Material) -> str:
-    """The first record decoded, for a look at template and loss mask before hours are spent."""
-    text = inspect(material.tokenizer, material.train[0])
-    shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."
-    return f"the first record, trained parts in [[ ]]:\n{shown}"
+def _take_folder(held: ExitStack, output: Path, world: World) -> None:
+    """Refuse another run; a rank that hasten started has the folder through who started it."""
+    if not started_by_hasten():
+        start = facts.meeting()[1] if world.size > 1 else ""
+        held.enter_context(only_run_in(output, start, world.is_main))
 
 
 def _leave(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import tempfile
 import warnings
@@ -24,6 +25,7 @@ FAULT_LINES = ("quarantined.jsonl", "spikes.jsonl", "restarts.jsonl")
 ADJUSTMENTS = "adjustments.jsonl"  # settings that were tried while training
 WATCHED = ("run.json", ADJUSTMENTS, "machine.jsonl", "ranks", "tensorboard", "wandb", "mlflow")
 RESULTS = (*STEP_LINES, *FAULT_LINES, *WATCHED, "summary.json", "rejected.jsonl", "recipe.yaml")
+TEMPORARIES = (".summary.json", ".run.json.part", *(f".{name}" for name in STEP_LINES))
 MODELS = ("model", "adapter", "model_average", "adapter_average", "merged")
 
 
@@ -38,11 +40,14 @@ def clear_the_way(output: Path, keep_checkpoints: bool) -> str:
     names = [*RESULTS, *MODELS, "best"]
     if not keep_checkpoints:
         names.append("checkpoints")
-    earlier = [output / name for name in names if (output / name).exists()]
+    for name in TEMPORARIES:  # a killed run's; a link would lead what is written elsewhere
+        (output / name).unlink(missing_ok=True)
+    # lexists: a link to nothing is one that writing would follow.
+    earlier = [output / name for name in names if os.path.lexists(output / name)]
     if not earlier:
         return ""
     number = 1
-    while (output / "previous" / str(number)).exists():
+    while os.path.lexists(output / "previous" / str(number)):
         number += 1
     place = output / "previous" / str(number)
     place.mkdir(parents=True)

@@ -11,6 +11,7 @@ import pytest
 from hasten.cli import doctor_faults as module
 from hasten.cli.doctor_faults import BrokenError, SelfTest, doctor_faults
 from hasten.cli.main import FAILED
+from hasten.data.onewriter import only_run_in
 from hasten.errors import InputError
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.run import train
@@ -86,3 +87,10 @@ def test_a_folder_that_is_not_of_the_test_is_not_touched(recipe: Path, tmp_path:
     with pytest.raises(InputError, match="move it away"):
         doctor_faults(recipe, [])
     assert (mine / "notes.txt").read_text() == "mine"
+
+
+def test_two_self_tests_in_one_folder_do_not_meet(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with only_run_in(tmp_path / "run"), pytest.raises(InputError, match="in use by process"):
+        doctor_faults(recipe, [])
+    assert not (tmp_path / "run" / "faults").exists()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +17,14 @@ from typer.testing import CliRunner
 from hasten.cli import train
 from hasten.cli.main import app
 from hasten.cli.train import StepLine
+from hasten.data.onewriter import only_run_in
+from hasten.parts.checkpoint import checkpoints
+from hasten.parts.checkpoint.manifest import read_manifest
 from hasten.recipe.schema import Recipe
+from hasten.run import train as run_training
 from material import small
+
+Hasten = Callable[..., tuple[int, str, str]]
 
 
 @pytest.mark.parametrize("command", ["train", "profile"])
@@ -61,3 +71,76 @@ def test_the_money_so_far_counts_all_time_and_not_that_of_the_steps_alone(
     line.start(session)
     line.step(step)  # a second, and half an hour of evaluation before it
     assert "3.0000 EUR" in shown[0]  # two devices for half an hour
+
+
+@pytest.mark.parametrize("how", ["nproc=1", "nproc=2", "max_restarts=1"])
+def test_a_folder_where_another_run_trains_is_refused_before_anything_is_written(
+    how: str, tmp_path: Path, hasten: Hasten
+) -> None:
+    path, output = tmp_path / "recipe.yaml", tmp_path / "run"
+    path.write_text(yaml.safe_dump(small(tmp_path)))
+    output.mkdir()
+    with only_run_in(output):
+        code, out, err = hasten("train", path, how)
+        assert code == 2
+        assert f"{output} is in use by process {os.getpid()}" in err
+        assert "Traceback" not in err + out
+        assert [file.name for file in output.iterdir()] == ["run.lock"]
+
+
+@pytest.fixture(scope="module")
+def half_done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipe of a run of two steps, with a checkpoint of the second."""
+    folder = tmp_path_factory.mktemp("half")
+    values = small(folder, max_steps=2, checkpoint_every=2, lr_schedule="constant", held_out=0)
+    run_training(Recipe(**values), tell=lambda text: None)
+    lines = Path(values["dataset"]).read_text().splitlines()
+    (folder / "turned.jsonl").write_text("\n".join(reversed(lines)))
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("seed=7", "seed was 0 and is 7 now"),
+        ("global_batch_size=4", "global_batch_size was 8 and is 4 now"),
+        ("learning_rate=1", "learning_rate was 0.003 and is 1.0 now"),
+        ("dataset=turned.jsonl", r"data was records=80, .* and is records=80, .* now"),
+        ("model=v3-tiny", "model was deepseek-llm-tiny and is v3-tiny now"),
+    ],
+)
+def test_another_training_does_not_go_on_from_a_checkpoint(
+    change: str, said: str, half_done: Path, hasten: Hasten, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = half_done.parent / "run"
+    results = [p for p in output.rglob("*") if p.is_file() and "data" not in p.parts]
+    before = {path: path.read_bytes() for path in results}
+    monkeypatch.chdir(half_done.parent)
+    code, out, err = hasten("train", half_done, "max_steps=4", "resume=auto", change)
+    assert code == 2
+    assert re.search(said, err)
+    assert "Traceback" not in err + out
+    left = [p for p in output.rglob("*") if p.is_file() and "data" not in p.parts]
+    assert {path: path.read_bytes() for path in left} == before
+
+
+def test_what_may_change_is_told_in_the_line_of_the_resumption(
+    half_done: Path, tmp_path: Path, hasten: Hasten
+) -> None:
+    shutil.copytree(half_done.parent / "run", tmp_path / "run")
+    changes = ["max_steps=3", "plan=[packed]", "checkpoint_every=1", "resume=auto"]
+    code, out, err = hasten("train", half_done, f"output={tmp_path / 'run'}", *changes)
+    assert code == 0, err
+    assert re.search(r"resuming from \S+, step 2; .*max_steps was 2 and is 3 now", out + err)
+    assert "plan: packed was off and is on (as usual) now" in out + err
+    assert "plan: checkpoints: interval was 2 and is 1 now" in out + err
+
+
+def test_what_a_checkpoint_notes_of_its_job_is_documented_key_by_key(half_done: Path) -> None:
+    (saved,) = checkpoints(half_done.parent / "run" / "checkpoints")
+    page = (Path(__file__).parents[2] / "docs" / "faults.md").read_text()
+    table = page.split("## What may change")[1].split("\n## ")[0]
+    told = {word for row in table.splitlines() for word in re.findall("`(.+?)`", row[:170])}
+    assert set(read_manifest(saved)["meta"]["job"]) - told == set()

@@ -15,7 +15,7 @@ from hasten.core.state import restore, state_of
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.parts import checkpoint
-from hasten.techniques.optimizer import Muon
+from hasten.techniques.optimizer import FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
 from tiny import language_job, session_of
 
@@ -109,7 +109,11 @@ def test_a_slot_that_is_filled_in_another_way_is_refused_and_nothing_is_changed(
 
 @pytest.mark.parametrize(
     ("technique", "sentence"),
-    [(Muon(), "optimizer is Muon"), (BF16MasterWeights(), "precision keeps [1-9]")],
+    [
+        (Muon(), "muon was off and is on"),
+        (FusedAdamW(), "optimizer is FusedAdamW"),
+        (BF16MasterWeights(), "precision keeps [1-9]"),
+    ],
     ids=str,
 )
 def test_another_optimizer_or_format_of_weights_is_refused_and_nothing_is_changed(

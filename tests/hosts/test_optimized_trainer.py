@@ -222,6 +222,20 @@ def test_an_impossible_cluster_is_refused(settings: dict[str, Any], words: str) 
         CloudConfig(**settings)
 
 
+def test_a_run_does_not_go_on_with_another_optimizer_s_settings(tmp_path: Path) -> None:
+    def train(rate: float, epochs: int) -> dict[str, Any]:
+        model = classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        trainer = OptimizedTrainer(model, optimizer, F.cross_entropy)
+        loader = DataLoader(data(), batch_size=8)
+        return trainer.train(loader, epochs=epochs, checkpoint_dir=tmp_path, resume=True)
+
+    train(0.1, 1)
+    with pytest.raises(InputError, match=r"lr was \[0.1\] and is \[0.5\] now"):
+        train(0.5, 2)
+    assert train(0.1, 2)["resumed_from"] is not None
+
+
 def test_the_rate_of_a_resumed_run_is_of_its_own_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,6 +143,18 @@ def test_what_went_wrong_moves_aside_with_the_run_it_is_of(tmp_path: Path) -> No
     assert (tmp_path / "mine.txt").exists()
 
 
+def test_links_that_wait_in_the_folder_are_not_written_through(tmp_path: Path) -> None:
+    output, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    output.mkdir()
+    names = ["metrics.jsonl", "evaluations.jsonl", "recipe.yaml", "model", "summary.json"]
+    hidden = [".summary.json", ".run.json.part", ".metrics.jsonl"]
+    for name in [*names, *hidden]:
+        (output / name).symlink_to(elsewhere / name)  # to nothing
+    clear_the_way(output, keep_checkpoints=False)
+    assert [path.name for path in output.iterdir()] == ["previous"]
+    assert all((output / "previous" / "1" / name).is_symlink() for name in names)
+
+
 def test_a_run_that_was_not_done_is_moved_with_a_word_on_how_to_go_on(tmp_path: Path) -> None:
     def left(saved: bool, done: bool) -> str:
         for step in (5, 10) if saved else ():

@@ -26,4 +26,4 @@ def test_a_resumed_run_has_the_bits_of_the_whole_one_on_every_rank(tmp_path: Pat
             assert found["losses"][0] == found["losses"][1]
             assert found["weights"][0] == found["weights"][1]
             assert found["ranks"] == ["1"]
-            assert f"written with {name}" in found["other"]
+            assert f"plan: {name} was on" in found["other"]

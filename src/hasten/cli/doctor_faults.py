@@ -27,8 +27,10 @@ from typing import Any
 
 from hasten.cli.main import FAILED
 from hasten.core import facts
+from hasten.data.onewriter import only_run_in
 from hasten.errors import InputError
 from hasten.parts.checkpoint import checkpoints
+from hasten.recipe.checkpoint_keys import is_checkpoints
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.run_folder import check_folder
 
@@ -61,17 +63,20 @@ def doctor_faults(path: Path, overrides: Sequence[str], seed: int | None = None)
     """Run the checks and print a line for each; the exit code is 4 if one failed."""
     recipe = load_recipe(path, overrides)
     check_folder(Path(recipe.output))
+    with only_run_in(Path(recipe.output)):  # another self-test would remove this one's folder
+        return _self_test(recipe, path, int(time.time()) if seed is None else seed)
+
+
+def _self_test(recipe: Recipe, path: Path, seed: int) -> int:
     place = Path(recipe.output) / "faults"
     if place.exists() and not (place / "by-hasten").is_file():
         raise InputError(f"output: {place} is not of an earlier self-test; move it away")
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     (place / "by-hasten").touch()
-    seed = int(time.time()) if seed is None else seed
-    test = SelfTest(recipe, place, random.Random(seed))
     failed = 0
     print(f"{STEPS} steps of {path}, a checkpoint every {EVERY}; kills by seed {seed}", flush=True)
-    for name, check in test.checks():
+    for name, check in SelfTest(recipe, place, random.Random(seed)).checks():
         began = time.monotonic()
         try:
             said, good = check(), True
@@ -174,7 +179,7 @@ class SelfTest:
             if data.is_dir():
                 shutil.copytree(data, output / "data")
                 break
-        plan = [entry for entry in self._recipe.plan if _name(entry) != "checkpoints"]
+        plan = [entry for entry in self._recipe.plan if not is_checkpoints(entry)]
         plan.append({"checkpoints": {"interval": EVERY}})
         own = {"output": str(output), "plan": plan, "resume": "auto"}
         recipe = self._recipe.model_copy(update=PLAIN | own)
@@ -286,10 +291,6 @@ def _model(output: Path) -> dict[str, bytes]:
     if not found:
         raise BrokenError("no model was saved")
     return found
-
-
-def _name(entry: Any) -> str:
-    return str(next(iter(entry), "")) if isinstance(entry, dict) else str(entry)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,11 @@ def train(path: Path, overrides: Sequence[str], started: float) -> int:
     recipe = load_recipe(path, overrides)
     alone = facts.world().size == 1 and attempt_folder() is None
     if alone and recipe.max_restarts:
-        return as_supervised_ranks(recipe)
+        with ExitStack() as held:  # until the last attempt is over
+            return as_supervised_ranks(recipe, held)
     if alone and recipe.nproc > 1:
-        return as_ranks(recipe, "train")
+        with ExitStack() as held:
+            return as_ranks(recipe, "train", held=held)
     if missing := lacking(recipe):
         again(["train", str(path), *overrides], missing)
     with Display() as display:
@@ -115,13 +118,18 @@ class StepLine:
         self._display.show("  ".join(parts), min(m.step / self._steps, 1.0))
 
 
-def as_ranks(recipe: Recipe, command: str, options: Sequence[str] = ()) -> int:
-    """Prepare the data once, then let one process per rank run a command on it."""
+def as_ranks(
+    recipe: Recipe, command: str, options: Sequence[str] = (), held: ExitStack | None = None
+) -> int:
+    """Prepare the data once, then let one process per rank run a command on it.
+
+    ``held`` takes the run's folder for all of them; a command that only looks needs none.
+    """
     output = Path(recipe.output)
     with Display() as display:
         line = StepLine(display, recipe)
-        known, plan, _ = ready(recipe, display.tell, line.tokenising, recipe.nproc)
-    resolved = output / "data" / "ranks.yaml"
+        known, plan, _ = ready(recipe, display.tell, line.tokenising, recipe.nproc, held)
+    resolved = output / "data" / f"ranks-{command}.yaml"
     resolved.write_text(recipe.to_yaml())
     count, cores = recipe.nproc, facts.usable_cores()
 
@@ -132,18 +140,18 @@ def as_ranks(recipe: Recipe, command: str, options: Sequence[str] = ()) -> int:
     return start([command, str(resolved), *options], count, output / "data", cores, environ)
 
 
-def as_supervised_ranks(recipe: Recipe) -> int:
+def as_supervised_ranks(recipe: Recipe, held: ExitStack) -> int:
     """The same, with ranks that are started again from the newest checkpoint; the exit code."""
     output = Path(recipe.output)
     with Display() as display:
         line = StepLine(display, recipe)
-        known, plan, _ = ready(recipe, display.tell, line.tokenising, recipe.nproc)
+        known, plan, _ = ready(recipe, display.tell, line.tokenising, recipe.nproc, held)
         if not saves(plan):
             display.tell("max_restarts: the plan writes no checkpoints, so a restart begins anew")
         moves = recipe.resume == "never"
         if moves and (unfinished := clear_the_way(output, keep_checkpoints=False)):
             display.tell(unfinished)
-    resolved = output / "data" / "ranks.yaml"
+    resolved = output / "data" / "ranks-train.yaml"
     resolved.write_text(recipe.to_yaml())
 
     def arguments(count: int, trained: bool) -> Sequence[str]:

@@ -101,6 +101,11 @@ def attempt_folder() -> Path | None:
     return Path(found) if found else None
 
 
+def started_by_hasten() -> bool:
+    """Whether this is a rank that a process of hasten's own started and waits for."""
+    return facts.variable(PARENT) is not None
+
+
 def attempt() -> int:
     """1, or how many times this run was started by its supervisor."""
     return int(facts.variable(ATTEMPT) or 1)

@@ -80,6 +80,8 @@ class Job:
             pass tells the loss's own count, and gradients are scaled once it is known.
         adapter: part of the job itself (a run that asks for LoRA has it in every arm).
         held_out: records for the held-out loss; ``metrics`` are the user's own measures.
+        terms: what else decides the training, as JSON: checkpoints note it
+            (:mod:`hasten.core.job_record`).
     """
 
     model: Callable[[], nn.Module] | nn.Module
@@ -99,6 +101,7 @@ class Job:
     max_grad_norm: float | None = 1.0
     seed: int = 0
     device: str = "cpu"
+    terms: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if (self.stream is None) == (not len(self.records)):

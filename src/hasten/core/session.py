@@ -68,6 +68,7 @@ class Session:
     stop_requested: bool = False
     leaving: bool = False  # this machine goes away: what can wait is left out
     meter: Meter = field(default_factory=Meter)
+    changes: list[str] = field(default_factory=list)  # since the checkpoint that it goes on from
 
     @property
     def saves(self) -> bool:

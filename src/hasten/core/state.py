@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from hasten.core.job_record import changes_since, job_record
 from hasten.core.layout import DealsState
 from hasten.core.session import Progress, Session
 from hasten.core.setup import Setup
@@ -34,7 +35,7 @@ class Stateful(Protocol):
 
 
 def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights, optimizer state, random state, what the slots remember; progress and plan."""
+    """Weights, optimizer state, random state, what the slots remember; progress and job."""
     session.settle()
     tensors = _random_of_ranks(session)
     tensors |= _unshared("model", session.loss_module.state_dict(keep_vars=True))
@@ -58,7 +59,7 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
     }
     meta = {
         "progress": asdict(session.progress),
-        "plan": session.setup.plan.to_list(),
+        "job": job_record(session.setup),
         "optimizer": numbers,
         "optimizer_kind": type(session.optimizer).__name__,
         "slots": slots,
@@ -69,7 +70,8 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
     """Bring a freshly assembled session of the same job and plan to a saved state.
 
-    A slot begins afresh where the state says nothing of it.
+    A slot begins afresh where the state says nothing of it. What of the job may have changed, and
+    has, is in ``session.changes``.
 
     Raises:
         InputError: the state belongs to another model, or to another way of filling a slot, and
@@ -96,7 +98,9 @@ def _slots_that_fit(
     """What ``_slots_of`` finds, once the rest is this run's too; a complaint is every rank's."""
     complaint = ""
     found: list[tuple[Stateful, Any]] = []
+    changes: list[str] = []
     try:
+        changes = changes_since(meta, session.setup)
         _check_same_model(session, saved)
         _check_same_update(session, tensors, meta)
         found = _slots_of(session.setup, meta.get("slots", {}))
@@ -105,6 +109,7 @@ def _slots_that_fit(
     for said in told(session, complaint):  # each rank has looked at its own weights
         if said:
             raise InputError(said)
+    session.changes = changes
     return found
 
 

@@ -90,9 +90,12 @@ def knob(
     return field(default=default, metadata=metadata)
 
 
-def setting(default: Any, doc: str) -> Any:
-    """Declare a setting that only the user changes (a path, a seed, a target list)."""
-    return field(default=default, metadata={"doc": doc})
+def setting(default: Any, doc: str, *, may_change: bool = False) -> Any:
+    """Declare a setting that only the user changes (a path, a seed, a target list).
+
+    ``may_change``: a run that goes on from a checkpoint may have another value.
+    """
+    return field(default=default, metadata={"doc": doc, "may_change": may_change})
 
 
 class Technique(ABC):
@@ -146,6 +149,11 @@ class Technique(ABC):
     def knobs(cls) -> dict[str, Knob]:
         """The settings a tuner may change, by field name."""
         return {f.name: f.metadata["knob"] for f in cls._fields() if "knob" in f.metadata}
+
+    @classmethod
+    def may_change(cls) -> list[str]:
+        """The settings that may be others when a run goes on from a checkpoint."""
+        return [f.name for f in cls._fields() if f.metadata.get("may_change")]
 
     @classmethod
     def _fields(cls) -> tuple[dataclasses.Field[Any], ...]:

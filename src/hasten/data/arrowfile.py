@@ -113,6 +113,13 @@ def read(path: Path) -> tuple[list[Batch], Any]:
         return [_mapped(batch) for batch in stream], summary
 
 
+def digest_of(path: Path) -> bytes:
+    """The digest at the end of a file that is whole; may raise OSError."""
+    with path.open("rb") as file:
+        file.seek(-_DIGEST_BYTES, os.SEEK_END)
+        return file.read()
+
+
 def is_whole(path: Path) -> bool:
     """Whether there is a file and it is what was once written; may raise OSError."""
     try:

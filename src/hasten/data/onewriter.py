@@ -1,4 +1,4 @@
-"""One writer at a time: whoever prepares data holds a lock, everybody else waits and says for whom.
+"""One writer at a time: who prepares data holds a lock, and others wait; who trains refuses others.
 
 The lock is the kernel's (flock), bound to an open file, so it is gone the moment its process is
 dead, however it died. The file beside the data carries the holder's process id and start for the
@@ -12,16 +12,21 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from hasten.errors import InputError
 
 # What a file system without locks answers. Writing is atomic without them too, only done twice.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+RUN_LOCK = "run.lock"
+_TRIES, _PAUSE_SECONDS = 20, 0.025  # before a lock counts as another run's
+_HELD: set[int] = set()  # handles of this process
 
 
 @contextmanager
@@ -30,18 +35,91 @@ def one_writer(path: Path, tell: Callable[[str], None] = lambda text: None) -> I
 
     Windows has no such locks: there everybody writes, and the last one's file stays.
     """
+    told = False
+
+    def wait(handle: int) -> None:
+        nonlocal told
+        if not told:
+            tell(f"waiting for {_holder(_note(handle))}, which prepares the same data")
+            told = True
+        _lock(handle, wait=True)
+
+    with _holding(path, wait):
+        yield
+
+
+@contextmanager
+def only_run_in(folder: Path, start: str = "", leads: bool = True) -> Iterator[None]:
+    """Hold a run's folder for as long as the context lasts, at once or not at all.
+
+    `start` is known to all ranks of one start and to no others. A rank that doesn't lead holds
+    nothing: it is refused as its leader is, where a run of another start has the folder.
+
+    Raises:
+        InputError: another run writes into it, or it can't be written.
+    """
+    path = folder / RUN_LOCK
+
+    def refuse(handle: int) -> None:
+        for _ in range(_TRIES):  # a rank may be looking, or a killed run be on its way out
+            time.sleep(_PAUSE_SECONDS)
+            if _lock(handle, wait=False):
+                return
+        raise InputError(
+            f"output: {folder} is in use by {_holder(_note(handle))}, which trains in it; wait "
+            "until that run has ended, or choose another output"
+        )
+
+    with ExitStack() as held:
+        try:
+            if leads:
+                held.enter_context(_holding(path, refuse, start))
+            elif _is_of_others(path, start):
+                raise InputError(f"output: {folder} is in use by another run; choose another")
+        except OSError as error:
+            raise InputError(
+                f"output: {path} can't be locked: {error.strerror or error}; remove it, or choose "
+                "another output"
+            ) from error
+        yield
+
+
+def _is_of_others(path: Path, start: str) -> bool:
+    """Whether the lock is held, and its holder's note goes on naming another start."""
+    if sys.platform == "win32":
+        return False
+    for _ in range(_TRIES):  # the leader may have the lock and not yet its note in it
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return False
+        try:
+            if _lock(handle, wait=False, shared=True) or _note(handle).get("start") == start:
+                return False
+        finally:
+            os.close(handle)
+        time.sleep(_PAUSE_SECONDS)
+    return True
+
+
+@contextmanager
+def _holding(path: Path, busy: Callable[[int], None], start: str = "") -> Iterator[None]:
     if sys.platform == "win32":
         yield
         return
-    handle = _locked(path, tell)
+    handle = _locked(path, busy)
+    _HELD.add(handle)
     try:
-        note = json.dumps({"pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
+        note = {"pid": os.getpid(), "host": socket.gethostname(), "start": start}
+        note["since"] = time.strftime("%Y-%m-%d %H:%M:%S")
         os.ftruncate(handle, 0)
-        os.pwrite(handle, note.encode(), 0)
+        os.pwrite(handle, json.dumps(note).encode(), 0)
         yield
     finally:
-        path.unlink(missing_ok=True)
-        os.close(handle)
+        if handle in _HELD:  # else this is a forked child, and the lock is its parent's
+            _HELD.discard(handle)
+            path.unlink(missing_ok=True)
+            os.close(handle)
 
 
 @contextmanager
@@ -82,17 +160,16 @@ def if_free(path: Path) -> Iterator[bool]:
         os.close(handle)
 
 
-def _locked(path: Path, tell: Callable[[str], None]) -> int:
-    """The handle of the lock file, locked and still under its name."""
-    told = False
+def _locked(path: Path, busy: Callable[[int], None]) -> int:
+    """The handle of the lock file, locked and still under its name.
+
+    `busy` is called with it where somebody else has the lock; it waits for the lock, or raises.
+    """
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             if not _lock(handle, wait=False):
-                if not told:
-                    tell(f"waiting for {_holder(handle)}, which prepares the same data")
-                    told = True
-                _lock(handle, wait=True)
+                busy(handle)
             if _same(handle, path):
                 return handle
         except BaseException:
@@ -101,12 +178,13 @@ def _locked(path: Path, tell: Callable[[str], None]) -> int:
         os.close(handle)
 
 
-def _lock(handle: int, wait: bool) -> bool:
+def _lock(handle: int, wait: bool, shared: bool = False) -> bool:
     """Whether the lock is ours; in a file system without locks it always is."""
     import fcntl
 
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(handle, kind | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
     except OSError as error:
@@ -126,12 +204,19 @@ def _surely(handle: int) -> bool:
     return True
 
 
-def _holder(handle: int) -> str:
+def _note(handle: int) -> dict[str, Any]:
+    """What the holder wrote of itself; empty where it hasn't yet."""
     try:
-        note = json.loads(os.pread(handle, 1 << 10, 0))
-        return f"process {note['pid']} (since {note['since']})"
-    except (ValueError, KeyError, TypeError):
-        return "another process"  # it has the lock and hasn't written its name yet
+        note = json.loads(os.pread(handle, 1 << 12, 0))
+    except ValueError:
+        return {}
+    return note if isinstance(note, dict) else {}
+
+
+def _holder(note: dict[str, Any]) -> str:
+    if "pid" not in note or "since" not in note:
+        return "another process"
+    return f"process {note['pid']} (since {note['since']}, on {note.get('host')})"
 
 
 def _same(handle: int, path: Path) -> bool:
@@ -139,3 +224,14 @@ def _same(handle: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:
         return False
+
+
+def _forget_in_child() -> None:
+    """A forked child (a data worker) would keep the lock after its parent's death."""
+    for handle in _HELD:
+        os.close(handle)
+    _HELD.clear()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_forget_in_child)

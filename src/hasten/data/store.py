@@ -56,6 +56,7 @@ class TokenStore:
         """Map a file; raises arrowfile.DamagedError, or OSError where it can't be read."""
         self.path = path
         self._batches, summary = arrowfile.read(path)
+        self.digest = arrowfile.digest_of(path)  # of all tokens and marks
         self.rejected = [Rejected(*row) for row in summary["rejected"]]
         self.long: int = summary.get("long", 0)  # conversations longer than cutoff_len
         sizes = (len(batch.starts) - 1 for batch in self._batches)

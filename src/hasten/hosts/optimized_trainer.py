@@ -8,6 +8,7 @@ said to do nothing.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -43,6 +44,7 @@ from hasten.techniques.precision import Autocast
 from hasten.techniques.wire import Quantised, technique_of
 
 Switch = bool | Technique | DynamicBatcher | GradientCompressor | None
+DECISIVE = ("lr", "betas", "eps", "weight_decay", "momentum")
 USUAL: Mapping[str, Technique] = {
     "compress_gradients": Quantised(),
     "mixed_precision": Autocast(),
@@ -144,6 +146,8 @@ class OptimizedTrainer:
         found = setup.checkpoint.resume(session) if resume else None
         if resume and found is None:
             print(f"{setup.folder}: no checkpoint yet, starting from the beginning")
+        if session.changes and setup.facts.world.is_main:
+            print(f"going on from {found}: {'; '.join(session.changes)}")
         losses: dict[int, list[float]] = {}
         before = replace(session.progress)  # of the run that is resumed
         watch = Watch(on_step=lambda m: losses.setdefault(m.epoch, []).append(m.loss))
@@ -166,6 +170,7 @@ class OptimizedTrainer:
             max_grad_norm=self.max_grad_norm,
             device=known.device,
             seed=torch.initial_seed() % 2**31,
+            terms=_terms(self.optimizer),
         )
 
     def _facts(self) -> Facts:
@@ -238,6 +243,13 @@ class OptimizedTrainer:
             "resumed_from": str(found) if found else None,
             "world_size": setup.facts.world.size,
         }
+
+
+def _terms(optimizer: Optimizer) -> dict[str, Any]:
+    """Each number of its parameter groups, learning rate among them."""
+    groups = optimizer.param_groups
+    numbers = {key: [group.get(key) for group in groups] for key in DECISIVE if key in groups[0]}
+    return {"optimizer": type(optimizer).__name__, **json.loads(json.dumps(numbers, default=float))}
 
 
 def _resolve(name: str, switch: Any) -> Technique | None:

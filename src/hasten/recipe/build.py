@@ -33,6 +33,7 @@ from hasten.parts.parameter_groups import decayed_groups
 from hasten.parts.token_accuracy import token_accuracy
 from hasten.recipe.material import Material
 from hasten.recipe.schema import Recipe
+from hasten.recipe.terms import terms_of
 from hasten.techniques import CATALOGUE
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.layout import DDP
@@ -136,6 +137,7 @@ def job_of(recipe: Recipe, material: Material, known: Facts, plan: Plan) -> Job:
         max_grad_norm=recipe.max_grad_norm,
         seed=recipe.seed,
         device=known.device,
+        terms=terms_of(recipe, material),
     )
     sampler = prepare(job, plan, known, Path(recipe.output)).sampler
     steps = total_steps(job, sampler) if sampler else 1

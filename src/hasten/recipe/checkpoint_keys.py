@@ -23,7 +23,7 @@ def with_checkpoint_keys(values: Mapping[str, Any], plan: list[Any]) -> dict[str
         raise ValueError(f"checkpoint_every is {every!r}; give dynamic, or a number of steps")
     if folder is not None and not (isinstance(folder, str) and folder):
         raise ValueError(f"checkpoint_dir is {folder!r}; give a folder or an address")
-    place = next((i for i, entry in enumerate(plan) if _is_checkpoints(entry)), None)
+    place = next((i for i, entry in enumerate(plan) if is_checkpoints(entry)), None)
     if every is not None:
         if place is not None:
             raise ValueError(
@@ -50,7 +50,8 @@ def read_resume(value: Any) -> Any:
     raise ValueError("give auto, never, or the path of a checkpoint, such as ./step-00000100")
 
 
-def _is_checkpoints(entry: Any) -> bool:
+def is_checkpoints(entry: Any) -> bool:
+    """Whether an entry of a plan, in any of its forms, is this technique."""
     if isinstance(entry, Mapping):
         entry = entry.get("technique") or next(iter(entry), None)
     return isinstance(entry, str) and entry.lower().replace("-", "_") == NAME

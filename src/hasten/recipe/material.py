@@ -63,6 +63,15 @@ class Material:
             trained_share=float(self.train.trained_counts.sum()) / max(tokens, 1),
         )
 
+    def identity(self) -> dict[str, Any]:
+        """Which tokens are trained on, whatever files they came from; for checkpoints."""
+        whole = self.train.records if isinstance(self.train, Subset) else self.train
+        digest = xxhash.xxh3_128(whole.digest if isinstance(whole, TokenStore) else b"")
+        if isinstance(self.train, Subset):
+            digest.update(self.train.indices.tobytes())
+        known = self.record_facts()
+        return {"records": known.count, "tokens": known.tokens, "hash": digest.hexdigest()[:16]}
+
 
 @dataclass(frozen=True)
 class Note:

@@ -14,10 +14,21 @@ import torch
 
 from hasten.core.evaluate import Evaluation
 from hasten.core.facts import Facts
+from hasten.core.job_record import batch_record, check_same_job
+from hasten.core.plan import Plan
 from hasten.core.session import Session
 from hasten.core.step import StepMetrics
+from hasten.data.store import inspect
+from hasten.models.adapters import adapted_table, parameter_counts
+from hasten.parts.checkpoint import checkpoints
+from hasten.parts.checkpoint.manifest import read_manifest
+from hasten.recipe.build import batch_of
+from hasten.recipe.material import Material
 from hasten.recipe.schema import Recipe
+from hasten.recipe.terms import words_of
+from hasten.techniques.checkpoint import Checkpoints
 
+SHOWN_CHARACTERS = 500  # of a record, at the start
 OWN = ("nproc", "output", "min_nproc")  # a rank may have its own
 
 
@@ -59,7 +70,58 @@ def resume_from(session: Session, what: str, tell: Callable[[str], None]) -> Non
     if found is None:
         tell("no checkpoint to resume from, starting at the beginning")
     else:
-        tell(f"resuming from {found}, step {session.progress.step}")
+        changed = "".join(f"; {phrase}" for phrase in session.changes)
+        tell(f"resuming from {found}, step {session.progress.step}{changed}")
+
+
+def check_resumable(recipe: Recipe, plan: Plan) -> None:
+    """Refuse another training's checkpoint before data is prepared and a model is built.
+
+    A first look at the newest manifest: what it doesn't find, or can't read, is checked later.
+
+    Raises:
+        InputError: the recipe's own words differ from those that the checkpoint notes.
+    """
+    job: Any = None
+    if recipe.resume != "never" and (path := _newest(recipe, plan)) is not None:
+        with contextlib.suppress(ValueError, LookupError, OSError):
+            job = read_manifest(path)["meta"]["job"]
+    words = {
+        **words_of(recipe),
+        **batch_record(batch_of(recipe)),
+        "seed": recipe.seed,
+        "max_grad_norm": recipe.max_grad_norm,
+    }
+    check_same_job(job if isinstance(job, dict) else {}, words, step=0)
+
+
+def _newest(recipe: Recipe, plan: Plan) -> Path | None:
+    """The checkpoint that is gone on from, where it is on this machine's disks."""
+    if recipe.resume != "auto":
+        return Path(recipe.resume)
+    asked = next((t.folder for t in plan if isinstance(t, Checkpoints)), None)
+    place = Path(asked or Path(recipe.output) / "checkpoints")
+    return next(reversed(checkpoints(place)), None)
+
+
+def tell_what_trains(session: Session, material: Material, tell: Callable[[str], None]) -> None:
+    """Model, machine and plan in a line, what was adapted, and the first record as it is seen."""
+    learns, total = parameter_counts(session.model)
+    setup = session.setup
+    tell(
+        f"{setup.facts.model.architecture}, {total / 1e6:.1f} M parameters of which "
+        f"{learns / 1e6:.1f} M learn, on {setup.facts.hardware.short}; plan: {setup.plan}"
+    )
+    for row in adapted_table(session.model):
+        tell(f"  adapted {row.modules} x {row.count}, rank {row.rank}, {row.parameters:,} weights")
+    tell(first_record(material))
+
+
+def first_record(material: Material) -> str:
+    """The first record decoded, for a look at template and loss mask before hours are spent."""
+    text = inspect(material.tokenizer, material.train[0])
+    shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."
+    return f"the first record, trained parts in [[ ]]:\n{shown}"
 
 
 def evaluations_before(session: Session, file: Path) -> list[Evaluation]:

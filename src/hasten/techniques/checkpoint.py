@@ -108,13 +108,16 @@ class SessionCheckpoints:
             InputError: the folder can't be used, or the checkpoint is damaged or of another run.
         """
         self._open(session)
-        with _as_advice():
-            found = self.keeper.load_state(path)
-        if found is None:
-            return None
-        tensors, meta, place = found
-        with _as_advice():
-            restore(session, tensors, meta)
+        try:
+            with _as_advice():
+                found = self.keeper.load_state(path)
+                if found is None:
+                    return None
+                tensors, meta, place = found
+                restore(session, tensors, meta)
+        except InputError:
+            self.keeper.close()  # who catches it may begin again in this folder
+            raise
         return place
 
     def settle(self) -> None:

@@ -29,7 +29,9 @@ class MultiTokenPrediction(Technique):
     slot = Slot.OBJECTIVE
     depth: int = setting(1, "how many tokens behind the next one are predicted")
     weight: float = setting(
-        0.3, "of their mean loss (0.3, later 0.1 in the paper); 0: not trained, not run"
+        0.3,
+        "of their mean loss (0.3, later 0.1 in the paper); 0: not trained, not run",
+        may_change=True,
     )
 
     def __post_init__(self) -> None:
