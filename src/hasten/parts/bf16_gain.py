@@ -3,7 +3,8 @@
 A processor's flags don't tell: with the same flag a training in bf16 was 1.7 times as fast on one
 machine and 0.6 times on another. So products and attention, forward and backward, take turns in
 both formats, each turn at a length that no turn before had: what a library compiles for a new
-shape is part of its cost. The result is kept in the user's cache, by processor and version.
+shape is part of its cost. One thread works and its own seconds are counted, so that a busy machine
+is no other processor. The result is kept in the user's cache, by processor and version.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ def bf16_gain(processor: str, file: Path = FILE) -> tuple[float, ...]:
     """Seconds in float32 over seconds in bf16, one ratio for each round, lowest first.
 
     Args:
-        processor: its name and instruction sets; torch's version and threads are added.
+        processor: its name and instruction sets; torch's version is added.
         file: where ratios of earlier calls are kept.
     """
-    return _kept(f"{processor}, torch {torch.__version__}, {torch.get_num_threads()}", file)
+    return _kept(f"{processor}, torch {torch.__version__}", file)
 
 
 def bf16_pays(ratios: Sequence[float]) -> bool:
@@ -79,20 +80,25 @@ def _read(place: Path) -> dict[str, list[float]]:
 def measure() -> list[float]:
     """Rounds of one turn in each format, the first to go changing."""
     ratios: list[float] = []
-    _turn(torch.float32, FIRST_LENGTH - 26)  # memory and threads are there
-    began = time.perf_counter()
-    for number in range(ROUNDS):
-        if number >= FEWEST_ROUNDS and time.perf_counter() - began > SECONDS:
-            break
-        length = FIRST_LENGTH + 26 * number
-        formats = [torch.float32, torch.bfloat16]
-        seconds = {f: _turn(f, length) for f in (formats if number % 2 else formats[::-1])}
-        ratios.append(seconds[torch.float32] / seconds[torch.bfloat16])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        _turn(torch.float32, FIRST_LENGTH - 26)  # memory and libraries are there
+        began = time.perf_counter()
+        for number in range(ROUNDS):
+            if number >= FEWEST_ROUNDS and time.perf_counter() - began > SECONDS:
+                break
+            length = FIRST_LENGTH + 26 * number
+            formats = [torch.float32, torch.bfloat16]
+            seconds = {f: _turn(f, length) for f in (formats if number % 2 else formats[::-1])}
+            ratios.append(seconds[torch.float32] / seconds[torch.bfloat16])
+    finally:
+        torch.set_num_threads(threads)
     return ratios
 
 
 def _turn(dtype: torch.dtype, length: int) -> float:
-    """Seconds for an MLP's products and an attention of ``length`` tokens, with gradients."""
+    """This thread's seconds for an MLP's products and an attention, with gradients."""
     generator = torch.Generator().manual_seed(length)
 
     def drawn(*shape: int) -> Tensor:
@@ -101,8 +107,8 @@ def _turn(dtype: torch.dtype, length: int) -> float:
     x_TD, up_ID, down_DI = drawn(length, WIDTH), drawn(INNER, WIDTH), drawn(WIDTH, INNER)
     heads = (1, HEADS, length, WIDTH // HEADS)
     q, k, v = drawn(*heads), drawn(*heads), drawn(*heads)
-    began = time.perf_counter()
+    began = time.thread_time()
     hidden = F.linear(F.linear(x_TD, up_ID), down_DI)
     seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     (hidden.sum() + seen.sum()).backward()
-    return time.perf_counter() - began
+    return max(time.thread_time() - began, 1e-9)
