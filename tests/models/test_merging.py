@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -131,15 +130,6 @@ def test_what_does_not_go_with_a_quantised_base_is_refused() -> None:
         add_lora(build("v3-tiny"), rank=2, alpha=2, dora=True, base="int8")
     with pytest.raises(InputError, match="nor a quantised base"):
         add_lora(build("v3-tiny"), rank=2, alpha=2, targets="all-linear", base="int8")
-
-
-def test_an_adapter_that_names_a_module_to_import_is_refused(tmp_path: Path) -> None:
-    save_adapter(taught(build(NAMES[0])), None, tmp_path)
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
-    config |= {"megatron_config": {"hidden_size": 8}, "megatron_core": "antigravity"}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match="names code to import"):
-        merged(build(NAMES[0]), tmp_path)
 
 
 def test_another_models_adapter_is_refused(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from torch import nn
 
 from hasten.errors import InputError
 from hasten.models.load import quiet, seeded
-from hasten.models.sources import read_json
 from hasten.parts.quantised_linear import Kind, QuantisedLinear, quantise_linears, rounded
 
 if TYPE_CHECKING:
@@ -160,11 +159,6 @@ def merged(model: PreTrainedModel, adapter: Path, base: Kind | None = None) -> P
 
     if not (adapter / "adapter_config.json").is_file():
         raise InputError(f"{adapter} holds no adapter: give the folder of a finished LoRA run")
-    if read_json(adapter / "adapter_config.json").get("megatron_config"):
-        raise InputError(
-            f"{adapter / 'adapter_config.json'} names code to import (megatron_config, "
-            "megatron_core), which is never done: remove these keys"
-        )
     if base:
         for name in _adaptable_linears(model):
             weight = model.get_submodule(name).weight
