@@ -98,7 +98,7 @@ class Compiled(Technique):
                 )
         if self.backend == "inductor" and (shared := _shared_cache()):
             found.append(
-                f"torch.compile runs what lies in its cache, and other users may write to {shared}; "
+                f"torch.compile runs what lies in {shared}, and other users may write to it; "
                 "set TORCHINDUCTOR_CACHE_DIR to a folder of your own"
             )
         if facts.model.layers == 1:
