@@ -58,7 +58,7 @@ PRELOADED = (
     "hasten.evidence.loop_process",
 )
 # Programs that start no others, and need no server of their own: each fork costs 30 ms.
-START_NONE = ("ranks.py", "hasten.trial", "hasten.data.worker")
+START_NONE = ("ranks.py", "hasten.trial", "hasten.data.worker", "hasten.data.renderer")
 # Programs whose forked child starts the processes: that child has a server of its own, too.
 FORK_THEMSELVES = ("hasten.cluster.netlab.keeper",)
 READ_WHEN_LOADED = (

@@ -127,7 +127,7 @@ def test_a_killed_preparation_goes_on_where_it_was(
     _, _, *children = until(process, f"done {CHUNK}")
     process.kill()
     process.wait()
-    assert len(children) == (workers if workers > 1 else 0)
+    assert len(children) == workers  # one alone has a process that renders
     assert gone([int(child) for child in children])
     parts = list((tmp_path / "out").glob("*.parts/*.arrow"))
     before = {path: path.stat().st_mtime_ns for path in parts}
@@ -197,7 +197,7 @@ def test_a_worker_that_dies_is_replaced_and_the_order_unchanged(
     store = tokenize(dialogues(COUNT), tokenizer, tmp_path / "out", 64, on_progress=kill, workers=2)
     assert len(killed) >= 2
     assert store.path.read_bytes() == undisturbed
-    assert started() == []
+    assert gone([process.pid for process in started()])
 
 
 def test_a_chunk_whose_workers_die_is_named_and_what_is_done_stays(
@@ -229,7 +229,7 @@ def test_a_chunk_whose_workers_die_is_named_and_what_is_done_stays(
     words = r"the chunk of records \d+ to \d+ \(data.jsonl:\d+ to data.jsonl:\d+\) was ended by sig"
     with pytest.raises(InputError, match=words):
         tokenize(dialogues(COUNT), tokenizer, tmp_path / "out", 64, on_progress=kill, workers=2)
-    assert started() == []
+    assert gone([process.pid for process in started()])
     assert list((tmp_path / "out").glob("*.parts/*.arrow"))
     store = tokenize(dialogues(COUNT), tokenizer, tmp_path / "out", 64)
     assert store.path.read_bytes() == undisturbed
@@ -245,7 +245,7 @@ def test_a_template_that_fails_names_the_record(
     )
     with pytest.raises(InputError, match=r"fails on data\.jsonl:35 \(ZeroDivisionError"):
         tokenize(dialogues(COUNT), tokenizer, tmp_path, 64, workers=count)
-    assert started() == []
+    assert gone([process.pid for process in started()])
 
 
 @pytest.mark.parametrize("workers", [1, 2])

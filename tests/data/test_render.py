@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hasten.data import render as render_module
+from hasten.data import renderer
 from hasten.data.chatformats import FALLBACKS, choose_chat_template
 from hasten.data.formats import Conversation, Message
 from hasten.data.render import render
@@ -151,3 +154,74 @@ def test_each_text_has_the_steps_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     source = "{% for i in range(40) %}{{ i }}{% endfor %}"
     texts = [render_module.render(source, "a.jsonl:1", {}) for _ in range(5)]
     assert texts == ["".join(map(str, range(40)))] * 5
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A renderer that may take hardly any time and 64 MiB."""
+    renderer.stop()
+    monkeypatch.setattr(renderer, "SECONDS", 0)
+    monkeypatch.setattr(renderer, "MEMORY", 64 << 20)
+    yield
+    renderer.stop()
+
+
+_NESTED = (
+    "{% set ns = namespace(x=['a']) %}{% for i in range(50) %}{% set ns.x = [ns.x, ns.x] %}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (
+            "{% for i in range(30000) %}{% set x = 'a' * 8000000 %}{% endfor %}",
+            "processor time more than the texts explain at a:1",
+        ),
+        (
+            "{% set ns = namespace(x=[]) %}{% for i in range(3000) %}"
+            "{% set ns.x = ns.x + [i ~ 'a' * 1000000] %}{% endfor %}",
+            "more memory than it may have on a:1",
+        ),
+        (_NESTED + "{{ ns.x | tojson }}", "than"),
+        (_NESTED + "{{ ns.x ~ '' }}", "than"),
+        (_NESTED + "{{ [ns.x, 1] | string }}", "than"),
+    ],
+    ids=["copies", "kept", "tojson", "joined", "string"],
+)
+def test_a_template_has_limits_of_time_and_memory_whatever_a_single_text_does(
+    tokenizer: Any, limits: None, source: str, said: str
+) -> None:
+    tokenizer.chat_template = source
+    with pytest.raises(InputError, match=said) as caught:
+        encode(tokenizer, dialogue("a", "b"), 99)
+    assert "\n" not in str(caught.value)
+    choose_chat_template(tokenizer, "deepseek-llm")
+    assert encode(tokenizer, dialogue("a", "b"), 99).records, "the next template is rendered"
+
+
+def test_constants_of_a_template_file_are_computed_within_the_limits(
+    tokenizer: Any, limits: None, tmp_path: Path
+) -> None:
+    source = ("{{ 'a' " + "| replace('a', 'aaaa')" * 11 + "| replace('a', '') }}") * 3000
+    (tmp_path / "a.jinja").write_text(source)
+    with pytest.raises(InputError, match="processor time"):
+        choose_chat_template(tokenizer, str(tmp_path / "a.jinja"))
+
+
+def test_a_dialogue_of_thousands_of_turns_is_left_out_with_its_reason(tokenizer: Any) -> None:
+    choose_chat_template(tokenizer, "deepseek-llm")
+    found = encode(tokenizer, dialogue(*"ab" * 4000), 99)
+    assert found.reason == "a dialogue of 8,000 turns: split those of over 1,000"
+
+
+def test_a_forked_process_renders_in_a_process_of_its_own(tokenizer: Any) -> None:
+    choose_chat_template(tokenizer, "deepseek-llm")
+    expected = encode(tokenizer, dialogue("a", "b"), 99).records[0].input_ids.tolist()
+    child = os.fork()
+    if not child:
+        same = renderer.ask("a:1", 1, os.getppid) == os.getpid()
+        os._exit(0 if same else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert encode(tokenizer, dialogue("a", "b"), 99).records[0].input_ids.tolist() == expected

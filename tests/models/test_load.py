@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hasten.errors import InputError
-from hasten.models.load import load_model, load_tokenizer, quiet
+from hasten.models.load import load_model, load_tokenizer, quiet, read_config
 
 WEIGHTS = "model.safetensors"
 
@@ -203,6 +203,38 @@ def test_a_config_that_cannot_be_trained_is_refused(
     edit_config(damaged, lambda config: config.update(change))
     with pytest.raises(InputError, match=said):
         load_model(str(damaged))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"_attn_implementation": "somebody/kernel"},
+        {"attn_implementation": "somebody/kernel@v1:attend"},
+        {"_attn_implementation_internal": "paged|somebody/kernel"},
+        {"attn_implementation": {"": "sdpa", "text_config": "somebody/kernel"}},
+        {"text_config": {"attn_implementation": "somebody/kernel"}},
+        {"parts": [{"attn_implementation": ["sdpa"]}]},
+        {"attn_implementation": "flash_attention_2"},  # not installed: transformers would fetch it
+        {"_experts_implementation": "sonicmoe"},
+        {"experts_implementation": "deepgemm"},
+    ],
+)
+def test_a_kernel_that_a_config_names_is_refused_before_anything_is_fetched(
+    damaged: Path, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: False)
+    edit_config(damaged, lambda config: config.update(change))
+    for read in (load_model, read_config):
+        with pytest.raises(InputError, match=r"implementation.* never fetched or run"):
+            read(str(damaged))
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", None])
+def test_a_config_may_choose_among_attentions_of_transformers_itself(
+    damaged: Path, name: str | None
+) -> None:
+    edit_config(damaged, lambda config: config.update(attn_implementation=name))
+    assert read_config(str(damaged))._attn_implementation == name
 
 
 def test_a_config_that_is_not_json_is_refused(damaged: Path) -> None:

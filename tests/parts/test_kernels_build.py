@@ -82,6 +82,21 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     build.built.cache_clear()
 
 
+def plant(toy: Callable[..., build.Built], tmp_path: Path) -> Path:
+    """Puts a whole library that answers 666 in the place of the toy's."""
+    toy()
+    (path,) = (tmp_path / "kernels").iterdir()
+    other = tmp_path / "other.cpp"
+    other.write_text('extern "C" int answer() { return 666; }\n')
+    path.unlink()
+    compiler = next(filter(None, map(shutil.which, build.COMPILERS)))
+    subprocess.check_call([compiler, "-shared", "-fPIC", str(other), "-o", str(path)])
+    content = path.read_bytes()
+    path.write_bytes(content + build.CHECKSUM(content).digest())
+    path.chmod(0o700)
+    return path
+
+
 def libraries(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*.so"))
 
@@ -283,6 +298,55 @@ def test_a_damaged_library_is_reported_and_built_again(
         assert toy().library.answer() == 7
     assert path.read_bytes()[:4] == b"\x7fELF"
     assert toy().library.answer() == 7  # and no second warning
+
+
+@needs_compiler
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
+def test_a_library_in_a_folder_that_others_may_write_to_is_not_loaded(
+    toy: Callable[..., build.Built], tmp_path: Path, mode: int
+) -> None:
+    plant(toy, tmp_path)
+    (tmp_path / "kernels").chmod(mode)
+    with pytest.warns(UserWarning, match="may be written by others") as said:
+        assert toy().library.answer() == 7
+    assert len(said) == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("way", ["writable", "link", "pipe", "folder of another user"])
+def test_a_library_that_others_may_have_made_is_not_loaded(
+    toy: Callable[..., build.Built],
+    tmp_path: Path,
+    way: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planted = plant(toy, tmp_path)
+    if way == "writable":
+        planted.chmod(0o720)
+    elif way == "link":
+        planted.symlink_to(planted.rename(tmp_path / "elsewhere.so"))
+    elif way == "pipe":
+        planted.unlink()
+        os.mkfifo(planted, 0o700)
+    else:
+        built_by, own = (tmp_path / "kernels").stat().st_ino, build.is_private
+        monkeypatch.setattr(build, "is_private", lambda s: s.st_ino != built_by and own(s))
+    with pytest.warns(UserWarning, match="compiled"):
+        assert toy().library.answer() == 7
+
+
+@needs_compiler
+def test_the_folder_and_its_libraries_are_made_for_the_user_alone(
+    toy: Callable[..., build.Built], tmp_path: Path
+) -> None:
+    before = os.umask(0)
+    try:
+        toy()
+    finally:
+        os.umask(before)
+    (library,) = (tmp_path / "kernels").iterdir()
+    modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "kernels", library)]
+    assert modes == [0o700, 0o700]
 
 
 def test_the_folder_is_in_the_users_cache_and_documented() -> None:

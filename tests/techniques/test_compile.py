@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,6 +76,17 @@ def test_it_trains_alike_beside_other_techniques(others: tuple[Technique, ...]) 
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="plan: compiled: "):
         Plan.from_list([{"compiled": settings}], CATALOGUE)
+
+
+def test_a_cache_that_others_may_write_to_is_an_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    known = job_facts(language_job())
+    tmp_path.chmod(0o700)
+    assert not any("TORCHINDUCTOR_CACHE_DIR" in r for r in Compiled().obstacles(known))
+    tmp_path.chmod(0o707)
+    assert any("TORCHINDUCTOR_CACHE_DIR" in r for r in Compiled().obstacles(known))
 
 
 def test_what_is_missing_to_compile_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hasten.data import renderer
 from hasten.data.render import check_syntax
 from hasten.errors import InputError
 
@@ -139,5 +140,5 @@ def template_file(path: Path) -> str:
         raise InputError(f"chat_template: {path} is not UTF-8: save it as UTF-8") from error
     if len(data) > _LARGEST_FILE:
         raise InputError(f"chat_template: {path} is larger than 1 MiB; that is not a template")
-    check_syntax(text, str(path))
+    renderer.ask(str(path), 0, check_syntax, text, str(path))  # constants are computed there
     return text

@@ -7,7 +7,8 @@ attributes, with the names that Transformers gives them. What the sandbox leaves
   - sizes: what is written, joined, added, multiplied or returned by a method has at most `CHARS`
     characters; methods and filters that pad to a width of the template's choice are not there
 
-Loops are counted by wrapping what they run over while the template is parsed.
+Loops are counted by wrapping what they run over while the template is parsed. What a text may take
+of time and memory altogether is for the process that it is rendered in: see `renderer`.
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ def render(source: str, place: str, values: Mapping[str, Any]) -> str:
             if size > CHARS:
                 raise RunawayError(f"writes more than {CHARS:,} characters")
             pieces.append(piece)
+    except MemoryError as error:
+        raise InputError(
+            f"the tokenizer's chat template takes more memory than it may have on {place}: "
+            "correct the template or the record"
+        ) from error
     except Exception as error:  # a foreign program: it may raise anything
         kind, what = type(error).__name__, " ".join(str(error).split())[:300]
         raise InputError(

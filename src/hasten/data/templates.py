@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from hasten.data import renderer
 from hasten.data.chatformats import (
     DEEPSEEK_LLM,
     DEEPSEEK_R1,
@@ -57,6 +58,7 @@ TooLong = Literal["truncate", "split", "drop"]
 _NONE_LEFT, _DROPPED = "no answer left", "too long"
 NOT_THE_RECORDS_FAULT = (_NONE_LEFT, _DROPPED)  # how reasons begin where cutoff_len is at fault
 _BATCH = 256  # texts that the tokenizer sees at once: it spreads them over the cores
+TURNS = 1_000  # of a dialogue: what precedes each answer is rendered apart, to find the answer
 _STAND_IN = "\ue000answer\ue000"  # private use characters: no template changes them
 _PLAIN = ("system", "user", "assistant")
 _THOUGHT = re.compile(r"(?:<think>\s*)?</think>\s*\Z|<think>\s*\Z")  # opened or left empty
@@ -74,6 +76,14 @@ class _Drawn(NamedTuple):
     text: str
     answers: list[tuple[int, int]] | None  # character spans, end exclusive; None: plain text
     reason: str = "the chat template drops or rewrites the last answer"  # where there are no spans
+
+
+class _Template(NamedTuple):
+    """The chat template of a tokenizer and what it is given; empty where there is none."""
+
+    plain: str
+    with_tools: str
+    special_tokens: dict[str, Any]
 
 
 def encode(
@@ -105,9 +115,9 @@ def encode_all(
         )
     ends = tuple(token for token in tokenizer.get_added_vocab() if token.strip())
     left = iter(conversations)
-    backend = _plain_backend(tokenizer)
+    backend, template = _plain_backend(tokenizer), _template(tokenizer)
     while batch := list(islice(left, _BATCH)):
-        drawn = [_draw(tokenizer, conversation, ends) for conversation in batch]
+        drawn = _draw_all(template, batch, ends)
         # The template has put the special tokens into the text.
         tokens = backend.encode_batch([item.text for item in drawn], add_special_tokens=False)
         for item, source, found in zip(drawn, batch, tokens, strict=True):
@@ -189,19 +199,60 @@ def _check_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int], place: str) -
         )
 
 
-def _draw(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, ends: tuple[str, ...]
-) -> _Drawn:
-    """The whole text of a conversation and where the answers are in it."""
-    if conversation.text is not None:
-        return _Drawn(conversation.text, None)
+def _template(tokenizer: PreTrainedTokenizerBase) -> _Template:
+    """Of several templates, the one named default, or tool_use where there are tools."""
+    sources = []
+    choices: tuple[list[Any] | None, ...] = (None, [])
+    for tools in choices:
+        try:
+            sources.append(str(tokenizer.get_chat_template(tools=tools)))
+        except ValueError:  # none of that name, or none at all
+            sources.append("")
+    return _Template(sources[0], sources[1], dict(tokenizer.special_tokens_map))
 
+
+def _draw_all(
+    template: _Template, conversations: Sequence[Conversation], ends: tuple[str, ...]
+) -> list[_Drawn]:
+    """The whole text of each and where the answers are in it; templates run in another process."""
+    dialogues = [each for each in conversations if each.text is None]
+    drawn: Iterator[_Drawn] = iter(())
+    if dialogues:
+        place = f"{dialogues[0].place} to {dialogues[-1].place}"
+        explained = sum(map(_seconds, dialogues))
+        drawn = iter(renderer.ask(place, explained, _draw_dialogues, template, dialogues, ends))
+    return [next(drawn) if c.text is None else _Drawn(c.text, None) for c in conversations]
+
+
+def _draw_dialogues(
+    template: _Template, dialogues: Sequence[Conversation], ends: tuple[str, ...]
+) -> list[_Drawn]:
+    return [_draw(template, dialogue, ends) for dialogue in dialogues]
+
+
+def _seconds(dialogue: Conversation) -> float:
+    """Processor time that a dialogue explains, some ten times what usual templates take."""
+    turns = min(len(dialogue.messages), TURNS)
+    answers = [message for message in dialogue.messages[:turns] if message.role == "assistant"]
+    calls = sum(bool(answer.calls) for answer in answers)
+    renderings = (2 * len(answers) + 2 * calls + 2) * (len(FORMS) if calls else 1)
+    characters = sum(
+        len(message.content) + sum(len(call.arguments) for call in message.calls)
+        for message in dialogue.messages
+    )
+    return renderings * (3e-4 + 3e-5 * turns + 3e-8 * characters)
+
+
+def _draw(template: _Template, conversation: Conversation, ends: tuple[str, ...]) -> _Drawn:
+    if len(conversation.messages) > TURNS:
+        number = len(conversation.messages)
+        return _Drawn("", [], f"a dialogue of {number:,} turns: split those of over {TURNS:,}")
     if all(message.role in _PLAIN and not message.calls for message in conversation.messages):
-        return _draw_turns(tokenizer, conversation, ends, "object")
+        return _draw_turns(template, conversation, ends, "object")
     unseen, failed = "", ""
     for form in FORMS:  # templates differ in how they take the arguments of a call
         try:
-            return _draw_turns(tokenizer, conversation, ends, form)
+            return _draw_turns(template, conversation, ends, form)
         except UnseenError as error:
             unseen = unseen or str(error)
         except InputError as error:
@@ -210,10 +261,10 @@ def _draw(
 
 
 def _draw_turns(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, ends: tuple[str, ...], form: str
+    template: _Template, conversation: Conversation, ends: tuple[str, ...], form: str
 ) -> _Drawn:
     def render(messages: Sequence[Message], prompt: bool = False) -> str:
-        return _render(tokenizer, messages, prompt, conversation.place, form)
+        return _render(template, messages, prompt, conversation.place, form)
 
     *before, last = messages = conversation.messages
     text, prompt = render(messages), render(before, prompt=True)
@@ -236,25 +287,24 @@ def _draw_turns(
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase,
+    template: _Template,
     messages: Sequence[Message],
     prompt: bool,
     place: str,
     form: str,
 ) -> str:
-    if not tokenizer.chat_template:
+    tools, turns = split_tools(messages)
+    source = template.plain if tools is None else template.with_tools
+    if not source:
         names = " or ".join(FALLBACKS)
         raise InputError(f"the tokenizer has no chat template, which {place} needs: use {names}")
-    tools, turns = split_tools(messages)
     values = {
-        **tokenizer.special_tokens_map,
+        **template.special_tokens,
         "messages": template_turns(turns, form),
         "tools": tools,
         "documents": None,
         "add_generation_prompt": prompt,
     }
-    # Of several, the one named default, or tool_use where there are tools.
-    source: str = tokenizer.get_chat_template(tools=tools)
     return render_template(source, place, values)
 
 

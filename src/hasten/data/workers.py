@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from itertools import chain, islice
 from multiprocessing.connection import Connection, wait
 from typing import NamedTuple
 
+from hasten.data import renderer
 from hasten.data.worker import Chunk, Work, write_part
 from hasten.errors import InputError
 
@@ -47,14 +49,17 @@ def run(work: Work, tasks: Iterable[Task], workers: int) -> Generator[int, None,
     Raises InputError where a chunk fails or its workers die. Files of finished chunks stay.
     """
     if workers == 1 or os.name != "posix":
-        for task in tasks:
-            try:
-                write_part(work, task.load())
-            except (InputError, OSError):
-                raise
-            except Exception as error:
-                raise _failed(task, f"{type(error).__name__}: {error}") from error
-            yield task.records
+        try:
+            for task in tasks:
+                try:
+                    write_part(work, task.load())
+                except (InputError, OSError):
+                    raise
+                except Exception as error:
+                    raise _failed(task, f"{type(error).__name__}: {error}") from error
+                yield task.records
+        finally:
+            renderer.stop()
         return
     left, given = iter(tasks), pickle.dumps(work)
     with ExitStack() as stack:
@@ -134,5 +139,7 @@ def _started() -> Iterator[_Worker]:
         yield _Worker(process, link)
     finally:
         link.close()
-        process.kill()  # it has nothing to lose: parts appear whole or not at all
+        # It has nothing to lose: parts appear whole or not at all. Its renderer ends with it.
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()

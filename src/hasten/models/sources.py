@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +20,13 @@ from hasten.models.presets import PRESETS
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 _HUB_NAME: Final = re.compile(r"[\w.-]+/[\w.-]+")
+_KERNEL_KEY: Final = re.compile(r"_?(attn|experts)_implementation(_internal)?")
+# What transformers computes with code of its own. Any other name is a kernel: transformers would
+# fetch it from the hub and run it.
+_OWN_KERNELS: Final = {
+    "attn": ("eager", "sdpa", "flex_attention"),
+    "experts": ("eager", "grouped_mm", "batched_mm"),
+}
 
 
 def check_source(source: str) -> Path | None:
@@ -78,6 +86,45 @@ def check_native(source: str, raw: dict[str, Any], *, needs_weights: bool) -> No
             f"the weights of {source} are quantised ({method}) and can't be trained as they are: "
             "convert them to bfloat16 first"
         )
+    _check_kernels(source, raw)
+
+
+def _check_kernels(source: str, raw: dict[str, Any]) -> None:
+    """InputError where a config or a part of it names code for attention or experts to fetch."""
+    parts: list[Any] = [raw]
+    while parts:
+        part = parts.pop()
+        parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        for key, value in part.items() if isinstance(part, dict) else ():
+            found = _KERNEL_KEY.fullmatch(key)
+            for name in _names(value) if found else ():
+                known = _OWN_KERNELS[found[1]] if found else ()
+                if name not in known and not _is_installed(name):
+                    raise InputError(
+                        f"the config.json of {source} sets {key} to {name!r}, and kernels that a "
+                        f"model's folder names are never fetched or run: remove the key, or set it "
+                        f"to one of {', '.join(known)}"
+                    )
+
+
+def _names(value: Any) -> Iterator[Any]:
+    """The names in the value of an implementation's key: one, or one for each part of the model."""
+    if isinstance(value, dict):
+        for inner in value.values():
+            yield from _names(inner)
+    elif value is not None:
+        yield value
+
+
+def _is_installed(name: Any) -> bool:
+    """Whether it is flash attention from an installed package; else transformers would fetch it."""
+    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+    checks = {
+        "flash_attention_2": is_flash_attn_2_available,
+        "flash_attention_3": is_flash_attn_3_available,
+    }
+    return isinstance(name, str) and name in checks and bool(checks[name]())
 
 
 def check_tokenizer(source: str) -> None:

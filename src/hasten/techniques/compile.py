@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
+import stat
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -94,6 +96,11 @@ class Compiled(Technique):
                     f"compiling {name} takes Python's headers (Python.h), and they aren't "
                     "installed; on Debian and Ubuntu the package is python3-dev"
                 )
+        if self.backend == "inductor" and (shared := _shared_cache()):
+            found.append(
+                f"torch.compile runs what lies in {shared}, and other users may write to it; "
+                "set TORCHINDUCTOR_CACHE_DIR to a folder of your own"
+            )
         if facts.model.layers == 1:
             found.append(f"this {name} has one block, so there is nothing to share between blocks")
         return tuple(found)
@@ -175,3 +182,16 @@ def _tokens_expected(job: Job) -> float | None:
             records = (job.batch.records or 0) * epoch / len(job.lengths)
             limits.append(job.stop.steps * (job.batch.tokens or records))
     return min(limits, default=None)
+
+
+def _shared_cache() -> str | None:
+    """The folder of torch's cache if others may have put code into it: it begins in /tmp.
+
+    A group may write to it: with the usual umask of some systems, a user is a group alone.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folder = cache_dir()
+    found = os.stat(folder)
+    safe = found.st_uid == os.geteuid() and not found.st_mode & stat.S_IWOTH
+    return None if safe else folder

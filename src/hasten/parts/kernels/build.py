@@ -1,23 +1,27 @@
 """Compiles hasten's C++ kernels on first use, for this very processor, and keeps the result.
 
 A kernel file has plain C functions over pointers and no header of torch or Python, so that it
-compiles in a second or two and outlives either's next release. The library is built under a
-temporary name and moved into place in one rename: a build that was killed leaves nothing that a
+compiles in a second or two and outlives either's next release. The library is built in a temporary
+folder and moved into place in one rename: a build that was killed leaves nothing that a
 later one would wait for, and two processes that build at once both end with a whole file. A file
-ends with its own checksum, because loading a damaged one can end the process without a word.
+ends with its own checksum, because loading a damaged one can end the process without a word. A
+file or folder that other users may write to is not loaded from.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fnmatch
 import functools
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,56 +52,69 @@ def built(*names: str, folder: Path | None = None) -> Built:
     """The library of the named source files, compiled if nobody has compiled it here before.
 
     ``folder`` keeps it for the next process: by default ``.cache/hasten/kernels`` in the user's
-    home, or a temporary folder of this process where that can't be written.
+    home, or a temporary folder of this process where that can't be written, or by others too.
     """
     compiler = next((found for c in COMPILERS if (found := shutil.which(c))), None)
     if compiler is None:
         return Built(None, f"no C++ compiler was found ({', '.join(COMPILERS)}): install one")
-    place = _writable(folder or FOLDER)
-    path = place / f"{'-'.join(names)}-{_key(compiler, names)}.so"
-    if not _whole(path):
-        # It stays in its place until the new one takes it: another process may be faster.
-        if path.exists():
-            warnings.warn(f"{path} is damaged and compiled again", stacklevel=2)
-        complaint = _compile(compiler, [SOURCES / f"{n}.cpp" for n in names], path)
-        if complaint:
-            return Built(None, f"{compiler} can't compile the kernels here: {complaint}")
-    try:
-        loaded = Built(ctypes.CDLL(str(path)))
-        _keep_few(path)
+    with _opened(folder or FOLDER) as place:
+        name = f"{'-'.join(names)}-{_key(compiler, names)}.so"
+        file = _whole(name, place)
+        if file is None:
+            complaint = _compile(compiler, [SOURCES / f"{n}.cpp" for n in names], name, place)
+            file = _whole(name, place)
+            if complaint or file is None:
+                complaint = complaint or f"{name} is not what was written"
+                return Built(None, f"{compiler} can't compile the kernels here: {complaint}")
+        try:
+            # The open file was checked, and what lies under its name may be another by now. It
+            # stays open: the loader takes a number that was used before for the same library.
+            loaded = Built(ctypes.CDLL(f"/proc/self/fd/{file}"))
+        except OSError as error:
+            os.close(file)
+            return Built(None, f"the compiled kernels can't be loaded: {error}")
+        _keep_few(name, place)
         return loaded
-    except OSError as error:
-        return Built(None, f"the compiled kernels can't be loaded: {error}")
 
 
-def _keep_few(path: Path) -> None:
+def _keep_few(name: str, folder: int) -> None:
     """The library was used today; of the same sources' others only the latest few stay."""
-    stem = path.name.rpartition("-")[0]
+    pattern = f"{name.rpartition('-')[0]}-{'?' * 16}.so"
     with contextlib.suppress(OSError):  # another process sweeps as well, or the folder is read-only
-        os.utime(path)
-        others = path.parent.glob(f"{stem}-{'?' * 16}.so")
-        for old in sorted(others, key=lambda p: p.stat().st_mtime, reverse=True)[KEPT:]:
-            old.unlink()  # a process that has it loaded keeps it
+        os.utime(name, dir_fd=folder)
+        others = fnmatch.filter(os.listdir(folder), pattern)
+        age = {other: os.stat(other, dir_fd=folder).st_mtime for other in others}
+        for old in sorted(others, key=age.__getitem__, reverse=True)[KEPT:]:
+            os.unlink(old, dir_fd=folder)  # a process that has it loaded keeps it
 
 
-def _compile(compiler: str, sources: list[Path], path: Path) -> str:
-    """The compiler's complaint, or nothing when ``path`` is there."""
+def _compile(compiler: str, sources: list[Path], name: str, folder: int) -> str:
+    """The compiler's complaint, or nothing when the library is in the open folder."""
     try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as name:
-            library = Path(name) / path.name
+        with tempfile.TemporaryDirectory(prefix="hasten-building-") as building:
+            library = Path(building) / name
             for command in _commands(compiler, sources, library):
                 found = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
                 if found.returncode:
                     lines = [line for line in found.stderr.splitlines() if "error" in line]
                     return (lines or found.stderr.splitlines() or ["no reason given"])[0].strip()
             content = library.read_bytes()
-            library.write_bytes(content + CHECKSUM(content).digest())  # the loader ignores the end
-            os.replace(library, path)
+        _put(content + CHECKSUM(content).digest(), name, folder)  # the loader ignores the end
     except subprocess.TimeoutExpired:
         return f"it did not finish within {SECONDS} seconds"
     except OSError as error:
         return str(error)
     return ""
+
+
+def _put(content: bytes, name: str, folder: int) -> None:
+    part = f".{name}.{os.getpid()}.part"
+    with contextlib.suppress(FileNotFoundError):  # of a process with this number that was killed
+        os.unlink(part, dir_fd=folder)
+    file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700, dir_fd=folder)
+    with open(file, "wb") as stream:
+        stream.write(content)
+    os.replace(part, name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def _commands(compiler: str, sources: list[Path], library: Path) -> list[list[str]]:
@@ -112,14 +129,31 @@ def _commands(compiler: str, sources: list[Path], library: Path) -> list[list[st
     return [*commands, [compiler, "-shared", *map(str, objects), runtime, "-o", str(library)]]
 
 
-def _whole(path: Path) -> bool:
-    """Whether the file is as it was written; a cut one would end the process when it is loaded."""
+def _whole(name: str, folder: int) -> int | None:
+    """The open file if it is this user's alone and as it was written; a cut one ends the process.
+
+    What anybody can write, with a checksum too, would be run here.
+    """
     try:
-        content = path.read_bytes()
-    except OSError:
-        return False
-    size = CHECKSUM().digest_size
-    return content[-size:] == CHECKSUM(content[:-size]).digest()
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        warnings.warn(f"{name}: {error.strerror}; it is compiled again", stacklevel=3)
+        return None
+    fault = "is damaged"
+    if not is_private(os.fstat(file)):
+        fault = "may be written by other users"
+    elif stat.S_ISREG(os.fstat(file).st_mode):
+        with open(file, "rb", closefd=False) as stream:
+            content = stream.read()
+        size = CHECKSUM().digest_size
+        if content[-size:] == CHECKSUM(content[:-size]).digest():
+            return file
+    os.close(file)
+    # It stays in its place until the new one takes it: another process may be faster.
+    warnings.warn(f"{name} {fault} and compiled again", stacklevel=3)
+    return None
 
 
 def _flags() -> tuple[str, ...]:
@@ -160,14 +194,36 @@ def _loaded(name: str) -> str | None:
     return next((p for p in paths if Path(p).name.startswith(name)), None)
 
 
-def _writable(folder: Path) -> Path:
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """The folder, open, if it can be written by this user and nobody else; else a temporary one.
+
+    Everything is done relative to what is opened here, so that it can't be exchanged meanwhile.
+    """
     try:
         folder = folder.expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
-            return folder
+            place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except (OSError, RuntimeError):  # the latter where the user has no home
-        return _own_folder()
+        place = os.open(_own_folder(), os.O_RDONLY | os.O_DIRECTORY)
+    if not is_private(os.fstat(place)):
+        os.close(place)
+        warnings.warn(
+            f"{folder} belongs to another user or may be written by others, so kernels in it are "
+            "not loaded but compiled for this process alone; make it your own, with mode 700",
+            stacklevel=4,
+        )
+        place = os.open(_own_folder(), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield place
+    finally:
+        os.close(place)
+
+
+def is_private(found: os.stat_result) -> bool:
+    """Whether a file or folder is this user's and nobody else may write to it."""
+    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 @functools.cache

@@ -1,0 +1,168 @@
+"""A process with limits for the chat templates of others: `python -m hasten.data.renderer FD ...`.
+
+The sandbox bounds the steps and the largest text of one rendering (see `render`), but a template
+may also keep many texts, or let one call of the interpreter run for hours. So templates are
+rendered by a process that the kernel ends or refuses memory:
+
+  (1) the first `ask` of a process starts it; FD is a socket between the two, and its end is the end
+      of the process
+  (2) each question is a function and its arguments, and the processor time that their size explains
+  (3) over all questions together it may take `SECONDS` more than that, and `MEMORY` at any time
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, TypeVar
+
+from hasten.errors import InputError
+
+Answer = TypeVar("Answer")
+SECONDS = 30  # of processor time
+MEMORY = 2 << 30  # bytes of address space beyond that of the process as it starts
+
+
+class _Renderer(NamedTuple):
+    owner: int  # a fork has a copy of this, and the process is not its own
+    process: subprocess.Popen[bytes]
+    link: Connection
+
+
+_lock = threading.Lock()
+_current: _Renderer | None = None
+
+
+def ask(
+    place: str, explained: float, function: Callable[..., Answer], *arguments: object
+) -> Answer:
+    """What a function of a module returns in the process with limits.
+
+    Raises InputError where the function does, and where it takes more than it may; `place` says
+    where that was, and `explained` is the seconds of processor time that the arguments explain.
+    """
+    if os.name != "posix":
+        return function(*arguments)
+    with _lock:
+        renderer = _started()
+        try:
+            renderer.link.send((explained, function, arguments))
+            users, found = renderer.link.recv()
+        except (EOFError, ConnectionError):
+            code = renderer.process.wait()
+            stop()
+            raise InputError(_ended(place, code)) from None
+        except BaseException:  # an interrupt: what it answers now is to no question
+            stop()
+            raise
+    if users is None:
+        answer: Answer = found
+        return answer
+    raise InputError(found) if users else RuntimeError(found)
+
+
+def stop() -> None:
+    """End the process, if there is one; the next question starts another."""
+    global _current
+    if _current is not None and _current.owner == os.getpid():
+        _current.link.close()
+        _current.process.kill()
+        _current.process.wait()
+    _current = None
+
+
+def _started() -> _Renderer:
+    global _current
+    if _current is None or _current.owner != os.getpid():
+        ours, theirs = socket.socketpair()
+        limits = [str(SECONDS), str(MEMORY)]
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "hasten.data.renderer", str(theirs.fileno()), *limits],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                # Ctrl-C is for its owner; one that leads a session already is killed with it.
+                start_new_session=os.getsid(0) != os.getpid(),
+            )
+        _current = _Renderer(os.getpid(), process, Connection(ours.detach()))
+        atexit.register(stop)
+    return _current
+
+
+def _ended(place: str, code: int) -> str:
+    if code == -signal.SIGXCPU:
+        return (
+            f"the tokenizer's chat template takes over {SECONDS} s of processor time more than the "
+            f"texts explain at {place}: correct the template or the record"
+        )
+    how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+    return f"the process that renders the chat template {how} at {place}: correct the template"
+
+
+def main(handle: int, seconds: int, memory: int) -> None:
+    """Answer questions until the socket ends."""
+    _limit_memory(memory)
+    allowed = time.process_time() + seconds
+    with Connection(handle) as caller:
+        while True:
+            with suppress(EOFError, ConnectionError):
+                explained, function, arguments = caller.recv()
+                allowed += explained
+                _limit_time(allowed)
+                caller.send(_answer(function, arguments, memory))
+                continue
+            return
+
+
+def _answer(
+    function: Callable[..., Any], arguments: tuple[Any, ...], memory: int
+) -> tuple[bool | None, Any]:
+    """None and what the function returns, or whether the fault is the user's, and what it is."""
+    try:
+        return None, function(*arguments)
+    except InputError as error:
+        return True, str(error)
+    except MemoryError:
+        return True, f"the chat template takes more than {memory >> 20:,} MiB: correct the template"
+    except Exception as error:
+        return False, f"{type(error).__name__}: {error}"
+
+
+def _limit_memory(more: int) -> None:
+    import resource
+
+    with suppress(OSError, ValueError):  # not every system has these limits
+        with open("/proc/self/statm") as file:
+            has = int(file.read().split()[0]) * resource.getpagesize()
+        _lower(resource.RLIMIT_AS, has + more)
+        _lower(resource.RLIMIT_CORE, 0)
+
+
+def _limit_time(seconds: float) -> None:
+    import resource
+
+    with suppress(OSError, ValueError):
+        _lower(resource.RLIMIT_CPU, math.ceil(seconds))
+
+
+def _lower(kind: int, most: int) -> None:
+    """Set the limit that counts; the hard one stays, so that this process may raise it again."""
+    import resource
+
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
