@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from foreign_configs import ACCELERATE, AXOLOTL, LLAMA_FACTORY, TRAINING_ARGUMENTS
 from hasten.cli.import_ import import_
 from hasten.errors import InputError
+from hasten.parts.bf16_gain import Gain
 from hasten.recipe.importing import FORMATS, Imported, read
 from hasten.recipe.schema import load_recipe
 from hasten.run import train
+from hasten.techniques import precision
 from material import dataset
 
 
@@ -126,6 +128,27 @@ def test_the_imported_recipe_trains(
     summary = train(load_recipe(recipe), tell=lambda text: None)
     assert summary["steps"] == int(yaml.safe_load(text)["max_steps"])
     assert (tmp_path / "run" / "adapter" / "adapter_config.json").is_file()
+
+
+@pytest.mark.parametrize("low", [0.5, 1.1])
+@pytest.mark.parametrize("asked", ["bf16", "pure_bf16", "fp16"])
+def test_a_number_format_is_kept_and_told_where_it_gains_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    bf16_products: None,
+    asked: str,
+    low: float,
+) -> None:
+    monkeypatch.setattr(precision, "bf16_gain", lambda cpu: Gain(low + 0.1, low, low + 0.2, 6))
+    path = tmp_path / "config.yaml"
+    path.write_text(f"stage: sft\nfinetuning_type: full\ncutoff_len: 64\n{asked}: true\n")
+    import_(path, [], tmp_path / "recipe.yaml", 1)
+    written = yaml.safe_load((tmp_path / "recipe.yaml").read_text())["plan"]
+    formats = {"bf16": {"autocast": {"dtype": "bf16"}}, "fp16": {"autocast": {"dtype": "fp16"}}}
+    assert formats.get(asked, "bf16_master_weights") in written
+    told = "and gains nothing here: bf16 has 0.60× [0.50, 0.70]" in capsys.readouterr().out
+    assert told == (low < 1 and asked != "fp16")
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,12 @@ import pytest
 from hasten.cli.init import init
 from hasten.core.facts import Accelerator, Facts
 from hasten.errors import InputError
+from hasten.parts.bf16_gain import Gain
 from hasten.recipe import suggest as module
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.suggest import suggest
 from hasten.run import train
+from hasten.techniques import precision
 from material import dataset
 
 
@@ -88,6 +90,26 @@ def test_batching_follows_architecture_and_devices(
     plan, reason = module._batching(recipe, lengths, 100, known)
     assert plan == expected
     assert "% full" in reason
+
+
+@pytest.mark.parametrize(
+    ("gain", "chosen", "words"),
+    [
+        (Gain(1.7, 1.6, 1.8, 9), True, "bf16 was measured at 1.70× [1.60, 1.80] the speed"),
+        (Gain(0.6, 0.5, 0.7, 9), False, "no bf16: it was measured at 0.60× [0.50, 0.70]"),
+        (Gain(1.1, 0.9, 1.3, 9), False, "on this processor, which leaves it open"),
+    ],
+)
+@pytest.mark.parametrize("flags", [("avx512f", "avx512_bf16"), ("avx512f",)])
+def test_bf16_is_chosen_by_its_measurement_whatever_the_flags(
+    monkeypatch: pytest.MonkeyPatch, gain: Gain, chosen: bool, words: str, flags: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(precision, "bf16_gain", lambda cpu: gain)
+    known: Facts = module.facts_of(Recipe(model="deepseek-llm-tiny", dataset="stdlib", max_steps=1))
+    hardware = replace(known.hardware, accelerators=(), instruction_sets=flags)
+    plan, (reason,) = module._bf16(replace(known, device="cpu", hardware=hardware))
+    assert plan == ["bf16_master_weights"] * chosen
+    assert words in reason
 
 
 def test_the_cut_holds_nearly_all_records() -> None:

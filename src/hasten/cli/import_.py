@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from hasten.cli.arguments import writable
+from hasten.core import facts
 from hasten.errors import InputError
 from hasten.recipe.importing import Imported, read
 from hasten.recipe.plain_yaml import read_overrides
 from hasten.recipe.schema import recipe_from
+from hasten.techniques.precision import why_no_gain
 
 ORDER = {"contradicts": 0, "unmapped": 1, "mapped": 2, "needless": 3}
 TITLES = {
@@ -33,6 +36,7 @@ def import_(path: Path, overrides: Sequence[str], output: Path | None, nproc: in
     found = read(path, nproc)
     found.values.update(read_overrides(overrides))
     show(found, path)
+    tell_format(found.values)
     text = found.to_yaml(path.name)
     if output is not None:
         if output.exists():
@@ -46,6 +50,17 @@ def import_(path: Path, overrides: Sequence[str], output: Path | None, nproc: in
         print(f"to be filled in before it trains: {words}")
         return
     recipe_from(found.values, f"the recipe from {path}")
+
+
+def tell_format(values: Mapping[str, Any]) -> None:
+    """Where the file asks for bf16 and this processor gains nothing by it, a line on that."""
+    asked = [{entry: {}} if isinstance(entry, str) else entry for entry in values.get("plan") or []]
+    settings = {name: given or {} for entry in asked for name, given in entry.items()}
+    autocast = settings.get("autocast", {"dtype": "none"}).get("dtype", "bf16")
+    if "bf16_master_weights" not in settings and autocast != "bf16":
+        return
+    if why := why_no_gain(facts.seen_at_start()):
+        print(f"bf16 is kept, since the file asks for it, and gains nothing here: {why}")
 
 
 def show(found: Imported, path: Path) -> None:

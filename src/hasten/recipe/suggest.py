@@ -26,13 +26,13 @@ from hasten.parts.packing import choose_method
 from hasten.recipe.build import facts_of, requested_plan
 from hasten.recipe.material import Material, gather
 from hasten.recipe.schema import Recipe, recipe_from
+from hasten.techniques.precision import gain_here
 
 SAMPLE = 2000  # records that are looked at
 BATCH = 32  # records of a step
 BYTES_PER_WEIGHT = 16  # float32 weight, gradient and two moments
 ROOM = 0.6  # of the memory, for these; the rest is for activations
 MICRO_BATCH_TOKENS = 8192  # a step with more tokens is cut
-BF16_UNITS = ("amx_bf16", "avx512_bf16", "bf16")
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,9 @@ def _plan(look: Recipe, material: Material, known: Facts, cutoff: int) -> tuple[
         plan += batching
         reasons += [f"{padding:.0%} of the slots would be padding", why]
     plan += ["fused_layers", "experts_implementation", "labelled_token_loss"]
-    if known.on_gpu or set(BF16_UNITS) & set(known.hardware.instruction_sets):
-        plan.append("bf16_master_weights")
-        reasons.append("the processor multiplies bf16")
+    use, why = _bf16(known)
+    plan += use
+    reasons += why
     if not known.on_gpu:
         plan.append("fused_adamw")
     if BATCH * lengths.mean() > MICRO_BATCH_TOKENS:
@@ -162,6 +162,18 @@ def _plan(look: Recipe, material: Material, known: Facts, cutoff: int) -> tuple[
         reasons.append(f"a step has {BATCH * lengths.mean():,.0f} tokens")
     kept = [entry for entry in plan if not _obstacles(look, entry, known)]
     return kept, "; ".join(reasons)
+
+
+def _bf16(known: Facts) -> tuple[list[Any], list[str]]:
+    """bf16 on a GPU, and on a processor that was measured to be faster with it; the reason."""
+    if known.on_gpu:
+        return ["bf16_master_weights"], ["the device multiplies bf16"]
+    gain = gain_here(known)
+    if gain is None:
+        return [], []
+    if gain.sure:
+        return ["bf16_master_weights"], [f"bf16 was measured at {gain}"]
+    return [], [f"no bf16: it was measured at {gain}"]
 
 
 def _batching(
