@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 import hasten.cli.demo as module
-from hasten.evidence.ablation import Design
+from hasten.cli.report_table import print_table
+from hasten.core.plan import Plan
+from hasten.evidence.ablation import Arm, Design
+from hasten.evidence.findings import report_of
+from hasten.evidence.report import render_markdown
 from hasten.recipe.schema import Recipe
 
 
@@ -48,6 +56,7 @@ def test_the_demo_compares_trains_and_leaves_an_honest_report(
     assert "https://" not in page
     assert "| baseline" in out
     assert "it writes:" in out
+    assert report["samples"][0]["arm"].endswith(", 2 steps")
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
@@ -63,5 +72,86 @@ def test_a_training_that_was_asked_to_leave_is_told_without_what_it_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     left = {"steps": 3, "held_out_loss": None, "tokens_per_second": None, "saved": "run/model"}
-    module._show_training({**left, "samples": []})
-    assert capsys.readouterr().out == "\nafter 3 steps with the whole plan: saved in run/model\n"
+    module._show_training({**left, "samples": []}, "+ packed")
+    assert capsys.readouterr().out == "\nafter 3 steps with + packed: saved in run/model\n"
+
+
+def report_on(speeds: dict[str, float], step: float = 0.2) -> dict[str, Any]:
+    """A ladder of the demo's plan, of which these rows were measured."""
+    arms = []
+    for number, name in enumerate(["baseline", *(f"+ {n}" for n in module.PLAN)]):
+        if name in speeds:
+            found = Arm(name, Plan(), kind="ladder" if number else "baseline")
+            jitter = (1.0, 1 - 0.001 * number, 1 + 0.001 * number)
+            found.rounds = [1000 * speeds[name] * share for share in jitter]
+            one = {"slots": 9, "tokens": 9}
+            found.steps = [{"step_seconds": s, **one} for s in (step, step, step)]
+            found.held_out = [(9, 2.0)]
+            arms.append(found)
+    report = report_of(arms, title="t", command="c", hardware={}, versions={}, recipe={"seed": 0})
+    for row in report["arms"]:
+        last = row["name"].removeprefix("+ ")
+        row["techniques"] = module.PLAN[: module.PLAN.index(last) + 1] if "+" in row["name"] else []
+    return report
+
+
+SPEEDS = {"baseline": 1.0, "+ packed": 1.2, "+ labelled_token_loss": 3.0}
+SPEEDS |= {"+ bf16_master_weights": 1.5, "+ fused_adamw": 1.6}
+
+
+def test_the_demo_trains_with_the_fastest_row_that_it_has_measured() -> None:
+    row = module.row_to_train(report_on(SPEEDS), module.PLAN)
+    assert row.plan == ["packed", "document_attention", "fused_layers", "labelled_token_loss"]
+    assert row.why.startswith('"+ labelled_token_loss", the fastest row of equal quality: 3.00× [')
+    whole = module.row_to_train(report_on({**SPEEDS, "+ fused_adamw": 4.0}), module.PLAN)
+    assert whole.plan == module.PLAN
+    slow = module.row_to_train(report_on({"baseline": 1.0, "+ fused_adamw": 0.5}), module.PLAN)
+    assert (slow.plan, slow.name) == ([], "baseline")
+    assert "no row was shown to be faster" in slow.why
+
+
+def test_where_nothing_was_measured_in_time_the_demo_says_so_and_trains_with_its_plan() -> None:
+    report = report_on({"baseline": 1.0})
+    report["arms"][0]["tokens_per_second"] = {"median": None, "low": None, "high": None}
+    row = module.row_to_train(report, module.PLAN)
+    assert row.plan == module.PLAN
+    assert "nothing could be measured in time" in row.why
+    assert row.steps() == module.TRAINING_STEPS
+
+
+@pytest.mark.parametrize(("step", "steps"), [(0.01, 160), (1.0, 48), (500.0, 1)])
+def test_the_training_has_as_many_steps_as_fit_into_its_time(step: float, steps: int) -> None:
+    assert module.row_to_train(report_on(SPEEDS, step), module.PLAN).steps() == steps
+
+
+def test_a_training_is_asked_to_stop_once_its_time_has_come() -> None:
+    told: list[Any] = []
+    session: Any = SimpleNamespace(leaving=False, stop_requested=False)
+    now = iter((1.0, 71.9, 72.0, 80.0))
+    stop = module.Stop(72.0, told.append, told.append, lambda: next(now))
+    stop.start(session)
+    seen = []
+    for metrics in ("a", "b", "c"):
+        stop.step(metrics)  # type: ignore[arg-type]
+        seen.append(session.stop_requested)
+    assert seen == [False, False, True]
+    assert not session.leaving  # its loss and its sample are still wanted
+    assert told == [session, "a", "b", "c"]
+
+
+def test_measuring_ends_by_a_deadline_that_counts_from_the_beginning() -> None:
+    assert module.DESIGN.deadline_seconds == 300
+    assert module.DESIGN.budget_seconds < module.DESIGN.deadline_seconds
+    assert module.TRAINING_SECONDS == 120
+
+
+def test_a_row_that_is_slower_than_the_row_above_it_is_red_on_a_terminal() -> None:
+    report = report_on(SPEEDS)
+    screen = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=40)
+    print_table(report, screen)
+    lines = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    red = [line.split("|")[1].strip() for line in lines if line.startswith("\x1b[31m")]
+    assert red == ["+ bf16_master_weights"]
+    plain = Console(file=io.StringIO(), width=40)
+    print_table(report, plain)
+    assert plain.file.getvalue() == render_markdown(report) + "\n"  # type: ignore[attr-defined]

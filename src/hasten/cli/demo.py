@@ -1,21 +1,33 @@
 """``hasten demo``: a DeepSeek-architecture model on the embedded corpus, plainly and hastened.
 
-First the comparison: the same records in the same order, one process per arm, taking turns. Then
-the whole plan trains a little longer, so that the model has something to say. On a GPU the model
-is larger; everything else is the same.
+  1. the comparison: the same records in the same order, one process per arm, taking turns
+  2. the fastest row of equal quality trains a little longer, so that the model can say something
+
+On a GPU the model is larger. Both parts end in time however busy the machine is: the first measures
+fewer rows or rounds, the second takes fewer steps.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hasten.cli.display import Display, duration
+from hasten.cli.report_table import print_table
+from hasten.cli.speedup import design_line
 from hasten.cli.train import StepLine
 from hasten.core import facts
+from hasten.core.leaving import ask_to_leave
+from hasten.core.session import Session
+from hasten.core.step import StepMetrics
 from hasten.evidence.ablation import Design, Which
-from hasten.evidence.report import render_markdown, write_report
+from hasten.evidence.report import write_report
+from hasten.evidence.report_gains import fastest_of_equal_quality
+from hasten.evidence.report_schema import read_report
+from hasten.evidence.report_words import span
 from hasten.experiment import ablate
 from hasten.recipe.schema import Recipe
 from hasten.run import train
@@ -25,9 +37,35 @@ PLAN = [
     *("packed", "document_attention", "fused_layers", "labelled_token_loss"),
     *("bf16_master_weights", "fused_adamw"),
 ]
-DESIGN = Design(rounds=6, steps=3, warmup=2, evaluations=2)
+MEASURING_SECONDS, TRAINING_SECONDS = 300.0, 120.0  # at most, with all that belongs to them
+DESIGN = Design(
+    rounds=6,
+    steps=3,
+    warmup=2,
+    evaluations=2,
+    budget_seconds=0.8 * MEASURING_SECONDS,  # the rest is for what takes longer than forecast
+    deadline_seconds=MEASURING_SECONDS,
+)
 LARGE_GPU_BYTES = 60e9  # holds two arms of the larger model with its optimizer's state
 TRAINING_STEPS = 160
+STEPPING = 0.6  # of the training's time: the rest is for its held-out loss, its sample and saving
+
+
+@dataclass(frozen=True)
+class Row:
+    """The row of the table with which the demo trains."""
+
+    name: str
+    plan: list[Any]
+    why: str
+    step_seconds: float | None = None  # as measured
+
+    def steps(self) -> int:
+        """As many as fit by what was measured, with half as much again for a busy machine."""
+        if not self.step_seconds:
+            return TRAINING_STEPS
+        fit = int(STEPPING * TRAINING_SECONDS / 1.5 / self.step_seconds)
+        return max(1, min(TRAINING_STEPS, fit))
 
 
 def demo(output: Path) -> None:
@@ -37,7 +75,9 @@ def demo(output: Path) -> None:
     recipe = recipe_for(output, gpu_bytes)
     arms: Which = "plan" if recipe.model == LARGE else "ladder"  # arms stay in memory side by side
     print(
-        f"hasten demo: {recipe.model} on Python's standard library, {facts.hardware().short}",
+        f"hasten demo: {recipe.model} on Python's standard library, {facts.hardware().short}\n"
+        f"measuring ends within {duration(MEASURING_SECONDS)}, the training after it within "
+        f"{duration(TRAINING_SECONDS)}; on a busy machine fewer rows, rounds and steps fit",
         flush=True,
     )
     with Display() as display:
@@ -50,17 +90,65 @@ def demo(output: Path) -> None:
             fresh=True,
             audience=display,
         )
-        display.tell(f"training with the whole plan for {TRAINING_STEPS} steps")
+        row = row_to_train(report, recipe.plan)
+        recipe = recipe.model_copy(update={"plan": row.plan, "max_steps": row.steps()})
+        display.tell(f"training with {row.why}, for {recipe.max_steps} steps")
         line = StepLine(display, recipe)
-        summary = train(recipe, tell=display.tell, on_start=line.start, on_step=line.step)
-    report["samples"] = [
-        {**s, "arm": f"the whole plan, {TRAINING_STEPS} steps"} for s in summary["samples"]
-    ]
+        stop = Stop(time.monotonic() + STEPPING * TRAINING_SECONDS, line.start, line.step)
+        summary = train(recipe, tell=display.tell, on_start=stop.start, on_step=stop.step)
+    who = f"{row.name}, {summary['steps']} steps"
+    report["samples"] = [{**s, "arm": who} for s in summary["samples"]]
     page = write_report(report, output)
-    print(render_markdown(report))
+    print_table(report)
+    print(design_line(report["design"]))
     print(report["quality"]["text"])
-    _show_training(summary)
+    _show_training(summary, row.name)
     print(f"\ndone in {duration(time.monotonic() - began)}; the report: {page}")
+
+
+def row_to_train(report: Mapping[str, Any], plan: list[Any]) -> Row:
+    """The fastest row of equal quality, and in words how fast; all of the plan if none is known."""
+    read = read_report(report)
+    arm = fastest_of_equal_quality(read)
+    if arm is None:
+        return Row("the whole plan", plan, "the whole plan: nothing could be measured in time")
+    kept = [name for name in plan if name in arm["techniques"]]  # the demo's has names alone
+    if arm is read["arms"][0]:
+        why = "the baseline: no row was shown to be faster at equal quality"
+    else:
+        why = (
+            f'"{arm["name"]}", the fastest row of equal quality: '
+            f"{span(arm['ratio'], 'times')} the baseline's speed"
+        )
+    return Row(arm["name"], kept, why, arm["step_seconds"]["p50"])
+
+
+class Stop:
+    """Follows a training, and asks it to stop between two steps once the time has come.
+
+    Args:
+        at: when, on the monotonic clock.
+        start, step: who else follows it.
+        clock: tells the time.
+    """
+
+    def __init__(
+        self,
+        at: float,
+        start: Callable[[Session], None],
+        step: Callable[[StepMetrics], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._at, self._start, self._step, self._clock = at, start, step, clock
+
+    def start(self, session: Session) -> None:
+        self._session = session
+        self._start(session)
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._step(metrics)
+        if self._clock() >= self._at:
+            ask_to_leave(self._session, haste=False)
 
 
 def recipe_for(output: Path, gpu_bytes: float) -> Recipe:
@@ -81,10 +169,10 @@ def recipe_for(output: Path, gpu_bytes: float) -> Recipe:
     )
 
 
-def _show_training(summary: dict[str, Any]) -> None:
+def _show_training(summary: dict[str, Any], name: str) -> None:
     loss, rate = summary["held_out_loss"], summary["tokens_per_second"]
     print(
-        f"\nafter {summary['steps']} steps with the whole plan: "
+        f"\nafter {summary['steps']} steps with {name}: "
         + (f"held-out loss {loss:.4f}, " if loss is not None else "")  # None: asked to leave
         + (f"{rate:,.0f} tokens/s, " if rate else "")
         + f"saved in {summary['saved']}"

@@ -25,6 +25,7 @@ from hasten.evidence.report_gains import (
     ladder_of,
     result_of,
     rungs,
+    slower_than_above,
     unmeasured,
     unpaid,
 )
@@ -87,6 +88,7 @@ def _rendered(plain: Mapping[str, Any], read: dict[str, Any], limits: Limits) ->
             drawings=drawings(read),
             ladder=bool(ladder_of(arms)),
             rungs=rungs(arms),
+            slower=slower_than_above(arms),
             fastest=fastest(arms),
             proofs=proofs(arms),
             steady=steadiness(arms),

@@ -1,6 +1,6 @@
 """How much faster bf16 is than float32 on this processor: measured, since its flags don't tell.
 
-Of two processors that both list bf16 products one may gain by them in training and the other lose. A
+Of two processors that list bf16 products one may gain by them in training and the other lose. A
 library that compiles a kernel for every shape it meets does so in bf16 more often than in float32,
 and training goes on meeting new lengths. So the measurement never repeats a length:
 
