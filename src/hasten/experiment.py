@@ -10,6 +10,8 @@ hasten's own sources. Whatever of these changes makes another experiment.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -38,7 +40,9 @@ from hasten.evidence.controller import Measured, measure_arms, table
 from hasten.evidence.energy import Meter, meter_of_run
 from hasten.evidence.findings import report_of
 from hasten.evidence.nursery import Nursery
+from hasten.evidence.nursery import nursery as opened_nursery
 from hasten.evidence.record import Record, key_of, source_digest
+from hasten.evidence.trial import ENTRY
 from hasten.recipe.build import plan_of
 from hasten.recipe.ceiling import mfu_words
 from hasten.recipe.presets import preset_of
@@ -109,14 +113,14 @@ def ablate(
     Raises:
         InputError: an unusable recipe, an empty plan, too small a budget.
     """
-    audience = audience or Silence()
+    audience, began = audience or Silence(), time.monotonic()
     subject = prepared(recipe, audience, ranks=True)
     design = design or Design(noise=True, seed=subject.recipe.seed)
     plans, kinds = plans_of(subject.plan, arms, only)
     if design.noise:
         plans, kinds = with_second_baseline(plans, kinds)
     further = also(subject)
-    found = measured(subject, plans, kinds, design, fresh, audience)
+    found = measured(subject, plans, kinds, design, fresh, audience, began=began)
     return _report(subject, found, design, title, command, further)
 
 
@@ -216,8 +220,13 @@ def measured(
     fresh: bool,
     audience: Audience,
     nursery: Nursery | None = None,
+    began: float | None = None,
 ) -> Measured:
-    """The experiment, from its record as far as that goes; a nursery spares arms their imports."""
+    """The experiment, from its record as far as that goes; a nursery spares arms their imports.
+
+    A deadline counts from ``began``, so that the data's preparation is within it. There arms are
+    forked, too: on a busy machine imports alone may take longer than all steps.
+    """
     recipe, known = subject.recipe, subject.known
     if recipe.nproc > 1:
         check_turns(plans, design.steps)
@@ -229,7 +238,10 @@ def measured(
         if fresh:
             (folder / "record.jsonl").unlink(missing_ok=True)
         (folder / "recipe.yaml").write_text(resolved.to_yaml())
-        with Record(folder / "record.jsonl", key) as record:
+        hurried = design.deadline_seconds is not None
+        with contextlib.ExitStack() as stack:
+            since = began if hurried else None
+            record = stack.enter_context(Record(folder / "record.jsonl", key, since))
             if record.done:
                 audience.tell(f"measured before: {folder} (--fresh measures anew)")
             elif record.events:
@@ -238,6 +250,10 @@ def measured(
             path = folder / "recipe.yaml"
             own = partial(environment, known=known, transport=recipe.transport)
             ranks = partial(places, recipe.nproc, known.hardware.usable_cores)
+            if hurried and nursery is None:
+                log = folder / "nursery.log"
+                forking = opened_nursery([*ENTRY, str(path)], log, known.device, recipe.nproc)
+                nursery = stack.enter_context(forking)
             at = table(path, own, folder, known.device, meter=subject.meter, ranks=ranks)
             return measure_arms(
                 replace(at, nursery=nursery),

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
-import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 import hasten.cli.demo as module
-from hasten.errors import InputError
-from hasten.evidence.ablation import Design
-from hasten.evidence.report_gains import slower_than_above
+from hasten.cli.report_table import print_table
+from hasten.core.plan import Plan
+from hasten.evidence.ablation import Arm, Design
+from hasten.evidence.findings import report_of
+from hasten.evidence.report import render_markdown
 from hasten.recipe.schema import Recipe
 
 
@@ -33,7 +36,7 @@ def test_the_demo_compares_trains_and_leaves_an_honest_report(
 
     monkeypatch.setattr(module, "recipe_for", recipe_for)
     module.demo(tmp_path)
-    out, told = capsys.readouterr()
+    out = capsys.readouterr().out
     report = json.loads((tmp_path / "report.json").read_text())
     assert [arm["name"] for arm in report["arms"]] == ["baseline", "+ packed"]
     for arm in report["arms"]:
@@ -48,13 +51,12 @@ def test_the_demo_compares_trains_and_leaves_an_honest_report(
     assert report["quality"]["verdict"] == "not worse"
     assert {"hardware", "versions", "recipe"} <= set(report)
     page = (tmp_path / "report.html").read_text()
-    assert "measures for 5 min and trains for 2 min at most" in out
-    assert "fastest row of equal quality" in told or "none was measured to be faster" in told
     assert len(page) < 500_000
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
     assert "https://" not in page
     assert "| baseline" in out
     assert "it writes:" in out
+    assert report["samples"][0]["arm"].endswith(", 2 steps")
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
@@ -74,69 +76,82 @@ def test_a_training_that_was_asked_to_leave_is_told_without_what_it_left_out(
     assert capsys.readouterr().out == "\nafter 3 steps with + packed: saved in run/model\n"
 
 
-def arm(name: str, low: float, verdict: str = "held", techniques: str = "") -> dict[str, Any]:
-    return {
-        "name": name,
-        "verdict": verdict,
-        "ratio": {"median": low + 0.1, "low": low, "high": low + 0.2},
-        "techniques": techniques.split(),
-        "step_seconds": {"p50": 2.0},
-    }
+def report_on(speeds: dict[str, float], step: float = 0.2) -> dict[str, Any]:
+    """A ladder of the demo's plan, of which these rows were measured."""
+    arms = []
+    for number, name in enumerate(["baseline", *(f"+ {n}" for n in module.PLAN)]):
+        if name in speeds:
+            found = Arm(name, Plan(), kind="ladder" if number else "baseline")
+            jitter = (1.0, 1 - 0.001 * number, 1 + 0.001 * number)
+            found.rounds = [1000 * speeds[name] * share for share in jitter]
+            one = {"slots": 9, "tokens": 9}
+            found.steps = [{"step_seconds": s, **one} for s in (step, step, step)]
+            found.held_out = [(9, 2.0)]
+            arms.append(found)
+    report = report_of(arms, title="t", command="c", hardware={}, versions={}, recipe={"seed": 0})
+    for row in report["arms"]:
+        last = row["name"].removeprefix("+ ")
+        row["techniques"] = module.PLAN[: module.PLAN.index(last) + 1] if "+" in row["name"] else []
+    return report
 
 
-def test_the_fastest_row_of_equal_quality_is_trained_and_not_the_last() -> None:
-    base = arm("baseline", 1.0, "baseline")
-    rows = [base, arm("+ a", 1.5), arm("+ b", 3.0, "harmed: worse"), arm("+ c", 0.6)]
-    assert module.fastest_row(rows)["name"] == "+ a"
-    assert module.fastest_row([base, arm("+ c", 0.6), arm("+ d", 0.8)])["name"] == "baseline"
-    assert module.fastest_row([base])["name"] == "baseline"
+SPEEDS = {"baseline": 1.0, "+ packed": 1.2, "+ labelled_token_loss": 3.0}
+SPEEDS |= {"+ bf16_master_weights": 1.5, "+ fused_adamw": 1.6}
 
 
-def test_it_trains_as_many_steps_as_fit_into_two_minutes(tmp_path: Path) -> None:
-    recipe = module.recipe_for(tmp_path, 0)
-    chosen = arm("+ packed", 1.5, techniques="document_attention packed")
-    found = module.trained_as(recipe, chosen)
-    assert found == {"plan": ["packed", "document_attention"], "max_steps": 45}  # 2 s each
-    quick = {**chosen, "step_seconds": {"p50": 0.01}}
-    assert module.trained_as(recipe, quick)["max_steps"] == module.TRAINING_STEPS
-    assert module.trained_as(recipe, None) == {"plan": [], "max_steps": module.FEWEST_STEPS}
+def test_the_demo_trains_with_the_fastest_row_that_it_has_measured() -> None:
+    row = module.row_to_train(report_on(SPEEDS), module.PLAN)
+    assert row.plan == ["packed", "document_attention", "fused_layers", "labelled_token_loss"]
+    assert row.why.startswith('"+ labelled_token_loss", the fastest row of equal quality: 3.00× [')
+    whole = module.row_to_train(report_on({**SPEEDS, "+ fused_adamw": 4.0}), module.PLAN)
+    assert whole.plan == module.PLAN
+    slow = module.row_to_train(report_on({"baseline": 1.0, "+ fused_adamw": 0.5}), module.PLAN)
+    assert (slow.plan, slow.name) == ([], "baseline")
+    assert "no row was shown to be faster" in slow.why
 
 
-def test_a_machine_that_is_too_slow_to_compare_trains_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[str] = []
-
-    def ablate(*given: Any, design: Design, **named: Any) -> dict[str, Any]:
-        assert design.budget_seconds is not None
-        assert design.budget_seconds <= module.MEASURING_SECONDS - module.SPARE_SECONDS - 100
-        raise InputError("budget: 170 s is too short: two rounds take about 20 min")
-
-    monkeypatch.setattr(module, "ablate", ablate)
-    display = SimpleNamespace(tell=told.append)
-    recipe = module.recipe_for(tmp_path, 0)
-    began = time.monotonic() - 100  # preparing the data is part of the time
-    assert module._measured(recipe, "ladder", cast(Any, display), began) is None
-    assert "too short" in told[0]
+def test_where_nothing_was_measured_in_time_the_demo_says_so_and_trains_with_its_plan() -> None:
+    report = report_on({"baseline": 1.0})
+    report["arms"][0]["tokens_per_second"] = {"median": None, "low": None, "high": None}
+    row = module.row_to_train(report, module.PLAN)
+    assert row.plan == module.PLAN
+    assert "nothing could be measured in time" in row.why
+    assert row.steps() == module.TRAINING_STEPS
 
 
-def test_a_row_that_is_slower_than_the_one_above_is_red(capsys: pytest.CaptureFixture[str]) -> None:
-    def row(name: str, techniques: list[str], rounds: list[float]) -> dict[str, Any]:
-        kind = "ladder" if techniques else "baseline"
-        return {
-            "name": name,
-            "kind": kind,
-            "techniques": techniques,
-            "verdict": "held",
-            "rounds": rounds,
-            "beside": [],
-            "ratio": {"median": None},
-            "luck": None,
-        }
+@pytest.mark.parametrize(("step", "steps"), [(0.01, 160), (1.0, 48), (500.0, 1)])
+def test_the_training_has_as_many_steps_as_fit_into_its_time(step: float, steps: int) -> None:
+    assert module.row_to_train(report_on(SPEEDS, step), module.PLAN).steps() == steps
 
-    arms = [row("baseline", [], [100, 101, 99]), row("+ a", ["a"], [200, 202, 198])]
-    arms += [row("+ b", ["a", "b"], [150, 151, 149]), row("+ c", ["a", "b", "c"], [150, 152, 149])]
-    assert slower_than_above(arms) == {"+ b"}
-    table = "| arm | x |\n| --- | - |\n| + a | 1 |\n| + b | 2 |\n"
-    module.print_with_red(table, {"+ b"})
-    assert capsys.readouterr().out == table  # no terminal, no colours
+
+def test_a_training_is_asked_to_stop_once_its_time_has_come() -> None:
+    told: list[Any] = []
+    session: Any = SimpleNamespace(leaving=False, stop_requested=False)
+    now = iter((1.0, 71.9, 72.0, 80.0))
+    stop = module.Stop(72.0, told.append, told.append, lambda: next(now))
+    stop.start(session)
+    seen = []
+    for metrics in ("a", "b", "c"):
+        stop.step(metrics)  # type: ignore[arg-type]
+        seen.append(session.stop_requested)
+    assert seen == [False, False, True]
+    assert not session.leaving  # its loss and its sample are still wanted
+    assert told == [session, "a", "b", "c"]
+
+
+def test_measuring_ends_by_a_deadline_that_counts_from_the_beginning() -> None:
+    assert module.DESIGN.deadline_seconds == 300
+    assert module.DESIGN.budget_seconds < module.DESIGN.deadline_seconds
+    assert module.TRAINING_SECONDS == 120
+
+
+def test_a_row_that_is_slower_than_the_row_above_it_is_red_on_a_terminal() -> None:
+    report = report_on(SPEEDS)
+    screen = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=40)
+    print_table(report, screen)
+    lines = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    red = [line.split("|")[1].strip() for line in lines if line.startswith("\x1b[31m")]
+    assert red == ["+ bf16_master_weights"]
+    plain = Console(file=io.StringIO(), width=40)
+    print_table(report, plain)
+    assert plain.file.getvalue() == render_markdown(report) + "\n"  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from hasten.data.corpus import Corpus, Portion
 from hasten.data.shapes import Conversation, Message
 from hasten.models.presets import PRESETS
 from hasten.parts.kernels import rows
-from hasten.recipe.build import facts_of, plan_of
+from hasten.recipe.build import facts_of, plan_of, requested_plan
 from hasten.recipe.material import gather
 from hasten.recipe.schema import Recipe, load_recipe
 
@@ -117,12 +117,23 @@ def test_the_tiny_presets_all_have_an_example() -> None:
 def test_the_readme_s_demo_recipe_is_that_of_the_example() -> None:
     from hasten.cli.demo import recipe_for
 
-    example = load_recipe(ROOT / "examples" / "stdlib_tiny.yaml").model_dump()
-    demo = recipe_for(Path("runs/demo"), 0).model_dump()
-    differ = {key for key in demo if demo[key] != example[key]}
+    example = load_recipe(ROOT / "examples" / "stdlib_tiny.yaml")
+    demo = recipe_for(Path("runs/demo"), 0)
+    ours, theirs = demo.model_dump(), example.model_dump()
+    differ = {key for key in ours if ours[key] != theirs[key]}
     assert differ <= {"output", "on_obstacle", "plan"}
-    measured = "bf16_master_weights"  # what pays on some processors alone
-    assert example["plan"] == [name for name in demo["plan"] if name != measured]
+    # The demo measures each row, where the example asks a measurement of its own.
+    names = [[t.name() for t in requested_plan(recipe)] for recipe in (demo, example)]
+    assert names[0] == names[1]
+
+
+def test_no_example_takes_bf16_for_faster_without_a_measurement() -> None:
+    for path in EXAMPLES:
+        entries = load_recipe(path).plan
+        assert "bf16_master_weights" not in entries, path
+        for entry in entries:
+            settings = entry.get("bf16_master_weights") if isinstance(entry, dict) else None
+            assert settings is None or settings["only_if_faster"] is True, path
 
 
 def test_the_metrics_page_names_every_key_that_a_run_writes(

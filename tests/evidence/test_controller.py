@@ -6,7 +6,9 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,8 @@ from hasten.evidence.record import Record, seconds_of
 from hasten.evidence.report_schema import read_report
 from pretence import KINDS, NAMES, PLANS, log, pretend
 
+HEAD: dict[str, Any] = {"title": "t", "command": "c", "hardware": {}, "versions": {}}
+HEAD |= {"recipe": {"seed": 0}}
 TWO = {name: PLANS[name] for name in ("baseline", "all")}
 
 
@@ -275,6 +279,98 @@ def test_a_budget_that_ends_before_the_second_group_keeps_the_first(tmp_path: Pa
     assert {arm.name: len(arm.rounds) for arm in found.arms} == dict.fromkeys(
         ("baseline", "packed", "all"), 3
     )
+
+
+IN_TIME = Design(rounds=6, steps=1, evaluations=2, budget_seconds=240, deadline_seconds=300)
+SLOW = {name: {"rate": 5.0} for name in PLANS}  # 2 s a step, as they say: starts are nothing
+
+
+@pytest.mark.parametrize("at", ["starting baseline", "starting all", "starting packed"])
+def test_a_deadline_that_passes_while_arms_start_ends_the_experiment_there(
+    tmp_path: Path, at: str
+) -> None:
+    record = Record()
+    found = pretend(tmp_path, IN_TIME, SLOW, record=record, tell=late(record, at, 300.0))
+    assert [(arm.name, arm.rounds) for arm in found.arms] == [("baseline", [])]
+    dropped = [f"{name}: no time for it" for name in ("all", "packed", "attention")]
+    assert found.design["dropped"] == dropped
+    assert record.elapsed < 300 + 30  # nobody was waited for
+    read_report(report_of(found.arms, **HEAD))
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_a_deadline_that_passes_in_a_round_leaves_the_rounds_before_it(
+    tmp_path: Path, place: int
+) -> None:
+    """Whoever's turn it is then."""
+    record = Record()
+    started: list[str] = []
+
+    def tell(text: str, share: float) -> None:
+        assert 0 <= share <= 1
+        if text.startswith("round 3/"):
+            started.append(text)
+            if len(started) == place + 1:
+                record._began -= 300.0
+
+    found = pretend(tmp_path, IN_TIME, SLOW, record=record, tell=tell)
+    assert len(started) == place + 1
+    assert {arm.name: len(arm.rounds) for arm in found.arms} == dict.fromkeys(PLANS, 2)
+    assert all(arm.failed is None for arm in found.arms)
+    assert found.design["rounds"] == 2
+    report = read_report(report_of(found.arms, **HEAD))
+    assert all(arm["ratio"]["median"] for arm in report["arms"])
+
+
+def test_a_deadline_that_passes_in_the_first_round_keeps_the_arms_that_had_their_turn(
+    tmp_path: Path,
+) -> None:
+    record = Record()
+    found = pretend(tmp_path, IN_TIME, SLOW, record=record, tell=late_in_round_1(record))
+    turned = {e["arm"] for e in record.events if e["event"] == "turn"}
+    assert len(turned) == 3
+    assert {arm.name: len(arm.rounds) for arm in found.arms} == dict.fromkeys(turned, 1)
+
+
+def late_in_round_1(record: Record) -> Callable[[str, float], None]:
+    """The deadline passes before the last arm's turn, which isn't the baseline's."""
+    told: list[str] = []
+
+    def tell(text: str, share: float) -> None:
+        if text.startswith("round 1/"):
+            told.append(text)
+            if len(told) == 4:
+                assert not text.endswith("baseline")
+                record._began -= 300.0
+
+    return tell
+
+
+def test_before_a_deadline_a_slow_start_leaves_rows_out_and_says_so(tmp_path: Path) -> None:
+    record = Record()
+    tell = late(record, "starting packed", 200.0)  # 40 s are left, and a round takes 2 s an arm
+    found = pretend(tmp_path, IN_TIME, SLOW, record=record, tell=tell)
+    assert found.design["dropped"] == ["attention: no time for it"]
+    assert [arm.name for arm in found.arms] == ["baseline", "packed", "all"]
+    assert all(len(arm.rounds) >= 3 for arm in found.arms)
+    assert all(arm.held_out[-1][0] for arm in found.arms)  # their quality is known
+
+
+def test_with_a_deadline_a_budget_that_is_too_short_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    crawling = {name: {"rate": 0.1} for name in PLANS}  # 100 s a step, as they say
+    found = pretend(tmp_path, IN_TIME, crawling)
+    assert [arm.name for arm in found.arms] == ["baseline", "all"]
+    assert [len(arm.rounds) for arm in found.arms] == [1, 1]
+    assert found.design["dropped"] == ["attention: no time for it", "packed: no time for it"]
+
+
+def test_an_arm_that_hangs_is_waited_for_until_the_deadline_alone(tmp_path: Path) -> None:
+    record = Record()
+    hangs = {"all": {"fails": {"steps": "hang"}, "after": 2}}  # in the first round
+    tell = late(record, "round 1/6: all", 299.9)
+    found = pretend(tmp_path, replace(IN_TIME, warmup=2), hangs, record=record, tell=tell)
+    assert all(arm.failed is None for arm in found.arms)
+    assert record.elapsed < 330
 
 
 def test_an_arm_that_has_rounds_is_not_dropped_when_it_sits_down_again(tmp_path: Path) -> None:

@@ -9,13 +9,16 @@ from hasten.evidence.report import render_markdown
 from hasten.evidence.report_drawings import drawings
 from hasten.evidence.report_gains import (
     against,
+    fastest_of_equal_quality,
     ladder_of,
     result_of,
     rungs,
+    slower_than_above,
     switches,
     unmeasured,
     unpaid,
 )
+from hasten.evidence.report_page import page_of
 from hasten.evidence.report_schema import read_report
 
 WEATHER = (1.0, 0.6, 1.5, 1.1)  # what slows a round slows all arms of it
@@ -52,6 +55,57 @@ def apart(**more: Any) -> Report:
         ],
         **more,
     )
+
+
+def ladder(losses: tuple[float | None, ...] = (2.0, 2.0, 2.0, 2.0)) -> Report:
+    """a gains, b halves the speed, c gains on top of it."""
+    speeds, names = (100, 150, 75, 90), ["a", "b", "c"]
+    arms = [arm("baseline", 100, [], "baseline", kind="baseline")]
+    for number, speed in enumerate(speeds[1:], start=1):
+        verdict = "held" if speed > 100 else "harmed"
+        kind = "all" if number == 3 else "ladder"
+        arms.append(arm(f"+ {names[number - 1]}", speed, names[:number], verdict, kind=kind))
+    for row, loss in zip(arms, losses, strict=True):
+        row["held_out_loss"] = loss
+    return read(arms, quality={"margin": 0.01, "verdict": "not worse", "text": ""})
+
+
+def test_the_fastest_row_of_equal_quality_is_no_row_that_takes_back() -> None:
+    found = fastest_of_equal_quality(ladder())
+    assert found is not None
+    assert found["name"] == "+ a"
+
+
+@pytest.mark.parametrize("loss", [2.1, None])
+def test_a_fast_row_whose_model_is_worse_or_unknown_is_not_the_fastest_of_equal_quality(
+    loss: float | None,
+) -> None:
+    found = fastest_of_equal_quality(ladder((2.0, loss, 2.0, 2.0)))
+    assert found is not None
+    assert found["name"] == "baseline"  # all others are slower
+
+
+def test_without_a_baseline_s_speed_no_row_is_the_fastest() -> None:
+    report = ladder()
+    report["arms"][0]["tokens_per_second"]["median"] = None
+    assert fastest_of_equal_quality(report) is None
+
+
+def test_a_row_is_slower_than_the_row_above_it_only_beyond_its_interval() -> None:
+    arms = ladder()["arms"]
+    assert slower_than_above(arms) == {"+ b"}
+    arms[2]["rounds"] = [150 * w * j for w, j in zip(WEATHER, (0.6, 1.5, 0.7, 1.1), strict=True)]
+    assert slower_than_above(arms) == {"+ c"} - {"+ c"}  # it may be either
+    assert slower_than_above(apart()["arms"]) == set()  # rows of which none contains the other
+
+
+def test_a_row_that_is_slower_than_the_row_above_it_is_red_on_the_page() -> None:
+    report = ladder()
+    page = page_of(report, report | {"cut": ""})
+    row = page.split('<tr class="slower"><th scope="row">')[1].partition("</th>")[0]
+    assert row == '<span class="whole">+\xa0b</span>'
+    assert page.count('<tr class="slower">') == 1
+    assert "In red: slower than the row above it." in page
 
 
 def test_a_switch_is_measured_alone_and_beside_all_the_others() -> None:

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from foreign_configs import ACCELERATE, AXOLOTL, LLAMA_FACTORY, TRAINING_ARGUMENTS
 from hasten.cli.import_ import import_
 from hasten.errors import InputError
+from hasten.parts.bf16_gain import Gain
 from hasten.recipe.importing import FORMATS, Imported, read
 from hasten.recipe.plain_yaml import check_keys
 from hasten.recipe.schema import load_recipe
 from hasten.run import train
+from hasten.techniques import precision
 from material import dataset
 
 
@@ -174,23 +176,6 @@ def test_a_refused_recipe_is_not_left_behind(tmp_path: Path) -> None:
     assert not recipe.exists()
 
 
-@pytest.mark.parametrize(("ratio", "said"), [(0.6, True), (1.7, False)])
-def test_bf16_that_gains_nothing_on_this_processor_is_kept_and_said(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    ratio: float,
-    said: bool,
-) -> None:
-    monkeypatch.setattr("hasten.cli.import_.bf16_gain", lambda processor: (ratio,) * 9)
-    monkeypatch.setattr("hasten.core.facts.default_device", lambda: "cpu")
-    source, recipe = tmp_path / "config.yaml", tmp_path / "recipe.yaml"
-    source.write_text(LLAMA_FACTORY.format(model="m", folder=tmp_path))
-    import_(source, [], recipe, 1)
-    assert {"autocast": {"dtype": "bf16"}} in yaml.safe_load(recipe.read_text())["plan"]
-    assert ("bf16 is kept" in capsys.readouterr().out) == said
-
-
 def test_a_regular_expression_of_targets_stays_one(tmp_path: Path) -> None:
     text = AXOLOTL.format(model="m", folder="f", data="d").replace(
         "lora_target_linear: true", r"lora_target_modules: 'model\.layers\.\d+\.mlp\..*'"
@@ -230,6 +215,27 @@ def test_the_imported_recipe_trains(
     summary = train(load_recipe(recipe), tell=lambda text: None)
     assert summary["steps"] == int(yaml.safe_load(text)["max_steps"])
     assert (tmp_path / "run" / "adapter" / "adapter_config.json").is_file()
+
+
+@pytest.mark.parametrize("low", [0.5, 1.1])
+@pytest.mark.parametrize("asked", ["bf16", "pure_bf16", "fp16"])
+def test_a_number_format_is_kept_and_told_where_it_gains_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    bf16_products: None,
+    asked: str,
+    low: float,
+) -> None:
+    monkeypatch.setattr(precision, "bf16_gain", lambda cpu: Gain(low + 0.1, low, low + 0.2, 6))
+    path = tmp_path / "config.yaml"
+    path.write_text(f"stage: sft\nfinetuning_type: full\ncutoff_len: 64\n{asked}: true\n")
+    import_(path, [], tmp_path / "recipe.yaml", 1)
+    written = yaml.safe_load((tmp_path / "recipe.yaml").read_text())["plan"]
+    formats = {"bf16": {"autocast": {"dtype": "bf16"}}, "fp16": {"autocast": {"dtype": "fp16"}}}
+    assert formats.get(asked, "bf16_master_weights") in written
+    told = "and gains nothing here: bf16 has 0.60× [0.50, 0.70]" in capsys.readouterr().out
+    assert told == (low < 1 and asked != "fp16")
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,12 @@ import pytest
 from hasten.cli.init import init
 from hasten.core.facts import Accelerator, Facts
 from hasten.errors import InputError
+from hasten.parts.bf16_gain import Gain
 from hasten.recipe import suggest as module
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.suggest import suggest
 from hasten.run import train
+from hasten.techniques import precision
 from material import dataset
 
 CHANGES = ["max_steps=2", "max_records=80", "vocabulary=400", "cutoff_len=64"]
@@ -43,17 +45,6 @@ def test_every_choice_has_its_reason_beside_it(tmp_path: Path) -> None:
         above = text.splitlines()[text.splitlines().index(line) - 1]
         assert "#" in line or above.startswith("#"), key
     assert all(len(line) <= 120 for line in text.splitlines())
-
-
-@pytest.mark.parametrize(("ratio", "taken"), [(1.7, True), (0.6, False)])
-def test_bf16_is_chosen_where_it_was_measured_to_be_faster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratio: float, taken: bool
-) -> None:
-    monkeypatch.setattr(module, "bf16_gain", lambda processor: (ratio,) * 9)
-    text = suggest("deepseek-llm-tiny", ragged(tmp_path, [20] * 80), "x")
-    assert ("bf16_master_weights" in text.split("plan:")[1]) == taken
-    said = " ".join(line.lstrip("# ") for line in text.splitlines())
-    assert f"bf16 was measured here: {ratio:.2f} times as fast" in said
 
 
 def ragged(folder: Path, lengths: list[int]) -> str:
@@ -101,6 +92,26 @@ def test_batching_follows_architecture_and_devices(
     plan, reason = module._batching(recipe, lengths, 100, known)
     assert plan == expected
     assert "% full" in reason
+
+
+@pytest.mark.parametrize(
+    ("gain", "chosen", "words"),
+    [
+        (Gain(1.7, 1.6, 1.8, 9), True, "bf16 was measured at 1.70× [1.60, 1.80] the speed"),
+        (Gain(0.6, 0.5, 0.7, 9), False, "no bf16: it was measured at 0.60× [0.50, 0.70]"),
+        (Gain(1.1, 0.9, 1.3, 9), False, "on this processor, which leaves it open"),
+    ],
+)
+@pytest.mark.parametrize("flags", [("avx512f", "avx512_bf16"), ("avx512f",)])
+def test_bf16_is_chosen_by_its_measurement_whatever_the_flags(
+    monkeypatch: pytest.MonkeyPatch, gain: Gain, chosen: bool, words: str, flags: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(precision, "bf16_gain", lambda cpu: gain)
+    known: Facts = module.facts_of(Recipe(model="deepseek-llm-tiny", dataset="stdlib", max_steps=1))
+    hardware = replace(known.hardware, accelerators=(), instruction_sets=flags)
+    plan, (reason,) = module._bf16(replace(known, device="cpu", hardware=hardware))
+    assert plan == ["bf16_master_weights"] * chosen
+    assert words in reason
 
 
 def test_the_cut_holds_nearly_all_records() -> None:

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.core.facts import Accelerator, Facts
+from hasten.core.facts import Accelerator, Facts, World
 from hasten.core.setup import once
 from hasten.core.state import restore, state_of
 from hasten.core.step import NotFiniteError
 from hasten.errors import InputError
+from hasten.parts.bf16_gain import Gain
+from hasten.techniques import precision
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.precision import Autocast, BF16MasterWeights, Float8
 from ranks import on_ranks
@@ -151,6 +153,29 @@ def test_a_processor_that_torch_has_no_bf16_products_for_is_an_obstacle(
     assert kind().obstacles(facts(instruction_sets=(), system="Darwin 24.1")) == ()
     gpus = (Accelerator("a GPU", 10**9, "9.0"),)
     assert kind().obstacles(dataclasses.replace(facts(accelerators=gpus), device="cuda:0")) == ()
+
+
+def test_bf16_that_is_asked_for_only_if_faster_follows_the_measurement_and_no_flag(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flags = ("avx512f", "avx512_bf16")
+    wish, known = BF16MasterWeights(only_if_faster=True), facts(instruction_sets=flags)
+    assert wish.obstacles(known) == ()  # measured as faster, see conftest.py
+    for low, high in ((0.5, 0.7), (0.9, 1.3)):
+        slow = Gain(0.99 * high, low, high, 6)
+        monkeypatch.setattr(precision, "bf16_gain", lambda cpu, slow=slow: slow)
+        (reason,) = wish.obstacles(known)
+        assert f"[{low:.2f}, {high:.2f}] the speed of float32" in reason
+        assert BF16MasterWeights().obstacles(known) == ()  # asked for without a condition
+
+
+def test_where_bf16_is_not_measured_it_is_used_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks might not agree, and a GPU has units of its own."""
+    monkeypatch.setattr(precision, "bf16_gain", lambda cpu: pytest.fail("it was measured"))
+    wish, known = BF16MasterWeights(only_if_faster=True), facts(instruction_sets=("avx512f",))
+    assert wish.obstacles(dataclasses.replace(known, world=World(size=2))) == ()
+    gpus = facts(accelerators=(Accelerator("a GPU", 10**9, "9.0"),))
+    assert wish.obstacles(dataclasses.replace(gpus, device="cuda:0")) == ()
 
 
 @pytest.mark.parametrize(

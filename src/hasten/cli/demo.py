@@ -1,32 +1,34 @@
 """``hasten demo``: a DeepSeek-architecture model on the embedded corpus, plainly and hastened.
 
-First the comparison: the same records in the same order, one process per arm, taking turns, for
-five minutes at most. Then the fastest row of equal quality trains for two minutes at most, so that
-the model has something to say. On a GPU the model is larger; everything else is the same.
+  1. the comparison: the same records in the same order, one process per arm, taking turns
+  2. the fastest row of equal quality trains a little longer, so that the model can say something
+
+On a GPU the model is larger. Both parts end in time however busy the machine is: the first measures
+fewer rows or rounds, the second takes fewer steps.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from hasten.cli.display import Display, duration
+from hasten.cli.report_table import print_table
+from hasten.cli.speedup import design_line
 from hasten.cli.train import StepLine
 from hasten.core import facts
+from hasten.core.leaving import ask_to_leave
 from hasten.core.session import Session
 from hasten.core.step import StepMetrics
-from hasten.errors import InputError
 from hasten.evidence.ablation import Design, Which
-from hasten.evidence.budget import words
-from hasten.evidence.report import render_markdown, write_report
-from hasten.evidence.report_gains import head, slower_than_above
+from hasten.evidence.report import write_report
+from hasten.evidence.report_gains import fastest_of_equal_quality
 from hasten.evidence.report_schema import read_report
-from hasten.experiment import ablate, prepared
+from hasten.evidence.report_words import span
+from hasten.experiment import ablate
 from hasten.recipe.schema import Recipe
 from hasten.run import train
 
@@ -35,115 +37,118 @@ PLAN = [
     *("packed", "document_attention", "fused_layers", "labelled_token_loss"),
     *("bf16_master_weights", "fused_adamw"),
 ]
-MEASURING_SECONDS, TRAINING_SECONDS = 300.0, 120.0
-DESIGN = Design(rounds=5, steps=2, warmup=1, evaluations=1)
-SPARE_SECONDS = 30.0  # of both: what has begun is finished, and the model is saved
+MEASURING_SECONDS, TRAINING_SECONDS = 300.0, 120.0  # at most, with all that belongs to them
+DESIGN = Design(
+    rounds=6,
+    steps=3,
+    warmup=2,
+    evaluations=2,
+    budget_seconds=0.8 * MEASURING_SECONDS,  # the rest is for what takes longer than forecast
+    deadline_seconds=MEASURING_SECONDS,
+)
 LARGE_GPU_BYTES = 60e9  # holds two arms of the larger model with its optimizer's state
-TRAINING_STEPS, FEWEST_STEPS = 160, 10
+TRAINING_STEPS = 160
+STEPPING = 0.6  # of the training's time: the rest is for its held-out loss, its sample and saving
+
+
+@dataclass(frozen=True)
+class Row:
+    """The row of the table with which the demo trains."""
+
+    name: str
+    plan: list[Any]
+    why: str
+    step_seconds: float | None = None  # as measured
+
+    def steps(self) -> int:
+        """As many as fit by what was measured, with half as much again for a busy machine."""
+        if not self.step_seconds:
+            return TRAINING_STEPS
+        fit = int(STEPPING * TRAINING_SECONDS / 1.5 / self.step_seconds)
+        return max(1, min(TRAINING_STEPS, fit))
 
 
 def demo(output: Path) -> None:
-    """Measure, train with what was fastest, print the table and a sample, write the page."""
+    """Measure, train, print the table and a sample, write the page."""
     began = time.monotonic()
     gpu_bytes = min((gpu.memory_bytes for gpu in facts.hardware().accelerators), default=0)
     recipe = recipe_for(output, gpu_bytes)
     arms: Which = "plan" if recipe.model == LARGE else "ladder"  # arms stay in memory side by side
     print(
-        f"hasten demo: {recipe.model} on Python's standard library, {facts.hardware().short}; "
-        f"measures for {words(MEASURING_SECONDS)} and trains for {words(TRAINING_SECONDS)} at most",
+        f"hasten demo: {recipe.model} on Python's standard library, {facts.hardware().short}\n"
+        f"measuring ends within {duration(MEASURING_SECONDS)}, the training after it within "
+        f"{duration(TRAINING_SECONDS)}; on a busy machine fewer rows, rounds and steps fit",
         flush=True,
     )
     with Display() as display:
-        prepared(recipe, display)  # the data is part of the five minutes
-        report = _measured(recipe, arms, display, began)
-        chosen = fastest_row(report["arms"]) if report else None
-        recipe = recipe.model_copy(update=trained_as(recipe, chosen))
-        display.tell(_choice(chosen))
-        summary = _trained(recipe, display)
-    name, where = chosen["name"] if chosen else "the baseline", ""
-    if report:
-        samples = [{**s, "arm": f"{name}, {summary['steps']} steps"} for s in summary["samples"]]
-        where = f"; the report: {write_report({**report, 'samples': samples}, output)}"
-        print_with_red(render_markdown(report), slower_than_above(read_report(report)["arms"]))
-        print(report["quality"]["text"])
-    _show_training(summary, name)
-    print(f"\ndone in {duration(time.monotonic() - began)}{where}")
-
-
-def _measured(recipe: Recipe, arms: Which, display: Display, began: float) -> dict[str, Any] | None:
-    """The report; None where this machine is too slow, or too busy, for two rounds in the time."""
-    left = MEASURING_SECONDS - SPARE_SECONDS - (time.monotonic() - began)
-    try:
-        return ablate(
+        report = ablate(
             recipe,
             arms,
-            design=replace(DESIGN, budget_seconds=max(left, 1.0)),
+            design=DESIGN,
             title="hasten demo",
             command="hasten demo",
             fresh=True,
             audience=display,
         )
-    except InputError as error:
-        if not str(error).startswith("budget:"):
-            raise
-        display.tell(f"nothing is compared: {error}")
-        return None
+        row = row_to_train(report, recipe.plan)
+        recipe = recipe.model_copy(update={"plan": row.plan, "max_steps": row.steps()})
+        display.tell(f"training with {row.why}, for {recipe.max_steps} steps")
+        line = StepLine(display, recipe)
+        stop = Stop(time.monotonic() + STEPPING * TRAINING_SECONDS, line.start, line.step)
+        summary = train(recipe, tell=display.tell, on_start=stop.start, on_step=stop.step)
+    who = f"{row.name}, {summary['steps']} steps"
+    report["samples"] = [{**s, "arm": who} for s in summary["samples"]]
+    page = write_report(report, output)
+    print_table(report)
+    print(design_line(report["design"]))
+    print(report["quality"]["text"])
+    _show_training(summary, row.name)
+    print(f"\ndone in {duration(time.monotonic() - began)}; the report: {page}")
 
 
-def fastest_row(arms: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The row that was the fastest, of those whose model is as good; the baseline's ratio is 1."""
-    good = [a for a in arms[1:] if head(a["verdict"]) not in ("failed", "harmed", "no effect")]
-    faster = [arm for arm in good if (arm["ratio"]["median"] or 0.0) > 1]
-    return max(faster, key=lambda arm: arm["ratio"]["median"], default=arms[0])
-
-
-def trained_as(recipe: Recipe, arm: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The recipe's keys that make the chosen arm's training, as long as there is time for."""
+def row_to_train(report: Mapping[str, Any], plan: list[Any]) -> Row:
+    """The fastest row of equal quality, and in words how fast; all of the plan if none is known."""
+    read = read_report(report)
+    arm = fastest_of_equal_quality(read)
     if arm is None:
-        return {"plan": [], "max_steps": FEWEST_STEPS}
-    names = set(arm["techniques"])
-    step = arm["step_seconds"]["p50"] or 1.0
-    fit = int((TRAINING_SECONDS - SPARE_SECONDS) / step)
-    return {
-        "plan": [name for name in PLAN if name in names],
-        "max_steps": max(FEWEST_STEPS, min(TRAINING_STEPS, fit)),
-    }
+        return Row("the whole plan", plan, "the whole plan: nothing could be measured in time")
+    kept = [name for name in plan if name in arm["techniques"]]  # the demo's has names alone
+    if arm is read["arms"][0]:
+        why = "the baseline: no row was shown to be faster at equal quality"
+    else:
+        why = (
+            f'"{arm["name"]}", the fastest row of equal quality: '
+            f"{span(arm['ratio'], 'times')} the baseline's speed"
+        )
+    return Row(arm["name"], kept, why, arm["step_seconds"]["p50"])
 
 
-def _choice(arm: Mapping[str, Any] | None) -> str:
-    if arm is None or not arm["techniques"]:
-        return "training without techniques: none was measured to be faster"
-    ratio = arm["ratio"]
-    return (
-        f"training with {', '.join(arm['techniques'])}: the fastest row of equal quality, "
-        f"{ratio['median']:.2f} times as fast as the baseline "
-        f"[{ratio['low']:.2f}, {ratio['high']:.2f}]"
-    )
+class Stop:
+    """Follows a training, and asks it to stop between two steps once the time has come.
 
+    Args:
+        at: when, on the monotonic clock.
+        start, step: who else follows it.
+        clock: tells the time.
+    """
 
-def _trained(recipe: Recipe, display: Display) -> dict[str, Any]:
-    """Train for the recipe's steps, or until there is no more time."""
-    line, live = StepLine(display, recipe), list[Session]()
-    end = time.monotonic() + TRAINING_SECONDS - SPARE_SECONDS
+    def __init__(
+        self,
+        at: float,
+        start: Callable[[Session], None],
+        step: Callable[[StepMetrics], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._at, self._start, self._step, self._clock = at, start, step, clock
 
-    def start(session: Session) -> None:
-        live.append(session)
-        line.start(session)
+    def start(self, session: Session) -> None:
+        self._session = session
+        self._start(session)
 
-    def step(metrics: StepMetrics) -> None:
-        line.step(metrics)
-        if time.monotonic() > end:
-            live[0].stop_requested = True
-
-    return train(recipe, tell=display.tell, on_start=start, on_step=step)
-
-
-def print_with_red(table: str, names: Collection[str]) -> None:
-    """Print a Markdown table; rows of these arms are red where the terminal has colours."""
-    console = Console(highlight=False, soft_wrap=True)
-    for line in table.splitlines():
-        name = line.split("|")[1].strip() if line.count("|") > 1 else ""
-        console.print(line, style="red" if name in names else None, markup=False)
+    def step(self, metrics: StepMetrics) -> None:
+        self._step(metrics)
+        if self._clock() >= self._at:
+            ask_to_leave(self._session, haste=False)
 
 
 def recipe_for(output: Path, gpu_bytes: float) -> Recipe:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -11,10 +12,10 @@ from rich.table import Table
 from hasten.cli.arguments import writable
 from hasten.core import facts
 from hasten.errors import InputError
-from hasten.parts.bf16_gain import bf16_gain, bf16_pays, words
 from hasten.recipe.importing import Imported, read
 from hasten.recipe.plain_yaml import read_overrides
 from hasten.recipe.schema import recipe_from
+from hasten.techniques.precision import why_no_gain
 
 ORDER = {"contradicts": 0, "unmapped": 1, "mapped": 2, "needless": 3}
 TITLES = {
@@ -45,24 +46,20 @@ def import_(path: Path, overrides: Sequence[str], output: Path | None, nproc: in
         print(f"saved: {output}")
     else:
         print(f"\n{text}", end="")
-    if gains_nothing := _without_gain(found):
-        print(gains_nothing)
+    tell_format(found.values)
     if found.missing:
         print(f"to be filled in before it trains: {', '.join(found.missing)}")
 
 
-def _without_gain(found: Imported) -> str:
-    """What to say of bf16 where this machine's processor computes no faster in it."""
-    named = [entry for entry in found.values.get("plan", ()) if "bf16" in str(entry)]
-    if not named or facts.default_device() != "cpu":
-        return ""
-    ratios = bf16_gain(facts.hardware().processor)
-    if bf16_pays(ratios):
-        return ""
-    return (
-        f"bf16 is kept, as the file asks, and gains nothing on this processor: {words(ratios)} as "
-        "float32; leave it out of the plan where you train on it"
-    )
+def tell_format(values: Mapping[str, Any]) -> None:
+    """Where the file asks for bf16 and this processor gains nothing by it, a line on that."""
+    asked = [{entry: {}} if isinstance(entry, str) else entry for entry in values.get("plan") or []]
+    settings = {name: given or {} for entry in asked for name, given in entry.items()}
+    autocast = settings.get("autocast", {"dtype": "none"}).get("dtype", "bf16")
+    if "bf16_master_weights" not in settings and autocast != "bf16":
+        return
+    if why := why_no_gain(facts.seen_at_start()):
+        print(f"bf16 is kept, since the file asks for it, and gains nothing here: {why}")
 
 
 def show(found: Imported, path: Path) -> None:

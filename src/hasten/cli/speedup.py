@@ -13,13 +13,14 @@ from hasten.cli.arguments import copied, writable
 from hasten.cli.display import Display, duration
 from hasten.cli.guard import beforehand
 from hasten.cli.main import FAILED
+from hasten.cli.report_table import print_table
 from hasten.cli.train import warn_of_idle
 from hasten.errors import InputError
 from hasten.evidence.ablation import Design, Grouping
 from hasten.evidence.budget import seconds_of
 from hasten.evidence.bundle import pack
 from hasten.evidence.judgement import GUILTY
-from hasten.evidence.report import render_markdown, write_report
+from hasten.evidence.report import write_report
 from hasten.experiment import Order, ablate, gradual_optimize
 from hasten.recipe.schema import Recipe, load_recipe
 
@@ -98,7 +99,7 @@ def speedup(
     copied(page.with_name("report.json"), json_out)
     if bundle is not None:
         pack(Path(recipe.output), bundle)
-    print(render_markdown(report))
+    print_table(report)
     print(design_line(report["design"]))
     print(f"report: {page}")
     idle = warn_of_idle({a["technique"]: a for a in report["arms"][-1]["acted"]})

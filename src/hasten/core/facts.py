@@ -53,11 +53,6 @@ class Hardware:
     system: str
 
     @property
-    def processor(self) -> str:
-        """The processor's name and instruction sets, as a key of what was measured on it."""
-        return f"{self.cpu}: {' '.join(self.instruction_sets)}"
-
-    @property
     def short(self) -> str:
         """One phrase for a table: ``2 cores, Intel Xeon, 25 GB`` or the accelerator's name."""
         if self.accelerators:

@@ -39,6 +39,8 @@ class Design:
         foreign_load: a round during which others took more than this share of the machine is done
             again; None: none is.
         budget_seconds: what the whole may take; None: as long as the rounds need.
+        deadline_seconds: when everything has ended, whatever is measured by then: nobody waits
+            longer for an answer. A budget that is too short is then no reason to refuse.
         grouping: which arms are alive together; auto: as many as memory holds.
     """
 
@@ -52,6 +54,7 @@ class Design:
     noise: bool = False
     foreign_load: float | None = None
     budget_seconds: float | None = None
+    deadline_seconds: float | None = None
     grouping: Grouping = "auto"
 
     def __post_init__(self) -> None:

@@ -115,6 +115,7 @@ def choose(
     most_rounds: int,
     rest_of: Callable[[Sequence[str], int, int], float],
     left: float,
+    worth: int = WORTH_ROUNDS,
 ) -> Choice:
     """The arms, builds and rounds that fit into the seconds that are left.
 
@@ -126,8 +127,9 @@ def choose(
         most_rounds: as the user wished.
         rest_of: seconds for (arms, builds, rounds).
         left: seconds there are.
+        worth: with fewer rounds than these, rather fewer arms.
     """
-    enough = min(WORTH_ROUNDS, most_rounds)
+    enough = min(worth, most_rounds)
     kept = list(names)
     dropped: list[tuple[str, tuple[str, ...]]] = []
     for what in _in_order(names, kinds, expected):

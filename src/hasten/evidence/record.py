@@ -60,16 +60,17 @@ class Record:
     Args:
         path: the file; made if it isn't there.
         key: of the experiment, see `key_of`.
+        began: the moment (of `time.monotonic`) from which its seconds count, if not this one.
 
     Raises:
         InputError: the file can't be written, isn't a record, or is one of another experiment.
     """
 
-    def __init__(self, path: Path | None = None, key: str = "") -> None:
+    def __init__(self, path: Path | None = None, key: str = "", began: float | None = None) -> None:
         self.path = path
         self.events: list[Event] = []
         self._earlier = 0.0  # seconds of the starts before this one
-        self._began = time.monotonic()
+        self._began = time.monotonic() if began is None else began
         self._file = None
         if path is None:
             return
@@ -102,7 +103,7 @@ class Record:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since this process opened the record."""
+        """Seconds since this process opened the record, or since the moment that it was given."""
         return time.monotonic() - self._began
 
     @property

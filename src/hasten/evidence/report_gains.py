@@ -91,9 +91,17 @@ def rungs(arms: Sequence[Arm]) -> dict[str, str]:
 
 
 def slower_than_above(arms: Sequence[Arm]) -> set[str]:
-    """On a ladder, the arms that are surely slower than the one above: all of the interval is."""
-    gains = {b["name"]: against(a, b, arms[0]) for a, b in pairwise(ladder_of(arms))}
-    return {name for name, gain in gains.items() if gain is not None and gain.high < 1}
+    """Names of arms whose whole interval against the row above lies below 1.
+
+    Rows are compared where the lower one has what the upper one has, and more.
+    """
+    found = set()
+    for above, arm in pairwise([arms[0], *compared(arms)]):
+        if set(above["techniques"]) < set(arm["techniques"]):
+            ratio = against(above, arm, arms[0])
+            if ratio is not None and ratio.high < 1:
+                found.add(arm["name"])
+    return found
 
 
 def switches(arms: Sequence[Arm]) -> list[Switch]:
@@ -112,6 +120,28 @@ def switches(arms: Sequence[Arm]) -> list[Switch]:
         if alone or beside is not None:
             found.append(Switch(technique, alone[0] if alone else None, beside))
     return found
+
+
+def fastest_of_equal_quality(report: Mapping[str, Any]) -> Arm | None:
+    """The fastest arm whose model isn't worse; None where nothing was measured.
+
+    Equal quality is a held-out loss within the report's margin of the baseline's after equal
+    tokens, and nothing that the guard found. The baseline is one of these arms.
+    """
+    base: Arm = report["arms"][0]
+    if base["tokens_per_second"]["median"] is None:
+        return None
+    most = (base["held_out_loss"] or 0.0) * (1 + (report["quality"]["margin"] or 0.0))
+    equal = [
+        arm
+        for arm in compared(report["arms"])
+        if arm["ratio"]["median"] is not None
+        and arm["held_out_loss"] is not None
+        and arm["held_out_loss"] <= most
+        and head(arm["verdict"]) not in ("failed", "harmed")
+    ]
+    every: list[Arm] = [base, *equal]
+    return max(every, key=lambda arm: arm["ratio"]["median"])
 
 
 def compared(arms: Sequence[Arm]) -> list[Arm]:

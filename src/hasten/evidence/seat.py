@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from hasten.evidence.ablation import Design
 from hasten.evidence.load import foreign_share, look
 from hasten.evidence.record import Record
-from hasten.evidence.trial import PATIENCE_SECONDS, Trial
+from hasten.evidence.trial import PATIENCE_SECONDS, Trial, TrialFailedError
 
 PATIENCE_FACTOR = 20.0  # a busy machine makes single steps several times slower
 PATIENCE_AT_LEAST = 60.0  # seconds
@@ -57,7 +57,7 @@ class Seat:
 
     def begin(self, look_first: bool = True) -> None:
         """Wait until it is built; its held-out loss before training; its warm-up."""
-        answer = self.trial.answer()
+        answer = self.trial.answer(self._patience(PATIENCE_SECONDS))
         seconds = time.monotonic() - self._began
         self._note("start", startup_seconds=answer["startup_seconds"], seconds=seconds)
         if look_first:
@@ -71,7 +71,7 @@ class Seat:
         seconds = 0.0
         while len(self.warm) < least or (len(self.warm) < most and not self.stationary):
             count = max(least - len(self.warm), 1)
-            answer = self.trial.ask("steps", patience=PATIENCE_SECONDS, count=count)
+            answer = self._ask("steps", PATIENCE_SECONDS, count=count)
             self.warm += answer["steps"]
             compiled = answer.get("compiled") or {"graphs": 0, "seconds": 0.0}
             self._graphs.append(compiled["graphs"])
@@ -103,7 +103,7 @@ class Seat:
         patience = PATIENCE_FACTOR * (count * self.step_seconds + slowest)
         self._at.joules()  # a gap since the last turn, in which others started, ends here
         before, joules = look(), self._at.joules()
-        answer = self.trial.ask("steps", patience=max(patience, PATIENCE_AT_LEAST), count=count)
+        answer = self._ask("steps", max(patience, PATIENCE_AT_LEAST), count=count)
         after, share = self._at.joules(), foreign_share(before, look(), self._at.cores)
         used = None if joules is None or after is None else after - joules
         whole = {"seconds": answer["turn_seconds"]} if "turn_seconds" in answer else {}
@@ -116,15 +116,31 @@ class Seat:
         patience = PATIENCE_SECONDS
         if self.look_seconds:
             patience = max(PATIENCE_FACTOR * self.look_seconds, PATIENCE_AT_LEAST)
-        found = self.trial.ask("evaluate", patience=patience)
+        found = self._ask("evaluate", patience)
         self.look_seconds = max(self.look_seconds, time.monotonic() - began)
         self._note("evaluate", tokens=found["tokens"], held_out_loss=found["held_out_loss"])
 
     def finish(self) -> None:
         """What its techniques did, and what its model writes; it trains no more."""
-        last = self.trial.ask("finish")
+        last = self._ask("finish", PATIENCE_SECONDS)
         known = {key: last.get(key) for key in ("acted", "samples", "ledger")}
         self._note("finish", **known)
+
+    def _ask(self, what: str, patience: float, **details: Any) -> dict[str, Any]:
+        return self.trial.ask(what, self._patience(patience), **details)
+
+    def _patience(self, seconds: float) -> float:
+        """So many seconds, or those until the experiment's deadline, if they are fewer.
+
+        Raises:
+            TrialFailedError: it has passed.
+        """
+        deadline = self._design.deadline_seconds
+        if deadline is None:
+            return seconds
+        if self._record.spent >= deadline:
+            raise TrialFailedError("the deadline has passed")
+        return min(seconds, deadline - self._record.spent)
 
     def _compiles(self) -> bool:
         return self._graphs[-1] != self._graphs[-2]

@@ -84,8 +84,9 @@ class Experiment:
                 self._fresh_round(waiting)
             else:
                 self._sit(waiting)
-        for name in self._unproven():
-            self._prove(name)
+        if self.design.deadline_seconds is None:
+            for name in self._unproven():
+                self._prove(name)
         if self.time.over:
             self.time.close(self.base, self._waiting())
         self.record.append("done")
@@ -130,6 +131,9 @@ class Experiment:
                 rounds = self._rounds()
                 if rounds.complete(name) and (self.time.over or not rounds.missing(name)):
                     self._finish(name)
+            if self.time.late:
+                for seat in self.seats.values():
+                    seat.trial.end(at_once=True)  # nobody waits until they have left
 
     def _play(self, waiting: Sequence[str], names: Sequence[str], number: int) -> None:
         """Catch up with the longest warm-up, then take turns as long as there is time."""
@@ -157,7 +161,7 @@ class Experiment:
         names: list[str] = []
         fit = grouping.all_fit(waiting, self.peaks, self.at.memory, self.design)
         for name in reversed(waiting) if number % 2 == 0 and fit else waiting:
-            if name in self.time.dropped:
+            if name in self.time.dropped or not self.time.allows(name, list(self.seats.values())):
                 continue
             alive = list(self.seats)
             if not grouping.may_join(alive, self.peaks, name, self.at.memory, self.design):
@@ -201,6 +205,8 @@ class Experiment:
             count, done = count + 1, done + 1
             shown = f"{done}/{self._in_all(names[-1])}"
             for name in order.sample(list(names), len(names)):
+                if self.time.late:
+                    break
                 self._say(f"round {shown}: {name}")
                 self._turn(name, count, look=count in looks)
             if not self.seats:
@@ -219,7 +225,7 @@ class Experiment:
         order, seen = random.Random(self.design.seed * 1_000_003 + number), list[Seat]()
         for name in order.sample(names, len(names)):
             self.seats = {}
-            if name in self.time.dropped:
+            if name in self.time.dropped or self.time.late:
                 continue
             self._say(f"round {done + 1}/{self._in_all(names[-1])}: {name}")
             with contextlib.ExitStack() as stack:
@@ -267,14 +273,18 @@ class Experiment:
         """What goes wrong in one arm is noted there; an arm that has failed gets no more orders.
 
         Its process is ended at once: one that hangs would slow the others, its memory is theirs.
+        One that is late for the deadline hasn't failed: its complete rounds count.
         """
         if (seat := self.seats.get(name)) is None:
             return
         try:
             act(seat)
         except TrialFailedError as error:
-            what = "unfinished" if at_the_end else "failed"
-            self.record.append(what, arm=name, sitting=seat.sitting, why=str(error))
+            if self.time.late:
+                self.time.over = True
+            else:
+                what = "unfinished" if at_the_end else "failed"
+                self.record.append(what, arm=name, sitting=seat.sitting, why=str(error))
             del self.seats[name]
             seat.trial.end(at_once=True)
 
@@ -290,11 +300,14 @@ class Experiment:
         return len(rounds.complete(name)) + rounds.missing(name)
 
     def _say(self, text: str) -> None:
-        """Progress in steps, of those that are planned."""
+        """Progress in steps, of those that are planned, or in time, of that which there is."""
         design, events = self.design, self.record.events
         done = sum(len(e.get("steps", ())) for e in events)
         arms = len(self.plans) - len(self.time.dropped)
         rounds = max(map(self._in_all, self.plans), default=0)  # of those that haven't failed
         warmup = max(design.warmup, self._rounds().warmup)  # it goes on until steps take alike
         every = warmup * self.time.builds + rounds * design.steps
-        self._tell(text, min(1.0, done / max(arms * every, 1)))
+        share = done / max(arms * every, 1)
+        if design.deadline_seconds is not None:
+            share = max(share, self.record.spent / design.deadline_seconds)
+        self._tell(text, min(1.0, share))

@@ -22,13 +22,12 @@ from hasten.core.facts import Facts
 from hasten.core.setup import obstacles
 from hasten.data.statistics import padding_share, useful_row
 from hasten.models.presets import PRESETS
-from hasten.parts.bf16_gain import bf16_gain, bf16_pays
-from hasten.parts.bf16_gain import words as gain_words
 from hasten.parts.packing import choose_method
 from hasten.recipe.build import facts_of, requested_plan
 from hasten.recipe.material import Material, gather
 from hasten.recipe.plain_yaml import check_keys, one_line
 from hasten.recipe.schema import Recipe, recipe_from
+from hasten.techniques.precision import gain_here
 
 SAMPLE = 2000  # records that are looked at
 BATCH = 32  # records of a step
@@ -155,13 +154,9 @@ def _plan(look: Recipe, material: Material, known: Facts, cutoff: int) -> tuple[
         plan += batching
         reasons += [f"{padding:.0%} of the slots would be padding", why]
     plan += ["fused_layers", "experts_implementation", "labelled_token_loss"]
-    if known.on_gpu:
-        plan.append("bf16_master_weights")
-        reasons.append("the device multiplies bf16")
-    else:
-        ratios = bf16_gain(known.hardware.processor)
-        plan += ["bf16_master_weights"] if bf16_pays(ratios) else []
-        reasons.append(f"bf16 was measured here: {gain_words(ratios)} as float32")
+    use, why_so = _bf16(known)
+    plan += use
+    reasons += why_so
     if not known.on_gpu:
         plan.append("fused_adamw")
     if BATCH * lengths.mean() > MICRO_BATCH_TOKENS:
@@ -170,6 +165,18 @@ def _plan(look: Recipe, material: Material, known: Facts, cutoff: int) -> tuple[
         reasons.append(f"a step has {BATCH * lengths.mean():,.0f} tokens")
     kept = [entry for entry in plan if not _obstacles(look, entry, known)]
     return kept, "; ".join(reasons)
+
+
+def _bf16(known: Facts) -> tuple[list[Any], list[str]]:
+    """bf16 on a GPU, and on a processor that was measured to be faster with it; the reason."""
+    if known.on_gpu:
+        return ["bf16_master_weights"], ["the device multiplies bf16"]
+    gain = gain_here(known)
+    if gain is None:
+        return [], []
+    if gain.sure:
+        return ["bf16_master_weights"], [f"bf16 was measured at {gain}"]
+    return [], [f"no bf16: it was measured at {gain}"]
 
 
 def _batching(

@@ -17,6 +17,7 @@ from hasten.core.setup import AsGiven, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.errors import InputError
+from hasten.parts.bf16_gain import Gain, bf16_gain
 from hasten.parts.float8 import RECIPES, SIDE, Float8Layers
 from hasten.parts.layout.local_shards import LocalShards
 from hasten.parts.loss_scale import LossScale
@@ -31,6 +32,7 @@ CLAIMS = (
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FP16_SETS = ("avx512_fp16", "amx_fp16")
 BF16_KERNELS = ("avx512f", "amx_bf16", "bf16")  # torch has some for processors with one of them
+IF_FASTER = "leave it out where a measurement of seconds doesn't show it faster: processors alone"
 EMULATE = "allow it where the format is multiplied in software: slow, anywhere"
 BF16_CAPABILITY = (8, 0)
 FLOAT8_CAPABILITY = (9, 0)  # torch's product with a scale for each row
@@ -64,12 +66,31 @@ def _slow_bf16(facts: Facts) -> tuple[str, ...]:
     )
 
 
+def gain_here(facts: Facts) -> Gain | None:
+    """What bf16 gains on this job's processor, as measured; None on a GPU, or without products.
+
+    Ranks each measure for themselves, and might not agree: there it is None, too.
+    """
+    if facts.on_gpu or facts.world.size > 1 or _slow_bf16(facts):
+        return None
+    return bf16_gain(facts.hardware.cpu)
+
+
+def why_no_gain(facts: Facts) -> str:
+    """Why bf16 gains nothing on this job's processor; empty where it does, or nobody knows."""
+    if slow := _slow_bf16(facts):
+        return slow[0]
+    gain = gain_here(facts)
+    return "" if gain is None or gain.sure else f"bf16 has {gain}"
+
+
 @dataclass(frozen=True)
 class BF16MasterWeights(Technique):
     """bf16 weights, activations and gradients; the optimizer moves float32 masters."""
 
     slot = Slot.PRECISION
     emulate: bool = setting(False, EMULATE)
+    only_if_faster: bool = setting(False, IF_FASTER)
 
     @property
     def fidelity(self) -> Fidelity:
@@ -83,7 +104,9 @@ class BF16MasterWeights(Technique):
         setup.precision = MasterWeights(torch.bfloat16)
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
-        return () if self.emulate else _slow_bf16(facts)
+        slow = () if self.emulate else _slow_bf16(facts)
+        why = why_no_gain(facts) if self.only_if_faster else ""
+        return slow or ((why,) if why else ())
 
     def forecast(self, facts: Facts) -> Forecast:
         return Forecast(bytes=0.5, resident_bytes=2.0 * facts.model.parameters)
