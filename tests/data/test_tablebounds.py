@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hasten.data import containers, tablebounds
+from hasten.data import containers, tablebounds, tables
 from hasten.data.formats import read_records
-from hasten.data.tablebounds import arrow_batches, decoded_bytes, parquet_batches
+from hasten.data.tablebounds import HELD, arrow_batches, decoded_bytes, parquet_batches, row_slices
 from hasten.errors import InputError
 
 LONG = "a long text " * 5_000  # 60 kB
@@ -84,7 +85,24 @@ def bomb_of_nulls(path: Path) -> None:
     pq.write_table(pa.table({"text": pa.nulls(1_000_000, pa.string())}), path)
 
 
+def bomb_of_objects(path: Path) -> None:
+    """500,000 empty objects, or a list of as many nulls: no bytes in the file, MBs of objects."""
+    count = 500_000
+    if path.stem == "objects":
+        column = pa.StructArray.from_buffers(pa.struct([]), count, [None])
+    else:
+        column = pa.ListArray.from_arrays(pa.array([0, count], pa.int32()), pa.nulls(count))
+    table = pa.table({"messages": column})
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, compression="zstd")
+    else:
+        ipc(pa.ipc.new_file, None)(path, table)
+
+
 BOMBS: dict[str, Write] = {
+    "objects.arrow": lambda path, _: bomb_of_objects(path),
+    "list.arrow": lambda path, _: bomb_of_objects(path),
+    "list.parquet": lambda path, _: bomb_of_objects(path),
     "rows.parquet": lambda path, _: bomb_of_rows(path),
     "lists.parquet": lambda path, _: bomb_in_lists(path),
     "prefixes.parquet": lambda path, _: bomb_of_prefixes(path),
@@ -109,8 +127,13 @@ def test_a_bomb_is_refused_before_it_has_grown(
     assert path.stat().st_size < FLOOR // 40
     pool = pa.default_memory_pool()
     before = pool.max_memory()  # of Arrow, writing included
-    with pytest.raises(InputError, match=r"larger than \d+ MiB") as caught:
-        read_records([path], max_rejected=10**9)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError, match=r"larger than \d+ MiB") as caught:
+            read_records([path], max_rejected=10**9)
+        assert tracemalloc.get_traced_memory()[1] < 4 * FLOOR
+    finally:
+        tracemalloc.stop()
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert pool.max_memory() - before < 4 * FLOOR
@@ -171,21 +194,43 @@ def test_a_dictionary_that_is_read_as_one_gives_the_same_rows(
 
 
 @pytest.mark.parametrize(
-    ("array", "texts"),
+    ("array", "texts", "values"),
     [
-        (pa.array(["abc", None, "d"]), 4),
-        (pa.array(["abc", "d", "abc"]).dictionary_encode(), 7),
-        (pa.array(["abc", "d", "abc"], pa.large_string()).dictionary_encode(), 7),
-        (pa.array(["x" * 100, "d", None], pa.string_view()).slice(1), 1),
-        (pa.array([["abc"] * 3, []]), 9),
-        (pa.array([{"a": "abc"}, {"a": "abc"}]), 6),
-        (pa.array([[("k", "vv")]], pa.map_(pa.string(), pa.string())), 3),
-        (pa.nulls(1000), 0),
-        (pa.array([[None] * 1000], pa.list_(pa.null(), 1000)), 8000),
+        (pa.array(["abc", None, "d"]), 4, 3),
+        (pa.array(["abc", "d", "abc"]).dictionary_encode(), 7, 3),
+        (pa.array(["abc", "d", "abc"], pa.large_string()).dictionary_encode(), 7, 3),
+        (pa.array([7, 8] * 100).dictionary_encode(), 0, 200),
+        (pa.array(["x" * 100, "d", None], pa.string_view()).slice(1), 1, 2),
+        (pa.array([["abc"] * 3, []]), 9, 5),
+        (pa.array([{"a": "abc"}, {"a": "abc"}]), 6, 2 + 2 * 3),
+        (pa.StructArray.from_buffers(pa.struct([]), 9, [None]), 0, 9 * 3),
+        (pa.array([[("k", "vv")]] * 9, pa.map_(pa.string(), pa.string())).slice(8), 3, 4),
+        (pa.nulls(1000), 0, 1000),
+        (pa.array([[None] * 1000], pa.list_(pa.null(), 1000)), 0, 1001),
     ],
 )
-def test_what_values_take_is_counted_for_each_of_them(array: Any, texts: int) -> None:
-    assert texts + 8 * len(array) <= decoded_bytes(array) <= texts + 64 * len(array) + 9000
+def test_what_values_take_as_python_objects_is_counted_for_each_of_them(
+    array: Any, texts: int, values: int
+) -> None:
+    assert texts + 56 * values <= decoded_bytes(array) <= texts + 80 * values
+
+
+def test_objects_are_made_of_few_rows_and_bytes_at_a_time() -> None:
+    batch = pa.record_batch({"text": ["x"] * 2000 + ["x" * (HELD // 2)] * 3})
+    parts = list(row_slices(batch))
+    assert pa.Table.from_batches([rows for rows, _ in parts]).equals(pa.Table.from_batches([batch]))
+    assert max(rows.num_rows for rows, _ in parts) <= tablebounds.ROWS
+    assert max(size for _, size in parts) <= HELD
+
+
+def test_a_row_that_takes_more_than_any_record_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "FLOOR", 1 << 16)
+    monkeypatch.setattr(tablebounds, "HELD", 1 << 16)
+    pq.write_table(pa.table({"text": ["a", "b" * (1 << 16)]}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="row 2 takes over 0 MiB: write it as several"):
+        read_records([tmp_path / "a.parquet"])
 
 
 def test_kinds_that_may_overlap_themselves_are_named(tmp_path: Path) -> None:

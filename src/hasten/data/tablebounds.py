@@ -7,7 +7,7 @@ long text once and repeats it by number. Four checks keep a file within its limi
       buffers, are summed up before anything is unpacked
   (2) a batch has so many rows that they take about `HELD` bytes on average
   (3) a text column whose longest entry, repeated, would break the limit is read as a dictionary
-  (4) what a batch becomes as Python objects is counted before they are made
+  (4) what rows become as Python objects is counted before they are made, a few rows at a time
 
 Sizes in a Parquet footer are its writer's word: a forged one hides at most the 2 GiB that the
 format allows a single page.
@@ -30,8 +30,9 @@ from hasten.errors import InputError
 
 HELD = 1 << 26  # bytes of a batch of rows
 ROWS = 1024  # rows of a batch at most
-_ROW = 64  # bytes that every row costs: a file of nulls is a bomb too
-_POINTER = 8  # bytes that every value costs, however small
+# What Python objects take, in bytes: a file of nulls is a bomb too.
+_ROW = _STRUCT = 200  # an object with a few keys
+_VALUE = 64  # any other value, however small, and its place in a list or object
 _DICTIONARY = ("PLAIN_DICTIONARY", "RLE_DICTIONARY")
 _PREFIXES = "DELTA_BYTE_ARRAY"  # a text is a part of the one before it and what follows
 _LEGACY = b"ARROW:experimental_compression"
@@ -46,7 +47,8 @@ def parquet_batches(path: Path) -> tuple[list[str], Iterator[Any]]:
     file = pq.ParquetFile(path)
     groups = [file.metadata.row_group(at) for at in range(file.metadata.num_row_groups)]
     whole = sum(chunk.total_uncompressed_size for group in groups for chunk in _chunks(group))
-    if max(whole, _ROW * file.metadata.num_rows) > limit:
+    values = sum(chunk.num_values for group in groups for chunk in _chunks(group))
+    if max(whole, _ROW * file.metadata.num_rows, _VALUE * values) > limit:
         raise too_large(path, limit)
     rows = max(1, min(ROWS, HELD // max(1, whole // max(1, file.metadata.num_rows))))
     repeated: set[str] = set()
@@ -100,15 +102,33 @@ def arrow_batches(path: Path) -> tuple[list[str], Iterator[Any]]:
     return reader.schema.names, _first(reader, batches, fault)
 
 
+def row_slices(batch: Any) -> Iterator[tuple[Any, int]]:
+    """A batch in pieces of few rows and bytes, each with what it takes as Python objects."""
+    for at in range(0, batch.num_rows, ROWS):
+        yield from _halved(batch.slice(at, ROWS))
+
+
+def _halved(rows: Any) -> Iterator[tuple[Any, int]]:
+    size, count = _ROW * rows.num_rows + sum(map(decoded_bytes, rows.columns)), rows.num_rows
+    if size <= HELD or count == 1:
+        yield rows, size
+        return
+    yield from _halved(rows.slice(0, count // 2))
+    yield from _halved(rows.slice(count // 2))
+
+
 def decoded_bytes(array: Any) -> int:
-    """About what an array takes once every value stands for itself; no less than its texts."""
-    kind, own = array.type, _POINTER * len(array)
+    """About what an array takes as Python objects; no less than its texts."""
+    kind, own = array.type, _VALUE * len(array)
     if pa.types.is_dictionary(kind):
         return own + _repeated(array)
     if pa.types.is_struct(kind):
-        return own + sum(decoded_bytes(child) for child in array.flatten())
+        return _STRUCT * len(array) + sum(decoded_bytes(child) for child in array.flatten())
     if pa.types.is_map(kind):
-        return own + decoded_bytes(array.keys) + decoded_bytes(array.items)
+        first, last = (array.offsets[at].as_py() for at in (0, len(array)))
+        parts = (part.slice(first, last - first) for part in (array.keys, array.items))
+        entries = int(last - first)
+        return own + _VALUE * entries + sum(map(decoded_bytes, parts))
     if isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
         return own + decoded_bytes(array.flatten())
     if isinstance(array, pa.ExtensionArray):
@@ -147,6 +167,8 @@ def _repeated(array: Any) -> int:
     large = pa.types.is_large_string(kind) or pa.types.is_large_binary(kind)
     if large or pa.types.is_string(kind) or pa.types.is_binary(kind):
         return int(pc.sum(pc.binary_length(entries).take(array.indices)).as_py() or 0)
+    if pa.types.is_primitive(kind):
+        return 0
     return decoded_bytes(entries) * len(array)  # at most
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from hasten.data.containers import (
+    FLOOR,
     Container,
     DamagedStreamError,
     growth_limit,
@@ -24,7 +25,7 @@ from hasten.data.containers import (
     too_large,
 )
 from hasten.data.jsonscan import Found, damage
-from hasten.data.tablebounds import arrow_batches, decoded_bytes, parquet_batches
+from hasten.data.tablebounds import arrow_batches, parquet_batches, row_slices
 from hasten.errors import InputError
 
 _FAULTS = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError)
@@ -80,11 +81,15 @@ def _header(path: Path, cells: list[str], reason: str | None) -> list[str]:
         raise InputError(f"{path}:1: the header has {reason}; save the file as CSV in UTF-8")
     if len(cells) == 1 and (other := next((mark for mark in ";\t|" if mark in cells[0]), None)):
         raise InputError(f"{path}:1: the header has {other!r} between columns: use commas")
-    twice = [name for name, times in Counter(cells).items() if times > 1]
+    twice = _twice(cells)
     if twice or not any(cells):
         what = f"names {twice[0]!r} twice" if any(twice) else "has a column without a name"
         raise InputError(f"{path}:1: the header {what}; give every column its own name")
     return cells
+
+
+def _twice(names: list[str]) -> list[str]:
+    return [name for name, times in Counter(names).items() if times > 1]
 
 
 def _csv_record(
@@ -101,15 +106,18 @@ def _csv_record(
 def scan_table(path: Path, container: Container) -> Iterator[Found]:
     """The rows of a Parquet or Arrow file; raises InputError where there is no such file in it."""
     number, left = 1, growth_limit(path)
-    batches = _opened(path, container.kind)
+    pieces = _pieces(_opened(path, container.kind), container.kind)
     while True:
         try:
-            batch = next(batches)
-            batch.validate(full=container.kind == "arrow")  # offsets are trusted as they are read
-            left -= sum(map(decoded_bytes, batch.columns))
+            rows, size = next(pieces)
+            left -= size
             if left < 0:
                 raise too_large(path, growth_limit(path))
-            values = [Found(number + row, value, None) for row, value in enumerate(_values(batch))]
+            if size > FLOOR:
+                raise InputError(
+                    f"{path}: row {number} takes over {FLOOR >> 20} MiB: write it as several"
+                )
+            values = [Found(number + row, value, None) for row, value in enumerate(_values(rows))]
         except StopIteration:
             return
         except InputError:
@@ -125,6 +133,12 @@ def scan_table(path: Path, container: Container) -> Iterator[Found]:
         number += len(values)
 
 
+def _pieces(batches: Iterator[Any], kind: str) -> Iterator[tuple[Any, int]]:
+    for batch in batches:
+        batch.validate(full=kind == "arrow")  # offsets are trusted as they are read
+        yield from row_slices(batch)
+
+
 def _opened(path: Path, kind: str) -> Iterator[Any]:
     try:
         names, batches = parquet_batches(path) if kind == "parquet" else arrow_batches(path)
@@ -134,7 +148,7 @@ def _opened(path: Path, kind: str) -> Iterator[Any]:
         raise InputError(
             f"{path} isn't a whole {kind} file: {_line(error)}; write or fetch it anew"
         ) from error
-    if twice := [name for name, times in Counter(names).items() if times > 1]:
+    if twice := _twice(names):
         raise InputError(f"{path} has two columns {twice[0]!r}: give every column its own name")
     return batches
 

@@ -20,7 +20,7 @@ NOT_IN_A_LINE = re.compile(
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without anchors (which can grow without bound), and 1e-4 as the number it is."""
+    """YAML without anchors and base 60 (which take without bound), and 1e-4 as the number it is."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.events.AliasEvent):
@@ -40,9 +40,29 @@ class _Loader(yaml.SafeLoader):
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
+    def construct_number(self, node: Any) -> Any:
+        """Without YAML 1.1's base 60 (1:30), which takes the square of its digits to compute."""
+        if ":" in self.construct_scalar(node):
+            raise yaml.MarkedYAMLError(
+                problem="a number with a colon is not allowed", problem_mark=node.start_mark
+            )
+        make = self.construct_yaml_float if node.tag.endswith("float") else self.construct_yaml_int
+        return make(node)
 
-_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, "-+0123456789.")
+
+_INTEGER = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$")
+_FLOAT = re.compile(
+    r"[-+]?(([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+"
+    r"|[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"
+)
+_NUMBERS = {"tag:yaml.org,2002:int": _INTEGER, "tag:yaml.org,2002:float": _FLOAT}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS]
+    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern in _NUMBERS.items():
+    _Loader.add_implicit_resolver(_tag, _pattern, list("-+0123456789."))
+    _Loader.add_constructor(_tag, _Loader.construct_number)
 
 
 def read_yaml(text: str, place: str) -> Any:
