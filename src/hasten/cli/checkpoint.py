@@ -83,7 +83,7 @@ def export(
         raise InputError(f"{to} exists; name a file that doesn't")
     path, tensors, meta = _loaded(checkpoint)
     if not everything:
-        prefix = MODEL + WRAPPED if "plan" in meta else MODEL
+        prefix = MODEL + WRAPPED if {"job", "plan"} & meta.keys() else MODEL
         tensors = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
     if not tensors:
         raise InputError(f"{path} holds nothing called {MODEL}...; --all writes all tensors")
