@@ -6,6 +6,7 @@ import io
 import json
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from hasten.data import jsonlist
 from hasten.data.jsonlist import scan_json
-from hasten.data.jsonscan import Found
+from hasten.data.jsonscan import FaultError, Found
 
 TEXTS = st.text(st.sampled_from('aé你\U0001f600"\\{}[],: \n'), max_size=12)
 WHOLE = st.integers(-(2**63), 2**64 - 1)
@@ -74,6 +75,33 @@ def test_a_record_without_an_end_costs_a_window_and_not_the_file(
     reasons = [one.reason for one in found(data)]
     assert reasons[0] is not None
     assert reasons.count(None) == 9
+
+
+@pytest.mark.parametrize(
+    "opened", ['{"q":', '{"a":[', '{"q": 1, "a": [{"q": 1}, '], ids=["deep", "lists", "records"]
+)
+def test_what_is_read_again_after_a_fault_grows_with_the_file_and_not_its_square(
+    opened: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonlist, "_VAIN", 1 << 12, raising=False)
+    read = 0
+    plain = jsonlist.Decoder.decode
+
+    def counting(self: Any, text: str, at: int, before: int = 0) -> Any:
+        nonlocal read
+        try:
+            return plain(self, text, at, before)
+        except FaultError as fault:
+            read += max(fault.at - at, 1000)
+            raise
+
+    monkeypatch.setattr(jsonlist.Decoder, "decode", counting)
+    sound = '{"q": "a", "a": "b"}'
+    inner = opened * 100 + "1," * 2000
+    data = f"[{sound}, " + f"{inner} damaged " * 40 + f", {sound}]"
+    values = [one.value for one in found(data.encode())]
+    assert values[0] == values[-1] == json.loads(sound)
+    assert read < 30 * len(data)
 
 
 def test_a_list_is_never_in_memory_whole(tmp_path: Path) -> None:

@@ -40,6 +40,16 @@ def test_a_resolved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
     assert load_recipe(write(tmp_path, recipe.to_yaml())) == recipe
 
 
+def test_numbers_are_those_of_yaml_without_base_60() -> None:
+    plain = "0 -1 +12 1_000 0x1F 0b101 017 1.5 -1. 1e-4 1E5 1.5e+3 -.inf .nan a 1.2.3 1e 08 - ~"
+    for word in plain.split():
+        expected = yaml.safe_load(word) if word not in ("1e-4", "1E5") else float(word)
+        assert repr(read_yaml(word, "x")) == repr(expected), word
+    assert read_yaml("1:30", "x") == "1:30"
+    assert read_yaml("1" + ":1" * 500_000, "x")[:4] == "1:1:"
+    assert read_yaml("1:30.5", "x") == "1:30.5"
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -50,6 +60,8 @@ def test_a_resolved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
         ("model: &a x\ndataset: *a", "aliases"),
         ("model: !!python/object/apply:os.system ['true']", "could not determine a constructor"),
         ("a: " + "[" * 3000, "not YAML"),
+        ("seed: !!int 1" + ":1" * 9, "a number with a colon"),
+        ("seed: !!float 1:1.5", "a number with a colon"),
         ("learning_rte: 1", "did you mean 'learning_rate'"),
         ("3: 4", "unknown key 3"),
         ("model: m\ndataset: d", "max_steps, epochs or max_tokens"),

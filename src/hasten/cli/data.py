@@ -17,6 +17,7 @@ from hasten.data.statistics import Layout, Statistics, advice, layouts, statisti
 from hasten.data.store import inspect as rendered
 from hasten.data.toolturns import split_tools, template_turns
 from hasten.errors import InputError
+from hasten.parts.foreign import shown
 from hasten.recipe.build import DEFAULT_BATCH
 from hasten.recipe.material import Material, gather
 from hasten.recipe.schema import Recipe, load_recipe
@@ -108,14 +109,14 @@ def convert(sources: Sequence[Path], output: Path, max_rejected: float) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     for file_name, shape in reading.shapes.items():
-        print(f"{file_name}: {shape} records")
+        print(shown(f"{file_name}: {shape} records"))
     for rejected in reading.rejected:
-        print(f"left out {rejected.file}:{rejected.line}: {rejected.reason}")
+        print(shown(f"left out {rejected.file}:{rejected.line}: {rejected.reason}"))
     print(f"{len(reading.conversations):,} records: {output}")
 
 
 def _material(recipe: Recipe) -> Material:
-    tell = lambda text: print(text, file=sys.stderr)  # noqa: E731
+    tell = lambda text: print(shown(text), file=sys.stderr)  # noqa: E731
     return gather(recipe, Path(recipe.output) / "data", tell)
 
 

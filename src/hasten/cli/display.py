@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from hasten.parts.foreign import shown
+
 PLAIN_EVERY_SECONDS = 10.0
 
 
@@ -51,7 +53,7 @@ class Display:
 
     def tell(self, text: str) -> None:
         """One line that stays."""
-        self.console.print(text, markup=False)
+        self.console.print(shown(text), markup=False)
 
     def begin(self) -> None:
         """What is shown from now on is a new piece of work, with an ETA of its own."""

@@ -26,6 +26,7 @@ from hasten.cli.plan_options import plan
 from hasten.cli.speedup_options import speedup
 from hasten.cli.tune_options import tune
 from hasten.errors import AgreedError, InputError, StoppedError
+from hasten.parts.foreign import shown
 
 STARTED = time.perf_counter()
 INTERRUPTED = 130
@@ -290,7 +291,7 @@ def _say(error: Exception) -> None:
         return
     facts = sys.modules.get("hasten.core.facts")
     if not (isinstance(error, AgreedError) and facts and not facts.world().is_main):
-        print(f"hasten: {error}", file=sys.stderr)
+        print(f"hasten: {shown(str(error))}", file=sys.stderr)
 
 
 def _told(error: Exception) -> bool:

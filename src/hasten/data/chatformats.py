@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from hasten.data import renderer
 from hasten.data.render import check_syntax
 from hasten.errors import InputError
+from hasten.parts.foreign import open_regular
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,7 +132,7 @@ def template_file(path: Path) -> str:
         known = close or ["auto", *FALLBACKS, "a .jinja file"]
         raise InputError(f"chat_template: there is no {str(path)!r}: use {', '.join(known)}")
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             data = file.read(_LARGEST_FILE + 1)
         text = data.decode("utf-8")
     except OSError as error:

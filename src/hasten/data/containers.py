@@ -18,6 +18,7 @@ from typing import IO, Any, NamedTuple
 import pyarrow as pa
 
 from hasten.errors import InputError
+from hasten.parts.foreign import open_regular
 
 RATIO = 200
 FLOOR = 1 << 28  # bytes
@@ -62,7 +63,7 @@ def container_of(path: Path) -> Container:
     found = named(path)
     if found is None:
         raise InputError(f"{path} is none of {NAMES}: convert or rename it")
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         head = file.read(8)
     said = found.packed or found.kind
     actual = next((kind for kind, magic in _MAGIC.items() if head.startswith(magic)), None)
@@ -77,7 +78,7 @@ def container_of(path: Path) -> Container:
 def open_stream(path: Path, container: Container) -> IO[bytes]:
     """The plain bytes of a text container; reading on may raise DamagedStreamError, InputError."""
     if container.packed is None:
-        return path.open("rb")
+        return open_regular(path)
     return io.BufferedReader(_Unpacked(path, container.packed), _CHUNK)
 
 
@@ -100,7 +101,7 @@ class _Unpacked(io.RawIOBase):
     def __init__(self, path: Path, packed: str) -> None:
         super().__init__()
         self._path, self._packed = path, packed
-        self._file = path.open("rb")
+        self._file = open_regular(path)
         self._stream: Any = pa.CompressedInputStream(pa.PythonFile(self._file, "r"), packed)
         self._left = self._limit = growth_limit(path)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import codecs
 import io
 import re
+import sys
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -26,6 +27,9 @@ _BETWEEN = re.compile(r"[ \t\r\n,]*")
 _OBJECT = re.compile(r'\{[ \t\r\n]*"')  # inside a string the quote would be escaped
 _READ = 1 << 16  # bytes
 _LEAST = 1 << 20  # characters that a window holds, where the file has them
+_VAIN, _TIMES = 1 << 22, 4  # characters that are read in vain, and how often those before
+_DEEP = sys.getrecursionlimit() // 2  # levels that are at least read of what is nested too deeply
+_LEVEL = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
 _MARGIN = 16  # characters: what a cut literal, number or escape has at most before the cut
 
 
@@ -71,7 +75,7 @@ def _scan_list(window: _Window) -> Iterator[Found]:
             if window.may_help(at, fault) and window.grow():
                 continue
             line = window.line(at)
-            found, at = _next_record(window, at, usual)
+            found, at = _next_record(window, at, window.after(at, fault), usual)
             over = at == len(window.text)
             yield Found(line, None, found or str(fault), lost=over and window.last != "]")
             if over:
@@ -92,13 +96,15 @@ def _scan_list(window: _Window) -> Iterator[Found]:
     yield Found(window.line(len(window.text)), None, words, lost=True)
 
 
-def _next_record(window: _Window, at: int, usual: set[str]) -> tuple[str | None, int]:
-    """What is damaged before the next object with a usual key, and where it begins.
+def _next_record(window: _Window, start: int, at: int, usual: set[str]) -> tuple[str | None, int]:
+    """What is damaged from `start` to the next object with a usual key, and where it begins.
+
+    It is searched from `at` on.
 
     It begins at the end of the window where there is none.
     """
     decoder = Decoder()
-    reason, start, at = None, at, at + 1
+    reason = None
     while True:
         candidate = _OBJECT.search(window.text, at)
         if candidate is None:
@@ -115,7 +121,7 @@ def _next_record(window: _Window, at: int, usual: set[str]) -> tuple[str | None,
             value, _ = decoder.decode(window.text, at)
         except FaultError as fault:
             if not (window.may_help(at, fault) and window.grow()):
-                at += 1
+                at = window.after(at, fault)
             continue
         if not usual or usual & value.keys():
             return reason or damage(window.text[start:at]), at
@@ -131,6 +137,7 @@ class _Window:
         self._counted, self._line = 0, 1  # up to here lines are counted
         self._ended = False
         self.text = ""
+        self._dropped = self._vain = 0  # characters: forgotten, and read without finding a value
         self.before = 0  # characters of its first line that lie before it
         self.last = ""  # the last character so far that is no space
         self.fault: str | None = None  # why the file can't be read to its end
@@ -157,6 +164,7 @@ class _Window:
         self.before = at - line - 1 if line >= 0 else self.before + at
         self.line(at)
         self._counted -= at
+        self._dropped += at
         self.text = self.text[at:]
 
     def line(self, at: int) -> int:
@@ -169,6 +177,16 @@ class _Window:
         """Whether a value that begins at `at` may only be cut by the window's end."""
         near = fault.unterminated or fault.at >= len(self.text) - _MARGIN
         return near and len(self.text) - at < LONGEST_LINE
+
+    def after(self, at: int, fault: FaultError) -> int:
+        """Where to go on after a value at `at` that can't be read: the next may lie within it.
+
+        Objects within one another are each read up to the damage. Where that takes far more than
+        the file has, reading goes on behind the damage.
+        """
+        end = max(fault.at, at + 1) if fault.at else _deep_end(self.text, at)
+        self._vain += end - at
+        return end if self._vain > _VAIN + _TIMES * (self._dropped + at) else at + 1
 
     def is_space(self, at: int) -> bool:
         """Whether nothing else follows in the window."""
@@ -206,3 +224,14 @@ class _Rejoined(io.RawIOBase):
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
     match = pattern.match(text, at)
     return match.end() if match else at
+
+
+def _deep_end(text: str, at: int) -> int:
+    """Where a value that is nested too deeply for the reader has about got there."""
+    depth = 0
+    for found in _LEVEL.finditer(text, at):
+        mark = text[found.start()]
+        depth += (mark in "[{") - (mark in "]}")
+        if depth >= _DEEP:
+            return found.end()
+    return len(text)

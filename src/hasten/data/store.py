@@ -27,6 +27,7 @@ from hasten.data.spool import Indexed, packed
 from hasten.data.templates import NOT_THE_RECORDS_FAULT, TooLong
 from hasten.data.worker import Work
 from hasten.errors import InputError
+from hasten.parts.foreign import shown
 from hasten.parts.records import TokenRecord
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def inspect(tokenizer: PreTrainedTokenizerBase, record: TokenRecord, colour: boo
     for ids, marks in zip(
         np.split(record.input_ids, borders), np.split(record.trained, borders), strict=True
     ):
-        text = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        text = shown(tokenizer.decode(ids.tolist(), skip_special_tokens=False))
         runs.append(f"{opening}{text}{closing}" if marks.any() else text)
     return "".join(runs)
 

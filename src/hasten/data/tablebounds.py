@@ -127,8 +127,7 @@ def decoded_bytes(array: Any) -> int:
     if pa.types.is_map(kind):
         first, last = (array.offsets[at].as_py() for at in (0, len(array)))
         parts = (part.slice(first, last - first) for part in (array.keys, array.items))
-        entries = int(last - first)
-        return own + _VALUE * entries + sum(map(decoded_bytes, parts))
+        return own + _VALUE * int(last - first) + sum(map(decoded_bytes, parts))
     if isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
         return own + decoded_bytes(array.flatten())
     if isinstance(array, pa.ExtensionArray):

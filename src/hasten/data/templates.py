@@ -32,9 +32,15 @@ from hasten.data.chatformats import (
     FALLBACKS,
     ensure_chat_template,
 )
-from hasten.data.render import render as render_template
+from hasten.data.chattemplate import (
+    TURNS,
+    ChatTemplate,
+    chat_template_of,
+    render_turns,
+    seconds_explained,
+)
 from hasten.data.shapes import Conversation, Message
-from hasten.data.toolturns import FORMS, UnseenError, check_seen, split_tools, template_turns
+from hasten.data.toolturns import FORMS, UnseenError, check_seen
 from hasten.errors import InputError
 from hasten.parts.records import TokenRecord, token_record
 
@@ -58,7 +64,6 @@ TooLong = Literal["truncate", "split", "drop"]
 _NONE_LEFT, _DROPPED = "no answer left", "too long"
 NOT_THE_RECORDS_FAULT = (_NONE_LEFT, _DROPPED)  # how reasons begin where cutoff_len is at fault
 _BATCH = 256  # texts that the tokenizer sees at once: it spreads them over the cores
-TURNS = 1_000  # of a dialogue: what precedes each answer is rendered apart, to find the answer
 _STAND_IN = "\ue000answer\ue000"  # private use characters: no template changes them
 _PLAIN = ("system", "user", "assistant")
 _THOUGHT = re.compile(r"(?:<think>\s*)?</think>\s*\Z|<think>\s*\Z")  # opened or left empty
@@ -76,14 +81,6 @@ class _Drawn(NamedTuple):
     text: str
     answers: list[tuple[int, int]] | None  # character spans, end exclusive; None: plain text
     reason: str = "the chat template drops or rewrites the last answer"  # where there are no spans
-
-
-class _Template(NamedTuple):
-    """The chat template of a tokenizer and what it is given; empty where there is none."""
-
-    plain: str
-    with_tools: str
-    special_tokens: dict[str, Any]
 
 
 def encode(
@@ -115,7 +112,7 @@ def encode_all(
         )
     ends = tuple(token for token in tokenizer.get_added_vocab() if token.strip())
     left = iter(conversations)
-    backend, template = _plain_backend(tokenizer), _template(tokenizer)
+    backend, template = _plain_backend(tokenizer), chat_template_of(tokenizer)
     while batch := list(islice(left, _BATCH)):
         drawn = _draw_all(template, batch, ends)
         # The template has put the special tokens into the text.
@@ -199,51 +196,26 @@ def _check_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int], place: str) -
         )
 
 
-def _template(tokenizer: PreTrainedTokenizerBase) -> _Template:
-    """Of several templates, the one named default, or tool_use where there are tools."""
-    sources = []
-    choices: tuple[list[Any] | None, ...] = (None, [])
-    for tools in choices:
-        try:
-            sources.append(str(tokenizer.get_chat_template(tools=tools)))
-        except ValueError:  # none of that name, or none at all
-            sources.append("")
-    return _Template(sources[0], sources[1], dict(tokenizer.special_tokens_map))
-
-
 def _draw_all(
-    template: _Template, conversations: Sequence[Conversation], ends: tuple[str, ...]
+    template: ChatTemplate, conversations: Sequence[Conversation], ends: tuple[str, ...]
 ) -> list[_Drawn]:
     """The whole text of each and where the answers are in it; templates run in another process."""
     dialogues = [each for each in conversations if each.text is None]
     drawn: Iterator[_Drawn] = iter(())
     if dialogues:
         place = f"{dialogues[0].place} to {dialogues[-1].place}"
-        explained = sum(map(_seconds, dialogues))
+        explained = sum(map(seconds_explained, dialogues))
         drawn = iter(renderer.ask(place, explained, _draw_dialogues, template, dialogues, ends))
     return [next(drawn) if c.text is None else _Drawn(c.text, None) for c in conversations]
 
 
 def _draw_dialogues(
-    template: _Template, dialogues: Sequence[Conversation], ends: tuple[str, ...]
+    template: ChatTemplate, dialogues: Sequence[Conversation], ends: tuple[str, ...]
 ) -> list[_Drawn]:
     return [_draw(template, dialogue, ends) for dialogue in dialogues]
 
 
-def _seconds(dialogue: Conversation) -> float:
-    """Processor time that a dialogue explains, some ten times what usual templates take."""
-    turns = min(len(dialogue.messages), TURNS)
-    answers = [message for message in dialogue.messages[:turns] if message.role == "assistant"]
-    calls = sum(bool(answer.calls) for answer in answers)
-    renderings = (2 * len(answers) + 2 * calls + 2) * (len(FORMS) if calls else 1)
-    characters = sum(
-        len(message.content) + sum(len(call.arguments) for call in message.calls)
-        for message in dialogue.messages
-    )
-    return renderings * (3e-4 + 3e-5 * turns + 3e-8 * characters)
-
-
-def _draw(template: _Template, conversation: Conversation, ends: tuple[str, ...]) -> _Drawn:
+def _draw(template: ChatTemplate, conversation: Conversation, ends: tuple[str, ...]) -> _Drawn:
     if len(conversation.messages) > TURNS:
         number = len(conversation.messages)
         return _Drawn("", [], f"a dialogue of {number:,} turns: split those of over {TURNS:,}")
@@ -261,10 +233,10 @@ def _draw(template: _Template, conversation: Conversation, ends: tuple[str, ...]
 
 
 def _draw_turns(
-    template: _Template, conversation: Conversation, ends: tuple[str, ...], form: str
+    template: ChatTemplate, conversation: Conversation, ends: tuple[str, ...], form: str
 ) -> _Drawn:
     def render(messages: Sequence[Message], prompt: bool = False) -> str:
-        return _render(template, messages, prompt, conversation.place, form)
+        return render_turns(template, messages, prompt, conversation.place, form)
 
     *before, last = messages = conversation.messages
     text, prompt = render(messages), render(before, prompt=True)
@@ -284,28 +256,6 @@ def _draw_turns(
     if last.trained:
         answers.append((begin, _close(text, ends)))
     return _Drawn(text, answers)
-
-
-def _render(
-    template: _Template,
-    messages: Sequence[Message],
-    prompt: bool,
-    place: str,
-    form: str,
-) -> str:
-    tools, turns = split_tools(messages)
-    source = template.plain if tools is None else template.with_tools
-    if not source:
-        names = " or ".join(FALLBACKS)
-        raise InputError(f"the tokenizer has no chat template, which {place} needs: use {names}")
-    values = {
-        **template.special_tokens,
-        "messages": template_turns(turns, form),
-        "tools": tools,
-        "documents": None,
-        "add_generation_prompt": prompt,
-    }
-    return render_template(source, place, values)
 
 
 def _begin(text: str, prompt: str, answer: str) -> int | None:

@@ -22,6 +22,7 @@ from hasten.monitor.events import Event, Events
 from hasten.monitor.following import Following
 from hasten.monitor.series import Series, number
 from hasten.monitor.standing import RECENT, standing
+from hasten.parts.foreign import open_regular
 
 STEP_COLUMNS = (
     *("loss", "tokens_per_second", "mfu", "peak_memory_bytes", "data_stall_share"),
@@ -223,7 +224,7 @@ def _changed(path: Path) -> float | None:
 def _object(path: Path) -> Line:
     """A file's JSON object; an empty one where it's missing, half written, or something else."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             data = file.read(LARGEST + 1)
         found = json.loads(data) if len(data) <= LARGEST else None
     except FileNotFoundError:

@@ -1,0 +1,27 @@
+"""Files and texts of others: a pipe is refused at once, and a text moves no cursor."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hasten.data.chatformats import template_file
+from hasten.data.formats import read_records
+from hasten.errors import InputError
+from hasten.parts.foreign import open_regular, shown
+
+
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.json.gz", "a.parquet", "a.jinja"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(OSError, match="not a regular file"):
+            open_regular(tmp_path / name)
+        read = template_file if name.endswith("jinja") else lambda path: read_records([path])
+        with pytest.raises(InputError, match="not a regular file"):
+            read(tmp_path / name)
+
+
+def test_control_characters_are_shown_and_text_stays() -> None:
+    assert shown("a\x1b]0;b\x07\x9b\x7f\r\tc\n你") == "a\\x1b]0;b\\x07\\x9b\\x7f\\x0d\tc\n你"
