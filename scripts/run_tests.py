@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 BOUND_SECONDS = 12 * 60  # for make test on two cores
+HUNG_SECONDS = 45 * 60  # then a group is ended, so that what failed in it is still told
 SLOW_SECONDS = 10.0  # above this a test needs the mark slow
 MOST_WORKERS = 8  # each needs about 2 GB
 CACHE = Path(".pytest_cache/v")
@@ -103,7 +104,12 @@ def slow_three_times() -> int:
 
 def pytest(*arguments: str) -> int:
     command = [sys.executable, "-m", "pytest", *arguments]
-    code = subprocess.run(command, env=VARIABLES, check=False).returncode
+    limit = None if "--long" in sys.argv else HUNG_SECONDS
+    try:
+        code = subprocess.run(command, env=VARIABLES, check=False, timeout=limit).returncode
+    except subprocess.TimeoutExpired:
+        print(f"HUNG: the tests were ended after {HUNG_SECONDS / 60:.0f} minutes")
+        return 1
     return 0 if code == NOTHING_RAN else code
 
 

@@ -60,6 +60,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = super()._split_scope(nodeid)
             return "files that wait" if _waits(Path(config.rootpath, file)) else file
 
+        def remove_node(self, node: Any) -> str | None:
+            """The test during which a worker ended has failed; another worker has the rest.
+
+            The base class hands out what is done as well, waits for it forever, and repeats the
+            test that ended the worker (pytest-xdist 3.8).
+            """
+            files = self.assigned_work.pop(node)
+            left = [
+                (file, test) for file in files for test, done in files[file].items() if not done
+            ]
+            if not left:
+                return None
+            (file, crashed), rest = left[0], left[1:]
+            for file, test in rest:
+                self.workqueue.setdefault(file, {})[test] = False
+            for other in self.assigned_work:
+                self._reschedule(other)
+            return left[0][1]
+
     return Scheduling(config, log)
 
 

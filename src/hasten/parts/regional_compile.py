@@ -69,6 +69,7 @@ class CompiledBlocks:
         self._settings = {"backend": backend, "dynamic": dynamic, "fullgraph": False}
         if backend == "inductor":
             self._settings["mode"] = mode
+            _keep_instruction_sets_apart()
         if "recompile_limit" in inspect.signature(torch.compile).parameters:
             # Ours is the limit; torch's own counts guards that we don't know of, such as hooks.
             self._settings["recompile_limit"] = 4 * shapes + 4
@@ -190,6 +191,19 @@ def filled(inputs: Mapping[str, Any], bucket: int) -> dict[str, Any]:
         ends = inputs["boundaries"]
         found["boundaries"] = torch.cat([ends, ends[-1:] + more])
     return found
+
+
+def _keep_instruction_sets_apart() -> None:
+    """Make the processor's vector instructions part of the key of compiled code on disk.
+
+    Inductor finds stored graphs without it (torch 2.13): code that was generated for AVX2 and is
+    built for AVX-512 writes beyond its buffers. ATEN_CPU_CAPABILITY or a shared folder lead there.
+    """
+    from torch.compiler import config
+
+    tag = f"cpu={torch.backends.cpu.get_cpu_capability()}"
+    if tag not in config.cache_key_tag:
+        config.cache_key_tag += tag
 
 
 def _seconds() -> float:
