@@ -66,14 +66,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             The base class hands out what is done as well, waits for it forever, and repeats the
             test that ended the worker (pytest-xdist 3.8).
             """
-            files = self.assigned_work.pop(node)
-            left = [
-                (file, test) for file in files for test, done in files[file].items() if not done
-            ]
+            files: dict[str, dict[str, bool]] = self.assigned_work.pop(node)
+            left = [(file, test) for file in files for test in files[file] if not files[file][test]]
             if not left:
                 return None
-            (file, crashed), rest = left[0], left[1:]
-            for file, test in rest:
+            for file, test in left[1:]:
                 self.workqueue.setdefault(file, {})[test] = False
             for other in self.assigned_work:
                 self._reschedule(other)
