@@ -27,6 +27,7 @@ from hasten.core.session import assemble
 from hasten.core.setup import obstacles, prepare
 from hasten.core.step import training
 from hasten.core.technique import Technique
+from hasten.machine import environment, host
 from hasten.parts.allocator import minor_faults
 from hasten.techniques.allocator import Allocator
 from hasten.techniques.threads import Threads
@@ -54,7 +55,7 @@ ARMS: dict[str, tuple[Technique, ...]] = {
 
 
 def known() -> Facts:
-    return Facts(facts.hardware(), model=ModelFacts("llama", layers=SHAPE["num_hidden_layers"]))
+    return Facts(host.hardware(), model=ModelFacts("llama", layers=SHAPE["num_hidden_layers"]))
 
 
 def arm(name: str) -> None:
@@ -98,7 +99,7 @@ def main(rounds: int) -> None:
             continue
         processes[name] = subprocess.Popen(
             [sys.executable, __file__, "--arm", name],
-            env=facts.child_environment(Plan(techniques).environ(here)),
+            env=environment.child_environment(Plan(techniques).environ(here)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

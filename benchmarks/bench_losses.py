@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hasten.core import facts
+from hasten.machine import host
 from hasten.parts.cross_entropy import chunk_rows, label_only_cross_entropy, whole_cross_entropy
 
 ROWS, WIDTH = 1024, 512
@@ -82,10 +83,10 @@ def alone(name: str, vocabulary: int, dtype: torch.dtype) -> float:
     small = material(64, dtype)
     once(WAYS[name], small)  # libraries are loaded and kernels built
     tensors = material(vocabulary, dtype)
-    facts.reset_memory_peak("cpu")
-    before = facts.host_memory_peak()
+    host.reset_memory_peak("cpu")
+    before = host.host_memory_peak()
     once(WAYS[name], tensors)
-    return (facts.host_memory_peak() - before) / 2**20
+    return (host.host_memory_peak() - before) / 2**20
 
 
 def table(dtype: torch.dtype, rounds: int) -> None:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from hasten.core import facts
 from hasten.core.facts import Facts, ModelFacts
+from hasten.machine import host
 from hasten.models.presets import build_config, preset
 from hasten.parts.collate import packed
 from hasten.parts.losses import LabelOnlyLoss
@@ -69,7 +70,7 @@ def main() -> None:
     model = ModelFacts(
         *(config.model_type, size, config.hidden_size, config.num_hidden_layers, VOCABULARY)
     )
-    known = Facts(facts.hardware(), model=model)
+    known = Facts(host.hardware(), model=model)
     print(f"{given.model}, {size / 1e6:.1f} M weights, {RECORDS} records of {LENGTH} tokens")
     print("| depth | ms | of depth 0 | expected |")
     print("|---|---|---|---|")

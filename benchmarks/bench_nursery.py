@@ -21,6 +21,7 @@ from hasten.evidence.nursery import Nursery, nursery
 from hasten.evidence.statistics import paired_ratio
 from hasten.evidence.trial import ENTRY
 from hasten.experiment import Silence, environment, prepared
+from hasten.machine import host
 from hasten.recipe.schema import load_recipe
 from hasten.search.tuner.runners import PlanRunner
 
@@ -63,7 +64,7 @@ def main() -> None:
             for _ in range(asked.rounds):
                 for kind in draw.sample(list(seconds), 2):
                     seconds[kind].append(once(young if kind == "forked" else None))
-    print(f"{facts.hardware().short}, {time.strftime('%Y-%m-%d')}")
+    print(f"{host.hardware().short}, {time.strftime('%Y-%m-%d')}")
     print(f"the first of all, imports included: ready after {first:.1f} s")
     for kind, rows in seconds.items():
         ready, ended, speed = (statistics.median(column) for column in zip(*rows, strict=True))

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hasten.core.facts import World
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.state import restore, state_of
 from hasten.core.step import training
 from hasten.core.technique import Technique
+from hasten.machine.environment import World
 from hasten.parts.losses import WholeLogitsLoss
 from hasten.techniques.batch import Accumulate, AdaptiveBatch
 from hasten.techniques.feed import Prefetched

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hasten.core.evaluate import evaluate
-from hasten.core.facts import World
 from hasten.core.job import Job, Stop
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
@@ -19,6 +18,7 @@ from hasten.core.setup import prepare
 from hasten.core.state import restore, state_of
 from hasten.core.step import training
 from hasten.core.technique import Technique
+from hasten.machine.environment import World
 from hasten.parts.losses import WholeLogitsLoss
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.average import WeightAverage

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hasten.core.facts import World
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.core.technique import Technique
+from hasten.machine.environment import World
 from hasten.parts.layout import arrival
 from hasten.parts.layout.arrival import Arrival, is_skeleton
 from hasten.techniques.adapter import LoRA

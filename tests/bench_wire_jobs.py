@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hasten.core.facts import World
+from hasten.machine.environment import World
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.core.facts import World
+from hasten.machine.environment import World
 from hasten.parts.quantised_linear import QuantisedLinear
 from hasten.parts.replica_buffers import leave_constants
 

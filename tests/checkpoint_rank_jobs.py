@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from feed_rank_jobs import with_dropout
-from hasten.core.facts import World
 from hasten.core.job import Stop
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.step import training
+from hasten.machine.environment import World
 from hasten.parts.checkpoint import SmartCheckpointer
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout import DDP

@@ -18,7 +18,7 @@ from compression_kit import (
     replicas,
     same_everywhere,
 )
-from hasten.core.facts import World
+from hasten.machine.environment import World
 
 
 def every_method(world: World) -> dict[str, Any]:

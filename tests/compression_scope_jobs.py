@@ -19,7 +19,7 @@ from compression_kit import (
     replicas,
     same_everywhere,
 )
-from hasten.core.facts import World
+from hasten.machine.environment import World
 from hasten.parts.compression import hosts
 from hasten.parts.gradient_compressor import GradientCompressor
 

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hasten.core.facts import World
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.state import restore, state_of
 from hasten.core.technique import Technique
+from hasten.machine.environment import World
 from hasten.parts.compression import hosts
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import Accumulate, AdaptiveBatch

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from compression_kit import Small, averaged, compressor, inputs, loss_of, memory, replicas
 from compression_session_jobs import session
-from hasten.core.facts import World
 from hasten.errors import InputError
+from hasten.machine.environment import World
 from hasten.parts.codecs import codec
 from hasten.parts.compression import hosts
 from hasten.parts.compression.exchange import SECOND, Ranks

@@ -22,7 +22,7 @@ from compression_kit import (
     same_everywhere,
     target,
 )
-from hasten.core.facts import World
+from hasten.machine.environment import World
 from hasten.parts import codecs
 from hasten.parts.compression.exchange import WireError
 

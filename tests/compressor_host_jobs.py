@@ -11,7 +11,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hasten.core.facts import World
+from hasten.machine.environment import World
 from hasten.parts.collate import padded
 from hasten.parts.gradient_compressor import GradientCompressor
 from tiny import records, tiny_model

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 import material
 import suite_report
 import warm
-from hasten.core import facts
+from hasten.machine import host
 from hasten.parts.bf16_gain import Gain
 from hasten.techniques import precision
 
@@ -139,5 +139,5 @@ def _measured_gain(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def bf16_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process takes the processor for one with bf16 products; where it has none it is slow."""
-    sets = {*facts.hardware().instruction_sets, "avx512f"}
-    monkeypatch.setattr(facts, "_instruction_sets", lambda: tuple(sorted(sets)))
+    sets = {*host.hardware().instruction_sets, "avx512f"}
+    monkeypatch.setattr(host, "_instruction_sets", lambda: tuple(sorted(sets)))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hasten.core.facts import World
+from hasten.machine.environment import World
 from hasten.parts.fused_experts import fuse_experts
 from hasten.parts.kernels import rows
 from hasten.parts.layout.expert_parallel import (

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from hasten.core.evaluate import evaluate
-from hasten.core.facts import World
 from hasten.core.job import Stop
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.core.technique import Technique
+from hasten.machine.environment import World
 from hasten.parts.routing import routers
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.average import WeightAverage

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from hasten.core.facts import World
 from hasten.core.job import Stop
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
@@ -14,6 +13,7 @@ from hasten.core.setup import prepare
 from hasten.core.state import restore, state_of
 from hasten.core.step import training
 from hasten.core.technique import Technique
+from hasten.machine.environment import World
 from hasten.techniques.feed import Prefetched
 from hasten.techniques.layout import DDP
 from tiny import job_facts, language_job, records, tiny_model

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from hasten.core.facts import World
 from hasten.core.job import Stop
 from hasten.core.plan import Plan
 from hasten.core.session import assemble
 from hasten.core.setup import prepare
 from hasten.core.step import training
+from hasten.machine.environment import World
 from hasten.techniques.collate import Packed
 from hasten.techniques.layers import FusedLayers
 from hasten.techniques.layout import DDP

@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 
 from hasten.cluster.joining import backend_for, join
-from hasten.core import facts
-from hasten.core.facts import World
+from hasten.machine import environment
+from hasten.machine.environment import World
 
 
 def joined(world: World) -> list[list[Any]]:
     """The calls in their order; gloo stands in for the backend that was asked for."""
-    _, place = facts.meeting()
+    _, place = environment.meeting()
     dist.destroy_process_group()  # the runner's own
-    facts.take_over({"HASTEN_RENDEZVOUS": f"{place}-again"})
+    environment.take_over({"HASTEN_RENDEZVOUS": f"{place}-again"})
     device, calls = f"cuda:{world.local_rank}", list[list[Any]]()
     meet = dist.init_process_group
 
@@ -31,7 +31,7 @@ def joined(world: World) -> list[list[Any]]:
         mock.patch("torch.accelerator.device_count", return_value=2),
         mock.patch("torch.distributed.init_process_group", on_gloo),
     ):
-        backend = backend_for(device, ranks=facts.ranks_here(world))
+        backend = backend_for(device, ranks=environment.ranks_here(world))
         join(world, backend, datetime.timedelta(minutes=1), device)
     told: list[Any] = [None] * world.size
     dist.all_gather_object(told, device)

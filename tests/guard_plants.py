@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from hasten.core.batch import with_language_counts
-from hasten.core.facts import World
 from hasten.core.job import Job, Stop
 from hasten.core.plan import Plan
 from hasten.core.session import Session
@@ -23,6 +22,7 @@ from hasten.evidence.crew import Answer
 from hasten.evidence.guard_process import Order, together
 from hasten.guarding.material import Bench
 from hasten.guarding.orders import obey
+from hasten.machine.environment import World
 from hasten.parts import collate
 from hasten.techniques import CATALOGUE
 from hasten.techniques.layout import DDP

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hasten.core.facts import World
 from hasten.core.guards import Guards, ReplicasDifferError
 from hasten.core.order import GlobalBatch, ShuffledOrder
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.step import training
+from hasten.machine.environment import World
 from hasten.parts.losses import WholeLogitsLoss
 from hasten.techniques.layout import DDP
 from tiny import job_facts, language_job, records

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from guard_plants import Louder, Unscaled, bench
-from hasten.core import facts
-from hasten.core.facts import World
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.guarding.orders import obey
+from hasten.machine import environment
+from hasten.machine.environment import World
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed
 from hasten.techniques.layout_pipeline import Pipeline
@@ -37,7 +37,7 @@ GRADIENTS: dict[str, tuple[tuple[Technique, ...], str, bool]] = {  # plan, cut, 
 
 def proofs(world: World) -> dict[str, Any]:
     """Every kind of order; the reference lies in the folder already."""
-    place = facts.variable("HASTEN_RENDEZVOUS")
+    place = environment.variable("HASTEN_RENDEZVOUS")
     assert place is not None
     proof = bench(Path(place).parent, world=world)
 

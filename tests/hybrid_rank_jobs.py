@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from hasten.core.facts import World
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.machine.environment import World
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.layout_hybrid import Hybrid
 from hasten.techniques.loss import LabelledTokenLoss

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import nn
 
 from expert_checkpoint_jobs import ALL, FIRST, apart, shared_folder, trained
-from hasten.core.facts import World
 from hasten.core.job import Stop
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.machine.environment import World
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout_hybrid import Hybrid
 from hasten.techniques.layout_sharded import FSDP2

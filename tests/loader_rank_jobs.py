@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 from hasten import DynamicBatchSampler, InputError, OptimizedTrainer
-from hasten.core.facts import World
 from hasten.core.trainer import Outcome
 from hasten.hosts import optimized_trainer
+from hasten.machine.environment import World
 
 COUNT, SIZE = 33, 4
 

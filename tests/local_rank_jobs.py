@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hasten.cluster.netlab.counting import CollectiveBytes
-from hasten.core.facts import World
+from hasten.machine.environment import World
 from hasten.parts.codecs import codec
 from hasten.parts.drift import DriftError
 from hasten.parts.drift_buffers import Buffers, same_start

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from hasten.core.facts import World
 from hasten.core.plan import Plan
 from hasten.core.session import assemble
 from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.evidence.ledger_memory import memory_of
+from hasten.machine.environment import World
 from hasten.parts.flops import model_flops
 from hasten.parts.memory_needs import ModelSize
 from hasten.recipe.memory_budget import largest_micro_batch, needs_of

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from hasten.core.facts import World
 from hasten.core.plan import Plan
 from hasten.core.session import assemble
 from hasten.core.setup import prepare
+from hasten.machine.environment import World
 from hasten.techniques.layout import DDP
 from hasten.techniques.objective import MultiTokenPrediction
 from tiny import job_facts, language_job, run

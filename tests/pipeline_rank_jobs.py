@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hasten.core.facts import World
+from hasten.machine.environment import World
 from hasten.parts.layout.pipeline import AsyncPipeline, PipelineModel
 from hasten.parts.layout.pipeline_schedules import SCHEDULES, virtual
 from hasten.parts.losses import WholeLogitsLoss

@@ -11,7 +11,6 @@ import torch
 import transformers as hf
 
 from hasten.core.evaluate import evaluate
-from hasten.core.facts import World
 from hasten.core.job import Job, Stop
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
@@ -19,6 +18,7 @@ from hasten.core.setup import prepare
 from hasten.core.slot import Slot
 from hasten.core.step import training
 from hasten.core.technique import Technique
+from hasten.machine.environment import World
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed

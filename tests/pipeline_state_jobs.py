@@ -11,7 +11,6 @@ from torch import nn
 
 from expert_checkpoint_jobs import ALL, FIRST, apart, biases, shared_folder
 from hasten.core.evaluate import evaluate
-from hasten.core.facts import World
 from hasten.core.job import Stop
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
@@ -19,6 +18,7 @@ from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.machine.environment import World
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout import DDP
 from hasten.techniques.layout_hybrid import Hybrid

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from hasten.core.facts import World
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import once, prepare
 from hasten.core.step import training
+from hasten.machine.environment import World
 from hasten.techniques.layout import DDP
 from hasten.techniques.precision import Autocast
 from tiny import job_facts, language_job, records

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.cluster.ranks import process_group, rank_environment
-from hasten.core.facts import world as world_now
+from hasten.machine.environment import world as world_now
 
 TIMEOUT_SECONDS = 600
 LEAVING_SECONDS = 30

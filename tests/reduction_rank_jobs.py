@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.core.facts import World
+from hasten.machine.environment import World
 from hasten.parts.late_reduction import reduce_now
 
 

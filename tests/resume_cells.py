@@ -19,8 +19,6 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from feed_rank_jobs import with_dropout
-from hasten.core import facts
-from hasten.core.facts import World
 from hasten.core.job import Job, Stop
 from hasten.core.order import GlobalBatch, permutation, share
 from hasten.core.plan import Plan
@@ -28,6 +26,8 @@ from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.core.technique import Technique
+from hasten.machine import environment
+from hasten.machine.environment import World
 from hasten.parts.losses import WholeLogitsLoss
 from hasten.parts.records import TokenRecord, token_record
 from hasten.techniques.checkpoint import Checkpoints
@@ -195,7 +195,7 @@ def resumed(cell: Cell, world: World, folder: Path) -> dict[str, Any]:
 def on_two(world: World) -> dict[str, Any]:
     """Every cell of two ranks; and what one rank makes of theirs, and they of one rank's."""
     found, alone = {}, World()
-    place = Path(facts.variable("HASTEN_RENDEZVOUS") or "").parent  # both ranks know it
+    place = Path(environment.variable("HASTEN_RENDEZVOUS") or "").parent  # both ranks know it
     for number, cell in enumerate(CELLS):
         if cell.layout == "one":
             continue

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from hasten.core.facts import World
 from hasten.core.job import Stop
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.core.technique import Technique
+from hasten.machine.environment import World
 from hasten.parts.routing import routers
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.layout import DDP

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hasten.core.facts import World
+from hasten.machine.environment import World
 from hasten.parts.compression.copies import CopiedShards
 from hasten.parts.compression.settings import Settings
 from hasten.parts.compression.sharded import ShardedGradients

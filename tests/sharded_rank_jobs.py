@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hasten.core.evaluate import evaluate
-from hasten.core.facts import World
 from hasten.core.job import Job, Stop
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
@@ -22,6 +21,7 @@ from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.machine.environment import World
 from hasten.parts.records import TokenRecord
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.average import WeightAverage

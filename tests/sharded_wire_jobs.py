@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hasten.core.facts import World
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.state import restore, state_of
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.machine.environment import World
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.layout import DDP

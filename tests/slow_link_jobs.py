@@ -5,17 +5,19 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from hasten.machine import environment
+
 sys.path.insert(0, str(Path(__file__).parent))
 import torch
 
 from hasten.cluster.ranks import process_group
-from hasten.core import facts, slow_link
-from hasten.core.facts import World
+from hasten.core import slow_link
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.slow_link import LOOK, SlowLink
 from hasten.core.step import training
+from hasten.machine.environment import World
 from hasten.techniques.layout import DDP
 from tiny import job_facts, language_job
 
@@ -34,5 +36,5 @@ def train(world: World) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with process_group(facts.world(), "cpu"):
-        train(facts.world())
+    with process_group(environment.world(), "cpu"):
+        train(environment.world())

@@ -13,8 +13,8 @@ import torch
 
 from hasten.cluster.joining import agree
 from hasten.cluster.ranks import process_group
-from hasten.core import facts
 from hasten.errors import InputError
+from hasten.machine import environment
 
 NAMES = {
     "Slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
@@ -48,11 +48,11 @@ def meet(rank: int, ports: dict[str, int]) -> dict[str, Any]:
     for launcher, port in ports.items():
         mine = variables(launcher, rank, port)
         os.environ.update(mine)
-        world = facts.world()
+        world = environment.world()
         with process_group(world, "cpu", timedelta(seconds=120)):
             total = torch.tensor([world.rank + 1.0])
             torch.distributed.all_reduce(total)
-            found[launcher] = [total.item(), facts.ranks_here(world)]
+            found[launcher] = [total.item(), environment.ranks_here(world)]
             if launcher == "torchrun":
                 found["said"] = _differences(rank)
         for name in mine:
@@ -62,7 +62,7 @@ def meet(rank: int, ports: dict[str, int]) -> dict[str, Any]:
 
 def _differences(rank: int) -> list[str]:
     same = {"recipe": {"seed": 0}, "version": {"torch": "2.13"}}
-    agree(facts.world(), same)
+    agree(environment.world(), same)
     return [
         _words({**same, "recipe": {"seed": 0, "learning_rate": 0.1 * rank}}, "one"),
         _words({**same, "version": {"torch": f"2.{13 - rank}"}}, "two"),
@@ -71,7 +71,7 @@ def _differences(rank: int) -> list[str]:
 
 def _words(said: dict[str, dict[str, Any]], subject: str) -> str:
     try:
-        agree(facts.world(), said, subject)
+        agree(environment.world(), said, subject)
     except InputError as error:
         return str(error)
     return ""

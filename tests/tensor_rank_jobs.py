@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hasten.core.facts import World
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.machine.environment import World
 from hasten.parts import cross_entropy
 from hasten.parts.cross_entropy import IGNORED, LossTerms, whole_cross_entropy
 from hasten.parts.layout.vocabulary_parallel import VocabularyParallelHead

@@ -16,8 +16,8 @@ sys.path.append(str(BENCHMARKS))
 
 from layouts import arms, table  # noqa: E402
 
-from hasten.core.facts import World  # noqa: E402
 from hasten.core.step import training  # noqa: E402
+from hasten.machine.environment import World  # noqa: E402
 
 
 def sitting(place: str, seconds: float = 100.0, **rates: list[float]) -> dict[str, Any]:

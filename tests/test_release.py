@@ -18,7 +18,7 @@ def repository(tmp_path: Path) -> Path:
     (tmp_path / "src/hasten").mkdir(parents=True)
     shutil.copy(ROOT / "scripts/release.sh", tmp_path / "scripts")
     (tmp_path / "pyproject.toml").write_text('version = "1.2.3"\n')
-    (tmp_path / "src/hasten/__init__.py").write_text('__version__ = "1.2.3"\n')
+    (tmp_path / "src/hasten//__init__.py").write_text('__version__ = "1.2.3"\n')
     (tmp_path / "CHANGELOG.md").write_text("## 1.2.3 (2026-11-21)\n")
     (tmp_path / "Makefile").write_text("lint test:\n\t@echo checks >&2; exit 1\n")
     who = ("-c", "user.name=x", "-c", "user.email=x@y")

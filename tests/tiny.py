@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from hasten.core import facts as facts_module
 from hasten.core.batch import with_language_counts
-from hasten.core.facts import Facts, ModelFacts, RecordFacts, World
+from hasten.core.facts import Facts, ModelFacts, RecordFacts
 from hasten.core.job import Job, Stop
 from hasten.core.order import GlobalBatch
 from hasten.core.plan import Plan
@@ -20,6 +19,8 @@ from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.step import StepMetrics, training
 from hasten.core.technique import Technique
+from hasten.machine import host
+from hasten.machine.environment import World
 from hasten.parts.collate import padded
 from hasten.parts.losses import WholeLogitsLoss
 from hasten.parts.parameter_groups import decayed_groups
@@ -122,7 +123,7 @@ def language_job(
 def job_facts(job: Job, architecture: str = "llama", world: World | None = None) -> Facts:
     lengths = [int(n) for n in job.lengths]
     return Facts(
-        hardware=facts_module.hardware(),
+        hardware=host.hardware(),
         world=world or World(),
         model=ModelFacts(
             *(architecture, 50_000, 32, 2, VOCABULARY),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.core.facts import World
+from hasten.machine.environment import World
 from hasten.parts.codecs import codec
 from hasten.parts.collective_plan import Route
 from hasten.parts.collective_stages import ErrorMemory

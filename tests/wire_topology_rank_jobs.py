@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.core.facts import World
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
@@ -16,6 +15,7 @@ from hasten.core.state import restore, state_of
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.machine.environment import World
 from hasten.parts import collectives, routed_buckets, wire_choice
 from hasten.parts.collective_plan import Route
 from hasten.parts.collectives import TopoAwareCollective

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from hasten.core.clock import HostClock, split
-from hasten.core.facts import World
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.technique import Technique
+from hasten.machine.environment import World
 from hasten.parts.losses import WholeLogitsLoss
 from hasten.techniques.batch import Accumulate, AdaptiveBatch
 from hasten.techniques.layout import DDP

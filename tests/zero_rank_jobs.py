@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from hasten.core.evaluate import evaluate
-from hasten.core.facts import World
 from hasten.core.job import Stop
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.core.technique import Technique
+from hasten.machine.environment import World
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.layout import DDP
 from hasten.techniques.layout_deepspeed import DeepSpeed

@@ -34,6 +34,7 @@ from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import obstacles, prepare
 from hasten.core.step import training
+from hasten.machine import host
 from hasten.parts.collate import padded
 from hasten.parts.flops import ModelFlops, model_flops
 from hasten.parts.losses import WholeLogitsLoss
@@ -51,7 +52,7 @@ class OutOfTimeError(RuntimeError):
 
 def device_memory(device: str) -> int:
     """Bytes of the device, or of this machine as far as this process may have them."""
-    here = facts.hardware()
+    here = host.hardware()
     return here.accelerators[0].memory_bytes if device != "cpu" else here.memory_limit_bytes
 
 
@@ -98,11 +99,11 @@ class HastenArm:
             vocabulary=shape["vocab_size"],
         )
         known = Facts(
-            facts.hardware(),
+            host.hardware(),
             device,
             model=model,
             records=RecordFacts(len(lengths), sum(lengths), max(lengths)),
-            versions=facts.versions(),
+            versions=host.versions(),
         )
         asked = Plan(choice.techniques(row.batch))
         self.left_out = obstacles(asked, known)
@@ -156,7 +157,7 @@ def first_that_fits(
             line["outcome"] = f"not tried: {guess.total / 1e9:.0f} GB of {limit / 1e9:.0f} GB"
             continue
         found = None
-        facts.reset_memory_peak(device)
+        host.reset_memory_peak(device)
         try:
             found = HastenArm(row, choice, device, records)
             found.steps(WARMUP)
@@ -256,7 +257,7 @@ def turn(arm: Arm, device: str, count: int) -> Found:
         (lambda: None) if device == "cpu" else torch.accelerator.synchronize
     )
     wait()
-    facts.reset_memory_peak(device)
+    host.reset_memory_peak(device)
     began = time.perf_counter()
     tokens, pairs, clocked = arm.steps(count)
     wait()
@@ -267,7 +268,7 @@ def turn(arm: Arm, device: str, count: int) -> Found:
         "pairs": pairs,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
-        "peak_memory_bytes": facts.memory_peak(device),  # of all arms that live in this process
+        "peak_memory_bytes": host.memory_peak(device),  # of all arms that live in this process
     }
 
 

@@ -23,6 +23,8 @@ import time
 from importlib import metadata
 from pathlib import Path
 
+from hasten.machine import host
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY / "benchmarks"), str(REPOSITORY / "src")]
 # Read when torch starts: near the limit, pieces of memory of the wrong sizes would decide what fits
@@ -45,13 +47,13 @@ PEERS = ("liger-kernel", "triton", "accelerate")
 
 def machine(device: str, seconds: float) -> Found:
     """The device, what its maker promises and what its products reach, and the versions."""
-    here = facts.hardware()
+    here = host.hardware()
     name = here.accelerators[0].name if device != "cpu" else here.short
     sheet = datasheet(name)
     # A processor may multiply bf16 in a loop, slower than float32.
     formats = machine_rates.ON_CPU if device == "cpu" else ("bf16",)
     measured = machine_rates.measure(device, name, formats, max(seconds, 0.5)).best(formats)
-    versions = facts.versions()
+    versions = host.versions()
     for package in PEERS:
         if importlib.util.find_spec(package.replace("-", "_")):
             versions[package] = metadata.version(package)
@@ -71,7 +73,7 @@ def machine(device: str, seconds: float) -> Found:
 def run_row(name: str, path: Path | None, minutes: float) -> Found:
     """One row; what went wrong is said in its file too."""
     until = time.monotonic() + 60 * minutes
-    device = facts.default_device()
+    device = host.default_device()
     found: Found = {
         "kind": "hasten gpu row",
         "row": name,

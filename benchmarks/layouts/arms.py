@@ -10,7 +10,7 @@ from torch import nn
 
 from hasten.core import facts
 from hasten.core.batch import with_language_counts
-from hasten.core.facts import Facts, ModelFacts, RecordFacts, World
+from hasten.core.facts import Facts, ModelFacts, RecordFacts
 from hasten.core.job import Job, Stop
 from hasten.core.order import GlobalBatch
 from hasten.core.plan import Plan
@@ -18,6 +18,8 @@ from hasten.core.session import Session, assemble
 from hasten.core.setup import obstacles, prepare
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.machine import host
+from hasten.machine.environment import World
 from hasten.parts.collate import padded
 from hasten.parts.losses import WholeLogitsLoss
 from hasten.parts.parameter_groups import decayed_groups
@@ -151,7 +153,7 @@ def _facts(arm: Arm, load: Load, world: World, records: int) -> Facts:
         key_value_heads=HEADS,
     )
     return Facts(
-        hardware=facts.hardware(),
+        hardware=host.hardware(),
         world=world,
         model=about,
         records=RecordFacts(records, records * load.tokens, load.tokens),

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from hasten.core.facts import World
 from hasten.core.step import training
 from hasten.errors import InputError
+from hasten.machine.environment import World
 from layouts.arms import Arm, Load, arms, session
 from layouts.table import ALONE, APART
 

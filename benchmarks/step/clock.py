@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from hasten.core import facts
+from hasten.machine import host
 
 
 class Clock:
@@ -37,18 +38,18 @@ class Clock:
         self.marks["opened"] = time.perf_counter()
 
     def started(self) -> None:
-        facts.reset_memory_peak(facts.default_device())
+        host.reset_memory_peak(host.default_device())
         self.marks["started"] = time.perf_counter()
 
     def step(self, tokens: int) -> None:
-        if facts.default_device() != "cpu":
+        if host.default_device() != "cpu":
             torch.accelerator.synchronize()  # or the step would still run when it is clocked
         if not self.ends:
             self.marks["first_step_after_process"] = time.time() - psutil.Process().create_time()
         self.ends.append(time.perf_counter())
         self.tokens.append(int(tokens))
-        self.peak_bytes = facts.host_memory_peak()
-        self.device_peak_bytes = facts.memory_peak(facts.default_device())
+        self.peak_bytes = host.host_memory_peak()
+        self.device_peak_bytes = host.memory_peak(host.default_device())
 
     def result(self) -> dict[str, Any]:
         """Raw times of every step and the figures that the table is made of."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hasten.core import facts
+from hasten.machine import host
 from step.given import IGNORED, Features, Given
 
 
@@ -26,7 +27,7 @@ def model_of(given: Given) -> Any:
 
 
 def device() -> str:
-    return facts.default_device()
+    return host.default_device()
 
 
 def adamw(given: Given, model: nn.Module) -> torch.optim.Optimizer:

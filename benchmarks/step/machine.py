@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.core import facts
+from hasten.machine import host
 from hasten.parts import allocator
 
 SOURCES = Path(__file__).resolve().parents[2] / "src"
@@ -83,10 +84,10 @@ def wait_for_quiet(most: float | None, patience: float) -> dict[str, Any]:
 
 def description() -> dict[str, Any]:
     """The machine in a phrase and in its parts."""
-    found = facts.hardware()
+    found = host.hardware()
     return {
         "short": found.short,
         "instruction_sets": found.instruction_sets,
         "system": found.system,
-        "torch_device": facts.default_device(),
+        "torch_device": host.default_device(),
     }

@@ -37,6 +37,7 @@ from hasten.evidence.budget import seconds_of
 from hasten.evidence.comparisons import floor_of, ratio_between
 from hasten.evidence.statistics import hodges_lehmann
 from hasten.experiment import Silence, Subject, environment, measured, prepared
+from hasten.machine import host
 from hasten.recipe.build import batch_of, requested_plan
 from hasten.recipe.schema import Recipe, load_recipe, recipe_from
 from hasten.search.tuner.duel import judged
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str]) -> None:
     found: dict[str, Any] = {
         "command": " ".join(["python benchmarks/bench_tuner.py real", *arguments]),
         "date": time.strftime("%Y-%m-%d"),
-        "machine": facts.hardware().short,
+        "machine": host.hardware().short,
         "recipe": str(asked.recipe),
         "budget_seconds": seconds_of(asked.budget),
         "repeats": [],

@@ -21,6 +21,7 @@ from typing import Any
 from hasten.core import facts
 from hasten.core.plan import Plan
 from hasten.evidence.trial import Trial
+from hasten.machine import host
 from verdicts.job import STEPS_OF_A_TURN, WARM_UP, resolved_recipe
 
 BURST_SECONDS, REST_SECONDS = (0.3, 5.0), (1.0, 12.0)
@@ -29,7 +30,7 @@ ENVIRON = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 def record(path: Path, copies: int, rounds: int, command: str) -> None:
     """Measure and write the recording; every fifty rounds what there is so far."""
-    hardware = facts.hardware()
+    hardware = host.hardware()
     about = {
         "what": "tokens per second of single steps, [round][copy][step], in the rounds' order",
         "command": command,

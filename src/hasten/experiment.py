@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from hasten.cluster.ranks import places
-from hasten.core import facts
-from hasten.core.facts import Facts, World
+from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.data.onewriter import alone_in
@@ -43,6 +42,8 @@ from hasten.evidence.nursery import Nursery
 from hasten.evidence.nursery import nursery as opened_nursery
 from hasten.evidence.record import Record, key_of, source_digest
 from hasten.evidence.trial import ENTRY
+from hasten.machine import environment as environment_
+from hasten.machine.environment import World
 from hasten.recipe.build import plan_of
 from hasten.recipe.ceiling import mfu_words
 from hasten.recipe.presets import preset_of
@@ -195,7 +196,7 @@ def prepared(recipe: Recipe | str | Path, audience: Audience, ranks: bool = Fals
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(Path(recipe))
     if recipe.nproc > 1 and not ranks:
         raise InputError("nproc: only jobs of one process are measured here; set nproc: 1")
-    if facts.world().size > 1:
+    if environment_.world().size > 1:
         raise InputError(
             "several ranks have been started by a launcher, and an experiment starts its own: run "
             "the command once, and say nproc: N in the recipe"
@@ -275,7 +276,7 @@ def _key(subject: Subject, resolved: Recipe, plans: Mapping[str, Plan], design: 
             "plans": {name: plan.key for name, plan in plans.items()},
             "design": asdict(design),
             "hardware": {**asdict(known.hardware), "device": known.device},
-            "threads": {name: facts.variable(name) for name in THREADS},
+            "threads": {name: environment_.variable(name) for name in THREADS},
             "versions": dict(known.versions),
             "source": source_digest(Path(__file__).parent),
         }

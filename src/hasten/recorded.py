@@ -8,9 +8,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hasten.core import facts
 from hasten.core.session import Session
 from hasten.core.trainer import Watch
+from hasten.machine import environment, host
 from hasten.monitor.recording import Recording
 from hasten.parts import machine_survey
 from hasten.parts.nvml import Gpus
@@ -28,7 +28,7 @@ def recorded(watch: Watch, session: Session, recipe: Recipe, output: Path) -> It
         ranks=known.world.size,
         parts=session.setup.clock.steps,
         log_to=recipe.log_to,
-        gpus=facts.accelerator_uuids(known.device, facts.ranks_here(known.world)),
+        gpus=host.accelerator_uuids(known.device, environment.ranks_here(known.world)),
     )
     with recording:
         yield replace(

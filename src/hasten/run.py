@@ -30,10 +30,9 @@ from hasten.cluster.joining import agree, backend_for
 from hasten.cluster.naming_ranks import naming_ranks
 from hasten.cluster.pulse import Pulse, attempt, attempt_folder, started_by_hasten, telling
 from hasten.cluster.ranks import process_group
-from hasten.core import facts
 from hasten.core.clock import clock_on
 from hasten.core.evaluate import Evaluation
-from hasten.core.facts import Facts, World
+from hasten.core.facts import Facts
 from hasten.core.leaving import patient
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
@@ -43,6 +42,8 @@ from hasten.core.step import StepMetrics
 from hasten.core.trainer import Outcome, Watch, fit
 from hasten.data.onewriter import only_run_in
 from hasten.evidence.energy import meter_of_run
+from hasten.machine import environment, host
+from hasten.machine.environment import World
 from hasten.models.card import write_card
 from hasten.monitor.writers import check_writers
 from hasten.recipe.build import facts_of, job_of, plan_of
@@ -112,7 +113,7 @@ def _prepare_and_train(
     output = Path(recipe.output)
     known, plan, material = ready(recipe, tell, on_tokens, held=held)
     seconds = {"imports": import_seconds, "data": time.perf_counter() - began}
-    facts.reset_memory_peak(known.device)
+    host.reset_memory_peak(known.device)
     world, met = known.world, time.perf_counter()
     timeout = datetime.timedelta(seconds=recipe.link_seconds)
     group = process_group(world, known.device, timeout, recipe.backend)
@@ -237,7 +238,9 @@ def ready(
     # The cheap part first: names, slots, architecture.
     first_look = facts_of(recipe)
     world = World(size=ranks) if ranks > 1 else first_look.world
-    backend_for(first_look.device, recipe.backend, max(ranks, facts.ranks_here(first_look.world)))
+    backend_for(
+        first_look.device, recipe.backend, max(ranks, environment.ranks_here(first_look.world))
+    )
     plan = plan_of(recipe, replace(first_look, world=world))
     check_faults(recipe, plan)
     check_writers(recipe.log_to)
@@ -258,7 +261,7 @@ def ready(
 def _take_folder(held: ExitStack, output: Path, world: World) -> None:
     """Refuse another run; a rank that hasten started has the folder through who started it."""
     if not started_by_hasten():
-        start = facts.meeting()[1] if world.size > 1 else ""
+        start = environment.meeting()[1] if world.size > 1 else ""
         held.enter_context(only_run_in(output, start, world.is_main))
 
 

@@ -34,6 +34,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hasten.machine import environment, host
+
 if TYPE_CHECKING:
     from hasten.core.technique import Technique
     from hasten.recipe.schema import Recipe
@@ -49,7 +51,6 @@ def main(recipe_path: str, plan: str, orders: int, answers: int, more: More = ()
     ``more`` are techniques beside the catalogue's, for an entry of one's own.
     """
     from hasten.cluster.serving import failure, served
-    from hasten.core import facts
     from hasten.recipe.build import facts_of
     from hasten.recipe.schema import load_recipe
 
@@ -66,7 +67,7 @@ def main(recipe_path: str, plan: str, orders: int, answers: int, more: More = ()
         recipe = recipe.model_copy(update={"plan": json.loads(plan)})
         meeting = datetime.timedelta(seconds=recipe.link_seconds), recipe.backend
         return served(
-            facts.world(),
+            environment.world(),
             lambda: facts_of(recipe).device,
             meeting,
             lambda: _serve(recipe, more, inbox, say),
@@ -91,7 +92,6 @@ class Arm:
     """A session that trains in pieces; what its plan writes goes to ``place``."""
 
     def __init__(self, recipe: Recipe, place: Path, more: More = ()) -> None:
-        from hasten.core import facts
         from hasten.core.clock import clock_on
         from hasten.core.session import assemble
         from hasten.core.setup import prepare
@@ -103,7 +103,7 @@ class Arm:
         imported = time.perf_counter()
         self.material = gather(recipe, Path(recipe.output) / "data")
         known = facts_of(recipe, self.material)
-        facts.reset_memory_peak(known.device)
+        host.reset_memory_peak(known.device)
         opened = time.perf_counter()
         self.plan = plan_of(recipe, known, more=more)
         asked = requested_plan(recipe, more)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hasten.cluster.naming_ranks import LinkError, naming_ranks
-from hasten.core.facts import World
+from hasten.machine.environment import World
 from ranks import on_ranks
 
 pytestmark = pytest.mark.waits

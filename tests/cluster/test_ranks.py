@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hasten.cluster.ranks import rank_environment, start
-from hasten.core.facts import World
+from hasten.machine.environment import World
 from rank_jobs import CASES, train_all
 from ranks import on_ranks
 

@@ -23,7 +23,6 @@ from hasten.cluster.joining import backend_for, join
 from hasten.cluster.naming_ranks import LinkError
 from hasten.cluster.pulse import ATTEMPT
 from hasten.cluster.supervisor import FINAL
-from hasten.core.facts import World
 from hasten.core.launchers import (
     LAUNCHERS,
     Place,
@@ -33,6 +32,7 @@ from hasten.core.launchers import (
     place_of,
 )
 from hasten.errors import InputError
+from hasten.machine.environment import World
 from ranks import on_ranks
 from starting_rank_jobs import NAMES, variables
 

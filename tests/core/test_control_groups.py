@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hasten.core import facts
 from hasten.core.control_groups import memory_limit
+from hasten.machine import host
 from hasten.parts.machine_survey import limits
 
 GROUP = "sys/fs/cgroup"
@@ -60,5 +60,5 @@ def test_the_strictest_group_counts_as_the_survey_says_too(machine: str, tmp_pat
 
 
 def test_this_machine_is_within_its_memory() -> None:
-    found = facts.hardware()
+    found = host.hardware()
     assert 0 < found.memory_limit_bytes <= found.memory_bytes

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.core import facts
+from hasten.machine import host
 from hasten.parts.headroom import memory_meter
 
 PEAKS = {"cuda:0": 5, "cuda:1": 7}
@@ -32,9 +32,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_peak_is_the_rank_s_own_device_s(asked: list[str]) -> None:
-    facts.reset_memory_peak("cuda:1")
-    assert facts.memory_peak("cuda:1") == 7
-    assert facts.memory_peak("cuda:0") == 5
+    host.reset_memory_peak("cuda:1")
+    assert host.memory_peak("cuda:1") == 7
+    assert host.memory_peak("cuda:0") == 5
     assert asked == ["cuda:1", "cuda:1", "cuda:0"]
 
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fault_kit import PlantedLoss
-from hasten.core.facts import World
 from hasten.core.guards import (
     Guards,
     NotFiniteError,
@@ -26,6 +25,7 @@ from hasten.core.guards import (
 )
 from hasten.core.order import GlobalBatch, ShuffledOrder
 from hasten.errors import InputError
+from hasten.machine.environment import World
 from ranks import on_ranks
 from tiny import language_job, records, run, session_of
 

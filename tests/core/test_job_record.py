@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from hasten.core.facts import World
 from hasten.core.job import Stop
 from hasten.core.job_record import check_same_job, job_record
 from hasten.core.order import GlobalBatch
@@ -19,6 +18,7 @@ from hasten.core.setup import Setup, prepare
 from hasten.core.state import restore, state_of
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.machine.environment import World
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
 from hasten.techniques.objective import MultiTokenPrediction

@@ -183,7 +183,7 @@ def test_records_without_a_trained_token_are_refused_in_the_step() -> None:
 
 
 def test_several_ranks_without_a_layout_are_refused() -> None:
-    from hasten.core.facts import World
+    from hasten.machine.environment import World
 
     job = language_job()
     known = job_facts(job, world=World(0, 0, 2))

@@ -16,6 +16,7 @@ from hasten.core.session import Session
 from hasten.core.step import training
 from hasten.evidence.ledger import ledger_of, utilisation
 from hasten.evidence.ledger_memory import OWNERS, SavedTensors, memory_of, storages
+from hasten.machine import host
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW
@@ -145,9 +146,8 @@ def test_the_ledger_has_the_reports_keys_and_leaves_the_warm_up_out() -> None:
 
 def test_owners_add_up_to_the_peak() -> None:
     session = trained()
-    from hasten.core import facts
 
-    before = facts.memory_peak("cpu")
+    before = host.memory_peak("cpu")
     found = memory_of(session)
     assert sum(v or 0 for v in found.values()) == pytest.approx(before, rel=0.02)
 

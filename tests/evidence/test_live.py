@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.core.facts import World
 from hasten.core.switch import Switch
 from hasten.errors import InputError
 from hasten.evidence.live import BLOCK, Candidate, Live, sentence
+from hasten.machine.environment import World
 
 VALUES = (1, 2, 4, 8)
 

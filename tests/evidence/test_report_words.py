@@ -2,8 +2,8 @@
 
 import pytest
 
-from hasten.cli.display import size
 from hasten.evidence.report_words import outline, span, words
+from hasten.formatting import size
 
 
 @pytest.mark.parametrize(

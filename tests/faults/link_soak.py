@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hasten.machine import environment
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import rank_soak
 from rank_soak import HOLD, Forked, hold
@@ -29,7 +31,6 @@ from hasten.cluster.netlab import Lab
 from hasten.cluster.netlab.network import NIC, address
 from hasten.cluster.pulse import ATTEMPT, on_a_leash
 from hasten.cluster.supervisor import Ranks, Supervision, supervise
-from hasten.core import facts
 from netlab import enter, places
 
 STEPS, BEFORE, MOST = 40, 4, 12  # of the run, and before the cut, for which ranks wait
@@ -70,7 +71,7 @@ def soak(folder: Path, cut: float, link_seconds: float, restarts: int) -> dict[s
                 code = 1
                 try:
                     enter(hosts[rank])
-                    facts.take_over(over_network(variables))
+                    environment.take_over(over_network(variables))
                     os.environ.pop(PLACE, None)
                     on_a_leash()
                     rank_soak.train(folder, STEPS, timeout=limit)

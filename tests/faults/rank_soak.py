@@ -28,6 +28,8 @@ from typing import Any, cast
 
 import psutil
 
+from hasten.machine import environment
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
@@ -39,7 +41,6 @@ from hasten.cluster.naming_ranks import naming_ranks
 from hasten.cluster.pulse import Pulse, attempt, attempt_folder, on_a_leash, telling
 from hasten.cluster.ranks import TIMEOUT, process_group
 from hasten.cluster.supervisor import Ranks, Supervision, supervise
-from hasten.core import facts
 from hasten.core.order import GlobalBatch
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
@@ -101,7 +102,7 @@ def session_in(folder: Path, steps: int, pause: float) -> Session:
 
     job = language_job(tiny_model, data=records(32), steps=steps, batch=8, collate=slow)
     assert job.batch == GlobalBatch(records=8)
-    world = facts.world()
+    world = environment.world()
     plan = Plan([Checkpoints(interval=3), *([DDP()] if world.size > 1 else [])])
     return assemble(prepare(job, plan, job_facts(job, world=world), folder / "checkpoints"))
 
@@ -111,7 +112,7 @@ def train(
 ) -> None:
     """A rank's life: meet the others, resume, train, a line and a pulse for each step."""
     torch.set_num_threads(1)
-    world = facts.world()
+    world = environment.world()
     with telling(), process_group(world, "cpu", timeout), telling(), naming_ranks(world):
         _train(folder, steps, pause, world.rank)
 
@@ -244,7 +245,7 @@ def soak(
         if pid == 0:
             code = 1
             try:
-                facts.take_over(variables)
+                environment.take_over(variables)
                 on_a_leash()
                 train(folder, steps, pause)
                 code = 0

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hasten import CloudConfig, InputError, OptimizedTrainer
-from hasten.core import facts
 from hasten.hosts import optimized_trainer
+from hasten.machine import host
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.precision import Autocast, BF16MasterWeights
 
@@ -271,7 +271,7 @@ def test_a_usual_technique_that_cannot_work_here_is_left_out_and_a_chosen_one_re
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """mixed_precision=True stands in scripts that are tried on laptops."""
-    monkeypatch.setattr(facts, "_instruction_sets", lambda: ("avx2",))
+    monkeypatch.setattr(host, "_instruction_sets", lambda: ("avx2",))
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     loader = DataLoader([(x.float(), y) for x, y in data()], batch_size=8)  # type: ignore[arg-type]
 

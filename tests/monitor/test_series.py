@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.monitor.series import Series, number
+from hasten.formatting import number
+from hasten.monitor.series import Series
 
 numbers = st.none() | st.floats(-1e6, 1e6).map(lambda v: round(v, 2))
 

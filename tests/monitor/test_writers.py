@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hasten.monitor.series import number
+from hasten.formatting import number
 from hasten.monitor.writers import BESIDE
 from hasten.recipe.schema import Recipe
 from hasten.run import train

@@ -11,8 +11,10 @@ import pytest
 from torch import nn
 
 from hasten.core import facts
-from hasten.core.facts import Accelerator, Facts, World
+from hasten.core.facts import Facts
 from hasten.errors import InputError
+from hasten.machine.environment import World
+from hasten.machine.host import Accelerator
 from hasten.parts.flops import model_flops
 from hasten.parts.machine_rates import MachineRates, ProductRate
 from hasten.recipe import ceiling

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.core.facts import World
+from hasten.machine.environment import World
 from hasten.recipe.mesh_choices import mixed_layouts
 from tiny import job_facts, language_job
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from hasten.cli.init import init
-from hasten.core.facts import Accelerator, Facts
+from hasten.core.facts import Facts
 from hasten.errors import InputError
+from hasten.machine.host import Accelerator
 from hasten.parts.bf16_gain import Gain
 from hasten.recipe import suggest as module
 from hasten.recipe.schema import Recipe, load_recipe

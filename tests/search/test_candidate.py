@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from hasten.core.facts import Facts, ModelFacts, World, hardware
+from hasten.core.facts import Facts, ModelFacts
 from hasten.core.slot import Slot
 from hasten.errors import InputError
+from hasten.machine.environment import World
+from hasten.machine.host import hardware
 from hasten.parts.layout.pipeline_schedules import VIRTUAL
 from hasten.recipe.build import requested_plan
 from hasten.recipe.schema import Recipe

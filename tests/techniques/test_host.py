@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
-from hasten.core import facts
-from hasten.core.facts import Facts, ModelFacts, World
+from hasten.core.facts import Facts, ModelFacts
 from hasten.core.plan import Plan
 from hasten.errors import InputError
+from hasten.machine import environment as environment_
+from hasten.machine import host
+from hasten.machine.environment import World
 from hasten.parts import allocator
 from hasten.techniques import CATALOGUE
 from hasten.techniques.allocator import Allocator
@@ -27,14 +29,14 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="core ma
 
 
 def here(**changes: Any) -> Facts:
-    known = Facts(facts.hardware(), model=ModelFacts("llama", layers=2))
+    known = Facts(host.hardware(), model=ModelFacts("llama", layers=2))
     return dataclasses.replace(known, **changes)
 
 
 def test_a_rank_starts_with_its_share_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hasten.parts.threads.usable_cores", lambda: tuple(range(8)))
     monkeypatch.setattr("hasten.parts.threads.memory_nodes", list)
-    eight = dataclasses.replace(facts.hardware(), physical_cores=8, usable_cores=8)
+    eight = dataclasses.replace(host.hardware(), physical_cores=8, usable_cores=8)
     known = [here(hardware=eight, world=World(rank, rank, 3)) for rank in range(3)]
     started = [Threads().environ(k)["OMP_NUM_THREADS"] for k in known]
     assert started == ["2", "2", "2"]
@@ -109,13 +111,13 @@ def test_expandable_segments_join_what_torchs_allocator_is_told(
 def test_a_process_begins_again_only_for_what_is_missing_and_only_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv(facts.STARTED_FOR_PLAN, raising=False)
+    monkeypatch.delenv(environment_.STARTED_FOR_PLAN, raising=False)
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     monkeypatch.delenv("MALLOC_TOP_PAD_", raising=False)
     wanted = {"OMP_WAIT_POLICY": "PASSIVE", "MALLOC_TOP_PAD_": "1"}
-    assert facts.not_yet_so(wanted) == {"MALLOC_TOP_PAD_": "1"}
-    monkeypatch.setenv(facts.STARTED_FOR_PLAN, "1")
-    assert facts.not_yet_so(wanted) == {}
+    assert environment_.not_yet_so(wanted) == {"MALLOC_TOP_PAD_": "1"}
+    monkeypatch.setenv(environment_.STARTED_FOR_PLAN, "1")
+    assert environment_.not_yet_so(wanted) == {}
 
 
 @linux

@@ -9,7 +9,7 @@ import torch
 
 from fused_models import model_of
 from fused_rank_jobs import CASES, train_fused
-from hasten.core.facts import World
+from hasten.machine.environment import World
 from hasten.parts.fused_layers import ARCHITECTURES
 from hasten.parts.kernels import rows
 from hasten.techniques.layers import FusedLayers

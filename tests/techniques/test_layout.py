@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hasten.core.facts import World
+from hasten.machine.environment import World
 from hasten.techniques.layout import Replicas
 from hasten.techniques.layout_experts import SharedOut
 

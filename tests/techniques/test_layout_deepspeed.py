@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from hasten.core.facts import World
 from hasten.core.plan import Plan
 from hasten.core.setup import prepare
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.machine.environment import World
 from hasten.parts.layout import zero_trainer
 from hasten.parts.layout.zero_config import Known
 from hasten.techniques.checkpoint import Checkpoints

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from expert_session_jobs import CASES
-from hasten.core.facts import Facts, World
+from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.core.setup import prepare
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.machine.environment import World
 from hasten.techniques.layout_experts import ExpertParallel, SharedOut
 from hasten.techniques.recompute import Recompute
 from hasten.techniques.wire_local import LocalSteps

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.core.facts import World
 from hasten.core.setup import Dense
 from hasten.core.technique import Technique
+from hasten.machine.environment import World
 from hasten.techniques import layout_experts_sharded
 from hasten.techniques.layout_experts import ExpertParallel, routed
 from hasten.techniques.layout_experts_sharded import SharedAndSharded

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.core.facts import World
 from hasten.core.plan import Plan
 from hasten.core.setup import prepare
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.machine.environment import World
 from hasten.parts.layout.pipeline_tied import MARK
 from hasten.parts.layout.pipeline_work import Settings
 from hasten.parts.master_weights import MasterWeights

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hasten.core.facts import World
+from hasten.machine.environment import World
 from hasten.techniques.layout_sharded import FSDP2
 from ranks import on_ranks
 from sharded_rank_jobs import (

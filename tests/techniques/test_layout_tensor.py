@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.core.facts import Facts, World
+from hasten.core.facts import Facts
 from hasten.core.technique import Technique
+from hasten.machine.environment import World
 from hasten.techniques.layout_hybrid import Hybrid
 from hasten.techniques.layout_tensor import TensorParallel
 from ranks import on_ranks

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.core.facts import Accelerator, Facts, World
+from hasten.core.facts import Facts
 from hasten.core.setup import once
 from hasten.core.state import restore, state_of
 from hasten.core.step import NotFiniteError
 from hasten.errors import InputError
+from hasten.machine.environment import World
+from hasten.machine.host import Accelerator
 from hasten.parts.bf16_gain import Gain
 from hasten.techniques import precision
 from hasten.techniques.adapter import LoRA

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hasten.core.facts import World
+from hasten.machine.environment import World
 from ranks import on_ranks
 from resume_cells import AT, CELLS, EPOCHS, NAMES, SAMPLERS, Cell, resumed
 

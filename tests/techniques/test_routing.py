@@ -11,11 +11,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config
 
 from hasten.core.evaluate import evaluate
-from hasten.core.facts import World
 from hasten.core.session import Session
 from hasten.core.state import restore, state_of
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.machine.environment import World
 from hasten.parts.routing import routers
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import Accumulate

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hasten.core.facts import Facts, RecordFacts, World
+from hasten.core.facts import Facts, RecordFacts
 from hasten.core.job import Stop
 from hasten.core.order import GlobalBatch
 from hasten.core.plan import Plan
@@ -19,6 +19,7 @@ from hasten.core.state import restore, state_of
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.machine.environment import World
 from hasten.parts import checkpoint
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed

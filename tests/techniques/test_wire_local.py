@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from apart_rank_jobs import COMPANY
-from hasten.core.facts import World
+from hasten.machine.environment import World
 from hasten.techniques.wire_local import LocalSteps, Stream
 from ranks import on_ranks
 from tiny import job_facts, language_job

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hasten.core.facts import World
 from hasten.core.technique import Fidelity
+from hasten.machine.environment import World
 from hasten.parts.collective_plan import Route
 from hasten.parts.collectives import TopoAwareCollective
 from hasten.parts.routed_buckets import RoutedBuckets

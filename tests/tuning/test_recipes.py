@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from hasten.core.facts import World
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity
@@ -17,6 +16,7 @@ from hasten.errors import InputError
 from hasten.evidence.ablation import AGAIN, BASELINE, Arm
 from hasten.evidence.controller import Measured
 from hasten.experiment import Silence, Subject, prepared
+from hasten.machine.environment import World
 from hasten.recipe.build import requested_plan
 from hasten.recipe.schema import load_recipe, recipe_from
 from hasten.search.tuner import bench

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hasten.cli.display import Display, duration
+from hasten.cli.display import Display
 from hasten.cli.report_table import print_table
 from hasten.cli.speedup import design_line
 from hasten.cli.train import StepLine
-from hasten.core import facts
 from hasten.core.leaving import ask_to_leave
 from hasten.core.session import Session
 from hasten.core.step import StepMetrics
@@ -29,6 +28,8 @@ from hasten.evidence.report_gains import fastest_of_equal_quality
 from hasten.evidence.report_schema import read_report
 from hasten.evidence.report_words import span
 from hasten.experiment import ablate
+from hasten.formatting import duration
+from hasten.machine import host
 from hasten.recipe.schema import Recipe
 from hasten.run import train
 
@@ -71,11 +72,11 @@ class Row:
 def demo(output: Path) -> None:
     """Measure, train, print the table and a sample, write the page."""
     began = time.monotonic()
-    gpu_bytes = min((gpu.memory_bytes for gpu in facts.hardware().accelerators), default=0)
+    gpu_bytes = min((gpu.memory_bytes for gpu in host.hardware().accelerators), default=0)
     recipe = recipe_for(output, gpu_bytes)
     arms: Which = "plan" if recipe.model == LARGE else "ladder"  # arms stay in memory side by side
     print(
-        f"hasten demo: {recipe.model} on Python's standard library, {facts.hardware().short}\n"
+        f"hasten demo: {recipe.model} on Python's standard library, {host.hardware().short}\n"
         f"measuring ends within {duration(MEASURING_SECONDS)}, the training after it within "
         f"{duration(TRAINING_SECONDS)}; on a busy machine fewer rows, rounds and steps fit",
         flush=True,

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from hasten.formatting import duration
 from hasten.parts.foreign import shown
 
 PLAIN_EVERY_SECONDS = 10.0
@@ -77,17 +78,3 @@ class Display:
         if share <= 0:
             return ""
         return "ETA " + duration((time.monotonic() - self._began) * (1 - share) / share)
-
-
-def duration(seconds: float) -> str:
-    """``42 s``, ``3 min 05 s``, ``2 h 10 min``."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    if seconds < 3600:
-        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
-    return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
-
-
-def size(count: float) -> str:
-    """Bytes as ``1.9 GB`` or ``640 MB``."""
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"

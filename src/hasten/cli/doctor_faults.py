@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from hasten.cli.main import FAILED
-from hasten.core import facts
 from hasten.data.onewriter import only_run_in
 from hasten.errors import InputError
+from hasten.machine import environment
 from hasten.parts.checkpoint import checkpoints
 from hasten.recipe.checkpoint_keys import is_checkpoints
 from hasten.recipe.schema import Recipe, load_recipe
@@ -196,7 +196,7 @@ class SelfTest:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=facts.child_environment({}),
+                env=environment.child_environment({}),
             )
 
     def _train(self, output: Path, limit: int | None = None) -> str:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from hasten.cli.bench import conclusions
-from hasten.cli.display import size
 from hasten.core import facts
 from hasten.core.facts import Facts
 from hasten.errors import InputError
+from hasten.formatting import size
+from hasten.machine import host
 from hasten.parts.datasheet import datasheet
 from hasten.parts.disk_speed import DiskSpeed, measure_disk
 from hasten.parts.machine_rates import MachineRates
@@ -35,7 +36,7 @@ def hardware(
     rates = read_rates(rates_file, here) if rates_file is not None else None
     found, speed = machine(), _speed(disk) if measure else "not measured"
     if as_json:
-        told = {**asdict(here.hardware), **found, "versions": facts.versions()}
+        told = {**asdict(here.hardware), **found, "versions": host.versions()}
         told["disk_speed"] = asdict(speed) if isinstance(speed, DiskSpeed) else None
         if rates is not None:
             told["rates"] = rates.to_dict()
@@ -79,7 +80,7 @@ def _lines(
             yield name, rest.strip()
         for copy in rates.copies:
             yield copy.way, f"{copy.best / 1e9:.4g} GB/s"
-    yield from facts.versions().items()
+    yield from host.versions().items()
 
 
 def _limits(limits: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -11,8 +11,8 @@ from typing import Any
 
 from hasten.cluster.config import CloudConfig
 from hasten.cluster.launch.megatron import arguments
-from hasten.core import facts
 from hasten.errors import InputError
+from hasten.machine import host
 from hasten.recipe.build import warmup_steps
 from hasten.recipe.schema import Recipe
 
@@ -91,7 +91,7 @@ def scaled_rate(cloud: CloudConfig, gpu: str) -> float | None:
             raise
         return None
     node = 8 * cluster.inter * cloud.gpus_per_node
-    cores = max(1, facts.usable_cores())
+    cores = max(1, host.usable_cores())
     mine = _flops() * min(1.0, cores / cloud.devices)
     return max(SLOWEST, node * mine / (REACHED * cluster.device.peak16))
 

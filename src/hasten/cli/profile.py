@@ -15,7 +15,6 @@ from typing import Any
 from hasten.cli.display import Display
 from hasten.cli.train import as_ranks, lacking
 from hasten.cluster.ranks import again, process_group
-from hasten.core import facts
 from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.core.session import assemble
@@ -23,6 +22,7 @@ from hasten.core.setup import prepare
 from hasten.evidence.profile import measure, steps_needed
 from hasten.evidence.profile_page import write_profile
 from hasten.evidence.profile_text import render_text
+from hasten.machine import environment, host
 from hasten.recipe.build import job_of
 from hasten.recipe.ceiling import meter_of, mfu_words
 from hasten.recipe.material import Material
@@ -40,12 +40,12 @@ def profile(
     changes = [*overrides, *([f"output={output}"] if output is not None else [])]
     options = ["--steps", str(steps), *(["--json"] if as_json else [])]
     recipe = _long_enough(load_recipe(path, changes), steps)
-    if recipe.nproc > 1 and facts.world().size == 1:
+    if recipe.nproc > 1 and environment.world().size == 1:
         return as_ranks(recipe, "profile", options)
     if missing := lacking(recipe):
         again(["profile", str(path), *changes, *options], missing)
     with Display() as display:
-        tell = display.tell if facts.world().is_main else _nothing
+        tell = display.tell if environment.world().is_main else _nothing
         known, plan, material = ready(recipe, tell)
         display.begin()
         show = display.show if known.world.is_main else _nowhere
@@ -66,7 +66,7 @@ def _measured(
     """Build the job inside the process group, profile it, and leave nothing but the trace."""
     output = Path(recipe.output)
     scratch = output / SCRATCH
-    facts.reset_memory_peak(known.device)
+    host.reset_memory_peak(known.device)
     try:
         job = job_of(recipe, material, known, plan)
         session = assemble(prepare(job, plan, known, scratch))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from hasten.cli.display import Display
-from hasten.core import facts
 from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.evidence.bundle import Bundle, measurements, read_bundle, stamp
@@ -17,6 +16,7 @@ from hasten.evidence.regress import Change, changes, lost
 from hasten.evidence.report_words import span
 from hasten.evidence.statistics import Interval
 from hasten.experiment import measured, prepared
+from hasten.machine import host
 from hasten.recipe.build import requested_plan
 from hasten.recipe.plain_yaml import read_overrides
 from hasten.recipe.schema import Recipe, recipe_from
@@ -72,14 +72,14 @@ def check_data(bundle: Bundle, recipe: Recipe) -> None:
 
 def differences(bundle: Bundle) -> list[str]:
     """What is new since then: versions, and the machine, which matters more."""
-    here = facts.versions()
+    here = host.versions()
     moved = [
         f"{name} {bundle.versions.get(name)} -> {here.get(name)}"
         for name in sorted({*bundle.versions, *here})
         if bundle.versions.get(name) != here.get(name)
     ]
     lines = [f"since then: {', '.join(moved)}" if moved else "since then: the same versions"]
-    machine = asdict(facts.hardware())
+    machine = asdict(host.hardware())
     other = [k for k in MACHINE if k in machine and _plain(machine[k]) != bundle.hardware.get(k)]
     if other:
         lines.append(f"another machine ({', '.join(other)}): a gain may differ for that alone")

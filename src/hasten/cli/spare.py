@@ -11,7 +11,7 @@ import os
 import sys
 
 from hasten.cluster.pulse import on_a_leash
-from hasten.core import facts
+from hasten.machine import environment
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     if not line:
         return  # the supervisor has ended, and needs none
     told = json.loads(line)
-    facts.take_over(told["variables"])
+    environment.take_over(told["variables"])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.argv = ["hasten", *told["arguments"]]
     run()

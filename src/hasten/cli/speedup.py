@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hasten.cli.arguments import copied, writable
-from hasten.cli.display import Display, duration
+from hasten.cli.display import Display
 from hasten.cli.guard import beforehand
 from hasten.cli.main import FAILED
 from hasten.cli.report_table import print_table
@@ -22,6 +22,7 @@ from hasten.evidence.bundle import pack
 from hasten.evidence.judgement import GUILTY
 from hasten.evidence.report import write_report
 from hasten.experiment import Order, ablate, gradual_optimize
+from hasten.formatting import duration
 from hasten.recipe.schema import Recipe, load_recipe
 
 Arms = Literal["plan", "ladder", "alone", "left-out", "all", "climb"]

@@ -10,15 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hasten.cli.display import Display, duration, size
+from hasten.cli.display import Display
 from hasten.cli.main import FAILED, INTERRUPTED, LEFT
 from hasten.cluster.pulse import attempt_folder, on_a_leash
 from hasten.cluster.ranks import again, start
 from hasten.cluster.supervisor import Ranks, supervise
-from hasten.core import facts
-from hasten.core.facts import World
 from hasten.core.session import Session
 from hasten.core.step import StepMetrics
+from hasten.formatting import duration, size
+from hasten.machine import environment, host
+from hasten.machine.environment import World
 from hasten.recipe.build import facts_of, plan_of
 from hasten.recipe.faults import saves, supervision_of
 from hasten.recipe.schema import Recipe, load_recipe
@@ -32,7 +33,7 @@ def train(path: Path, overrides: Sequence[str], started: float) -> int:
     import_seconds = time.perf_counter() - started
     on_a_leash()
     recipe = load_recipe(path, overrides)
-    alone = facts.world().size == 1 and attempt_folder() is None
+    alone = environment.world().size == 1 and attempt_folder() is None
     if alone and recipe.max_restarts:
         with ExitStack() as held:  # until the last attempt is over
             return as_supervised_ranks(recipe, held)
@@ -43,7 +44,7 @@ def train(path: Path, overrides: Sequence[str], started: float) -> int:
         again(["train", str(path), *overrides], missing)
     with Display() as display:
         line = StepLine(display, recipe)
-        silent = not facts.world().is_main
+        silent = not environment.world().is_main
         summary = run_training(
             recipe,
             import_seconds=import_seconds,
@@ -66,7 +67,7 @@ def lacking(recipe: Recipe) -> dict[str, str]:
     if not (recipe.plan or recipe.transport):
         return {}
     known = facts_of(recipe)
-    return facts.not_yet_so({**plan_of(recipe, known).environ(known), **recipe.transport})
+    return environment.not_yet_so({**plan_of(recipe, known).environ(known), **recipe.transport})
 
 
 def warn_of_idle(acted: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -131,7 +132,7 @@ def as_ranks(
         known, plan, _ = ready(recipe, display.tell, line.tokenising, recipe.nproc, held)
     resolved = output / "data" / f"ranks-{command}.yaml"
     resolved.write_text(recipe.to_yaml())
-    count, cores = recipe.nproc, facts.usable_cores()
+    count, cores = recipe.nproc, host.usable_cores()
 
     def environ(rank: int) -> Mapping[str, str]:
         known_there = replace(known, world=World(rank, rank, count))
@@ -162,7 +163,7 @@ def as_supervised_ranks(recipe: Recipe, held: ExitStack) -> int:
         known_there = replace(known, world=World(rank, rank, count))
         return {**plan.environ(known_there), **recipe.transport}
 
-    ranks = Ranks(arguments, environ, recipe.nproc, facts.usable_cores())
+    ranks = Ranks(arguments, environ, recipe.nproc, host.usable_cores())
     return supervise(ranks, supervision_of(recipe), output / "data", output / "restarts.jsonl")
 
 

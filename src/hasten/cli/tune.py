@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from hasten.cli.arguments import copied, writable
-from hasten.cli.display import Display, duration, size
+from hasten.cli.display import Display
 from hasten.cli.guard import Rows, guarded
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
 from hasten.evidence.guard import GuardDesign
 from hasten.evidence.guard_rows import failures
 from hasten.experiment import Subject
+from hasten.formatting import duration, size
 from hasten.recipe.price import Price
 from hasten.recipe.schema import load_recipe
 from hasten.search.tuner.choosing import Sampler

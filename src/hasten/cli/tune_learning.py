@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hasten.cli.arguments import copied, writable
-from hasten.cli.display import Display, duration
+from hasten.cli.display import Display
+from hasten.formatting import duration
 from hasten.recipe.schema import load_recipe
 from hasten.tuning.files import replace_file
 from hasten.tuning.learning import Learned, LearningWishes

@@ -20,9 +20,9 @@ import torch
 
 from hasten.cluster.naming_ranks import LinkError
 from hasten.cluster.pulse import attempt
-from hasten.core import facts
-from hasten.core.facts import World
 from hasten.errors import AgreedError, InputError
+from hasten.machine import environment
+from hasten.machine.environment import World
 
 BACKENDS = ("auto", "gloo", "nccl")
 NCCL = "cpu:gloo,cuda:nccl"  # what lies on the host (numbers, objects, barriers) needs no GPU
@@ -49,7 +49,7 @@ def backend_for(device: str, backend: str = "auto", ranks: int = 1) -> str:
         raise InputError("backend: this torch was built without nccl; say gloo")
     gpus = max(1, torch.accelerator.device_count())
     # A launcher may show each rank its own GPU alone; NCCL then notices two on the same one.
-    if ranks > gpus and not (gpus == 1 and facts.is_shown_some_gpus()):
+    if ranks > gpus and not (gpus == 1 and environment.is_shown_some_gpus()):
         raise InputError(f"{ranks} ranks here and {gpus} GPU(s): {ONE_EACH}")
     return NCCL
 
@@ -68,7 +68,7 @@ def join(
     """
     import torch.distributed as dist
 
-    method, place = facts.meeting()
+    method, place = environment.meeting()
     bound = torch.device(device) if backend == NCCL else None
     if torch.device(device).type == "cuda":
         torch.cuda.set_device(device)

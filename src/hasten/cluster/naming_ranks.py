@@ -12,8 +12,8 @@ import socket
 from collections.abc import Iterator
 
 from hasten.cluster.pulse import attempt
-from hasten.core.facts import World
 from hasten.errors import StoppedError
+from hasten.machine.environment import World
 
 ANSWER_SECONDS = 5.0  # others see the same failure within moments, or their own time limit
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hasten.core import facts
 from hasten.errors import InputError, StoppedError
+from hasten.machine import environment
 
 FOLDER, ATTEMPT, PARENT = "HASTEN_ATTEMPT_FOLDER", "HASTEN_ATTEMPT", "HASTEN_SUPERVISOR"
 BEAT = struct.Struct("<qqq")
@@ -97,18 +97,18 @@ def read_words(folder: Path, rank: int) -> dict[str, Any] | None:
 
 def attempt_folder() -> Path | None:
     """Where a supervised rank leaves what its supervisor reads; None where nobody supervises."""
-    found = facts.variable(FOLDER)
+    found = environment.variable(FOLDER)
     return Path(found) if found else None
 
 
 def started_by_hasten() -> bool:
     """Whether this is a rank that a process of hasten's own started and waits for."""
-    return facts.variable(PARENT) is not None
+    return environment.variable(PARENT) is not None
 
 
 def attempt() -> int:
     """1, or how many times this run was started by its supervisor."""
-    return int(facts.variable(ATTEMPT) or 1)
+    return int(environment.variable(ATTEMPT) or 1)
 
 
 def leave_words(error: BaseException) -> bool:
@@ -116,7 +116,7 @@ def leave_words(error: BaseException) -> bool:
     folder = attempt_folder()
     if folder is None:
         return False
-    path = words_file(folder, facts.world().rank)
+    path = words_file(folder, environment.world().rank)
     if not path.exists():
         with contextlib.suppress(OSError):  # the disk may be why it ends
             temporary = path.with_suffix(".part")
@@ -152,7 +152,7 @@ def on_a_leash() -> None:
 
     The kernel sends SIGKILL, which a stopped process can't ignore either (prctl(2)).
     """
-    parent = facts.variable(PARENT)
+    parent = environment.variable(PARENT)
     if parent is None or not sys.platform.startswith("linux"):
         return
     with contextlib.suppress(OSError, AttributeError):

@@ -23,9 +23,9 @@ from typing import NoReturn
 
 from hasten.cluster.joining import backend_for, join
 from hasten.cluster.pulse import PARENT, ended_by
-from hasten.core import facts
-from hasten.core.facts import World
 from hasten.core.leaving import HASTE
+from hasten.machine import environment as environment_
+from hasten.machine.environment import World
 
 GRACE_SECONDS = 10.0  # for the others to end by themselves once a rank has failed or rank 0 is done
 TIMEOUT = datetime.timedelta(minutes=10)
@@ -49,7 +49,7 @@ def process_group(
     if world.size == 1 or dist.is_initialized():
         yield
         return
-    join(world, backend_for(device, backend, facts.ranks_here(world)), timeout, device)
+    join(world, backend_for(device, backend, environment_.ranks_here(world)), timeout, device)
     try:
         yield
     finally:
@@ -68,7 +68,7 @@ def again(arguments: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    environment = facts.child_environment({**variables, facts.STARTED_FOR_PLAN: "1"})
+    environment = environment_.child_environment({**variables, environment_.STARTED_FOR_PLAN: "1"})
     os.execve(sys.executable, [sys.executable, "-m", "hasten", *arguments], environment)
 
 
@@ -96,7 +96,7 @@ def start(
                     **rank_environment(rank, count, Path(place), max(1, cores // count)),
                     **environ(rank),
                     PARENT: str(os.getpid()),  # a rank doesn't outlive this process
-                    facts.STARTED_FOR_PLAN: "1",
+                    environment_.STARTED_FOR_PLAN: "1",
                 },
                 logs[rank],
             )
@@ -118,7 +118,7 @@ def start(
 
 def rank_environment(rank: int, count: int, place: Path, threads: int) -> dict[str, str]:
     """This process's environment with a rank's place in it; ranks meet in the folder ``place``."""
-    return facts.child_environment(
+    return environment_.child_environment(
         {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),

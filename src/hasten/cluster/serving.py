@@ -12,7 +12,7 @@ from typing import Any
 
 from hasten.cluster.naming_ranks import naming_ranks
 from hasten.cluster.ranks import process_group
-from hasten.core.facts import World
+from hasten.machine.environment import World
 
 
 def served(

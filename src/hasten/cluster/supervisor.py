@@ -25,8 +25,8 @@ from hasten.cluster.attempt import Attempt, Ending, Limits, Process
 from hasten.cluster.pulse import ATTEMPT, FOLDER, PARENT
 from hasten.cluster.ranks import rank_environment
 from hasten.cluster.spares import Spares
-from hasten.core import facts
 from hasten.core.guards import append_line
+from hasten.machine import environment as environment_
 
 FINAL = {0, 2, 3, 4, 5, 6, 75, 130}  # exit codes that a restart can't better (docs/metrics.md)
 LEFT = 75  # EX_TEMPFAIL of sysexits.h: saved, go on later
@@ -157,7 +157,7 @@ class _Supervisor:
             FOLDER: str(folder),
             ATTEMPT: str(number),
             PARENT: str(os.getpid()),
-            facts.STARTED_FOR_PLAN: "1",
+            environment_.STARTED_FOR_PLAN: "1",
         }
 
     def _words_of(self, rank: int) -> Path | None:

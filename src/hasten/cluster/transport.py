@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from hasten.core import facts
+from hasten.machine import environment
 from hasten.parts.topology import NET, interface_speeds
 
 PREFIXES = ("GLOO_", "NCCL_", "TORCH_NCCL_", "UCX_")
@@ -63,7 +63,7 @@ def checked(values: Mapping[object, object]) -> dict[str, str]:
 
 def shown(wanted: Mapping[str, str]) -> str:
     """The variables that count, those of the recipe over those of the shell."""
-    present = {name: (facts.variable(name), "shell") for name in SHOWN}
+    present = {name: (environment.variable(name), "shell") for name in SHOWN}
     present |= {name: (value, "recipe") for name, value in wanted.items()}
     words = [f"{name}={value} ({place})" for name, (value, place) in present.items() if value]
     return ", ".join(words) or "nothing set: gloo and NCCL choose"
@@ -74,7 +74,7 @@ def hints(
     on_gpu: bool,
     net: Path = NET,
     infiniband: Path = INFINIBAND,
-    variable: Callable[[str], str | None] = facts.variable,
+    variable: Callable[[str], str | None] = environment.variable,
 ) -> list[str]:
     """What may be worth setting here, a sentence each; nothing is set."""
 

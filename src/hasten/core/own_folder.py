@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hasten.core import facts
+from hasten.machine import environment
 
 RENDEZVOUS = "HASTEN_RENDEZVOUS"  # ranks of one start meet in a place of their own
 
@@ -21,8 +21,8 @@ def own_folder(within: Path) -> Iterator[Path]:
     In an experiment processes with one plan train side by side, and what the plan writes
     (checkpoints) would be the other's as well.
     """
-    here = facts.world()
-    meeting = facts.variable(RENDEZVOUS) if here.size > 1 else None
+    here = environment.world()
+    meeting = environment.variable(RENDEZVOUS) if here.size > 1 else None
     mark = f"{zlib.crc32(meeting.encode()):08x}" if meeting else str(os.getpid())
     place = within / f"arm-{mark}"
     try:

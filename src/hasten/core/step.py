@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from hasten.core import facts
 from hasten.core.batch import StepBatch
 from hasten.core.clock import (
     BACKWARD,
@@ -36,6 +35,7 @@ from hasten.core.clock import (
 from hasten.core.guards import NotFiniteError
 from hasten.core.session import Session, batches
 from hasten.core.traffic import Traffic, traffic_of
+from hasten.machine import host
 
 __all__ = ["NotFiniteError", "StepMetrics", "train_step", "training"]
 
@@ -179,7 +179,7 @@ def _note(
         step_seconds=seconds,
         tokens_per_second=counts.tokens / seconds,
         padding_share=counts.padding_share,
-        peak_memory_bytes=facts.memory_peak(session.setup.job.device),
+        peak_memory_bytes=host.memory_peak(session.setup.job.device),
         model_flops=flops,
         mfu=session.meter.mfu(flops, seconds),
         skipped=not finite,

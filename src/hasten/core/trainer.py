@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from hasten.core import facts
 from hasten.core.clock import data_stall, split, stability
 from hasten.core.evaluate import Evaluation, evaluate
 from hasten.core.leaving import asked, interruptible
 from hasten.core.session import Progress, Session
 from hasten.core.step import StepMetrics, training
+from hasten.machine import host
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Outcome:
             "mfu": meter.mfu(self.model_flops or None, trained),
             "ceiling": asdict(meter) if meter.ceiling else None,
             "peak_memory_bytes": self.peak_memory_bytes,
-            "peak_host_memory_bytes": facts.host_memory_peak(),
+            "peak_host_memory_bytes": host.host_memory_peak(),
             "training_loss": _finite(self.last_loss),
             "held_out_loss": loss,
             "perplexity": math.exp(min(loss, 700.0)) if loss is not None else None,

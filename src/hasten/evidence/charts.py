@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from hasten.evidence.charts_svg import (
     EDGE,
     LETTER,
-    NOT_MEASURED,
     Frame,
     Scale,
     Words,
@@ -28,6 +27,7 @@ from hasten.evidence.charts_svg import (
     thin,
     visible,
 )
+from hasten.formatting import NOT_MEASURED
 
 __all__ = [
     "NOT_MEASURED",

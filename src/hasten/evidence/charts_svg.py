@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from itertools import pairwise
 
-NOT_MEASURED = "not measured"
 NARROW = 500  # pixels; below, a row's label stands above its mark
 EDGE = 8  # pixels kept free left and right, so that marks and tick labels aren't cut
 LETTER = 7.2  # pixels, generous mean width of a letter of the page's 13 pixel labels

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hasten.core import facts, processes
+from hasten.core import processes
 from hasten.core.plan import Plan
 from hasten.evidence import grouping
 from hasten.evidence.ablation import Arm, Design, Kind
@@ -31,6 +31,7 @@ from hasten.evidence.record import Event, Record, seconds_of
 from hasten.evidence.rounds import Rounds, arms_of
 from hasten.evidence.sittings import Experiment, Table, Tell
 from hasten.evidence.trial import ENTRY
+from hasten.machine import host
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def table(
     Arms tell how much their neediest rank uses. Ranks share a processor's memory, and have an
     accelerator each, of which the smallest counts.
     """
-    here = facts.hardware()
+    here = host.hardware()
     memory = processes.available_bytes(here.memory_limit_bytes) // len(ranks(folder))
     if not device.startswith("cpu"):
         memory = min((gpu.memory_bytes for gpu in here.accelerators), default=memory)

@@ -25,8 +25,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
-from hasten.core import facts
 from hasten.errors import InputError
+from hasten.machine import environment
 
 LEAVE_SECONDS = 5.0  # for processes to end by themselves once there are no more orders
 SETTLE_SECONDS = 0.3  # after a first failure among ranks, for the one that caused it to show
@@ -275,7 +275,7 @@ def interpreter(arguments: Callable[[int, int], Sequence[str]]) -> Start:
         return subprocess.Popen(
             [sys.executable, *arguments(*pipes)],
             pass_fds=pipes,
-            env=facts.child_environment(environ),
+            env=environment.child_environment(environ),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hasten.core import facts
 from hasten.core.facts import Facts
+from hasten.machine import environment, host
 
 POWERCAP = Path("/sys/class/powercap")
 MOST_WATTS = 1000.0  # of one package: a counter not read for longer may have turned over twice
@@ -75,9 +75,9 @@ class Meter:
 
 def meter_of_run(known: Facts) -> Meter:
     """The meter of all devices that train, where all of them are on this machine."""
-    if facts.ranks_here(known.world) < known.world.size:
+    if environment.ranks_here(known.world) < known.world.size:
         return Meter("not measured: the ranks are on several machines")
-    return open_meter(known.device, facts.accelerator_uuids(known.device, known.world.size))
+    return open_meter(known.device, host.accelerator_uuids(known.device, known.world.size))
 
 
 def open_meter(device: str, uuids: Sequence[str] = (), powercap: Path = POWERCAP) -> Meter:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from hasten.core import facts
 from hasten.core.clock import HostClock, split, stability, step_total
 from hasten.core.session import Session
 from hasten.evidence.ledger_memory import memory_of
+from hasten.machine import host
 
 WARMUP = 2  # first steps: they compile, allocate and read what later ones find ready
 
@@ -43,7 +43,7 @@ def utilisation(session: Session, warmup: int = WARMUP) -> float | None:
     """
     clock = session.setup.clock
     if not isinstance(clock, HostClock):
-        return facts.device_utilisation(session.setup.job.device)
+        return host.device_utilisation(session.setup.job.device)
     keep = warmup if len(clock.steps) > warmup else 0
     whole = sum(step_total(step) for step in list(clock.steps)[keep:])
-    return sum(list(clock.busy)[keep:]) / whole / facts.usable_cores() if whole else None
+    return sum(list(clock.busy)[keep:]) / whole / host.usable_cores() if whole else None

@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from hasten.core import facts
 from hasten.core.batch import MicroBatch
 from hasten.core.clock import Unclocked
 from hasten.core.session import Session, step_outside
 from hasten.core.setup import leave
+from hasten.machine import host
 
 OWNERS = ("weights", "gradients", "optimizer", "activations", "logits", "other")
 Storages = dict[int, int]  # address -> bytes
@@ -37,7 +37,7 @@ Storages = dict[int, int]  # address -> bytes
 def memory_of(session: Session) -> dict[str, int | None]:
     """Bytes of each owner on this rank; None where nobody can tell. All ranks call it together."""
     setup = session.setup
-    peak = facts.memory_peak(setup.job.device)  # before the pass below
+    peak = host.memory_peak(setup.job.device)  # before the pass below
     weights = storages([*session.module.parameters(), *session.module.buffers()])
     masters = storages(setup.precision.parameters())
     state = masters | storages(_tensors(list(session.optimizer.state.values())))

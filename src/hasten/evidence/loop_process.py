@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hasten.machine import host
+
 SCRIPT = "__hasten_loop__"  # a script's name here, so that it isn't __main__ a second time
 
 
@@ -93,9 +95,8 @@ def _wait_for_device() -> None:
 
 
 def _peak() -> int:
-    from hasten.core import facts
 
-    return facts.memory_peak(facts.default_device())
+    return host.memory_peak(host.default_device())
 
 
 def _say(outbox: Any, answer: dict[str, Any]) -> None:

@@ -29,9 +29,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from hasten.core import facts, processes
+from hasten.core import processes
 from hasten.evidence.crew import Process, Start
 from hasten.evidence.zygote import LONGEST
+from hasten.machine import environment, host
 
 MOST = 6  # zygotes
 RESIDENT = 0.45e9  # bytes that one has: torch, transformers and hasten
@@ -47,7 +48,7 @@ def nursery(
     if sys.platform != "linux" or not device.startswith("cpu") or ranks > 1:
         yield None
         return
-    free = processes.available_bytes(facts.hardware().memory_limit_bytes)
+    free = processes.available_bytes(host.hardware().memory_limit_bytes)
     most = max(1, min(MOST, int(SHARE * free / RESIDENT)))
     with log.open("wb") as words, contextlib.closing(Nursery(arguments, words, most)) as found:
         yield found
@@ -129,7 +130,7 @@ class _Zygote:
             self._process = subprocess.Popen(
                 [sys.executable, *arguments, str(there.fileno())],
                 pass_fds=[there.fileno()],
-                env=facts.child_environment(environ),
+                env=environment.child_environment(environ),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

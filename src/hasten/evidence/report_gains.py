@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from hasten.evidence.charts_svg import NOT_MEASURED
 from hasten.evidence.guard_rows import FAILED
 from hasten.evidence.luck import Luck
 from hasten.evidence.report_words import span, words
 from hasten.evidence.significance import LEAST_FLOOR
 from hasten.evidence.statistics import Interval, paired_ratio, verdict
+from hasten.formatting import NOT_MEASURED
 
 Arm = Mapping[str, Any]
 GOOD = ("held", "fell short")

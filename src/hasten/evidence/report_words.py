@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hasten.evidence.charts_svg import NOT_MEASURED
+from hasten.formatting import NOT_MEASURED
 
 _LARGEST = 1e18  # larger numbers are written with an exponent and without a unit
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hasten.errors import InputError
-from hasten.evidence.students_t import student_quantile as student_quantile  # part of its face
+from hasten.evidence.students_t import student_quantile  # part of its face
 
 Verdict = Literal["held", "fell short", "harmed", "inconclusive", "no effect"]
 

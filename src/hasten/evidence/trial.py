@@ -16,8 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from hasten.core.plan import Plan
-from hasten.evidence.crew import ALONE as ALONE
-from hasten.evidence.crew import Answer, Crew, CrewFailedError, interpreter
+from hasten.evidence.crew import ALONE, Answer, Crew, CrewFailedError, interpreter
 from hasten.evidence.nursery import Nursery
 
 ENTRY = ("-m", "hasten.trial")  # what the interpreter runs

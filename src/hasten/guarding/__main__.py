@@ -28,16 +28,16 @@ from typing import Any
 
 from hasten.guarding.material import Bench
 from hasten.guarding.orders import obey
+from hasten.machine import environment
 
 
 def main(recipe_path: Path, folder: Path, orders: int, answers: int) -> int:
     """Obey every order in turn."""
     from hasten.cluster.serving import failure, served
-    from hasten.core import facts
     from hasten.recipe.build import facts_of
     from hasten.recipe.schema import load_recipe
 
-    world = facts.world()
+    world = environment.world()
     with os.fdopen(orders, "r") as inbox, os.fdopen(answers, "w", buffering=1) as outbox:
 
         def say(answer: dict[str, Any]) -> None:

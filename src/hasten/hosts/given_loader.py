@@ -29,8 +29,8 @@ from torch.utils.data import (
 )
 
 from hasten.core.batch import Counts, MicroBatch
-from hasten.core.facts import World
 from hasten.errors import InputError
+from hasten.machine.environment import World
 from hasten.parts.device_copies import each_tensor
 
 COLUMNS = (Tensor, Mapping, tuple, list)  # what a batch is made of

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from hasten.core import facts
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
@@ -27,6 +26,7 @@ from hasten.hosts.fitting import EDITS, Host, Material, edit, fitted, optimizer_
 from hasten.hosts.lightning_seams import callback_class, seams
 from hasten.hosts.metrics_file import MetricsFile, TokenCount
 from hasten.hosts.saving import Saves
+from hasten.machine import environment
 from hasten.parts.hugging_face import causal_lm
 
 HOST = Host(
@@ -95,7 +95,7 @@ def _model_of(module: nn.Module) -> nn.Module:
 
 def _check(trainer: Any, loader: Any, plan: Iterable[Technique]) -> None:
     """Refuse what this trainer, and not every one, decides by itself."""
-    world, filled = facts.world(), {t.slot: t.name() for t in plan}
+    world, filled = environment.world(), {t.slot: t.name() for t in plan}
     if trainer.world_size != world.size:
         raise InputError(
             f"Lightning will start {trainer.world_size} processes by itself; start them with "
@@ -133,7 +133,7 @@ def _material(
         device=str(trainer.strategy.root_device),  # the module goes there when `fit` begins
         records=data,
         lengths=lengths,
-        batch=(loader.batch_size or 1) * trainer.accumulate_grad_batches * facts.world().size,
+        batch=(loader.batch_size or 1) * trainer.accumulate_grad_batches * environment.world().size,
         steps=trainer.max_steps if trainer.max_steps > 0 else None,
         epochs=max(trainer.max_epochs or 1, 1),
         seed=seed,
@@ -181,7 +181,7 @@ def step_evidence(folder: str | Path) -> Any:
 
     class StepEvidence(base):  # type: ignore[misc, valid-type]  # known only now
         def __init__(self) -> None:
-            self._file = MetricsFile(folder) if facts.world().is_main else None
+            self._file = MetricsFile(folder) if environment.world().is_main else None
             self._count, self._step = TokenCount(), 0
             self._losses: list[Tensor] = []
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.core import facts
 from hasten.errors import InputError
+from hasten.machine import host
 
 PACKED = ("position_ids", "cu_seq_lens", "cu_seq_lens_q", "seq_idx")
 
@@ -66,7 +66,7 @@ class MetricsFile:
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / "metrics.jsonl"
-        self._device = facts.default_device()
+        self._device = host.default_device()
         self._last = 0.0
         self._waiting: dict[str, Any] | None = None
         try:
@@ -97,7 +97,7 @@ class MetricsFile:
             "step_seconds": seconds,
             "tokens_per_second": tokens / seconds if known and tokens is not None else None,
             "padding_share": 1 - tokens / slots if known and tokens is not None else None,
-            "peak_memory_bytes": facts.memory_peak(self._device),
+            "peak_memory_bytes": host.memory_peak(self._device),
         }
         self.begin()
 

@@ -15,13 +15,13 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hasten.core import facts
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.hosts.batches import StepBatches, StepLoader, Weighed, collator, sizes
 from hasten.hosts.fitting import EDITS, Host, Material, attach, edit, fitted, optimizer_of
+from hasten.machine import host
 
 HOST = Host(
     "a loop of one's own",
@@ -97,7 +97,7 @@ def in_loop(
     """
     if not len(records):
         raise InputError("in_loop needs records to train on, and there are none")
-    device = next((str(p.device) for p in model.parameters()), facts.default_device())
+    device = next((str(p.device) for p in model.parameters()), host.default_device())
     lengths, trained = sizes(records)
     material = Material(device, records, lengths, batch, steps, epochs, seed)
     setup = fitted(HOST, model, techniques, material)

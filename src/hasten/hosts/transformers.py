@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from hasten.core import facts
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
@@ -26,6 +25,7 @@ from hasten.hosts.batches import StepBatches, StepLoader, collator, record_of
 from hasten.hosts.fitting import EDITS, Host, Material, attach, edit, fitted, optimizer_of
 from hasten.hosts.metrics_file import MetricsFile, TokenCount
 from hasten.hosts.saving import Saves, keep_wire, take_wire
+from hasten.machine import environment
 
 HOST = Host(
     "the Trainer",
@@ -136,7 +136,7 @@ def _material(trainer: Trainer, plan: Iterable[Technique]) -> Material:
         lengths=[record_of(data[i]).length for i in range(len(data))],
         batch=args.per_device_train_batch_size
         * args.gradient_accumulation_steps
-        * facts.world().size,
+        * environment.world().size,
         steps=args.max_steps if args.max_steps > 0 else None,
         epochs=max(round(args.num_train_epochs), 1),
         seed=args.seed if args.data_seed is None else args.data_seed,
@@ -247,7 +247,7 @@ class StepEvidence(TrainerCallback):
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self._file = MetricsFile(folder) if facts.world().is_main else None
+        self._file = MetricsFile(folder) if environment.world().is_main else None
         self._count = TokenCount()
         self._hook: Any = None
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hasten.errors import InputError
+from hasten.formatting import number
 from hasten.monitor.run import Run
-from hasten.monitor.series import number
 from hasten.monitor.standing import duration
 
 KINDS = ("stall", "nan", "slow_rank", "disk", "ended")

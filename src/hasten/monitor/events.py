@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hasten.monitor.series import number
+from hasten.formatting import number
 
 KEPT = 200  # of each kind, the newest
 LONGEST = 300  # characters

@@ -13,6 +13,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hasten.formatting import number
+
 MOST = 1024  # buckets before they are joined, doubled: what a wide screen can show
 DIGITS = 6
 
@@ -124,17 +126,6 @@ class Series:
         self._buckets = self._buckets[::2]
         self.stride *= 2
         self.generation += 1
-
-
-def number(value: Any) -> float | None:
-    """A finite number, or None; true and false are 1 and 0."""
-    if not isinstance(value, int | float):
-        return None
-    try:
-        found = float(value)
-    except OverflowError:  # JSON may have integers of any length
-        return None
-    return found if math.isfinite(found) else None
 
 
 def _short(value: float, digits: int = DIGITS) -> float | int:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from hasten.formatting import number
 from hasten.monitor.events import short
-from hasten.monitor.series import number
 
 if TYPE_CHECKING:
     from hasten.monitor.run import Run

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hasten.errors import InputError
-from hasten.monitor.series import number
+from hasten.formatting import number
 from hasten.parts.event_file import EventFile
 
 # Name in the recipe -> the package that it needs, and the extra that brings it; None: none.

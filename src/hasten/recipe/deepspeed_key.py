@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hasten.core import facts
+from hasten.machine import environment, host
 from hasten.parts.layout.zero_config import Known, read_config
 from hasten.parts.layout.zero_mapping import Mapped, mapped
 
@@ -89,7 +89,7 @@ def techniques_of(found: Mapped, values: Mapping[str, Any]) -> list[Any]:
         entries.append({"autocast": {"dtype": "fp16", **settings}})
     if found.stage and world_of(values) > 1:  # on one rank there is nothing to deal out
         # On a processor everything lies in host memory already.
-        on_gpu = values.get("device", "auto") != "cpu" and facts.default_device() != "cpu"
+        on_gpu = values.get("device", "auto") != "cpu" and host.default_device() != "cpu"
         settings = {"reshard": found.stage == 3, "offload": found.offload and on_gpu}
         entries.append({"fsdp2": settings})
     return entries
@@ -113,7 +113,7 @@ def settings_of(found: Mapped) -> dict[str, Any]:
 
 def world_of(values: Mapping[str, Any]) -> int:
     """Ranks of a launcher, or those that the recipe starts itself."""
-    here = facts.world().size
+    here = environment.world().size
     asked = values.get("nproc", 1)
     return here if here > 1 or type(asked) is not int else max(asked, 1)
 

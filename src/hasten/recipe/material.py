@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from hasten.core import facts
 from hasten.core.facts import RecordFacts
 from hasten.data.chatformats import choose_chat_template
 from hasten.data.datasetinfo import entry_of
@@ -28,6 +27,7 @@ from hasten.data.spool import spools
 from hasten.data.store import Records, Subset, TokenStore, split, tokenize
 from hasten.data.tokenizer import train_bpe
 from hasten.errors import InputError
+from hasten.machine import host
 from hasten.models.load import load_tokenizer
 from hasten.models.presets import PRESETS
 from hasten.recipe.reading import Conversations, Tell, read_source
@@ -140,7 +140,7 @@ def _prepared(
             recipe.max_rejected,
             on_progress,
             recipe.too_long,
-            facts.usable_cores() if recipe.data_workers == "auto" else recipe.data_workers,
+            host.usable_cores() if recipe.data_workers == "auto" else recipe.data_workers,
             tell,
         )
 
@@ -238,7 +238,7 @@ def _key(recipe: Recipe) -> str:
             *("cutoff_len", "vocabulary", "seed", "columns", "too_long", "chat_template"),
         }
     )
-    parts = [fields, stamps(paths, Path(recipe.output)), facts.versions()]
+    parts = [fields, stamps(paths, Path(recipe.output)), host.versions()]
     return str(xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode()))
 
 

@@ -10,12 +10,13 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 
-from hasten.core.facts import Facts, ranks_here
+from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Forecast, Technique
 from hasten.errors import InputError, StoppedError
+from hasten.machine.environment import ranks_here
 from hasten.models.load import read_config
 from hasten.parts.flops import config_flops
 from hasten.parts.headroom import is_out_of_memory

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hasten.core import facts as known
 from hasten.core.facts import Facts
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique, knob
+from hasten.machine import environment
 from hasten.parts import allocator
 from hasten.parts.threads import started_with
 
@@ -50,7 +50,11 @@ class Allocator(Technique):
 
     def environ(self, facts: Facts) -> Mapping[str, str]:
         if self.kind == "expandable":
-            name = UNIFIED if known.variable(UNIFIED) and not known.variable(OLDER) else OLDER
+            name = (
+                UNIFIED
+                if environment.variable(UNIFIED) and not environment.variable(OLDER)
+                else OLDER
+            )
             return {name: _joined(name, EXPANDABLE, ",")}
         if self.kind == "glibc":
             tunables = {"GLIBC_TUNABLES": _joined("GLIBC_TUNABLES", TUNABLE)}
@@ -140,5 +144,5 @@ class HostAllocator:
 
 def _joined(variable: str, value: str, separator: str = ":") -> str:
     """The value behind what the variable holds already, each once."""
-    before = [piece for piece in (known.variable(variable) or "").split(separator) if piece]
+    before = [piece for piece in (environment.variable(variable) or "").split(separator) if piece]
     return separator.join([*(piece for piece in before if piece != value), value])

@@ -10,8 +10,8 @@ from itertools import islice
 
 import torch
 
-from hasten.core.facts import ranks_here
 from hasten.core.session import Session
+from hasten.machine.environment import ranks_here
 from hasten.parts.headroom import memory_meter
 from hasten.techniques.feed import PrefetchedFeed
 

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hasten.core import facts as around
 from hasten.core.batch import MicroBatch
 from hasten.core.clock import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER
 from hasten.core.engine import Assembly
@@ -23,6 +22,7 @@ from hasten.core.setup import Setup, Wire
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.errors import InputError
+from hasten.machine import environment
 from hasten.parts.layout.zero_config import (
     BATCH_KEYS,
     Known,
@@ -167,7 +167,7 @@ def _check_clipping(name: str, config: dict[str, Any], max_norm: float | None) -
 
 def _extensions(facts: Facts) -> Path:
     """Where DeepSpeed's operators are compiled: a folder of their own for each torch."""
-    given = around.variable(EXTENSIONS)
+    given = environment.variable(EXTENSIONS)
     name = f"torch-{facts.versions.get('torch', torch.__version__)}"
     return Path(given) if given else Path.home() / ".cache" / "hasten" / "deepspeed" / name
 
@@ -223,7 +223,7 @@ class ZeroEngine:
         missing = {EXTENSIONS: str(_extensions(setup.facts))}
         if not setup.facts.on_gpu:
             missing["DS_ACCELERATOR"] = "cpu"  # it would take a GPU that the job leaves alone
-        around.take_over({k: v for k, v in missing.items() if around.variable(k) is None})
+        environment.take_over({k: v for k, v in missing.items() if environment.variable(k) is None})
         self.setup, self.optimizer = setup, assembly.optimizer
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.zero = ZeroTrainer(

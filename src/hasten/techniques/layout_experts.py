@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.agreement import Agreement
-from hasten.core.facts import Facts, World
+from hasten.core.facts import Facts
 from hasten.core.layout import gradients_of, total_norm
 from hasten.core.session import Session
 from hasten.core.setup import Setup, Wire
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.errors import InputError
+from hasten.machine.environment import World
 from hasten.parts.layout.expert_parallel import (
     ExpertGradients,
     SharedExperts,

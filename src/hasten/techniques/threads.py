@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from hasten.core import facts as known
 from hasten.core.facts import Facts
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique, knob, setting
+from hasten.machine import environment
 from hasten.parts import threads
 
 
@@ -86,9 +86,9 @@ class Threads(Technique):
                 f"this machine shows {nodes} memory node, so there is none to keep {name} in; "
                 "leave numa out"
             )
-        elif self.numa and known.ranks_here(facts.world) % nodes:
+        elif self.numa and environment.ranks_here(facts.world) % nodes:
             found.append(
-                f"{known.ranks_here(facts.world)} ranks of {name} can't be dealt evenly to "
+                f"{environment.ranks_here(facts.world)} ranks of {name} can't be dealt evenly to "
                 f"{nodes} memory nodes; start a multiple of {nodes}, or leave numa out"
             )
         cores = facts.hardware.usable_cores
@@ -103,7 +103,7 @@ class Threads(Technique):
         usable = threads.usable_cores()
         if not usable:
             return ()
-        ranks = known.ranks_here(facts.world)
+        ranks = environment.ranks_here(facts.world)
         return threads.own_cores(
             usable, facts.world.local_rank % ranks, ranks, threads.memory_nodes()
         )
@@ -112,7 +112,7 @@ class Threads(Technique):
         """Threads of an operator on this rank."""
         if self.count is not None:
             return self.count
-        ranks = known.ranks_here(facts.world)
+        ranks = environment.ranks_here(facts.world)
         hardware = facts.hardware
         logical = len(self.cores(facts)) or hardware.usable_cores // ranks
         return max(1, min(logical, hardware.physical_cores // ranks or 1))

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hasten.core import facts
 from hasten.data.onewriter import one_writer
 from hasten.errors import InputError
 from hasten.evidence.budget import seconds_of
 from hasten.evidence.loops import Job, reference
 from hasten.evidence.record import Record, key_of
 from hasten.experiment import Audience, Silence, prepared
+from hasten.machine import host
 from hasten.recipe.schema import Recipe
 from hasten.search.tuner.belief import Belief, importance
 from hasten.search.tuner.bench import Bench
@@ -173,7 +173,7 @@ class _Tuning:
                 wishes.sampler, subject.space, known, wishes.seed, self._audience.tell
             )
 
-        cores, together = facts.hardware().usable_cores, subject.together
+        cores, together = host.hardware().usable_cores, subject.together
         first, steps, seed = subject.space.start, wishes.steps, wishes.seed
         with Bench(subject.start, first, cores, steps, seed, together=together) as bench:
             search = Search(

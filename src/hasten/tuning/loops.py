@@ -11,8 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hasten.core import facts, processes
+from hasten.core import processes
 from hasten.evidence.grouping import SHARE
+from hasten.machine import host
 from hasten.search.tuner.duel import duel, judged
 from hasten.search.tuner.proposers import Beforehand
 from hasten.search.tuner.runners import LoopRunner
@@ -48,14 +49,14 @@ class LoopSubject:
             "source": source,
             "space": names,
             "start": self.space.start,
-            "hardware": asdict(facts.hardware()),
+            "hardware": asdict(host.hardware()),
         }
 
     def opened(self, folder: Path) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def known(self, noise: float, memory: float | None) -> Beforehand:
-        limit = SHARE * processes.available_bytes(facts.hardware().memory_limit_bytes)
+        limit = SHARE * processes.available_bytes(host.hardware().memory_limit_bytes)
         return Beforehand(limit=limit, noise=noise)
 
     def start(self, point: Point) -> Runner:

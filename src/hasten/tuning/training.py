@@ -18,13 +18,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hasten.core import facts
 from hasten.core.evaluate import evaluate
 from hasten.core.own_folder import own_folder
 from hasten.core.processes import end_with_parent
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.step import training
+from hasten.machine import host
 from hasten.recipe.build import facts_of, job_of, plan_of
 from hasten.recipe.material import gather
 from hasten.recipe.schema import Recipe, load_recipe
@@ -50,7 +50,7 @@ def main(changes: str, recipe: str, plan: str, orders: int, answers: int) -> int
 def _session(changes: Mapping[str, Any], recipe: Recipe, place: Path) -> Session:
     material = gather(recipe, Path(recipe.output) / "data")
     known = facts_of(recipe, material)
-    facts.reset_memory_peak(known.device)
+    host.reset_memory_peak(known.device)
     chosen = plan_of(recipe, known)
     job = job_of(recipe.model_copy(update=dict(changes)), material, known, chosen)
     return assemble(prepare(job, chosen, known, place))

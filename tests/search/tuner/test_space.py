@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.core.facts import World
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Knob
 from hasten.errors import InputError
+from hasten.machine.environment import World
 from hasten.recipe.build import catalogue
 from hasten.recipe.mesh_choices import mixed_layouts
 from hasten.search.tuner.plans import NONE, plan_space, values_of

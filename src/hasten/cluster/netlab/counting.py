@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hasten.core import facts
+from hasten.machine import environment
 
 FOLDER = "HASTEN_NETLAB_COUNTS"  # set by a lab of plain loopback processes
 
@@ -72,7 +72,7 @@ def counting() -> Iterator[CollectiveBytes]:
     counter = CollectiveBytes()
     with counter:
         yield counter
-    folder = facts.variable(FOLDER)
+    folder = environment.variable(FOLDER)
     if folder is None or not dist.is_initialized():
         return
     if counter.unknown:

@@ -24,6 +24,7 @@ from hasten.cluster.netlab import naming
 from hasten.cluster.netlab.rates import bits_per_second
 from hasten.cluster.netlab.running import Result, Running
 from hasten.errors import InputError
+from hasten.machine import environment
 
 Mode = Literal["auto", "user", "root", "loopback"]
 MODES: tuple[Mode, ...] = ("user", "root", "loopback")
@@ -173,12 +174,11 @@ class Lab:
 
         It is ended after ``seconds``, or ``grace`` seconds after a rank has failed.
         """
-        from hasten.core import facts  # imports torch, which a keeper's client may do without
 
         found = self.ask(
             "start",
             command=list(command),
-            inherited=facts.child_environment({}),
+            inherited=environment.child_environment({}),
             env=dict(env or {}),
             cwd=str(cwd or Path.cwd()),
             limit=seconds,

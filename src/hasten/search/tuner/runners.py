@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from hasten.cluster.ranks import places
-from hasten.core import facts
 from hasten.core.plan import Plan
 from hasten.evidence.loops import LoopFailedError, LoopProcess
 from hasten.evidence.nursery import Nursery
 from hasten.evidence.trial import Trial, TrialFailedError
+from hasten.machine import host
 from hasten.search.tuner.turns import RunnerFailedError, Step
 
 
@@ -49,7 +49,7 @@ class PlanRunner:
         self.parts = self if alone else None
         self.pace, self._worked = 1.0, 0.0
         self._meeting = tempfile.TemporaryDirectory(dir=log.parent, prefix=".ranks-")
-        own = places(ranks, facts.usable_cores(), Path(self._meeting.name))
+        own = places(ranks, host.usable_cores(), Path(self._meeting.name))
         self._trial = Trial(recipe, plan, environ, log, ranks=own, nursery=nursery)
         self._again = False
 
