@@ -18,7 +18,7 @@ from hasten.cli.display import Display
 from hasten.evidence.ablation import Design
 from hasten.evidence.budget import seconds_of
 from hasten.evidence.report import render_markdown, write_report
-from hasten.experiment import ablate
+from hasten.evidence.speedup import ablate
 from hasten.recipe.schema import Recipe
 
 ROUNDS, STEPS, BUILDS = 12, 2, 2

@@ -22,7 +22,7 @@ from hasten.evidence.controller import measure_arms, table
 from hasten.evidence.statistics import paired_ratio
 from hasten.experiment import environment
 from hasten.recipe.schema import Recipe
-from hasten.run import ready
+from hasten.recipe.starting import ready
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed

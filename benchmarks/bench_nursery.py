@@ -20,8 +20,9 @@ from hasten.core import facts
 from hasten.evidence.nursery import Nursery, nursery
 from hasten.evidence.statistics import paired_ratio
 from hasten.evidence.trial import ENTRY
-from hasten.experiment import Silence, environment, prepared
+from hasten.experiment import environment, prepared
 from hasten.machine import host
+from hasten.progress import Silence
 from hasten.recipe.schema import load_recipe
 from hasten.search.tuner.runners import PlanRunner
 

@@ -19,7 +19,8 @@ from tuner.problems import PROBLEMS, wide
 from hasten.core.plan import Plan
 from hasten.evidence.ablation import Arm
 from hasten.evidence.controller import Measured
-from hasten.experiment import Silence, Subject, prepared
+from hasten.experiment import Subject, prepared
+from hasten.progress import Silence
 from hasten.recipe.build import catalogue
 from hasten.recipe.schema import recipe_from
 from hasten.search.tuner.turns import RunnerFailedError, Step

@@ -15,7 +15,7 @@ from hasten.errors import InputError
 from hasten.evidence.ablation import Design
 from hasten.evidence.report_schema import read_report
 from hasten.evidence.sittings import Table
-from hasten.experiment import ablate, gradual_optimize
+from hasten.evidence.speedup import ablate, gradual_optimize
 from hasten.recipe.schema import Recipe
 from hasten.techniques import CATALOGUE
 from hasten.techniques.collate import Packed
@@ -146,7 +146,7 @@ def test_changed_sources_make_another_experiment(
 ) -> None:
     ablate(recipe, design=DESIGN)
     before = len(log(tmp_path))
-    monkeypatch.setattr(experiment, "source_digest", lambda package: "of another version")
+    monkeypatch.setattr(experiment, "source_digest", lambda: "of another version")
     ablate(recipe, design=DESIGN)
     assert len(log(tmp_path)) == 2 * before
 

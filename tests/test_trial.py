@@ -10,7 +10,7 @@ import torch
 from hasten.core.plan import Plan
 from hasten.evidence.trial import ENTRY, Trial
 from hasten.recipe.schema import recipe_from
-from hasten.run import ready
+from hasten.recipe.starting import ready
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.trial import compiled
 from material import STDLIB

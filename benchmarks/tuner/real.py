@@ -36,8 +36,9 @@ from hasten.evidence.ablation import AGAIN, BASELINE, Arm, Design
 from hasten.evidence.budget import seconds_of
 from hasten.evidence.comparisons import floor_of, ratio_between
 from hasten.evidence.statistics import hodges_lehmann
-from hasten.experiment import Silence, Subject, environment, measured, prepared
+from hasten.experiment import Subject, environment, measured, prepared
 from hasten.machine import host
+from hasten.progress import Silence
 from hasten.recipe.build import batch_of, requested_plan
 from hasten.recipe.schema import Recipe, load_recipe, recipe_from
 from hasten.search.tuner.duel import judged

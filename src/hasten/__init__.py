@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hasten.core.plan import Plan
     from hasten.core.technique import Technique
     from hasten.errors import InputError
-    from hasten.experiment import gradual_optimize
+    from hasten.evidence.speedup import gradual_optimize
     from hasten.hosts.optimized_trainer import OptimizedTrainer
     from hasten.parts.checkpoint import SmartCheckpointer
     from hasten.parts.collectives import TopoAwareCollective

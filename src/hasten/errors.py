@@ -4,6 +4,11 @@ The command line prints its text alone (no traceback) and leaves with exit code 
 work in anybody's loop, raise plain ValueError instead.
 """
 
+# Exit codes of the command line beside 0, 1 and 2 (docs/metrics.md).
+FAILED = 4
+LEFT = 75  # EX_TEMPFAIL of sysexits.h: to be gone on with
+INTERRUPTED = 130
+
 
 class InputError(ValueError):
     """Something the user gave can't be used; the message is one sentence of advice."""

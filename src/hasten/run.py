@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from hasten.adjusting import adjust, adjusted
-from hasten.cluster.joining import agree, backend_for
+from hasten.cluster.joining import agree
 from hasten.cluster.naming_ranks import naming_ranks
-from hasten.cluster.pulse import Pulse, attempt, attempt_folder, started_by_hasten, telling
+from hasten.cluster.pulse import Pulse, attempt, attempt_folder, telling
 from hasten.cluster.ranks import process_group
 from hasten.core.clock import clock_on
 from hasten.core.evaluate import Evaluation
@@ -40,35 +40,31 @@ from hasten.core.setup import prepare
 from hasten.core.slow_link import SlowLink
 from hasten.core.step import StepMetrics
 from hasten.core.trainer import Outcome, Watch, fit
-from hasten.data.onewriter import only_run_in
 from hasten.evidence.energy import meter_of_run
-from hasten.machine import environment, host
-from hasten.machine.environment import World
+from hasten.machine import host
 from hasten.models.card import write_card
-from hasten.monitor.writers import check_writers
-from hasten.recipe.build import facts_of, job_of, plan_of
-from hasten.recipe.ceiling import meter_of, settle
-from hasten.recipe.faults import check_faults, set_guards, watch_notices
-from hasten.recipe.material import Material, gather, write_rejected
+from hasten.recipe.build import job_of
+from hasten.recipe.ceiling import meter_of
+from hasten.recipe.faults import set_guards, watch_notices
+from hasten.recipe.material import Material, write_rejected
 from hasten.recipe.memory_budget import advising, settle_memory
-from hasten.recipe.overlap import tell_overlap
 from hasten.recipe.price import cost_of
 from hasten.recipe.schema import Recipe
 from hasten.recipe.starting import (
-    check_resumable,
+    Tell,
     evaluations_before,
     noting_first_step,
     promised,
+    ready,
     resume_from,
     tell_what_trains,
 )
 from hasten.recorded import both, machine, recorded
-from hasten.run_folder import Lines, check_folder, check_space, clear_the_way, keep_lines_until
+from hasten.run_folder import Lines, clear_the_way, keep_lines_until
 from hasten.sample import Sample
 from hasten.saving import form, save_all, save_weights
 
 EVALUATED = "evaluations.jsonl"
-Tell = Callable[[str], None]
 OnStep = Callable[[StepMetrics], None]
 OnEvaluation = Callable[[Evaluation], None]
 
@@ -220,49 +216,6 @@ def _watch(
             watch.on_evaluation, both(lambda e: lines.evaluation(e.to_dict()), on_evaluation)
         ),
     )
-
-
-def ready(
-    recipe: Recipe,
-    tell: Tell,
-    on_tokens: Callable[[int, int], None] | None = None,
-    ranks: int = 1,
-    held: ExitStack | None = None,
-) -> tuple[Facts, Plan, Material]:
-    """Everything that can be wrong with a recipe, found out before anything is trained.
-
-    ``ranks``: so many are about to be started, where this process is none of them. ``held``: takes
-    the run's folder, before anything is written there; None: for a look, without a run.
-    """
-    output = Path(recipe.output)
-    # The cheap part first: names, slots, architecture.
-    first_look = facts_of(recipe)
-    world = World(size=ranks) if ranks > 1 else first_look.world
-    backend_for(
-        first_look.device, recipe.backend, max(ranks, environment.ranks_here(first_look.world))
-    )
-    plan = plan_of(recipe, replace(first_look, world=world))
-    check_faults(recipe, plan)
-    check_writers(recipe.log_to)
-    check_folder(output)
-    if held is not None:
-        _take_folder(held, output, first_look.world)
-        check_resumable(recipe, plan)
-    material = gather(recipe, output / "data", tell, on_tokens)
-    known = facts_of(recipe, material)
-    plan = plan_of(recipe, replace(known, world=world), tell)
-    job_of(recipe, material, replace(known, world=world), plan)
-    check_space(output, known)
-    settle(recipe, known, tell)
-    tell_overlap(material, tell)
-    return known, plan, material
-
-
-def _take_folder(held: ExitStack, output: Path, world: World) -> None:
-    """Refuse another run; a rank that hasten started has the folder through who started it."""
-    if not started_by_hasten():
-        start = environment.meeting()[1] if world.size > 1 else ""
-        held.enter_context(only_run_in(output, start, world.is_main))
 
 
 def _leave(

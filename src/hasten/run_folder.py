@@ -10,15 +10,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
-import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from hasten.core.facts import Facts
-from hasten.errors import InputError
 
 STEP_LINES = ("metrics.jsonl", "evaluations.jsonl")
 FAULT_LINES = ("quarantined.jsonl", "spikes.jsonl", "restarts.jsonl")
@@ -116,26 +111,3 @@ class _Growing:
                     "and its lines follow once there is room",
                     stacklevel=2,
                 )
-
-
-def check_folder(output: Path) -> None:
-    """Raise InputError unless the folder is there, or can be made, and takes files."""
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output):  # ranks do this at the same time
-            pass
-    except OSError as error:
-        raise InputError(
-            f"output: can't write into {output}: {error.strerror or error}; choose another folder"
-        ) from error
-
-
-def check_space(output: Path, known: Facts) -> None:
-    """The saved model, once more while it takes its final name, and some room for the lines."""
-    needed = 2 * 4 * known.model.parameters + 64 * 2**20
-    free = shutil.disk_usage(output).free
-    if free < needed:
-        raise InputError(
-            f"output: the run needs about {needed / 1e9:.1f} GB in {output} and {free / 1e9:.1f} "
-            "GB are free; make room or choose another folder"
-        )

@@ -10,9 +10,8 @@ import pytest
 
 from hasten.cli import doctor_faults as module
 from hasten.cli.doctor_faults import BrokenError, SelfTest, doctor_faults
-from hasten.cli.main import FAILED
 from hasten.data.onewriter import only_run_in
-from hasten.errors import InputError
+from hasten.errors import FAILED, InputError
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.run import train
 from material import small

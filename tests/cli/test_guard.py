@@ -13,12 +13,13 @@ from typer.testing import CliRunner
 
 from hasten.cli.display import Display
 from hasten.cli.guard import beforehand, tokens_of
-from hasten.cli.main import FAILED, app
+from hasten.cli.main import app
 from hasten.core.facts import RecordFacts
 from hasten.core.plan import Plan
-from hasten.errors import InputError
+from hasten.errors import FAILED, InputError
 from hasten.evidence import guard_process
-from hasten.experiment import Silence, prepared
+from hasten.experiment import prepared
+from hasten.progress import Silence
 from hasten.recipe.build import facts_of
 from hasten.recipe.schema import load_recipe
 from hasten.techniques.loss import LabelledTokenLoss

@@ -8,7 +8,8 @@ from typing import Any
 import yaml
 from typer.testing import CliRunner
 
-from hasten.cli.main import FAILED, app
+from hasten.cli.main import app
+from hasten.errors import FAILED
 from material import small
 
 

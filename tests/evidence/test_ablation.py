@@ -21,7 +21,7 @@ from hasten.evidence.controller import measure_arms, table
 from hasten.evidence.findings import report_of
 from hasten.evidence.report_schema import read_report
 from hasten.recipe.schema import Recipe
-from hasten.run import ready
+from hasten.recipe.starting import ready
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.optimizer import FusedAdamW

@@ -21,7 +21,7 @@ from hasten.evidence.crew import Crew, CrewFailedError
 from hasten.evidence.nursery import Nursery, nursery
 from hasten.evidence.trial import ENTRY, Trial, TrialFailedError
 from hasten.recipe.schema import recipe_from
-from hasten.run import ready
+from hasten.recipe.starting import ready
 from hasten.techniques.threads import Threads
 from material import small
 from offspring import children

@@ -11,7 +11,7 @@ from hasten.cluster.ranks import places
 from hasten.core.plan import Plan
 from hasten.evidence.trial import Trial, one_answer
 from hasten.recipe.schema import recipe_from
-from hasten.run import ready
+from hasten.recipe.starting import ready
 from hasten.techniques.wire import Half
 from hasten.trial import Arm
 from material import small

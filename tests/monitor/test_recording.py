@@ -16,8 +16,9 @@ from hasten.errors import InputError
 from hasten.monitor import recording, writers
 from hasten.monitor.recording import Recording, of_gpus, sample
 from hasten.monitor.run import Run
-from hasten.monitor.writers import Writers, check_writers
+from hasten.monitor.writers import Writers
 from hasten.parts.nvml import Reading
+from hasten.recipe.starting import check_writers
 
 
 @dataclass

@@ -11,7 +11,8 @@ import pytest
 from hasten.core.evaluate import evaluate
 from hasten.core.step import training
 from hasten.errors import InputError
-from hasten.experiment import Silence, Subject, prepared
+from hasten.experiment import Subject, prepared
+from hasten.progress import Silence
 from hasten.recipe.build import job_of
 from hasten.recipe.material import gather
 from hasten.recipe.schema import load_recipe, recipe_from

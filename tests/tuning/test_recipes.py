@@ -15,8 +15,9 @@ from hasten.core.technique import Fidelity
 from hasten.errors import InputError
 from hasten.evidence.ablation import AGAIN, BASELINE, Arm
 from hasten.evidence.controller import Measured
-from hasten.experiment import Silence, Subject, prepared
+from hasten.experiment import Subject, prepared
 from hasten.machine.environment import World
+from hasten.progress import Silence
 from hasten.recipe.build import requested_plan
 from hasten.recipe.schema import load_recipe, recipe_from
 from hasten.search.tuner import bench

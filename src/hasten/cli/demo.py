@@ -27,7 +27,7 @@ from hasten.evidence.report import write_report
 from hasten.evidence.report_gains import fastest_of_equal_quality
 from hasten.evidence.report_schema import read_report
 from hasten.evidence.report_words import span
-from hasten.experiment import ablate
+from hasten.evidence.speedup import ablate
 from hasten.formatting import duration
 from hasten.machine import host
 from hasten.recipe.schema import Recipe

@@ -16,8 +16,7 @@ from hasten.recipe.ceiling import ceiling_of
 from hasten.recipe.material import Material, gather
 from hasten.recipe.overlap import overlap
 from hasten.recipe.schema import Recipe, load_recipe
-from hasten.recipe.starting import first_record
-from hasten.run_folder import check_folder, check_space
+from hasten.recipe.starting import check_folder, check_space, first_record
 
 SHOWN = 3  # files that are named
 

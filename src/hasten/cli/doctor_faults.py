@@ -25,14 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hasten.cli.main import FAILED
 from hasten.data.onewriter import only_run_in
-from hasten.errors import InputError
+from hasten.errors import FAILED, InputError
 from hasten.machine import environment
 from hasten.parts.checkpoint import checkpoints
 from hasten.recipe.checkpoint_keys import is_checkpoints
 from hasten.recipe.schema import Recipe, load_recipe
-from hasten.run_folder import check_folder
+from hasten.recipe.starting import check_folder
 
 STEPS, EVERY, KILLS = 8, 2, 3
 PLAIN: dict[str, Any] = dict.fromkeys(("max_restarts", "eval_every", "patience"), 0)

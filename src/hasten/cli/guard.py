@@ -13,15 +13,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-import hasten
 from hasten.cli.arguments import writable
 from hasten.cli.display import Display
-from hasten.cli.main import FAILED
 from hasten.cluster.ranks import places
 from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
-from hasten.errors import InputError
+from hasten.errors import FAILED, InputError
 from hasten.evidence.guard import GuardDesign, guard_report
 from hasten.evidence.guard_process import Processes
 from hasten.evidence.guard_rows import failures
@@ -145,7 +143,7 @@ def _key(recipe: Recipe, known: Facts, plan: Plan, data_key: str, design: GuardD
             "design": asdict(design),
             "hardware": {**asdict(known.hardware), "device": known.device},
             "versions": dict(known.versions),
-            "source": source_digest(Path(hasten.__file__).parent),
+            "source": source_digest(),
         }
     )
 

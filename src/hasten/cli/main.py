@@ -25,13 +25,10 @@ from hasten.cli.netlab import app as netlab
 from hasten.cli.plan_options import plan
 from hasten.cli.speedup_options import speedup
 from hasten.cli.tune_options import tune
-from hasten.errors import AgreedError, InputError, StoppedError
+from hasten.errors import INTERRUPTED, AgreedError, InputError, StoppedError
 from hasten.parts.foreign import shown
 
 STARTED = time.perf_counter()
-INTERRUPTED = 130
-LEFT = 75  # EX_TEMPFAIL of sysexits.h: to be gone on with
-FAILED = 4
 
 app = typer.Typer(
     name="hasten",

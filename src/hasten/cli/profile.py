@@ -27,7 +27,7 @@ from hasten.recipe.build import job_of
 from hasten.recipe.ceiling import meter_of, mfu_words
 from hasten.recipe.material import Material
 from hasten.recipe.schema import Recipe, load_recipe
-from hasten.run import ready
+from hasten.recipe.starting import ready
 
 WARMUP = 3  # steps; a compiled graph and a prefetcher are settled by then
 SCRATCH = ".profile"  # for techniques that write while they train; goes with the command

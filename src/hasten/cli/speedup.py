@@ -12,16 +12,15 @@ from typing import Any, Literal
 from hasten.cli.arguments import copied, writable
 from hasten.cli.display import Display
 from hasten.cli.guard import beforehand
-from hasten.cli.main import FAILED
 from hasten.cli.report_table import print_table
 from hasten.cli.train import warn_of_idle
-from hasten.errors import InputError
+from hasten.errors import FAILED, InputError
 from hasten.evidence.ablation import Design, Grouping
 from hasten.evidence.budget import seconds_of
 from hasten.evidence.bundle import pack
 from hasten.evidence.judgement import GUILTY
 from hasten.evidence.report import write_report
-from hasten.experiment import Order, ablate, gradual_optimize
+from hasten.evidence.speedup import Order, ablate, gradual_optimize
 from hasten.formatting import duration
 from hasten.recipe.schema import Recipe, load_recipe
 

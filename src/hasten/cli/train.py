@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from hasten.cli.display import Display
-from hasten.cli.main import FAILED, INTERRUPTED, LEFT
 from hasten.cluster.pulse import attempt_folder, on_a_leash
 from hasten.cluster.ranks import again, start
 from hasten.cluster.supervisor import Ranks, supervise
 from hasten.core.session import Session
 from hasten.core.step import StepMetrics
+from hasten.errors import FAILED, INTERRUPTED, LEFT
 from hasten.formatting import duration, size
 from hasten.machine import environment, host
 from hasten.machine.environment import World
 from hasten.recipe.build import facts_of, plan_of
 from hasten.recipe.faults import saves, supervision_of
 from hasten.recipe.schema import Recipe, load_recipe
-from hasten.run import ready
+from hasten.recipe.starting import ready
 from hasten.run import train as run_training
 from hasten.run_folder import clear_the_way
 

@@ -47,7 +47,7 @@ class Facts:
 
     hardware: Hardware
     device: str = "cpu"
-    world: World = World()
+    world: World = field(default_factory=World)
     model: ModelFacts = ModelFacts()
     records: RecordFacts = RecordFacts()
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hasten.errors import InputError
-from hasten.evidence.statistics import student_quantile
+from hasten.evidence.students_t import student_quantile
 
 Word = Literal["not worse", "worse", "inconclusive"]
 CONFIDENCE = 0.95

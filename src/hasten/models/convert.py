@@ -16,7 +16,6 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-import hasten
 from hasten.errors import InputError
 from hasten.models.pickled import REFUSED, SECONDS, SECONDS_PER_GB
 from hasten.models.save import appearing_at_once
@@ -72,7 +71,7 @@ def _read_apart(file: Path, out: Path) -> None:
     seconds = SECONDS + SECONDS_PER_GB * file.stat().st_size // 2**30
     paths = [str(path.resolve()) for path in (file, out)]
     command = [sys.executable, "-P", "-s", "-m", "hasten.models.pickled", *paths]
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(hasten.__file__).parents[1])}
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     try:
         done = subprocess.run(
             command,

@@ -10,26 +10,18 @@ error they are left alone.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from hasten.errors import InputError
 from hasten.formatting import number
 from hasten.parts.event_file import EventFile
 
-# Name in the recipe -> the package that it needs, and the extra that brings it; None: none.
-PACKAGES: Mapping[str, tuple[str, str] | None] = {
-    "tensorboard": None,
-    "wandb": ("wandb", "wandb"),
-    "mlflow": ("mlflow", "mlflow"),
-}
 WAITING = 10_000  # lines
 CLOSE_SECONDS = 60.0
 BESIDE = frozenset({"step", "epoch"})  # of a line: the axis, not a number of its own
@@ -137,17 +129,6 @@ MAKERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Writer]] = {
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
 }
-
-
-def check_writers(names: Iterable[str]) -> None:
-    """Raise InputError where a writer's package isn't installed."""
-    for name in names:
-        needed = PACKAGES[name]
-        if needed is not None and importlib.util.find_spec(needed[0]) is None:
-            raise InputError(
-                f"log_to: {name} needs the package {needed[0]}, which isn't installed: "
-                f"pip install 'hasten[{needed[1]}]', or leave {name} out"
-            )
 
 
 class Writers:

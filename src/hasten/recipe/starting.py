@@ -3,32 +3,46 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
+import shutil
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hasten.cluster.joining import backend_for
+from hasten.cluster.pulse import started_by_hasten
 from hasten.core.evaluate import Evaluation
 from hasten.core.facts import Facts
 from hasten.core.job_record import batch_record, check_same_job
 from hasten.core.plan import Plan
 from hasten.core.session import Session
 from hasten.core.step import StepMetrics
+from hasten.data.onewriter import only_run_in
 from hasten.data.store import inspect
+from hasten.errors import InputError
+from hasten.machine import environment
+from hasten.machine.environment import World
 from hasten.models.adapters import adapted_table, parameter_counts
 from hasten.parts.checkpoint import checkpoints
 from hasten.parts.checkpoint.manifest import read_manifest
-from hasten.recipe.build import batch_of
-from hasten.recipe.material import Material
+from hasten.recipe.build import batch_of, facts_of, job_of, plan_of
+from hasten.recipe.ceiling import settle
+from hasten.recipe.faults import check_faults
+from hasten.recipe.material import Material, gather
+from hasten.recipe.overlap import tell_overlap
 from hasten.recipe.schema import Recipe
 from hasten.recipe.terms import words_of
 from hasten.techniques.checkpoint import Checkpoints
 
 SHOWN_CHARACTERS = 500  # of a record, at the start
+Tell = Callable[[str], None]
 OWN = ("nproc", "output", "min_nproc")  # a rank may have its own
 
 
@@ -149,3 +163,88 @@ def _rows(file: Path, last: int) -> list[list[float]]:
                 row = [float(said[key]) for key in ("step", "tokens", "held_out_loss")]
                 rows += [row] if row[0] <= last else []
     return rows
+
+
+# Name in the recipe -> the package that it needs, and the extra that brings it; None: none.
+PACKAGES: Mapping[str, tuple[str, str] | None] = {
+    "tensorboard": None,
+    "wandb": ("wandb", "wandb"),
+    "mlflow": ("mlflow", "mlflow"),
+}
+
+
+def check_writers(names: Iterable[str]) -> None:
+    """Raise InputError where a writer's package isn't installed."""
+    for name in names:
+        needed = PACKAGES[name]
+        if needed is not None and importlib.util.find_spec(needed[0]) is None:
+            raise InputError(
+                f"log_to: {name} needs the package {needed[0]}, which isn't installed: "
+                f"pip install 'hasten[{needed[1]}]', or leave {name} out"
+            )
+
+
+def check_folder(output: Path) -> None:
+    """Raise InputError unless the folder is there, or can be made, and takes files."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):  # ranks do this at the same time
+            pass
+    except OSError as error:
+        raise InputError(
+            f"output: can't write into {output}: {error.strerror or error}; choose another folder"
+        ) from error
+
+
+def check_space(output: Path, known: Facts) -> None:
+    """The saved model, once more while it takes its final name, and some room for the lines."""
+    needed = 2 * 4 * known.model.parameters + 64 * 2**20
+    free = shutil.disk_usage(output).free
+    if free < needed:
+        raise InputError(
+            f"output: the run needs about {needed / 1e9:.1f} GB in {output} and {free / 1e9:.1f} "
+            "GB are free; make room or choose another folder"
+        )
+
+
+def ready(
+    recipe: Recipe,
+    tell: Tell,
+    on_tokens: Callable[[int, int], None] | None = None,
+    ranks: int = 1,
+    held: ExitStack | None = None,
+) -> tuple[Facts, Plan, Material]:
+    """Everything that can be wrong with a recipe, found out before anything is trained.
+
+    ``ranks``: so many are about to be started, where this process is none of them. ``held``: takes
+    the run's folder, before anything is written there; None: for a look, without a run.
+    """
+    output = Path(recipe.output)
+    # The cheap part first: names, slots, architecture.
+    first_look = facts_of(recipe)
+    world = World(size=ranks) if ranks > 1 else first_look.world
+    backend_for(
+        first_look.device, recipe.backend, max(ranks, environment.ranks_here(first_look.world))
+    )
+    plan = plan_of(recipe, replace(first_look, world=world))
+    check_faults(recipe, plan)
+    check_writers(recipe.log_to)
+    check_folder(output)
+    if held is not None:
+        _take_folder(held, output, first_look.world)
+        check_resumable(recipe, plan)
+    material = gather(recipe, output / "data", tell, on_tokens)
+    known = facts_of(recipe, material)
+    plan = plan_of(recipe, replace(known, world=world), tell)
+    job_of(recipe, material, replace(known, world=world), plan)
+    check_space(output, known)
+    settle(recipe, known, tell)
+    tell_overlap(material, tell)
+    return known, plan, material
+
+
+def _take_folder(held: ExitStack, output: Path, world: World) -> None:
+    """Refuse another run; a rank that hasten started has the folder through who started it."""
+    if not started_by_hasten():
+        start = environment.meeting()[1] if world.size > 1 else ""
+        held.enter_context(only_run_in(output, start, world.is_main))

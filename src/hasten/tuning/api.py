@@ -24,8 +24,9 @@ from hasten.errors import InputError
 from hasten.evidence.budget import seconds_of
 from hasten.evidence.loops import Job, reference
 from hasten.evidence.record import Record, key_of
-from hasten.experiment import Audience, Silence, prepared
+from hasten.experiment import prepared
 from hasten.machine import host
+from hasten.progress import Audience, Silence
 from hasten.recipe.schema import Recipe
 from hasten.search.tuner.belief import Belief, importance
 from hasten.search.tuner.bench import Bench

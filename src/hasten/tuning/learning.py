@@ -22,7 +22,8 @@ from hasten.data.onewriter import one_writer
 from hasten.errors import InputError
 from hasten.evidence.budget import seconds_of
 from hasten.evidence.record import Record, key_of
-from hasten.experiment import Audience, Silence, prepared
+from hasten.experiment import prepared
+from hasten.progress import Audience, Silence
 from hasten.recipe.schema import Recipe
 from hasten.search.tuner.learning import Learning, Learnt
 from hasten.search.tuner.output import page

@@ -16,7 +16,8 @@ from hasten.core.technique import Fidelity
 from hasten.errors import InputError
 from hasten.evidence.ablation import AGAIN, BASELINE, Design, check_turns
 from hasten.evidence.grouping import SHARE
-from hasten.experiment import Audience, Subject, measured
+from hasten.experiment import Subject, measured
+from hasten.progress import Audience
 from hasten.recipe.build import batch_of, catalogue
 from hasten.recipe.mesh_choices import mixed_layouts
 from hasten.recipe.schema import Recipe

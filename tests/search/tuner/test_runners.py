@@ -13,7 +13,7 @@ import pytest
 
 from hasten.core.plan import Plan
 from hasten.recipe.schema import recipe_from
-from hasten.run import ready
+from hasten.recipe.starting import ready
 from hasten.search.tuner import runners as runners_module
 from hasten.search.tuner import turns as turns_module
 from hasten.search.tuner.runners import PlanRunner

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 
 from hasten.errors import InputError
 from hasten.evidence.load import foreign_share, look
-from hasten.search.tuner.proposers import State
 from hasten.search.tuner.space import Point
 from hasten.search.tuner.turns import (
     OUT_OF_MEMORY,
@@ -28,6 +27,7 @@ from hasten.search.tuner.turns import (
     OutOfTimeError,
     Runner,
     RunnerFailedError,
+    State,
     Step,
     Turns,
     rate,

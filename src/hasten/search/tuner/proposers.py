@@ -19,15 +19,15 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from hasten.search.tuner.belief import Belief, below, expected_improvement
 from hasten.search.tuner.failures import Failures
 from hasten.search.tuner.space import Point, Space
+from hasten.search.tuner.turns import State
 
-State = Literal["ok", "out of memory", "failed"]
 CAREFUL = (0.3, 0.02, 0.001)  # risk of running out of memory taken after 0, 1, 2 such trials
 LAST_RISK = 0.25  # of the safest point that is left, beyond which nothing is tried
 PEAK_SCALES = (0.05, 0.2, 0.6)  # of what a choice adds to the logarithm of the peak

@@ -13,10 +13,9 @@ import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from hasten.search.tuner.proposers import State
-
+State = Literal["ok", "out of memory", "failed"]
 WARMUP, MOST_WARMUP = 2, 8  # steps before a round
 SHORT = (
     1.0  # seconds; a shorter warm-up goes on, and a round's steps are as many as make it so long
