@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from hasten.cli.display import Display
-from hasten.evidence.ablation import Design
-from hasten.evidence.budget import seconds_of
-from hasten.evidence.report import render_markdown, write_report
-from hasten.evidence.speedup import ablate
+from hasten.measure.ablation import Design
+from hasten.measure.budget import seconds_of
+from hasten.report.report import render_markdown, write_report
+from hasten.report.speedup import ablate
 from hasten.recipe.schema import Recipe
 
 ROUNDS, STEPS, BUILDS = 12, 2, 2

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
-from hasten.evidence.ablation import Arm, Design
-from hasten.evidence.controller import measure_arms, table
-from hasten.evidence.statistics import paired_ratio
-from hasten.experiment import environment
+from hasten.measure.ablation import Arm, Design
+from hasten.measure.controller import measure_arms, table
+from hasten.measure.statistics import paired_ratio
+from hasten.measure.experiment import environment
 from hasten.recipe.schema import Recipe
-from hasten.recipe.starting import ready
+from hasten.recipe.prepare import ready
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed

@@ -23,11 +23,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from hasten.parts import codec_torch
-from hasten.parts.cast_codec import Cast
+from hasten.parts.kernels import codec_reference
+from hasten.parts.comm.cast_codec import Cast
 from hasten.parts.kernels import build
 from hasten.parts.kernels import codec as compiled
-from hasten.parts.quantised_codec import Quantised
+from hasten.parts.comm.quantised_codec import Quantised
 
 RANKS = 4
 PLAIN = "-march=native"
@@ -55,7 +55,7 @@ class Bench:
             way.encode(flat, rest, into, codes[0], scales[0], 256, bits, seed)
 
         def in_place() -> None:
-            way.finite(flat, residual, codec_torch.INFINITE)
+            way.finite(flat, residual, codec_reference.INFINITE)
             encode(residual, residual)
 
         def decode(ranks: int, add: bool) -> None:
@@ -109,7 +109,7 @@ class Bench:
 
     def ways(self, with_torch: bool) -> dict[str, Turns]:
         found: dict[str, Turns] = {"copy": {"encode": (lambda: self.kept.copy_(self.flat), 1)}}
-        modules = {"": compiled} | ({", torch": codec_torch} if with_torch else {})
+        modules = {"": compiled} | ({", torch": codec_reference} if with_torch else {})
         for label, module in modules.items():
             found |= {f"int{bits}{label}": self.quantised(module, bits) for bits in (8, 4)}
             found |= {f"topk {k} of 256{label}": self.topk(module, k) for k in (3, 13)}

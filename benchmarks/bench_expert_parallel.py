@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from hasten.cluster.netlab.counting import CollectiveBytes
-from hasten.parts.layout.expert_parallel import expert_groups, share_experts
+from hasten.launch.netlab.counting import CollectiveBytes
+from hasten.parts.distributed.expert_parallel import expert_groups, share_experts
 
 WHOLE = "all experts on each rank"
 

@@ -19,8 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hasten.models.presets import build_config, preset
-from hasten.parts.losses import LabelOnlyLoss
-from hasten.parts.routing import RouterBalance, sequence_ids
+from hasten.parts.nn.losses import LabelOnlyLoss
+from hasten.parts.nn.router_balance import RouterBalance, sequence_ids
 
 KINDS = ("grouped_mm", "eager", "batched_mm")
 ROWS, LENGTH, VOCABULARY = 4, 256, 4096

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hasten.cluster.netlab import Lab
-from hasten.parts import full_duplex
+from hasten.launch.netlab import Lab
+from hasten.parts.comm import full_duplex
 
 SIZES = (500_000, 2_700_000, 10_000_000)  # bytes of one rank for one other
 ANY = 1 << 40

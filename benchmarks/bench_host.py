@@ -28,7 +28,7 @@ from hasten.core.setup import obstacles, prepare
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine import environment, host
-from hasten.parts.allocator import minor_faults
+from hasten.machine.allocator import minor_faults
 from hasten.techniques.allocator import Allocator
 from hasten.techniques.threads import Threads
 
@@ -63,10 +63,10 @@ def arm(name: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from hasten.core.batch import with_language_counts
-    from hasten.parts.collate import padded
-    from hasten.parts.losses import LabelOnlyLoss
-    from hasten.parts.parameter_groups import decayed_groups
-    from hasten.parts.records import token_record
+    from hasten.parts.data.collate import padded
+    from hasten.parts.nn.losses import LabelOnlyLoss
+    from hasten.parts.optim.parameter_groups import decayed_groups
+    from hasten.parts.data.records import token_record
 
     draw = torch.Generator().manual_seed(0)
     rows = [torch.randint(3, 8192, (LENGTH,), generator=draw).numpy() for _ in range(BATCH * 8)]

@@ -36,7 +36,7 @@ import torch
 from layouts.arms import Load, arms
 from layouts.table import PLACES, Place, due, rows, together
 
-from hasten.cluster.netlab import Lab
+from hasten.launch.netlab import Lab
 from hasten.errors import InputError
 
 RANK = Path(__file__).parent / "layouts" / "rank.py"

@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from hasten.cluster.netlab import Lab
+from hasten.launch.netlab import Lab
 
 JOBS = Path(__file__).parents[1] / "tests" / "netlab_jobs.py"
 LINKS: list[tuple[str, float, int]] = [

@@ -17,14 +17,14 @@ import time
 from pathlib import Path
 
 from hasten.core import facts
-from hasten.evidence.nursery import Nursery, nursery
-from hasten.evidence.statistics import paired_ratio
-from hasten.evidence.trial import ENTRY
-from hasten.experiment import environment, prepared
+from hasten.measure.nursery import Nursery, nursery
+from hasten.measure.statistics import paired_ratio
+from hasten.measure.trial import ENTRY
+from hasten.measure.experiment import environment, prepared
 from hasten.machine import host
 from hasten.progress import Silence
 from hasten.recipe.schema import load_recipe
-from hasten.search.tuner.runners import PlanRunner
+from hasten.tune.runners import PlanRunner
 
 PATIENCE = 600.0
 

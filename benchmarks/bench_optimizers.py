@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hasten.parts.compact_adamw import CompactAdamW
-from hasten.parts.muon import MuonAdamW, muon_groups
-from hasten.parts.parameter_groups import decayed_groups
-from hasten.parts.weight_average import WeightAverage
+from hasten.parts.optim.compact_adamw import CompactAdamW
+from hasten.parts.optim.muon import MuonAdamW, muon_groups
+from hasten.parts.optim.parameter_groups import decayed_groups
+from hasten.parts.optim.weight_average import WeightAverage
 
 ROUNDS, SEEDS, STEPS = 5, 5, 300
 Named = list[tuple[str, nn.Parameter]]

@@ -7,7 +7,7 @@ Stages sleep a fixed time in each pass (forward, gradient of inputs, of weights)
 are enough for any number of ranks. ``bubbles`` runs on the loopback interface and prints the
 median of recorded steps, the least of them, and what passes of the measured lengths would leave
 idle if messages took no time (``passes``), each as a ratio to what is expected too. Where the
-papers give no closed form, the order of passes is simulated (``hasten.search.schedules``).
+papers give no closed form, the order of passes is simulated (``hasten.planner.schedules``).
 ``link`` runs on two hosts of a lab (network namespaces with a link of that rate): a step with
 messages of that size, receives posted early, and with torch's plain schedule, in turns with a step
 that sends next to nothing.
@@ -44,7 +44,7 @@ def main() -> None:
     if asked.as_rank:
         _rank(asked)
         return
-    from hasten.cluster.netlab import Lab
+    from hasten.launch.netlab import Lab
 
     command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--as-rank"]
     lab = Lab(1, asked.ranks, mode="loopback") if asked.what == "bubbles" else Lab(2, 1, asked.rate)
@@ -57,9 +57,9 @@ def main() -> None:
 
 
 def _bubble_table(found: dict[str, Any], asked: argparse.Namespace) -> None:
-    from hasten.parts.layout.pipeline_events import bubble
-    from hasten.parts.layout.pipeline_schedules import actions, ops, virtual
-    from hasten.search.schedules import StageSeconds, simulate
+    from hasten.parts.distributed.pipeline.trace import bubble
+    from hasten.parts.distributed.pipeline.schedules import actions, ops, virtual
+    from hasten.planner.schedules import StageSeconds, simulate
 
     print(
         f"{asked.ranks} ranks, {asked.micro_batches} micro-batches, F = I = W = {asked.seconds} s"
@@ -130,7 +130,7 @@ def _pipeline(schedule: str, asked: argparse.Namespace, width: int, early: bool 
     from torch import nn
 
     from hasten import AsyncPipeline
-    from hasten.parts.layout.pipeline_schedules import virtual
+    from hasten.parts.distributed.pipeline.schedules import virtual
     from pipeline_rank_jobs import Asleep
 
     ranks, each = dist.get_world_size(), virtual(schedule)
@@ -147,8 +147,8 @@ def _pipeline(schedule: str, asked: argparse.Namespace, width: int, early: bool 
 
 
 def _bubbles(asked: argparse.Namespace) -> dict[str, Any]:
-    from hasten.parts.layout.pipeline_events import without_waiting
-    from hasten.parts.layout.pipeline_schedules import SCHEDULES, impossible
+    from hasten.parts.distributed.pipeline.trace import without_waiting
+    from hasten.parts.distributed.pipeline.schedules import SCHEDULES, impossible
 
     found = {}
     for schedule in asked.schedules.split(",") if asked.schedules else SCHEDULES:
@@ -168,7 +168,7 @@ def _bubbles(asked: argparse.Namespace) -> dict[str, Any]:
 def _link(asked: argparse.Namespace) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from hasten.cluster.netlab.rates import bits_per_second
+    from hasten.launch.netlab.rates import bits_per_second
 
     width = int(asked.kilobytes * 1000 / 4)
     travel = 2 * asked.micro_batches * 8000 * asked.kilobytes / (bits_per_second(asked.rate) or 1)

@@ -15,11 +15,11 @@ import sys
 import time
 from collections.abc import Callable
 
-from hasten.search.architecture import Architecture
-from hasten.search.layout import Job
-from hasten.search.machines import Cluster
-from hasten.search.planning import consider, plan
-from hasten.search.space import Space, enumerate_layouts
+from hasten.models.architecture import Architecture
+from hasten.planner.layout import Job
+from hasten.planner.cluster import Cluster
+from hasten.planner.planning import consider, plan
+from hasten.planner.space import Space, enumerate_layouts
 
 CASES = (
     ("deepseek-llm-7b", Cluster.preset("single_node", 1, 4, "a100"), Job(1024, 64, "lora")),

@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hasten.parts.losses import LabelOnlyLoss
-from hasten.parts.recompute import BlockRecompute, decoder_blocks
+from hasten.parts.nn.losses import LabelOnlyLoss
+from hasten.parts.nn.recompute import BlockRecompute, decoder_blocks
 
 LAYERS, ROUNDS, BATCH, LENGTH = 8, 7, 4, 256
 SHAPE: dict[str, Any] = {

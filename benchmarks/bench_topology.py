@@ -41,7 +41,7 @@ def main() -> None:
     if asked.as_rank:
         _rank(int(asked.megabytes * 250_000), asked.rounds)
         return
-    from hasten.cluster.netlab import Lab
+    from hasten.launch.netlab import Lab
 
     with Lab(2, 2, asked.rate, mtu=asked.mtu) as lab:
         command = [sys.executable, "-W", "ignore", __file__, "--as-rank"]
@@ -71,8 +71,8 @@ def _rank(numbers: int, rounds: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from hasten.parts.collective_plan import Route
-    from hasten.parts.collectives import TopoAwareCollective
+    from hasten.parts.comm.collective_plan import Route
+    from hasten.parts.comm.collectives import TopoAwareCollective
 
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])

@@ -30,10 +30,10 @@ from typing import Any
 
 from tuner.problems import PROBLEMS, WAYS_OF, Problem
 
-from hasten.search.tuner.blind import Bandit, Shuffled
-from hasten.search.tuner.optuna_proposers import OptunaProposer
-from hasten.search.tuner.proposers import Beforehand, Own, Proposer, Tried
-from hasten.search.tuner.space import SMALL, Point, Space
+from hasten.tune.blind import Bandit, Shuffled
+from hasten.tune.optuna_proposers import OptunaProposer
+from hasten.tune.proposers import Beforehand, Own, Proposer, Tried
+from hasten.tune.space import SMALL, Point, Space
 
 TRIALS, WITHIN, DUEL = 40, 0.03, 3
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from hasten.evidence import compare
+from hasten.report import compare
 
 
 def training(foreach):

@@ -14,12 +14,12 @@ import lightning
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hasten.hosts.lightning import with_techniques
+from hasten.integrations.lightning import with_techniques
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.sampler import LengthGrouped
-from hasten.techniques.wire import Quantised
+from hasten.techniques.wire.compress import Quantised
 
 
 class Counting(lightning.LightningModule):

@@ -6,7 +6,7 @@ A model of 4 layers, built here and random at first, learns to count; nothing is
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hasten.hosts.plain import in_loop
+from hasten.integrations.loop import in_loop
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss

@@ -18,10 +18,10 @@ from hasten.core.state import restore, state_of
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
-from hasten.parts.losses import WholeLogitsLoss
+from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.techniques.batch import Accumulate, AdaptiveBatch
 from hasten.techniques.feed import Prefetched
-from hasten.techniques.layout import DDP
+from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import BF16MasterWeights
 from tiny import job_facts, language_job, records, tiny_model
 

@@ -19,14 +19,14 @@ from hasten.core.state import restore, state_of
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
-from hasten.parts.losses import WholeLogitsLoss
+from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.average import WeightAverage
 from hasten.techniques.batch import Accumulate, AdaptiveBatch
-from hasten.techniques.layout import DDP
+from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast, BF16MasterWeights
 from hasten.techniques.routing import BalancedRouting
-from hasten.techniques.wire_local import LocalSteps, Stream
+from hasten.techniques.wire.local import LocalSteps, Stream
 from tiny import job_facts, language_job, records, tiny_model
 
 APART = Stream(fragments=2)

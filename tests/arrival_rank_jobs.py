@@ -15,12 +15,12 @@ from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
-from hasten.parts.layout import arrival
-from hasten.parts.layout.arrival import Arrival, is_skeleton
+from hasten.parts.distributed import weight_broadcast
+from hasten.parts.distributed.weight_broadcast import Arrival, is_skeleton
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.layers import FusedLayers
-from hasten.techniques.layout_sharded import FSDP2
+from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.recompute import Recompute
@@ -103,7 +103,7 @@ def wrong(world: World) -> str:
 
 def on_hosts(world: World) -> dict[str, Any]:
     """Four ranks of two faked hosts; on the second nobody has the model."""
-    arrival.host_name = lambda: f"host-{world.rank // 2}"
+    weight_broadcast.host_name = lambda: f"host-{world.rank // 2}"
     found: dict[str, Any] = {}
     for name, readers in (("each", (0, 2)), ("first", (0,))):
         reads = world.rank in readers

@@ -21,7 +21,7 @@ from hasten.core.step import training
 from hasten.machine.environment import World
 from hasten.parts.checkpoint import SmartCheckpointer
 from hasten.techniques.checkpoint import Checkpoints
-from hasten.techniques.layout import DDP
+from hasten.techniques.layout.ddp import DDP
 from tiny import job_facts, language_job, records
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.parts.gradient_compressor import GradientCompressor
+from hasten.parts.comm.gradient_compressor import GradientCompressor
 
 METHODS = ("none", "half", "bf16", "int8", "int4", "topk", "powersgd")
 LEARNT = "none", "int8", "int4", "topk", "powersgd"

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.cluster.netlab.counting import counting
-from hasten.parts.codecs import codec
-from hasten.parts.gradient_compressor import GradientCompressor
+from hasten.launch.netlab.counting import counting
+from hasten.parts.comm.codecs import codec
+from hasten.parts.comm.gradient_compressor import GradientCompressor
 
 STEPS = 6
 

@@ -20,8 +20,8 @@ from compression_kit import (
     same_everywhere,
 )
 from hasten.machine.environment import World
-from hasten.parts.compression import hosts
-from hasten.parts.gradient_compressor import GradientCompressor
+from hasten.parts.comm import hosts
+from hasten.parts.comm.gradient_compressor import GradientCompressor
 
 STEPS = 8
 

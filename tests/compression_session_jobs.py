@@ -14,12 +14,12 @@ from hasten.core.setup import prepare
 from hasten.core.state import restore, state_of
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
-from hasten.parts.compression import hosts
+from hasten.parts.comm import hosts
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import Accumulate, AdaptiveBatch
-from hasten.techniques.layout import DDP
+from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast, BF16MasterWeights
-from hasten.techniques.wire import Half, PowerSGD, Quantised, TopK
+from hasten.techniques.wire.compress import Half, PowerSGD, Quantised, TopK
 from tiny import job_facts, language_job, records, run, tiny_model
 
 WIRES: tuple[Technique, ...] = (

@@ -15,10 +15,10 @@ from compression_kit import Small, averaged, compressor, inputs, loss_of, memory
 from compression_session_jobs import session
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.parts.codecs import codec
-from hasten.parts.compression import hosts
-from hasten.parts.compression.exchange import SECOND, Ranks
-from hasten.techniques.wire import Quantised
+from hasten.parts.comm import hosts
+from hasten.parts.comm.codecs import codec
+from hasten.parts.comm.exchange import SECOND, Ranks
+from hasten.techniques.wire.compress import Quantised
 
 LATE = 0.01  # seconds
 LIMIT = 6.0  # seconds until a rank that does not answer counts as gone

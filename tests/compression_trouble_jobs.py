@@ -23,8 +23,8 @@ from compression_kit import (
     target,
 )
 from hasten.machine.environment import World
-from hasten.parts import codecs
-from hasten.parts.compression.exchange import WireError
+from hasten.parts.comm import codecs
+from hasten.parts.comm.exchange import WireError
 
 
 def four(world: World) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hasten.machine.environment import World
-from hasten.parts.collate import padded
-from hasten.parts.gradient_compressor import GradientCompressor
+from hasten.parts.comm.gradient_compressor import GradientCompressor
+from hasten.parts.data.collate import padded
 from tiny import records, tiny_model
 
 

@@ -21,7 +21,7 @@ import material
 import suite_report
 import warm
 from hasten.machine import host
-from hasten.parts.bf16_gain import Gain
+from hasten.parts.nn.bf16_gain import Gain
 from hasten.techniques import precision
 
 # The same draws in every run, and no example has a time limit.

@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hasten.machine.environment import World
-from hasten.parts.fused_experts import fuse_experts
-from hasten.parts.kernels import rows
-from hasten.parts.layout.expert_parallel import (
+from hasten.parts.distributed.expert_parallel import (
     ExpertGradients,
     expert_groups,
     expert_layers,
     replicated,
     share_experts,
 )
+from hasten.parts.kernels import rowwise
+from hasten.parts.nn.fused_experts import fuse_experts
 from tiny import tiny_config
 
 DRAWS = 24
@@ -144,7 +144,7 @@ def blocks(world: World) -> dict[str, Any]:
             name = f"{architecture}, groups of {size}"
             found[f"{name}, float64"] = _trained(world, architecture, groups, torch.float64)
         for kind in ("eager", "grouped_mm", "batched_mm", "fused"):
-            if kind == "fused" and rows.library().reason:
+            if kind == "fused" and rowwise.library().reason:
                 continue  # no compiler here
             found[f"{kind}, groups of {size}"] = _trained(
                 world, "deepseek_v3", groups, torch.float32, kind

@@ -16,20 +16,20 @@ from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
-from hasten.parts.routing import routers
+from hasten.parts.nn.router_balance import routers
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.average import WeightAverage
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed
 from hasten.techniques.compile import Compiled
 from hasten.techniques.experts import ExpertsImplementation
-from hasten.techniques.layout_experts import ExpertParallel
+from hasten.techniques.layout.layout_experts import ExpertParallel
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import FusedAdamW, Muon
 from hasten.techniques.precision import Autocast, BF16MasterWeights
 from hasten.techniques.recompute import Recompute
 from hasten.techniques.routing import BalancedRouting
-from hasten.techniques.wire import Half
+from hasten.techniques.wire.compress import Half
 from tiny import job_facts, language_job, records, tiny_model
 
 STEPS = 5

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hasten.parts.checkpoint import SmartCheckpointer
 from hasten.parts.checkpoint.disk import Disk
 from hasten.parts.checkpoint.saver import Saver
-from hasten.parts.losses import WholeLogitsLoss
+from hasten.parts.nn.losses import WholeLogitsLoss
 
 EVERY = 3  # steps from save to save
 PAGE = 4096

@@ -15,7 +15,7 @@ from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.techniques.feed import Prefetched
-from hasten.techniques.layout import DDP
+from hasten.techniques.layout.ddp import DDP
 from tiny import job_facts, language_job, records, tiny_model
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hasten.parts import full_duplex
+from hasten.parts.comm import full_duplex
 
 PIECE = 96  # bytes
 COUNTS = (0, 1, 7, 23, 24, 25, 48, 49, 1000)  # numbers for one rank

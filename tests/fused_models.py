@@ -13,9 +13,9 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from hasten.parts.collate import packed, padded
-from hasten.parts.fused_layers import fuse_layers
-from hasten.parts.losses import WholeLogitsLoss
+from hasten.parts.data.collate import packed, padded
+from hasten.parts.nn.fused_layers import fuse_layers
+from hasten.parts.nn.losses import WholeLogitsLoss
 from tiny import COMMON, records, tiny_config
 
 RECORDS = records(6, seed=4)

@@ -14,7 +14,7 @@ from hasten.core.step import training
 from hasten.machine.environment import World
 from hasten.techniques.collate import Packed
 from hasten.techniques.layers import FusedLayers
-from hasten.techniques.layout import DDP
+from hasten.techniques.layout.ddp import DDP
 from tiny import job_facts, language_job, records, tiny_model
 
 CASES = {"llama": torch.float32, "deepseek_v3": torch.float32, "qwen2": torch.bfloat16}

@@ -18,14 +18,14 @@ from hasten.core.session import Session
 from hasten.core.setup import Dense, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique
-from hasten.evidence.crew import Answer
-from hasten.evidence.guard_process import Order, together
-from hasten.guarding.material import Bench
-from hasten.guarding.orders import obey
 from hasten.machine.environment import World
-from hasten.parts import collate
+from hasten.measure.crew import Answer
+from hasten.measure.quality.bench import Bench
+from hasten.measure.quality.guard_process import Order, together
+from hasten.measure.quality.orders import obey
+from hasten.parts.data import collate
 from hasten.techniques import CATALOGUE
-from hasten.techniques.layout import DDP
+from hasten.techniques.layout.ddp import DDP
 from tiny import job_facts, language_job, tiny_model
 
 

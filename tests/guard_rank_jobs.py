@@ -22,8 +22,8 @@ from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.machine.environment import World
-from hasten.parts.losses import WholeLogitsLoss
-from hasten.techniques.layout import DDP
+from hasten.parts.nn.losses import WholeLogitsLoss
+from hasten.techniques.layout.ddp import DDP
 from tiny import job_facts, language_job, records
 
 STEPS = 6
@@ -95,7 +95,7 @@ def _words_after_a_flip(world: World, rank: int) -> str:
 
 def waits_for_one_that_hangs(world: World) -> dict[str, Any]:
     """Rank 1 sleeps until rank 0 has said what it has to say, and how soon (its limit is 1 s)."""
-    from hasten.cluster.naming_ranks import LinkError, naming_ranks
+    from hasten.launch.naming_ranks import LinkError, naming_ranks
 
     group = dist.new_group()  # to meet may take longer
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1), group)

@@ -8,17 +8,17 @@ from typing import Any
 from guard_plants import Louder, Unscaled, bench
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
-from hasten.guarding.orders import obey
 from hasten.machine import environment
 from hasten.machine.environment import World
+from hasten.measure.quality.orders import obey
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed
-from hasten.techniques.layout_pipeline import Pipeline
-from hasten.techniques.layout_sharded import FSDP2
-from hasten.techniques.layout_tensor import TensorParallel
+from hasten.techniques.layout.fsdp import FSDP2
+from hasten.techniques.layout.layout_pipeline import Pipeline
+from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.loss import LabelledTokenLoss
-from hasten.techniques.wire import Half
-from hasten.techniques.wire_local import LocalSteps
+from hasten.techniques.wire.compress import Half
+from hasten.techniques.wire.local import LocalSteps
 
 HONEST = (Packed(), Accumulate(micro_batch_size=3), LabelledTokenLoss())
 GRADIENTS: dict[str, tuple[tuple[Technique, ...], str, bool]] = {  # plan, cut, padded

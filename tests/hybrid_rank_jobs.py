@@ -10,13 +10,13 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.techniques.batch import Accumulate
-from hasten.techniques.layout_hybrid import Hybrid
+from hasten.techniques.layout.hybrid import Hybrid
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import FusedAdamW
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.recompute import Recompute
 from hasten.techniques.routing import BalancedRouting
-from hasten.techniques.wire import Half
+from hasten.techniques.wire.compress import Half
 from sharded_rank_jobs import Case, outcome
 
 TWO = Accumulate(micro_batch_size=2)

@@ -18,9 +18,9 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.techniques.checkpoint import Checkpoints
-from hasten.techniques.layout_hybrid import Hybrid
-from hasten.techniques.layout_sharded import FSDP2
-from hasten.techniques.layout_tensor import TensorParallel
+from hasten.techniques.layout.fsdp import FSDP2
+from hasten.techniques.layout.hybrid import Hybrid
+from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW
 from hasten.techniques.precision import BF16MasterWeights

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, Te
 
 from hasten import DynamicBatchSampler, InputError, OptimizedTrainer
 from hasten.core.trainer import Outcome
-from hasten.hosts import optimized_trainer
+from hasten.integrations import optimized_trainer
 from hasten.machine.environment import World
 
 COUNT, SIZE = 33, 4

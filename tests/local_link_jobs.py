@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hasten.parts.codecs import codec
-from hasten.parts.drift import DriftError
-from hasten.parts.local_steps import LocalSteps
-from hasten.parts.stream import Stream
+from hasten.parts.comm.codecs import codec
+from hasten.parts.comm.drift import DriftError
+from hasten.parts.comm.local_steps import LocalSteps
+from hasten.parts.comm.streaming_local_sgd import Stream
 
 NUMBERS = 1_000_000
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.cluster.netlab.counting import CollectiveBytes
+from hasten.launch.netlab.counting import CollectiveBytes
 from hasten.machine.environment import World
-from hasten.parts.codecs import codec
-from hasten.parts.drift import DriftError
-from hasten.parts.drift_buffers import Buffers, same_start
-from hasten.parts.local_steps import LocalSteps
-from hasten.parts.stream import Stream
+from hasten.parts.comm.codecs import codec
+from hasten.parts.comm.drift import DriftError
+from hasten.parts.comm.drift_buffers import Buffers, same_start
+from hasten.parts.comm.local_steps import LocalSteps
+from hasten.parts.comm.streaming_local_sgd import Stream
 
 SHAPES = ((37, 11), (300,), (7,))  # 714 weights
 NUMBERS = sum(torch.Size(s).numel() for s in SHAPES)

@@ -12,13 +12,13 @@ from hasten.core.session import assemble
 from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.core.technique import Technique
-from hasten.evidence.ledger_memory import memory_of
 from hasten.machine.environment import World
-from hasten.parts.flops import model_flops
-from hasten.parts.memory_needs import ModelSize
-from hasten.recipe.memory_budget import largest_micro_batch, needs_of
-from hasten.techniques.layout import DDP
-from hasten.techniques.layout_sharded import FSDP2
+from hasten.measure.ledger_memory import memory_of
+from hasten.models.flops import model_flops
+from hasten.models.memory import ModelSize
+from hasten.recipe.memory_check import largest_micro_batch, needs_of
+from hasten.techniques.layout.ddp import DDP
+from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.optimizer import CompactAdamW
 from hasten.techniques.precision import BF16MasterWeights
 from tiny import job_facts, language_job, records, tiny_config

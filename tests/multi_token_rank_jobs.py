@@ -8,7 +8,7 @@ from hasten.core.plan import Plan
 from hasten.core.session import assemble
 from hasten.core.setup import prepare
 from hasten.machine.environment import World
-from hasten.techniques.layout import DDP
+from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.objective import MultiTokenPrediction
 from tiny import job_facts, language_job, run
 

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from hasten.cluster.netlab import Lab, system
 from hasten.errors import InputError
+from hasten.launch.netlab import Lab, system
 
 JOBS = Path(__file__).with_name("netlab_jobs.py")
 

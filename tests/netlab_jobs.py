@@ -96,7 +96,7 @@ def _reduce(numbers: int, times: int) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from hasten.cluster.netlab.counting import counting
+    from hasten.launch.netlab.counting import counting
 
     with counting() as counted:
         x = torch.ones(numbers)
@@ -116,7 +116,7 @@ def _backward() -> float:
     import torch
     from torch import nn
 
-    from hasten.cluster.netlab.counting import CollectiveBytes
+    from hasten.launch.netlab.counting import CollectiveBytes
 
     model = nn.parallel.DistributedDataParallel(nn.Linear(30, 10))
     with CollectiveBytes() as counted:

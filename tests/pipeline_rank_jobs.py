@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hasten.machine.environment import World
-from hasten.parts.layout.pipeline import AsyncPipeline, PipelineModel
-from hasten.parts.layout.pipeline_schedules import SCHEDULES, virtual
-from hasten.parts.losses import WholeLogitsLoss
+from hasten.parts.distributed.pipeline.pipeline import AsyncPipeline, PipelineModel
+from hasten.parts.distributed.pipeline.schedules import SCHEDULES, virtual
+from hasten.parts.nn.losses import WholeLogitsLoss
 from tiny import VOCABULARY, tiny_config
 
 LAYERS = 5  # uneven stages wherever there is more than one

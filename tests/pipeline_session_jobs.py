@@ -22,12 +22,12 @@ from hasten.machine.environment import World
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed
-from hasten.techniques.layout_pipeline import Pipeline
+from hasten.techniques.layout.layout_pipeline import Pipeline
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import Autocast, BF16MasterWeights
 from hasten.techniques.recompute import Recompute
 from hasten.techniques.routing import BalancedRouting
-from hasten.techniques.wire import Half, Quantised
+from hasten.techniques.wire.compress import Half, Quantised
 from pipeline_rank_jobs import language_model
 from tiny import job_facts, language_job, records
 

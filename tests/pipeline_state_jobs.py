@@ -20,14 +20,14 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.techniques.checkpoint import Checkpoints
-from hasten.techniques.layout import DDP
-from hasten.techniques.layout_hybrid import Hybrid
-from hasten.techniques.layout_pipeline import Pipeline
-from hasten.techniques.layout_sharded import FSDP2
+from hasten.techniques.layout.ddp import DDP
+from hasten.techniques.layout.fsdp import FSDP2
+from hasten.techniques.layout.hybrid import Hybrid
+from hasten.techniques.layout.layout_pipeline import Pipeline
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.routing import BalancedRouting
-from hasten.techniques.wire import Quantised
+from hasten.techniques.wire.compress import Quantised
 from pipeline_rank_jobs import language_model
 from tiny import job_facts, language_job, records
 

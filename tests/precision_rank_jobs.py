@@ -11,7 +11,7 @@ from hasten.core.session import Session, assemble
 from hasten.core.setup import once, prepare
 from hasten.core.step import training
 from hasten.machine.environment import World
-from hasten.techniques.layout import DDP
+from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast
 from tiny import job_facts, language_job, records
 

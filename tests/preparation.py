@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hasten.data import preparing
 from hasten.data.shapes import Conversation, Message
-from hasten.data.store import tokenize
+from hasten.data.token_store import tokenize
 from offspring import children
 
 CHUNK, COUNT = 10, 95

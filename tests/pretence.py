@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from hasten.core.plan import Plan
-from hasten.evidence.ablation import Design, Kind
-from hasten.evidence.controller import Measured, measure_arms
-from hasten.evidence.record import Record
-from hasten.evidence.sittings import Table
+from hasten.measure.ablation import Design, Kind
+from hasten.measure.controller import Measured, measure_arms
+from hasten.measure.record import Record
+from hasten.measure.sittings import Table
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.optimizer import FusedAdamW

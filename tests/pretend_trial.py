@@ -1,4 +1,5 @@
-"""Speaks like ``hasten.trial``, without torch: what it shows, and how it fails, the recipe says.
+"""Speaks like ``hasten.measure.trial_process``, without torch: what it shows, and how it fails, the
+recipe says.
 
     {"arms": {PLAN: {"rate": 100, "fails": {"steps": "diverge"}, "after": 2}}, "log": FILE}
 

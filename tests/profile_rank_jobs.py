@@ -9,9 +9,9 @@ from typing import Any
 from hasten.core.plan import Plan
 from hasten.core.session import assemble
 from hasten.core.setup import prepare
-from hasten.evidence.profile import measure
 from hasten.machine.environment import World
-from hasten.techniques.layout import DDP
+from hasten.measure.profile import measure
+from hasten.techniques.layout.ddp import DDP
 from tiny import job_facts, language_job
 
 

@@ -17,7 +17,7 @@ from hasten.machine.environment import World
 from hasten.techniques.average import WeightAverage
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed
-from hasten.techniques.layout import DDP
+from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.recompute import Recompute

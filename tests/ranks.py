@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hasten.cluster.ranks import process_group, rank_environment
+from hasten.launch.ranks import process_group, rank_environment
 from hasten.machine.environment import world as world_now
 
 TIMEOUT_SECONDS = 600

@@ -28,13 +28,13 @@ from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine import environment
 from hasten.machine.environment import World
-from hasten.parts.losses import WholeLogitsLoss
-from hasten.parts.records import TokenRecord, token_record
+from hasten.parts.data.records import TokenRecord, token_record
+from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
 from hasten.techniques.feed import Prefetched
-from hasten.techniques.layout import DDP
-from hasten.techniques.layout_sharded import FSDP2
+from hasten.techniques.layout.ddp import DDP
+from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
 from tiny import VOCABULARY, job_facts, language_job
 

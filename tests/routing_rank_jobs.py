@@ -11,9 +11,9 @@ from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
-from hasten.parts.routing import routers
+from hasten.parts.nn.router_balance import routers
 from hasten.techniques.batch import Accumulate
-from hasten.techniques.layout import DDP
+from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.routing import BalancedRouting
 from tiny import job_facts, language_job, records, tiny_model

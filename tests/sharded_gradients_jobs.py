@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hasten.machine.environment import World
-from hasten.parts.compression.copies import CopiedShards
-from hasten.parts.compression.settings import Settings
-from hasten.parts.compression.sharded import ShardedGradients
-from hasten.parts.layout.mesh import MeshSizes, data_mesh
-from hasten.parts.layout.shard_groups import ShardGroup, rows_of
-from hasten.parts.layout.sharding import shard
-from hasten.techniques.wire_sharded import members
+from hasten.parts.comm.settings import Settings
+from hasten.parts.distributed.copies import CopiedShards
+from hasten.parts.distributed.mesh import MeshSizes, data_mesh
+from hasten.parts.distributed.shard_groups import ShardGroup, rows_of
+from hasten.parts.distributed.sharded import ShardedGradients
+from hasten.parts.distributed.sharding import shard
+from hasten.techniques.wire.wire_sharded import members
 
 METHODS = ("half", "bf16", "int8", "int4", "topk")
 STEPS, PASSES, DENSE, GIVEN_UP = 6, 2, 1, 3

@@ -22,13 +22,13 @@ from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.parts.records import TokenRecord
+from hasten.parts.data.records import TokenRecord
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.average import WeightAverage
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.checkpoint import Checkpoints
-from hasten.techniques.layout import DDP
-from hasten.techniques.layout_sharded import FSDP2
+from hasten.techniques.layout.ddp import DDP
+from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights

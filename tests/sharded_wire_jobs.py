@@ -18,13 +18,13 @@ from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import Accumulate
-from hasten.techniques.layout import DDP
-from hasten.techniques.layout_hybrid import Hybrid
-from hasten.techniques.layout_sharded import FSDP2
-from hasten.techniques.layout_tensor import TensorParallel
+from hasten.techniques.layout.ddp import DDP
+from hasten.techniques.layout.fsdp import FSDP2
+from hasten.techniques.layout.hybrid import Hybrid
+from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.precision import BF16MasterWeights
-from hasten.techniques.wire import Half, PowerSGD, Quantised, TopK
-from hasten.techniques.wire_local import LocalSteps
+from hasten.techniques.wire.compress import Half, PowerSGD, Quantised, TopK
+from hasten.techniques.wire.local import LocalSteps
 from tiny import job_facts, language_job, records, run, tiny_model
 
 HALF = Half(minimum=0, check_every=1)

@@ -10,15 +10,15 @@ from hasten.machine import environment
 sys.path.insert(0, str(Path(__file__).parent))
 import torch
 
-from hasten.cluster.ranks import process_group
 from hasten.core import slow_link
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.slow_link import LOOK, SlowLink
 from hasten.core.step import training
+from hasten.launch.ranks import process_group
 from hasten.machine.environment import World
-from hasten.techniques.layout import DDP
+from hasten.techniques.layout.ddp import DDP
 from tiny import job_facts, language_job
 
 

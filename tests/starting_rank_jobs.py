@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from hasten.cluster.joining import agree
-from hasten.cluster.ranks import process_group
 from hasten.errors import InputError
+from hasten.launch.joining import agree
+from hasten.launch.ranks import process_group
 from hasten.machine import environment
 
 NAMES = {

@@ -14,18 +14,18 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.parts import cross_entropy
-from hasten.parts.cross_entropy import IGNORED, LossTerms, whole_cross_entropy
-from hasten.parts.layout.vocabulary_parallel import VocabularyParallelHead
-from hasten.parts.records import TokenRecord, token_record
+from hasten.parts.data.records import TokenRecord, token_record
+from hasten.parts.distributed.vocabulary_parallel import VocabularyParallelHead
+from hasten.parts.nn import cross_entropy
+from hasten.parts.nn.cross_entropy import IGNORED, LossTerms, whole_cross_entropy
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed
 from hasten.techniques.compile import Compiled
 from hasten.techniques.layers import FusedLayers
-from hasten.techniques.layout_hybrid import Hybrid
-from hasten.techniques.layout_tensor import TensorParallel
+from hasten.techniques.layout.hybrid import Hybrid
+from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.recompute import Recompute
 from sharded_rank_jobs import Case, outcome

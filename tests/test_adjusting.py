@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from hasten.adjusting import adjusted
 from hasten.core.session import Session
 from hasten.errors import InputError
-from hasten.evidence import live
 from hasten.recipe.schema import Recipe
-from hasten.run import train
+from hasten.training import live
+from hasten.training.adjusting import adjusted
+from hasten.training.run import train
 from material import small
 
 PLAN = ["packed", {"accumulate": {"micro_batch_size": 2}}, "recompute"]

@@ -17,13 +17,13 @@ from tuner import real
 from tuner.problems import PROBLEMS, wide
 
 from hasten.core.plan import Plan
-from hasten.evidence.ablation import Arm
-from hasten.evidence.controller import Measured
-from hasten.experiment import Subject, prepared
+from hasten.measure.ablation import Arm
+from hasten.measure.controller import Measured
+from hasten.measure.experiment import Subject, prepared
+from hasten.measure.turns import RunnerFailedError, Step
 from hasten.progress import Silence
 from hasten.recipe.build import catalogue
 from hasten.recipe.schema import recipe_from
-from hasten.search.tuner.turns import RunnerFailedError, Step
 
 KINDS = {kind.name(): kind for kind in catalogue()}
 RECIPE = {

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 import hasten
-from hasten import evidence, experiment
+from hasten import report as evidence
 from hasten.core.plan import Plan
 from hasten.errors import InputError
-from hasten.evidence.ablation import Design
-from hasten.evidence.report_schema import read_report
-from hasten.evidence.sittings import Table
-from hasten.evidence.speedup import ablate, gradual_optimize
+from hasten.measure import experiment
+from hasten.measure.ablation import Design
+from hasten.measure.sittings import Table
 from hasten.recipe.schema import Recipe
+from hasten.report.report_schema import read_report
+from hasten.report.speedup import ablate, gradual_optimize
 from hasten.techniques import CATALOGUE
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from hasten.errors import InputError
-from hasten.monitor import writers
 from hasten.monitor.run import Run
 from hasten.recipe.schema import Recipe
-from hasten.run import train
+from hasten.training import metric_writers
+from hasten.training.run import train
 from material import small
 
 PRICE = {"currency": "EUR", "per_device_hour": 2.0}
@@ -56,7 +56,7 @@ def test_the_next_run_tells_which_switches_are_other(tmp_path: Path) -> None:
 def test_a_tool_that_is_not_installed_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(metric_writers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match="wandb"):
         run(tmp_path, log_to=["wandb"])
     assert not (tmp_path / "run").exists()

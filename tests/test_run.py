@@ -15,11 +15,11 @@ from hasten.core.session import Session
 from hasten.core.step import StepMetrics
 from hasten.errors import InputError
 from hasten.models.load import load_model, load_tokenizer
-from hasten.parts.hugging_face import causal_lm
-from hasten.parts.token_accuracy import token_accuracy
+from hasten.parts.nn.causal_lm import causal_lm
+from hasten.parts.nn.token_accuracy import token_accuracy
 from hasten.recipe.schema import Recipe, load_recipe
-from hasten.run import train
 from hasten.techniques.precision import BF16MasterWeights
+from hasten.training.run import train
 from material import dataset, real_dataset, small
 
 PRESETS = ("deepseek-llm-tiny", "r1-distill-qwen-tiny", "v2-lite-tiny", "v3-tiny")

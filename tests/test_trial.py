@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from hasten.core.plan import Plan
-from hasten.evidence.trial import ENTRY, Trial
+from hasten.measure.trial import ENTRY, Trial
+from hasten.measure.trial_process import compiled
+from hasten.recipe.prepare import ready
 from hasten.recipe.schema import recipe_from
-from hasten.recipe.starting import ready
 from hasten.techniques.checkpoint import Checkpoints
-from hasten.trial import compiled
 from material import STDLIB
 
-TRAINING = ("-m", "hasten.tuning.training", '{"seed": 7}')
+TRAINING = ("-m", "hasten.tune.training", '{"seed": 7}')
 RECIPE = {
     **STDLIB,
     "max_steps": 6,

@@ -21,10 +21,10 @@ from hasten.core.step import StepMetrics, training
 from hasten.core.technique import Technique
 from hasten.machine import host
 from hasten.machine.environment import World
-from hasten.parts.collate import padded
-from hasten.parts.losses import WholeLogitsLoss
-from hasten.parts.parameter_groups import decayed_groups
-from hasten.parts.records import TokenRecord, token_record
+from hasten.parts.data.collate import padded
+from hasten.parts.data.records import TokenRecord, token_record
+from hasten.parts.nn.losses import WholeLogitsLoss
+from hasten.parts.optim.parameter_groups import decayed_groups
 
 VOCABULARY = 97
 COMMON = {

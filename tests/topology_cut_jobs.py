@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hasten.parts.codecs import codec
-from hasten.parts.collectives import TopoAwareCollective
+from hasten.parts.comm.codecs import codec
+from hasten.parts.comm.collectives import TopoAwareCollective
 
 
 def steps(count: int, pause: float, seconds: float) -> None:

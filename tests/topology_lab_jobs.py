@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hasten.parts.collectives import TopoAwareCollective
+from hasten.parts.comm.collectives import TopoAwareCollective
 
 NUMBERS = int(os.environ.get("NUMBERS", "500000"))
 ROUNDS = 3  # of which the one with the fewest bytes counts: a busy machine sends some twice

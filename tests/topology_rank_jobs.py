@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.machine.environment import World
-from hasten.parts.codecs import codec
-from hasten.parts.collective_plan import Route
-from hasten.parts.collective_stages import ErrorMemory
-from hasten.parts.collectives import CollectiveError, TopoAwareCollective
-from hasten.parts.routed_buckets import RoutedBuckets
-from hasten.parts.topology import Link, Topology
+from hasten.parts.comm.codecs import codec
+from hasten.parts.comm.collective_plan import Route
+from hasten.parts.comm.collective_stages import ErrorMemory
+from hasten.parts.comm.collectives import CollectiveError, TopoAwareCollective
+from hasten.parts.comm.hierarchical import RoutedBuckets
+from hasten.parts.comm.topology import Link, Topology
 
 LIMIT = 6  # seconds until a rank that doesn't answer counts as gone
 SLOW = Topology(((0, 1), (2, 3)), Link(1e-5, 5e9), Link(1e-4, 1e7), "given")

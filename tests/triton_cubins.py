@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hasten.parts.kernels import triton_rows
+from hasten.parts.kernels import rowwise_triton
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SIZES = ["rows", "n", "each", "count", "by_row", "by_head", "heads", "width", "m"]
@@ -34,7 +34,7 @@ def cubin(kernel: Any, number: str, table: str = "fp32", **fixed: Any) -> bytes:
 
 
 def main() -> int:
-    k, done = triton_rows, []
+    k, done = rowwise_triton, []
     for number in ("bf16", "fp32"):
         done.append(cubin(k.norm_kernel, number, BLOCK=4096))
         for past in (True, False):

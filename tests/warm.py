@@ -53,14 +53,19 @@ PRELOADED = (
     "hasten.techniques",
     "hasten.core.session",
     "hasten.recipe.build",
-    "hasten.run",
-    "hasten.evidence.ablation",
-    "hasten.evidence.loop_process",
+    "hasten.training.run",
+    "hasten.measure.ablation",
+    "hasten.measure.loop_process",
 )
 # Programs that start no others, and need no server of their own: each fork costs 30 ms.
-START_NONE = ("ranks.py", "hasten.trial", "hasten.data.worker", "hasten.data.renderer")
+START_NONE = (
+    "ranks.py",
+    "hasten.measure.trial_process",
+    "hasten.data.worker",
+    "hasten.data.renderer",
+)
 # Programs whose forked child starts the processes: that child has a server of its own, too.
-FORK_THEMSELVES = ("hasten.cluster.netlab.keeper",)
+FORK_THEMSELVES = ("hasten.launch.netlab.keeper",)
 READ_WHEN_LOADED = (
     *("LD_", "OMP_", "KMP_", "GOMP_", "MALLOC_", "GLIBC_", "MKL_", "ATEN_", "ONEDNN_", "DNNL_"),
     *("TORCH_", "TORCHINDUCTOR", "TORCHDYNAMO", "PYTORCH_", "PYTHON", "TRANSFORMERS_", "HF_"),

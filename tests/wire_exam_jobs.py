@@ -17,14 +17,14 @@ from hasten.core.setup import prepare
 from hasten.core.state import restore, state_of
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
-from hasten.parts import collectives
+from hasten.parts.comm import collectives
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import Accumulate
-from hasten.techniques.layout import DDP
+from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast, BF16MasterWeights
-from hasten.techniques.wire import Half, PowerSGD, Quantised, TopK
-from hasten.techniques.wire_local import LocalSteps, Stream
-from hasten.techniques.wire_topology import Hierarchical
+from hasten.techniques.wire.compress import Half, PowerSGD, Quantised, TopK
+from hasten.techniques.wire.local import LocalSteps, Stream
+from hasten.techniques.wire.topology import Hierarchical
 from tiny import job_facts, language_job, records, run, tiny_config, tiny_model
 
 WIRES: dict[str, Technique] = {

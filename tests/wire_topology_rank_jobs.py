@@ -16,16 +16,16 @@ from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.parts import collectives, routed_buckets, wire_choice
-from hasten.parts.collective_plan import Route
-from hasten.parts.collectives import TopoAwareCollective
-from hasten.parts.link_model import Cost
-from hasten.parts.roll_call import CollectiveError
-from hasten.parts.routed_buckets import RoutedBuckets
+from hasten.parts.comm import collectives, hierarchical, route_choice
+from hasten.parts.comm.collective_plan import Route
+from hasten.parts.comm.collectives import TopoAwareCollective
+from hasten.parts.comm.hierarchical import RoutedBuckets
+from hasten.parts.comm.link_model import Cost
+from hasten.parts.comm.roll_call import CollectiveError
 from hasten.techniques.batch import Accumulate
-from hasten.techniques.layout import DDP
+from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast
-from hasten.techniques.wire_topology import Automatic, Hierarchical
+from hasten.techniques.wire.topology import Automatic, Hierarchical
 from tiny import job_facts, language_job, records, tiny_model
 
 CODED = Route("hierarchical", between="int4")
@@ -209,14 +209,14 @@ class PlantedTime:
 def tried(world: World) -> dict[str, Any]:
     """The trial with planted delays: what is truly faster is kept, what only seems so is not."""
     found, time = {}, PlantedTime()
-    real = wire_choice.time
-    wire_choice.time = routed_buckets.time = time  # type: ignore[assignment]
+    real = route_choice.time
+    route_choice.time = hierarchical.time = time  # type: ignore[assignment]
     plain, coded = RoutedBuckets._straight, RoutedBuckets._by_worker
     cheap = Cost("hierarchical", "int4", 1.0, 0.0, 0.0, 0.0)
     dear = Cost("flat", "none", 9.0, 9.0, 0.0, 0.0)
-    foretold, model = wire_choice.candidates, wire_choice.flat
-    wire_choice.flat = lambda topology, numbers: dear
-    wire_choice.candidates = lambda topology, numbers, codecs: {CODED: cheap}
+    foretold, model = route_choice.candidates, route_choice.flat
+    route_choice.flat = lambda topology, numbers: dear
+    route_choice.candidates = lambda topology, numbers, codecs: {CODED: cheap}
     try:
         for name, (wait, wait_coded) in {"helps": (0.1, 0.0), "harms": (0.1, 0.2)}.items():
             RoutedBuckets._straight = _late(plain, wait, time)  # type: ignore[method-assign]
@@ -233,8 +233,8 @@ def tried(world: World) -> dict[str, Any]:
     finally:
         RoutedBuckets._straight = plain  # type: ignore[method-assign]
         RoutedBuckets._by_worker = coded  # type: ignore[method-assign]
-        wire_choice.candidates, wire_choice.flat = foretold, model
-        wire_choice.time = routed_buckets.time = real
+        route_choice.candidates, route_choice.flat = foretold, model
+        route_choice.time = hierarchical.time = real
     return found
 
 

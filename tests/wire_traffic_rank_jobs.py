@@ -17,12 +17,12 @@ from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
-from hasten.parts.losses import WholeLogitsLoss
+from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.techniques.batch import Accumulate, AdaptiveBatch
-from hasten.techniques.layout import DDP
-from hasten.techniques.wire import Quantised
-from hasten.techniques.wire_local import LocalSteps, Stream
-from hasten.techniques.wire_topology import Automatic, Hierarchical
+from hasten.techniques.layout.ddp import DDP
+from hasten.techniques.wire.compress import Quantised
+from hasten.techniques.wire.local import LocalSteps, Stream
+from hasten.techniques.wire.topology import Automatic, Hierarchical
 from tiny import job_facts, language_job, records, run, tiny_model
 
 NAP, STEPS = 0.1, 6

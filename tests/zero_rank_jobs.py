@@ -19,9 +19,9 @@ from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.techniques.batch import Accumulate
-from hasten.techniques.layout import DDP
-from hasten.techniques.layout_deepspeed import DeepSpeed
-from hasten.techniques.layout_sharded import FSDP2
+from hasten.techniques.layout.ddp import DDP
+from hasten.techniques.layout.deepspeed import DeepSpeed
+from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.loss import LabelledTokenLoss
 from memory_rank_jobs import model as larger
 from tiny import job_facts, language_job, records, tiny_config, tiny_model

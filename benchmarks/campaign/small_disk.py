@@ -11,7 +11,7 @@ import errno
 import os
 from pathlib import Path
 
-from hasten.cluster.netlab import system
+from hasten.launch.netlab import system
 
 BLOCK = bytes(1 << 16)
 FILLER = "filler"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu.rows import NAMES, ROWS, TESTS
-from hasten.evidence.statistics import paired_ratio, spread
+from hasten.measure.statistics import paired_ratio, spread
 
 Found = dict[str, Any]
 HEAD = (

@@ -35,8 +35,8 @@ from gpu.results import Found, listed, read, table, write  # noqa: E402
 from gpu.rows import NAMES, TESTS, row_named  # noqa: E402
 from hasten.core import facts  # noqa: E402
 from hasten.errors import InputError  # noqa: E402
-from hasten.parts import machine_rates  # noqa: E402
-from hasten.parts.datasheet import datasheet  # noqa: E402
+from hasten.machine import machine_rates  # noqa: E402
+from hasten.machine.datasheet import datasheet  # noqa: E402
 
 MINUTES, ALL_MINUTES = 8.0, 60.0
 LEAST = 1.0  # minutes that a row is begun for

@@ -20,16 +20,16 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine import host
 from hasten.machine.environment import World
-from hasten.parts.collate import padded
-from hasten.parts.losses import WholeLogitsLoss
-from hasten.parts.parameter_groups import decayed_groups
-from hasten.parts.records import token_record
-from hasten.techniques.layout import DDP
-from hasten.techniques.layout_experts import ExpertParallel
-from hasten.techniques.layout_hybrid import Hybrid
-from hasten.techniques.layout_pipeline import Pipeline
-from hasten.techniques.layout_sharded import FSDP2
-from hasten.techniques.layout_tensor import TensorParallel
+from hasten.parts.data.collate import padded
+from hasten.parts.nn.losses import WholeLogitsLoss
+from hasten.parts.optim.parameter_groups import decayed_groups
+from hasten.parts.data.records import token_record
+from hasten.techniques.layout.ddp import DDP
+from hasten.techniques.layout.layout_experts import ExpertParallel
+from hasten.techniques.layout.hybrid import Hybrid
+from hasten.techniques.layout.layout_pipeline import Pipeline
+from hasten.techniques.layout.fsdp import FSDP2
+from hasten.techniques.layout.tensor import TensorParallel
 
 DENSE, EXPERTS = "llama", "deepseek_v3"
 VOCABULARY = 1024

@@ -15,12 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hasten.models.presets import build_config, preset
-from hasten.search.architecture import Architecture
-from hasten.search.devices import Device
-from hasten.search.layout import Job, Layout, Layouts
-from hasten.search.machines import Cluster
-from hasten.search.own_runs import OWN_STACK, OwnRun, calibrate_machine
-from hasten.search.predict import predict
+from hasten.models.architecture import Architecture
+from hasten.machine.devices import Device
+from hasten.planner.layout import Job, Layout, Layouts
+from hasten.planner.cluster import Cluster
+from hasten.planner.own_runs import OWN_STACK, OwnRun, calibrate_machine
+from hasten.planner.predict import predict
 
 # (model, micro-batch, micro-batches of a step, sequence); the first calibrate
 RUNS = [

@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from hasten.search import held_out
-from hasten.search.constants import Calibration, MemoryConstants
-from hasten.search.fitting import Cases, fit_memory, fit_seconds
-from hasten.search.held_out import DENSE, MOE, HeldOut
-from hasten.search.records import Record, read_records
+from hasten.planner import held_out
+from hasten.planner.constants import Calibration, MemoryConstants
+from hasten.planner.fitting import Cases, fit_memory, fit_seconds
+from hasten.planner.held_out import DENSE, MOE, HeldOut
+from hasten.planner.records import Record, read_records
 
 HERE = Path(__file__).resolve().parent
 MEASUREMENTS = HERE / "measurements.json"

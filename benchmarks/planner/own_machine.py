@@ -85,7 +85,7 @@ def main(arguments: list[str]) -> None:
 
 def _measured(cases: tuple[Case, ...], each: float) -> dict[str, Any]:
     """Every case run once in one lab, whose link is set anew for each."""
-    from hasten.cluster.netlab import Lab
+    from hasten.launch.netlab import Lab
 
     seconds: list[float] = []
     with tempfile.TemporaryDirectory() as name, Lab(2, 1, rate="1gbit") as lab:
@@ -211,9 +211,9 @@ def _step(case: Case, rank: int) -> Callable[[], None]:
 
 def show(found: dict[str, Any]) -> None:
     """Every case against what the first one predicts of it."""
-    from hasten.search.layout import Layouts
-    from hasten.search.own_runs import OWN_STACK, OwnRun, calibrate_machine
-    from hasten.search.predict import predict
+    from hasten.planner.layout import Layouts
+    from hasten.planner.own_runs import OWN_STACK, OwnRun, calibrate_machine
+    from hasten.planner.predict import predict
 
     rates = found["ceilings"]
     print(
@@ -244,11 +244,11 @@ def show(found: dict[str, Any]) -> None:
 
 
 def _own_run(row: dict[str, Any], rates: dict[str, float]) -> tuple[Case, Any]:
-    from hasten.search.architecture import Architecture
-    from hasten.search.devices import Device
-    from hasten.search.layout import Job, Layout
-    from hasten.search.machines import Cluster
-    from hasten.search.own_runs import OwnRun
+    from hasten.models.architecture import Architecture
+    from hasten.machine.devices import Device
+    from hasten.planner.layout import Job, Layout
+    from hasten.planner.cluster import Cluster
+    from hasten.planner.own_runs import OwnRun
 
     case = Case(**{k: v for k, v in row.items() if k != "seconds"})
     peak = rates["flops"]

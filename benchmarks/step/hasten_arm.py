@@ -1,4 +1,4 @@
-"""hasten as its users run it: a recipe through ``hasten.run.train``."""
+"""hasten as its users run it: a recipe through ``hasten.training.run.train``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from hasten.core.session import Session
 from hasten.core.step import StepMetrics
-from hasten.run import train as run_training
+from hasten.training.run import train as run_training
 from step.clock import Clock
 from step.given import Given
 from step.prepare import recipe_of

@@ -13,7 +13,7 @@ from typing import Any
 
 from hasten.core import facts
 from hasten.machine import host
-from hasten.parts import allocator
+from hasten.machine import allocator
 
 SOURCES = Path(__file__).resolve().parents[2] / "src"
 # glibc keeps freed memory instead of mapping every large tensor anew (mallopt(3))

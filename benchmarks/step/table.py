@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from hasten.evidence.statistics import Interval, paired_ratio, spread
+from hasten.measure.statistics import Interval, paired_ratio, spread
 
 REFERENCE = "hasten"
 COLUMNS = (

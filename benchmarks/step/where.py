@@ -114,7 +114,7 @@ def flops_per_token(given: Given) -> float:
     """Model FLOPs per token of these records, by hasten's convention for MFU."""
     from transformers import AutoConfig
 
-    from hasten.parts.flops import config_flops
+    from hasten.models.flops import config_flops
 
     flops = config_flops(AutoConfig.from_pretrained(given.model), frozen=given.settings.lora)
     lengths = [int(n) for n in given.train.lengths]

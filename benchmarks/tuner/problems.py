@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hasten.search.tuner.proposers import OF_MEDIAN, Beforehand, Tried
-from hasten.search.tuner.space import Dimension, Point, Space, of_values
+from hasten.tune.proposers import OF_MEDIAN, Beforehand, Tried
+from hasten.tune.space import Dimension, Point, Space, of_values
 
 ERROR = 0.08  # of the synthetic forecasts, as a logarithm
 GRID = Path(__file__).parent / "grid.json"

@@ -32,22 +32,22 @@ from typing import Any
 from hasten.core import facts
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
-from hasten.evidence.ablation import AGAIN, BASELINE, Arm, Design
-from hasten.evidence.budget import seconds_of
-from hasten.evidence.comparisons import floor_of, ratio_between
-from hasten.evidence.statistics import hodges_lehmann
-from hasten.experiment import Subject, environment, measured, prepared
+from hasten.measure.ablation import AGAIN, BASELINE, Arm, Design
+from hasten.measure.budget import seconds_of
+from hasten.report.comparisons import floor_of, ratio_between
+from hasten.measure.statistics import hodges_lehmann
+from hasten.measure.experiment import Subject, environment, measured, prepared
 from hasten.machine import host
 from hasten.progress import Silence
 from hasten.recipe.build import batch_of, requested_plan
 from hasten.recipe.schema import Recipe, load_recipe, recipe_from
-from hasten.search.tuner.duel import judged
-from hasten.search.tuner.runners import PlanRunner
-from hasten.search.tuner.turns import RunnerFailedError
+from hasten.tune.duel import judged
+from hasten.tune.runners import PlanRunner
+from hasten.measure.turns import RunnerFailedError
 from hasten.techniques import CATALOGUE
-from hasten.tuning.api import Tuned, tune
-from hasten.tuning.files import replace_file
-from hasten.tuning.subject import Wishes
+from hasten.tune.api import Tuned, tune
+from hasten.data.files import replace_file
+from hasten.tune.subject import Wishes
 
 WITHIN = 0.03  # of each other: what repeated winners are wanted to be
 PROFILED = slice(2, 5)  # steps 3 to 5, as DeepSpeed's start_profile_step and end_profile_step

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from hasten.recipe.schema import Recipe
-from hasten.recipe.starting import ready
+from hasten.recipe.prepare import ready
 
 STEPS_OF_A_TURN, WARM_UP = 2, 12
 

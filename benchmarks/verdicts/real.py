@@ -8,8 +8,8 @@ from typing import Any
 
 from evidence.planted import BASELINE, TRUTHS, Proofs, rows_of
 from hasten.core.plan import Plan
-from hasten.evidence.ablation import Design, Kind
-from hasten.evidence.controller import measure_arms, table
+from hasten.measure.ablation import Design, Kind
+from hasten.measure.controller import measure_arms, table
 from verdicts.job import WARM_UP, resolved_recipe
 from verdicts.spread import STEADY
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from hasten.core import facts
 from hasten.core.plan import Plan
-from hasten.evidence.trial import Trial
+from hasten.measure.trial import Trial
 from hasten.machine import host
 from verdicts.job import STEPS_OF_A_TURN, WARM_UP, resolved_recipe
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from evidence.planted import BASELINE
 from hasten.core.plan import Plan
-from hasten.evidence.ablation import Arm, Design, Kind
-from hasten.evidence.controller import measure_arms, table
-from hasten.parts import allocator
+from hasten.measure.ablation import Arm, Design, Kind
+from hasten.measure.controller import measure_arms, table
+from hasten.machine import allocator
 from hasten.techniques.allocator import TUNABLE, Allocator
 from verdicts.job import WARM_UP, resolved_recipe
 from verdicts.record import ENVIRON

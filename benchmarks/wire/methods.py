@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.parts.ddp_traffic import under_way, watch
-from hasten.parts.document_attention import use_document_attention
-from hasten.parts.fused_layers import fuse_layers, why_not
+from hasten.parts.distributed.ddp_traffic import under_way, watch
+from hasten.parts.nn.attention import use_document_attention
+from hasten.parts.nn.fused_layers import fuse_layers, why_not
 
 SIZES = {"10M": (384, 1024, 6, 6), "3M": (256, 688, 4, 4), "tiny": (64, 128, 2, 2)}
 LENGTH = 256  # tokens of a record
@@ -85,15 +85,15 @@ class Method:
             self.part = _compressor(self.kind, self.number)
             self.part.attach(self.model)
         elif self.kind in ("diloco", "nesterov", "local"):
-            from hasten.parts.codecs import codec
-            from hasten.parts.local_steps import LocalSteps
+            from hasten.parts.comm.codecs import codec
+            from hasten.parts.comm.local_steps import LocalSteps
 
             outer = "nesterov" if self.kind == "nesterov" else "mean"
             found = None if self.kind == "local" else codec("int4")
             self.part = LocalSteps(self.net.parameters(), int(self.number or 20), outer, found)
         elif self.kind in ("stream", "signs"):
-            from hasten.parts.codecs import codec
-            from hasten.parts.stream import Stream
+            from hasten.parts.comm.codecs import codec
+            from hasten.parts.comm.streaming_local_sgd import Stream
 
             fragments = int(self.number) if self.number else None
             found = codec("sign") if self.kind == "signs" else None
@@ -168,7 +168,7 @@ class Method:
 
 
 def _compressor(kind: str, number: float | None) -> Any:
-    from hasten.parts.gradient_compressor import GradientCompressor
+    from hasten.parts.comm.gradient_compressor import GradientCompressor
 
     method = kind.removesuffix("_dense")
     settings: dict[str, Any] = {"sparsity_method": method, "communication_backend": "gloo"}

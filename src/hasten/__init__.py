@@ -10,38 +10,38 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hasten.cluster.config import CloudConfig
     from hasten.core.job import Job
     from hasten.core.plan import Plan
     from hasten.core.technique import Technique
     from hasten.errors import InputError
-    from hasten.evidence.speedup import gradual_optimize
-    from hasten.hosts.optimized_trainer import OptimizedTrainer
+    from hasten.integrations.optimized_trainer import OptimizedTrainer
+    from hasten.launch.cluster import CloudConfig
     from hasten.parts.checkpoint import SmartCheckpointer
-    from hasten.parts.collectives import TopoAwareCollective
-    from hasten.parts.dynamic_batcher import DynamicBatcher
-    from hasten.parts.dynamic_sampler import DynamicBatchSampler
-    from hasten.parts.gradient_compressor import GradientCompressor
-    from hasten.parts.layout.pipeline import AsyncPipeline
-    from hasten.parts.linear_relu import fused_linear_relu
-    from hasten.parts.prefetcher import SmartPrefetcher
+    from hasten.parts.comm.collectives import TopoAwareCollective
+    from hasten.parts.comm.gradient_compressor import GradientCompressor
+    from hasten.parts.data.dynamic_batcher import DynamicBatcher
+    from hasten.parts.data.dynamic_sampler import DynamicBatchSampler
+    from hasten.parts.data.prefetcher import SmartPrefetcher
+    from hasten.parts.distributed.pipeline.pipeline import AsyncPipeline
+    from hasten.parts.nn.linear_relu import fused_linear_relu
+    from hasten.report.speedup import gradual_optimize
 
 _HOMES = {
-    "AsyncPipeline": "hasten.parts.layout.pipeline",
-    "CloudConfig": "hasten.cluster.config",
-    "DynamicBatchSampler": "hasten.parts.dynamic_sampler",
-    "DynamicBatcher": "hasten.parts.dynamic_batcher",
-    "GradientCompressor": "hasten.parts.gradient_compressor",
+    "AsyncPipeline": "hasten.parts.distributed.pipeline.pipeline",
+    "CloudConfig": "hasten.launch.cluster",
+    "DynamicBatchSampler": "hasten.parts.data.dynamic_sampler",
+    "DynamicBatcher": "hasten.parts.data.dynamic_batcher",
+    "GradientCompressor": "hasten.parts.comm.gradient_compressor",
     "InputError": "hasten.errors",
     "Job": "hasten.core.job",
-    "OptimizedTrainer": "hasten.hosts.optimized_trainer",
+    "OptimizedTrainer": "hasten.integrations.optimized_trainer",
     "Plan": "hasten.core.plan",
     "SmartCheckpointer": "hasten.parts.checkpoint",
-    "SmartPrefetcher": "hasten.parts.prefetcher",
+    "SmartPrefetcher": "hasten.parts.data.prefetcher",
     "Technique": "hasten.core.technique",
-    "TopoAwareCollective": "hasten.parts.collectives",
-    "fused_linear_relu": "hasten.parts.linear_relu",
-    "gradual_optimize": "hasten.experiment",
+    "TopoAwareCollective": "hasten.parts.comm.collectives",
+    "fused_linear_relu": "hasten.parts.nn.linear_relu",
+    "gradual_optimize": "hasten.measure.experiment",
 }
 __version__ = "0.1.0"
 __all__ = [

@@ -10,7 +10,7 @@ import pytest
 from hasten.cli.card import card
 from hasten.errors import InputError
 from hasten.recipe.schema import Recipe
-from hasten.run import train
+from hasten.training.run import train
 from material import small
 
 

@@ -194,7 +194,8 @@ def test_a_full_disk_is_noticed_before_training(
     tmp_path: Path, hasten: Hasten, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "hasten.run_folder.shutil.disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0)
+        "hasten.training.run_folder.shutil.disk_usage",
+        lambda path: shutil._ntuple_diskusage(9, 9, 0),
     )  # type: ignore[attr-defined]
     code, _, err = hasten("train", recipe(tmp_path))
     assert code == 2
@@ -204,7 +205,7 @@ def test_a_full_disk_is_noticed_before_training(
 def test_an_obstacle_stops_or_is_skipped_as_the_recipe_says(
     tmp_path: Path, hasten: Hasten, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hasten.parts.document_attention.ARCHITECTURES", ("qwen2",))
+    monkeypatch.setattr("hasten.parts.nn.attention.ARCHITECTURES", ("qwen2",))
     path = recipe(tmp_path, plan=["packed"])
     code, _, err = hasten("train", path)
     assert code == 2

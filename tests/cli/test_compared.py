@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from hasten.cli.regress import conclusion
-from hasten.evidence.ablation import Arm, Design
-from hasten.evidence.bundle import read_bundle
-from hasten.evidence.controller import Measured, design_words
-from hasten.evidence.regress import Change
+from hasten.measure.ablation import Arm, Design
+from hasten.measure.controller import Measured, design_words
+from hasten.report.bundle import read_bundle
+from hasten.report.regress import Change
 from material import small
 
 pytestmark = pytest.mark.usefixtures("bf16_products")
@@ -72,7 +72,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, gain: list[float]) -> None:
             arms.append(Arm(name, plan, rounds=own, beside=base, acted=acted, kind=kind))
         return Measured(arms, design_words([], next(iter(plans)), design))
 
-    monkeypatch.setattr("hasten.experiment.measure_arms", measured)
+    monkeypatch.setattr("hasten.measure.experiment.measure_arms", measured)
 
 
 def test_an_experiment_is_stored_done_again_and_a_planted_loss_is_exit_code_4(

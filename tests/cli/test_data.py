@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.cli import data
-from hasten.cli.data_page import page
-from hasten.data.formats import read_records
+from hasten.data.readers import read_records
 from hasten.data.statistics import advice, layouts, padding_share, statistics_of
 from hasten.errors import InputError
-from hasten.parts.records import TokenRecord, token_record
+from hasten.parts.data.records import TokenRecord, token_record
+from hasten.report.data_page import page
 from material import small
 
 

@@ -14,10 +14,10 @@ from rich.console import Console
 import hasten.cli.demo as module
 from hasten.cli.report_table import print_table
 from hasten.core.plan import Plan
-from hasten.evidence.ablation import Arm, Design
-from hasten.evidence.findings import report_of
-from hasten.evidence.report import render_markdown
+from hasten.measure.ablation import Arm, Design
 from hasten.recipe.schema import Recipe
+from hasten.report.findings import report_of
+from hasten.report.report import render_markdown
 
 
 @pytest.mark.slow

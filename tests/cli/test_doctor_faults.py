@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from hasten.cli import doctor_faults as module
-from hasten.cli.doctor_faults import BrokenError, SelfTest, doctor_faults
 from hasten.data.onewriter import only_run_in
 from hasten.errors import FAILED, InputError
 from hasten.recipe.schema import Recipe, load_recipe
-from hasten.run import train
+from hasten.training import fault_test as module
+from hasten.training.fault_test import BrokenError, SelfTest, doctor_faults
+from hasten.training.run import train
 from material import small
 
 

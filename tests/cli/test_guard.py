@@ -17,8 +17,8 @@ from hasten.cli.main import app
 from hasten.core.facts import RecordFacts
 from hasten.core.plan import Plan
 from hasten.errors import FAILED, InputError
-from hasten.evidence import guard_process
-from hasten.experiment import prepared
+from hasten.measure.experiment import prepared
+from hasten.measure.quality import guard_process
 from hasten.progress import Silence
 from hasten.recipe.build import facts_of
 from hasten.recipe.schema import load_recipe

@@ -16,7 +16,7 @@ from hasten.models.adapters import merged
 from hasten.models.load import load_model, load_tokenizer
 from hasten.recipe.build import model_for
 from hasten.recipe.schema import load_recipe
-from hasten.run import train
+from hasten.training.run import train
 from material import small
 
 TOKENS = torch.arange(24).reshape(2, 12)

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hasten.cli.main import app
-from hasten.cluster.netlab import naming
 from hasten.errors import InputError
+from hasten.launch.netlab import naming
 from netlab import lab_with_links
 
 pytestmark = pytest.mark.waits

@@ -21,7 +21,7 @@ from hasten.data.onewriter import only_run_in
 from hasten.parts.checkpoint import checkpoints
 from hasten.parts.checkpoint.manifest import read_manifest
 from hasten.recipe.schema import Recipe
-from hasten.run import train as run_training
+from hasten.training.run import train as run_training
 from material import small
 
 Hasten = Callable[..., tuple[int, str, str]]

@@ -12,11 +12,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.cluster.config import CloudConfig
-from hasten.cluster.launch import Launch, files, submission
-from hasten.cluster.launch.job import MARK
-from hasten.cluster.launch.megatron import arguments
 from hasten.errors import InputError
+from hasten.launch.cluster import CloudConfig
+from hasten.launch.targets import Launch, files, submission
+from hasten.launch.targets.job import MARK
+from hasten.launch.targets.megatron import arguments
 from hasten.models.presets import build_config, preset
 
 CLOUD = CloudConfig(4, 8, "fat_tree")

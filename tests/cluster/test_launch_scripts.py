@@ -15,11 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hasten.cluster.config import CloudConfig
-from hasten.cluster.launch import Launch, files, write
-from hasten.cluster.launch.environment import exports, variables
-from hasten.cluster.launch.job import MARK, name_of
 from hasten.errors import InputError
+from hasten.launch.cluster import CloudConfig
+from hasten.launch.targets import Launch, files, write
+from hasten.launch.targets.environment import exports, variables
+from hasten.launch.targets.job import MARK, name_of
 from launch_stubs import PYTHON as STUB
 from launch_stubs import SCONTROL, SRUN, called, program
 

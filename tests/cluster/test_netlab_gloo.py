@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hasten.cluster.netlab import Lab, Running
+from hasten.launch.netlab import Lab, Running
 from netlab import job, lab_with_links
 
 pytestmark = pytest.mark.waits

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.cluster.netlab import Lab, naming, network
-from hasten.cluster.netlab.rates import SEGMENT, bits_per_second, burst_bytes
 from hasten.errors import InputError
+from hasten.launch.netlab import Lab, naming, network
+from hasten.launch.netlab.rates import SEGMENT, bits_per_second, burst_bytes
 from netlab import lab_with_links
 
 modes = pytest.mark.parametrize("mode", ["user", "root", "loopback"])
@@ -102,7 +102,7 @@ def test_killing_the_owner_leaves_no_process_and_no_folder(mode: str, own_room: 
     mark = f"302.{os.getpid()}"
     code = (
         "import sys, time\nfrom pathlib import Path\n"
-        "from hasten.cluster.netlab import Lab, naming\n"
+        "from hasten.launch.netlab import Lab, naming\n"
         f"naming.room = lambda: Path({str(own_room)!r})\n"
         f"lab = Lab(2, 1, mode={mode!r}).start()\n"
         f"lab.ask('start', command=[sys.executable, '-c', {STUBBORN!r}, {mark!r}], inherited={{}}, "

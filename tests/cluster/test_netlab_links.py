@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from hasten.cluster.netlab import Lab, packet_link
-from hasten.cluster.netlab.packet_link import DELAY, LOSS, STOP, Settings
 from hasten.errors import InputError
+from hasten.launch.netlab import Lab, packet_link
+from hasten.launch.netlab.packet_link import DELAY, LOSS, STOP, Settings
 from hasten.parts.kernels.build import built
 from netlab import job, lab_with_links
 

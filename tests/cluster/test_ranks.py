@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hasten.cluster.ranks import rank_environment, start
+from hasten.launch.ranks import rank_environment, start
 from hasten.machine.environment import World
 from rank_jobs import CASES, train_all
 from ranks import on_ranks
@@ -88,7 +88,7 @@ def test_a_rank_that_does_not_leave_when_rank_0_is_done_is_ended(
         "time.sleep(60 * int(os.environ['RANK']))\n"
         f"pathlib.Path({str(tmp_path)!r}, 'left-' + os.environ['RANK']).touch()\n",
     )
-    monkeypatch.setattr("hasten.cluster.ranks.GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("hasten.launch.ranks.GRACE_SECONDS", 0.5)
     assert start([], 2, tmp_path, 2) == 0
     assert [p.name for p in tmp_path.glob("left-*")] == ["left-0"]
 
@@ -101,7 +101,7 @@ def test_a_failure_after_rank_0_is_done_is_still_a_failure(
         tmp_path,
         "import os, sys, time; r = int(os.environ['RANK']); time.sleep(r); sys.exit(5 * r)",
     )
-    monkeypatch.setattr("hasten.cluster.ranks.GRACE_SECONDS", 60.0)
+    monkeypatch.setattr("hasten.launch.ranks.GRACE_SECONDS", 60.0)
     assert start([], 2, tmp_path, 2) == 5
 
 
@@ -133,7 +133,7 @@ def _instead_of_hasten(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str)
         assert command[:3] == [sys.executable, "-m", "hasten"]
         return real([sys.executable, str(script)], **settings)
 
-    monkeypatch.setattr("hasten.cluster.ranks.subprocess.Popen", popen)
+    monkeypatch.setattr("hasten.launch.ranks.subprocess.Popen", popen)
 
 
 def test_ranks_of_a_relative_folder_meet_at_an_absolute_place() -> None:

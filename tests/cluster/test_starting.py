@@ -19,11 +19,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.cluster.joining import backend_for, join
-from hasten.cluster.naming_ranks import LinkError
-from hasten.cluster.pulse import ATTEMPT
-from hasten.cluster.supervisor import FINAL
-from hasten.core.launchers import (
+from hasten.errors import InputError
+from hasten.launch.joining import backend_for, join
+from hasten.launch.naming_ranks import LinkError
+from hasten.launch.supervisor import FINAL
+from hasten.machine.environment import World
+from hasten.machine.launchers import (
     LAUNCHERS,
     Place,
     first_node,
@@ -31,8 +32,7 @@ from hasten.core.launchers import (
     meeting_place,
     place_of,
 )
-from hasten.errors import InputError
-from hasten.machine.environment import World
+from hasten.machine.pulse import ATTEMPT
 from ranks import on_ranks
 from starting_rank_jobs import NAMES, variables
 
@@ -120,7 +120,7 @@ def test_torchrun_starts_ranks_that_meet(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, torch, pathlib\n"
-        "from hasten.cluster.ranks import process_group\n"
+        "from hasten.launch.ranks import process_group\n"
         "from hasten.core.facts import world\n"
         "with process_group(world(), 'cpu'):\n"
         "    found = torch.tensor([world().rank + 1.0])\n"

@@ -17,10 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
-from hasten.cluster.attempt import Attempt, Limits
-from hasten.cluster.pulse import BEAT, Pulse
-from hasten.cluster.spares import Spares
-from hasten.cluster.supervisor import LEFT, WORN_OUT, Ranks, Supervision, supervise
+from hasten.launch.attempt import Attempt, Limits
+from hasten.launch.standby import Spares
+from hasten.launch.supervisor import LEFT, WORN_OUT, Ranks, Supervision, supervise
+from hasten.machine.pulse import BEAT, Pulse
 from offspring import children
 
 pytestmark = pytest.mark.waits

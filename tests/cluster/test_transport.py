@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from hasten.cluster.transport import PREFIXES, checked, hints, shown
 from hasten.errors import InputError
+from hasten.launch.transport import PREFIXES, checked, hints, shown
 from hasten.recipe.schema import recipe_from
 
 LEAST = {"model": "deepseek-llm-tiny", "dataset": "stdlib", "max_steps": 1}

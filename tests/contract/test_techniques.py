@@ -21,7 +21,7 @@ from hasten.core.plan import Plan
 from hasten.core.session import Session
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique
-from hasten.parts.kernels import rows
+from hasten.parts.kernels import rowwise
 from hasten.techniques import CATALOGUE
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.attention import DocumentAttention
@@ -30,8 +30,8 @@ from hasten.techniques.batch import Accumulate, AdaptiveBatch
 from hasten.techniques.collate import Packed
 from hasten.techniques.compile import Compiled
 from hasten.techniques.experts import ExpertsImplementation
-from hasten.techniques.layout_deepspeed import DeepSpeed
-from hasten.techniques.layout_experts import ExpertParallel
+from hasten.techniques.layout.deepspeed import DeepSpeed
+from hasten.techniques.layout.layout_experts import ExpertParallel
 from hasten.techniques.optimizer import CompactAdamW
 from hasten.techniques.precision import Autocast, BF16MasterWeights, Float8
 from hasten.techniques.recompute import Recompute
@@ -123,7 +123,7 @@ def job(architecture: str, dtype: Any = torch.float32, **changes: Any) -> Job:
 def leave_out_what_cannot_run_here(technique: Technique, architecture: str) -> None:
     """Experts where there are none, kernels on a machine without a compiler."""
     reasons = technique.obstacles(job_facts(job(architecture), architecture))
-    if reasons and (type(technique) in HOME or reasons[0] == rows.library().reason):
+    if reasons and (type(technique) in HOME or reasons[0] == rowwise.library().reason):
         pytest.skip(reasons[0])
 
 
@@ -188,7 +188,7 @@ def test_what_it_says_of_itself_has_the_agreed_form(technique: Technique) -> Non
 def test_what_stands_in_its_way_is_a_sentence(technique: Technique) -> None:
     hardware = job_facts(job("llama")).hardware
     strange = Facts(hardware, model=ModelFacts("resnet", 1000))
-    for reason in set(technique.obstacles(strange)) - {rows.library().reason}:
+    for reason in set(technique.obstacles(strange)) - {rowwise.library().reason}:
         assert len(reason.split()) > 4
         assert "resnet" in reason
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from hasten.core.agreement import Agreement, EachStep
 from hasten.core.batch import Counts
 from hasten.core.setup import Dense
-from hasten.parts import stream as parts
-from hasten.parts.codecs import codec
-from hasten.techniques.wire_local import Apart, Stream
+from hasten.parts.comm import streaming_local_sgd as parts
+from hasten.parts.comm.codecs import codec
+from hasten.techniques.wire.local import Apart, Stream
 from tiny import language_job, run, session_of
 
 

@@ -35,8 +35,8 @@ from hasten.core.clock import (
     step_total,
 )
 from hasten.core.session import Session
-from hasten.parts.collate import padded
-from hasten.parts.losses import WholeLogitsLoss
+from hasten.parts.data.collate import padded
+from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.feed import Prefetched
 from tiny import language_job, run, session_of

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hasten.core.control_groups import memory_limit
 from hasten.machine import host
-from hasten.parts.machine_survey import limits
+from hasten.machine.control_groups import memory_limit
+from hasten.machine.machine_survey import limits
 
 GROUP = "sys/fs/cgroup"
 JOB = "system.slice/slurmstepd.scope/job_9"

@@ -18,7 +18,7 @@ from hasten.core.layout import OneProcess
 from hasten.core.setup import Setup, Wire
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique
-from hasten.parts.hugging_face import causal_lm
+from hasten.parts.nn.causal_lm import causal_lm
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.precision import BF16MasterWeights
 from tiny import language_job, run, session_of, tiny_model

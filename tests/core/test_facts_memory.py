@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hasten.machine import host
-from hasten.parts.headroom import memory_meter
+from hasten.machine.memory import memory_meter
 
 PEAKS = {"cuda:0": 5, "cuda:1": 7}
 

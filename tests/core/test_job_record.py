@@ -24,7 +24,7 @@ from hasten.techniques.collate import Packed
 from hasten.techniques.objective import MultiTokenPrediction
 from hasten.techniques.optimizer import Muon
 from hasten.techniques.sampler import LengthGrouped
-from hasten.techniques.wire import TopK
+from hasten.techniques.wire.compress import TopK
 from tiny import job_facts, language_job, session_of
 
 COSINE, WSD = Schedule("cosine", 2, 10), Schedule("wsd", 2, 10)

@@ -18,8 +18,8 @@ from hasten.core.slot import Slot
 from hasten.core.step import StepMetrics, training
 from hasten.core.technique import Technique
 from hasten.core.trainer import Watch, fit
-from hasten.parts.collate import packed, padded
-from hasten.parts.flops import config_flops, model_flops
+from hasten.models.flops import config_flops, model_flops
+from hasten.parts.data.collate import packed, padded
 from hasten.techniques import CATALOGUE
 from hasten.techniques.batch import Accumulate
 from tiny import job_facts, language_job, records, session_of, tiny_config, tiny_model

@@ -117,7 +117,7 @@ class BreaksAt(nn.Module):
 
     def __init__(self, model: nn.Module, calls: set[int]) -> None:
         super().__init__()
-        from hasten.parts.losses import WholeLogitsLoss
+        from hasten.parts.nn.losses import WholeLogitsLoss
 
         self.inner, self.calls, self.count = WholeLogitsLoss(model), calls, 0
 
@@ -175,7 +175,7 @@ def test_a_stop_must_say_when() -> None:
 
 
 def test_records_without_a_trained_token_are_refused_in_the_step() -> None:
-    from hasten.parts.records import token_record
+    from hasten.parts.data.records import token_record
 
     mute = [token_record([5, 6, 7], [False] * 3)] * 4
     with pytest.raises(InputError, match="no trained token"):

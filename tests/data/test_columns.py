@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.data.columns import Columns, columns_of
-from hasten.data.formats import read_records, read_sources
+from hasten.data.readers import read_records, read_sources
 from hasten.data.shapes import SHAPES, conversation
 from hasten.data.sources import Source, source_of, weighted
 from hasten.errors import InputError

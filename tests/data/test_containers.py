@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hasten.data import containers, jsonscan
-from hasten.data.formats import Reading, read_records
 from hasten.data.jsonscan import scan_lines
+from hasten.data.readers import Reading, read_records
 from hasten.data.shapes import UnfitError, conversation, shape_of
 from hasten.errors import InputError
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hasten.data.formats import Message, Reading, read_records
+from hasten.data.readers import Message, Reading, read_records
 from hasten.errors import InputError
 
 GOOD = {"question": "How many?", "answer": "Four."}

@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 import preparation
-from hasten.data import arrowfile, preparing
+from hasten.data import arrow_file, preparing
 from hasten.data import workers as workers_module
-from hasten.data.formats import Conversation
-from hasten.data.store import tokenize
+from hasten.data.readers import Conversation
+from hasten.data.token_store import tokenize
 from hasten.errors import InputError
 from offspring import children
 from preparation import CHUNK, COUNT, dialogues
@@ -151,13 +151,13 @@ def test_a_killed_preparation_goes_on_where_it_was(
 
 def watch(patch: pytest.MonkeyPatch, written: list[Path]) -> None:
     """Note every file that is written from records."""
-    plain: Callable[..., None] = arrowfile.write
+    plain: Callable[..., None] = arrow_file.write
 
     def noting(path: Path, *args: Any, **kwargs: Any) -> None:
         written.append(path)
         plain(path, *args, **kwargs)
 
-    patch.setattr(arrowfile, "write", noting)
+    patch.setattr(arrow_file, "write", noting)
 
 
 def test_a_part_that_was_damaged_is_done_again(

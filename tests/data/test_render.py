@@ -12,7 +12,7 @@ import pytest
 from hasten.data import render as render_module
 from hasten.data import renderer
 from hasten.data.chatformats import FALLBACKS, choose_chat_template
-from hasten.data.formats import Conversation, Message
+from hasten.data.readers import Conversation, Message
 from hasten.data.render import render
 from hasten.data.templates import encode
 from hasten.data.tokenizer import BOS, EOS

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hasten.data.formats import Conversation, Message, read_sources
+from hasten.data.readers import Conversation, Message, read_sources
 from hasten.data.sources import Source, weighted
 from hasten.data.spool import Choice, Spool, pack, packed, spools, unpack
 

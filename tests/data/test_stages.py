@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hasten.data.columns import columns_of
-from hasten.data.formats import read_records, read_sources
+from hasten.data.readers import read_records, read_sources
 from hasten.data.sources import Source
 from hasten.data.templates import encode
 from hasten.data.tokenizer import train_bpe

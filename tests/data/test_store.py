@@ -12,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hasten.data import arrowfile
-from hasten.data.formats import Conversation, Message, read_records
-from hasten.data.store import Subset, TokenStore, cache_key, inspect, split, tokenize
+from hasten.data import arrow_file
+from hasten.data.readers import Conversation, Message, read_records
 from hasten.data.templates import DEEPSEEK_V3, encode
+from hasten.data.token_store import Subset, TokenStore, cache_key, inspect, split, tokenize
 from hasten.data.tokenizer import BOS, EOS
 from hasten.errors import InputError
-from hasten.parts.records import TokenRecord, token_record
+from hasten.parts.data.records import TokenRecord, token_record
 
 
 def chats(count: int) -> list[Conversation]:
@@ -54,8 +54,8 @@ def test_records_come_back_as_written_however_they_are_batched(
     tmp_path: Path, records: list[TokenRecord], batch_tokens: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arrowfile, "_BATCH_TOKENS", batch_tokens)
-        arrowfile.write(tmp_path / "a.arrow", iter(records), lambda: {"rejected": []})
+        patch.setattr(arrow_file, "_BATCH_TOKENS", batch_tokens)
+        arrow_file.write(tmp_path / "a.arrow", iter(records), lambda: {"rejected": []})
     store = TokenStore(tmp_path / "a.arrow")
     assert len(store) == len(records)
     assert all(same(store[at], record) for at, record in enumerate(records))
@@ -66,19 +66,19 @@ def test_records_come_back_as_written_however_they_are_batched(
 
 def test_a_flipped_bit_or_a_cut_anywhere_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "a.arrow"
-    arrowfile.write(path, [token_record([1, 2, 3])], lambda: {"rejected": []})
+    arrow_file.write(path, [token_record([1, 2, 3])], lambda: {"rejected": []})
     whole = path.read_bytes()
     for at in range(len(whole)):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        with pytest.raises(arrowfile.DamagedError):
+        with pytest.raises(arrow_file.DamagedError):
             TokenStore(path)
         path.write_bytes(whole[:at])
-        with pytest.raises(arrowfile.DamagedError):
+        with pytest.raises(arrow_file.DamagedError):
             TokenStore(path)
 
 
 def test_other_arrow_readers_see_the_records(tmp_path: Path) -> None:
-    arrowfile.write(tmp_path / "a.arrow", [token_record([1, 2]), token_record([3], [False])])
+    arrow_file.write(tmp_path / "a.arrow", [token_record([1, 2]), token_record([3], [False])])
     with pa.OSFile(str(tmp_path / "a.arrow")) as file:
         table = pa.ipc.open_stream(file).read_all()
     assert table.to_pydict() == {
@@ -89,14 +89,14 @@ def test_other_arrow_readers_see_the_records(tmp_path: Path) -> None:
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     path = tmp_path / "a.arrow"
-    arrowfile.write(path, [token_record([1])], lambda: {"rejected": []})
+    arrow_file.write(path, [token_record([1])], lambda: {"rejected": []})
 
     def failing() -> Any:
         yield token_record([2])
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        arrowfile.write(path, failing())
+        arrow_file.write(path, failing())
     assert [file.name for file in tmp_path.iterdir()] == ["a.arrow"]
     assert TokenStore(path)[0].input_ids.tolist() == [1]
 

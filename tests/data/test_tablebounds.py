@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hasten.data import containers, tablebounds, tables
-from hasten.data.formats import read_records
+from hasten.data.readers import read_records
 from hasten.data.tablebounds import HELD, arrow_batches, decoded_bytes, parquet_batches, row_slices
 from hasten.errors import InputError
 

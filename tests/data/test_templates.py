@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.data.formats import Conversation, Message, read_records
+from hasten.data.readers import Conversation, Message, read_records
 from hasten.data.templates import (
     DEEPSEEK_LLM,
     DEEPSEEK_V3,
@@ -19,7 +19,7 @@ from hasten.data.templates import (
 )
 from hasten.data.tokenizer import BOS, EOS, train_bpe
 from hasten.errors import InputError
-from hasten.parts.records import TokenRecord
+from hasten.parts.data.records import TokenRecord
 
 # The way R1 writes: thoughts are cut off every answer, also the last one.
 DROPS_THOUGHTS = """\

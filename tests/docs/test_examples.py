@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from hasten import run as run_module
 from hasten.core.setup import obstacles
 from hasten.data.corpus import Corpus, Portion
 from hasten.data.shapes import Conversation, Message
 from hasten.models.presets import PRESETS
-from hasten.parts.kernels import rows
+from hasten.parts.kernels import rowwise
 from hasten.recipe.build import facts_of, plan_of, requested_plan
 from hasten.recipe.material import gather
 from hasten.recipe.schema import Recipe, load_recipe
+from hasten.training import run as run_module
 
 pytestmark = pytest.mark.usefixtures("bf16_products")
 
@@ -80,7 +80,7 @@ def test_an_example_trains_with_all_its_techniques(
     # a checkpoint every fifty steps.
     idle = {name for name, proof in summary["acted"].items() if not proof["acted"]}
     assert idle <= {"accumulate", "checkpoints"}
-    if rows.library().library is not None:  # without a compiler it goes on, and says so
+    if rowwise.library().library is not None:  # without a compiler it goes on, and says so
         assert not any("without" in line for line in said)
 
 
@@ -91,8 +91,8 @@ def test_an_example_has_no_obstacle_as_it_stands(
     recipe = load_recipe(path)
     known = facts_of(recipe, gather(short(path, tmp_path, monkeypatch), tmp_path / "data"))
     plan = plan_of(recipe, known)
-    if rows.library().library is None:
-        pytest.skip(rows.library().reason)
+    if rowwise.library().library is None:
+        pytest.skip(rowwise.library().reason)
     assert len(plan) == len(recipe.plan) > 0
     assert obstacles(plan, known) == []
 

@@ -77,8 +77,8 @@ def test_links_lead_somewhere_on_the_site_too(page: str) -> None:
         ("[a](cards/packed.md)", "[a](cards/packed.md)"),
         ("[a](https://x.org/y)", "[a](https://x.org/y)"),
         ("[a](#here)", "[a](#here)"),
-        ("[a](../src/hasten/run.py)", "a (`src/hasten/run.py`)"),
-        ("[`a`](../src/hasten/run.py)", "`a`"),
+        ("[a](../src/hasten/training/run.py)", "a (`src/hasten/training/run.py`)"),
+        ("[`a`](../src/hasten/training/run.py)", "`a`"),
         ("[a](cards)", "[a](how-it-works.md#techniques-and-slots)"),
     ],
 )

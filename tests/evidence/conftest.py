@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hasten.evidence.statistics import paired_ratio, spread, verdict
+from hasten.measure.statistics import paired_ratio, spread, verdict
 
 # name, techniques, speed against the baseline, GB, final held-out loss, share of padding
 ARMS: list[tuple[str, list[str], float, float, float, float]] = [

@@ -9,9 +9,9 @@ from typing import Any
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Proof, Technique
-from hasten.evidence.ablation import Arm
-from hasten.evidence.findings import report_of
-from hasten.evidence.report_schema import read_report
+from hasten.measure.ablation import Arm
+from hasten.report.findings import report_of
+from hasten.report.report_schema import read_report
 
 WEATHER = (1.0, 0.5, 1.6, 0.8, 1.2)  # a machine that is busy in some rounds
 SPEED, MEMORY = "tokens_per_second", "peak_memory_bytes"

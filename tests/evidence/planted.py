@@ -30,8 +30,8 @@ from evidence.planted_techniques import (
 )
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
-from hasten.evidence.ablation import Arm
-from hasten.evidence.findings import report_of
+from hasten.measure.ablation import Arm
+from hasten.report.findings import report_of
 
 RECORDED = Path(__file__).parent / "data" / "step_speeds.json"
 COPIES = 4  # baseline, second baseline, and two that the arms share

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hasten.evidence.statistics import paired_ratio
+from hasten.measure.statistics import paired_ratio
 
 Draw = Callable[[np.random.Generator, int], tuple[Any, Any]]
 ROUNDS = (5, 8, 12, 20)

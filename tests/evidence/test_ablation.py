@@ -16,12 +16,12 @@ from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique
 from hasten.errors import InputError
-from hasten.evidence.ablation import Arm, Design, Which, plans_of
-from hasten.evidence.controller import measure_arms, table
-from hasten.evidence.findings import report_of
-from hasten.evidence.report_schema import read_report
+from hasten.measure.ablation import Arm, Design, Which, plans_of
+from hasten.measure.controller import measure_arms, table
+from hasten.recipe.prepare import ready
 from hasten.recipe.schema import Recipe
-from hasten.recipe.starting import ready
+from hasten.report.findings import report_of
+from hasten.report.report_schema import read_report
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.optimizer import FusedAdamW

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
-from hasten.evidence.ablation import Kind
-from hasten.evidence.budget import Choice, Costs, choose, require, seconds_of, words
+from hasten.measure.ablation import Kind
+from hasten.measure.budget import Choice, Costs, choose, require, seconds_of, words
 
 NAMES = ("baseline", "again", "only a", "only b", "without a", "without b", "all")
 KINDS: dict[str, Kind] = dict(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hasten.evidence.charts import (
+from hasten.report.charts import (
     Bar,
     Curve,
     Stack,

@@ -9,8 +9,8 @@ import pytest
 
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
-from hasten.evidence.ablation import Arm
-from hasten.evidence.climb import by_gain, climb, decide
+from hasten.measure.ablation import Arm
+from hasten.report.climb import by_gain, climb, decide
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.optimizer import FusedAdamW

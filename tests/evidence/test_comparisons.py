@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hasten.core.plan import Plan
-from hasten.evidence.ablation import Arm
-from hasten.evidence.claims import claims_of
-from hasten.evidence.comparisons import (
+from hasten.measure.ablation import Arm
+from hasten.report.claims import claims_of
+from hasten.report.comparisons import (
     floor_of,
     interaction_of,
     noise_of,

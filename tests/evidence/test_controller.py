@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from hasten.errors import InputError
-from hasten.evidence import seat
-from hasten.evidence.ablation import Design, with_second_baseline
-from hasten.evidence.findings import report_of
-from hasten.evidence.record import Record, seconds_of
-from hasten.evidence.report_schema import read_report
+from hasten.measure import seat
+from hasten.measure.ablation import Design, with_second_baseline
+from hasten.measure.record import Record, seconds_of
+from hasten.report.findings import report_of
+from hasten.report.report_schema import read_report
 from pretence import KINDS, NAMES, PLANS, log, pretend
 
 HEAD: dict[str, Any] = {"title": "t", "command": "c", "hardware": {}, "versions": {}}

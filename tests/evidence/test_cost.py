@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
-from hasten.evidence.cost import (
+from hasten.recipe.preset_plans import preset
+from hasten.report.cost import (
     cost_of_experiment,
     money,
     payback,
@@ -18,9 +19,8 @@ from hasten.evidence.cost import (
     speed_words,
     time_saved,
 )
-from hasten.evidence.preset_claims import preset_claims
-from hasten.evidence.report_schema import read_report
-from hasten.recipe.presets import preset
+from hasten.report.preset_claims import preset_claims
+from hasten.report.report_schema import read_report
 
 PRICE = {"currency": "CNY", "per_device_hour": 0.6, "devices": 4, "per_kwh": None}
 

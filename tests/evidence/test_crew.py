@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from evidence.loop_jobs import SPIN
-from hasten.evidence import crew as crew_module
-from hasten.evidence.crew import Crew, CrewFailedError, interpreter
-from hasten.evidence.loops import LoopProcess
+from hasten.measure import crew as crew_module
+from hasten.measure.crew import Crew, CrewFailedError, interpreter
+from hasten.measure.loops import LoopProcess
 
 # Speaks the pipes' language; what it does when it is told to fail stands in its variables.
 MEMBER = """
@@ -58,7 +58,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and ask
 JOBS = str(Path(__file__).with_name("loop_jobs.py"))
 PARENT = """
 import sys, tempfile, time
-from hasten.evidence.loops import LoopProcess
+from hasten.measure.loops import LoopProcess
 loop = LoopProcess("spinning", sys.argv[1], tempfile.TemporaryFile(), 60.0, {"note": sys.argv[2]})
 loop.__enter__()
 loop.begin(0)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.evidence import energy
-from hasten.evidence.energy import Meter, RaplCounter, open_meter
+from hasten.measure import energy
+from hasten.measure.energy import Meter, RaplCounter, open_meter
 
 
 def zone(folder: Path, place: str, name: str, micro_joules: int, most: int = 10**12) -> Path:

@@ -15,11 +15,11 @@ from evidence.handmade import (
     report,
 )
 from hasten.core.plan import Plan
-from hasten.evidence.ablation import Arm
-from hasten.evidence.comparisons import ratio_to
-from hasten.evidence.report_schema import read_report
+from hasten.measure.ablation import Arm
 from hasten.recipe.schema import Recipe
-from hasten.run import cost_of
+from hasten.report.comparisons import ratio_to
+from hasten.report.report_schema import read_report
+from hasten.training.run import cost_of
 
 
 def test_ratios_are_paired_by_round() -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.evidence.ablation import Design
-from hasten.evidence.grouping import GROUP, SHARE, fits, may_join, words
+from hasten.measure.ablation import Design
+from hasten.measure.grouping import GROUP, SHARE, fits, may_join, words
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=8), st.integers(1, 10_000))

@@ -10,9 +10,9 @@ import pytest
 from guard_plants import HalfRate, Here, Leaky, MeanOfMeans, NotExact, Ruinous, bench
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
-from hasten.evidence.guard import GuardDesign, guard_report
-from hasten.evidence.guard_lossy import lossy_rows
-from hasten.evidence.guard_rows import FLOAT32, bound_of, failures
+from hasten.measure.quality.guard import GuardDesign, guard_report
+from hasten.measure.quality.guard_lossy import lossy_rows
+from hasten.measure.quality.guard_rows import FLOAT32, bound_of, failures
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from hasten.core.plan import Plan
-from hasten.evidence.crew import ALONE
-from hasten.evidence.guard_process import Order, Processes, together
+from hasten.measure.crew import ALONE
+from hasten.measure.quality.guard_process import Order, Processes, together
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.recompute import Recompute
 from hasten.techniques.threads import Threads
 
-# Stands for ``python -m hasten.guarding RECIPE FOLDER ORDERS ANSWERS``.
+# Stands for ``python -m hasten.measure.quality RECIPE FOLDER ORDERS ANSWERS``.
 FAKE = """
 import json, os, signal, sys, time
 inbox, outbox = os.fdopen(int(sys.argv[-2])), os.fdopen(int(sys.argv[-1]), "w", buffering=1)

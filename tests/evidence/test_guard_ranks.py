@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from hasten.core.plan import Plan
-from hasten.evidence.guard import GuardDesign, guard_report
-from hasten.evidence.guard_process import Order
+from hasten.measure.quality.guard import GuardDesign, guard_report
+from hasten.measure.quality.guard_process import Order
 from hasten.techniques.collate import Packed
-from hasten.techniques.layout import DDP
+from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.optimizer import FusedAdamW
-from hasten.techniques.wire import Half
+from hasten.techniques.wire.compress import Half
 
 PLAN = Plan([Packed(), DDP(), Half(), FusedAdamW()])
 ANSWERS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from evidence.handmade import (
     report,
     verdict_of,
 )
-from hasten.evidence.judgement import quality
+from hasten.report.judgement import quality
 
 GUILTY = {
     "technique": "fake",

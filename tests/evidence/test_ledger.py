@@ -14,9 +14,9 @@ from torch import nn
 from hasten.core.clock import HostClock
 from hasten.core.session import Session
 from hasten.core.step import training
-from hasten.evidence.ledger import ledger_of, utilisation
-from hasten.evidence.ledger_memory import OWNERS, SavedTensors, memory_of, storages
 from hasten.machine import host
+from hasten.measure.ledger import ledger_of, utilisation
+from hasten.measure.ledger_memory import OWNERS, SavedTensors, memory_of, storages
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW

@@ -13,8 +13,8 @@ import torch
 
 from hasten.core.switch import Switch
 from hasten.errors import InputError
-from hasten.evidence.live import BLOCK, Candidate, Live, sentence
 from hasten.machine.environment import World
+from hasten.training.live import BLOCK, Candidate, Live, sentence
 
 VALUES = (1, 2, 4, 8)
 

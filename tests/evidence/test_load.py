@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.core import processes
-from hasten.evidence.load import Instant, foreign_share, look
+from hasten.machine import processes
+from hasten.machine.load import Instant, foreign_share, look
 
 SPIN = "import time\nwhile time.process_time() < 0.6: pass"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hasten.errors import InputError
-from hasten.evidence import compare
-from hasten.evidence.loop_process import timed
-from hasten.evidence.loops import LoopFailedError, reference
+from hasten.measure.loop_process import timed
+from hasten.measure.loops import LoopFailedError, reference
+from hasten.report import compare
 
 pytestmark = pytest.mark.waits
 

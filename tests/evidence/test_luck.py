@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.core.plan import Plan
-from hasten.evidence.ablation import Arm
-from hasten.evidence.comparisons import interaction_of, noise_of, ratio_between, ratio_to
-from hasten.evidence.judgement import judge
-from hasten.evidence.luck import BELIEF, USUAL, Luck, luck_of, with_luck
-from hasten.evidence.significance import noise_floor, p_beyond
-from hasten.evidence.statistics import Interval
-from hasten.evidence.students_t import student_quantile
+from hasten.measure.ablation import Arm
+from hasten.measure.luck import BELIEF, USUAL, Luck, luck_of, with_luck
+from hasten.measure.significance import noise_floor, p_beyond
+from hasten.measure.statistics import Interval
+from hasten.measure.students_t import student_quantile
+from hasten.report.comparisons import interaction_of, noise_of, ratio_between, ratio_to
+from hasten.report.judgement import judge
 
 ROUNDS = 8
 

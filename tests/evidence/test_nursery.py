@@ -16,12 +16,12 @@ import psutil
 import pytest
 
 from hasten.core.plan import Plan
-from hasten.evidence import nursery as nursery_module
-from hasten.evidence.crew import Crew, CrewFailedError
-from hasten.evidence.nursery import Nursery, nursery
-from hasten.evidence.trial import ENTRY, Trial, TrialFailedError
+from hasten.measure import nursery as nursery_module
+from hasten.measure.crew import Crew, CrewFailedError
+from hasten.measure.nursery import Nursery, nursery
+from hasten.measure.trial import ENTRY, Trial, TrialFailedError
+from hasten.recipe.prepare import ready
 from hasten.recipe.schema import recipe_from
-from hasten.recipe.starting import ready
 from hasten.techniques.threads import Threads
 from material import small
 from offspring import children
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and asks
 
 MEMBER = """
 import json, os, signal, sys, time
-from hasten.core.processes import end_with_parent
-from hasten.evidence.zygote import forked
+from hasten.machine.processes import end_with_parent
+from hasten.measure.zygote import forked
 end_with_parent()
 task = forked(int(sys.argv[-1]))
 if task is None:
@@ -55,8 +55,8 @@ for line in inbox:
 """
 PARENT = """
 import sys, tempfile, time
-from hasten.evidence.crew import Crew
-from hasten.evidence.nursery import Nursery
+from hasten.measure.crew import Crew
+from hasten.measure.nursery import Nursery
 young = Nursery(["-c", sys.argv[1]], tempfile.TemporaryFile())
 crew = Crew(young.starting(None), [{}], [tempfile.TemporaryFile()])
 said = crew.answers(60)[0]

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from hasten.core.job import Stop
 from hasten.errors import InputError
-from hasten.evidence import profile_page
-from hasten.evidence.profile import efficiency, measure, steps_needed
-from hasten.evidence.profile_operators import OTHER, Operator, family_of, table
-from hasten.evidence.profile_page import render_page, timeline, write_profile
-from hasten.evidence.profile_text import render_text
-from hasten.evidence.profile_trace import keep_trace, longest
+from hasten.measure.profile import efficiency, measure, steps_needed
+from hasten.measure.profile_operators import OTHER, Operator, family_of, table
+from hasten.measure.profile_trace import keep_trace, longest
+from hasten.report import profile_page
+from hasten.report.profile_page import render_page, timeline, write_profile
+from hasten.report.profile_text import render_text
 from hasten.techniques.collate import Packed
 from hasten.techniques.compile import Compiled
 from tiny import language_job, session_of

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
-from hasten.evidence.ablation import Design
-from hasten.evidence.controller import design_words
-from hasten.evidence.record import Record, key_of, source_digest
-from hasten.evidence.rounds import Rounds, arms_of
+from hasten.measure.ablation import Design
+from hasten.measure.controller import design_words
+from hasten.measure.record import Record, key_of, source_digest
+from hasten.measure.rounds import Rounds, arms_of
 from pretence import KINDS, NAMES, PLANS, log, pretend
 
 DESIGN = Design(rounds=4, steps=2, warmup=1, evaluations=2)

@@ -16,9 +16,9 @@ from scipy import stats
 
 from hasten.core.plan import Plan
 from hasten.errors import InputError
-from hasten.evidence import bundle as bundle_module
-from hasten.evidence.ablation import Arm, Design
-from hasten.evidence.bundle import (
+from hasten.measure.ablation import Arm, Design
+from hasten.report import bundle as bundle_module
+from hasten.report.bundle import (
     Bundle,
     Measurement,
     bundle_of,
@@ -28,7 +28,7 @@ from hasten.evidence.bundle import (
     stamp,
     write_bundle,
 )
-from hasten.evidence.regress import changes, lost
+from hasten.report.regress import changes, lost
 from hasten.techniques import CATALOGUE
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hasten.evidence.report_words import outline, span, words
 from hasten.formatting import size
+from hasten.report_words import outline, span, words
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.evidence.record import Event
-from hasten.evidence.rounds import rates
+from hasten.measure.record import Event
+from hasten.measure.rounds import rates
 
 speeds = st.floats(1.0, 1e6)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from hasten.errors import InputError
-from hasten.evidence.significance import (
+from hasten.measure.significance import (
     MOST_ROUNDS,
     holm,
     noise_floor,
@@ -17,7 +17,7 @@ from hasten.evidence.significance import (
     p_value,
     rounds_needed,
 )
-from hasten.evidence.statistics import DOUBT, Interval, paired_ratio, verdict
+from hasten.measure.statistics import DOUBT, Interval, paired_ratio, verdict
 
 RATIOS = st.lists(st.floats(min_value=0.5, max_value=2.0), min_size=2, max_size=12)
 CHANCES = st.lists(st.floats(min_value=0, max_value=1), max_size=9)

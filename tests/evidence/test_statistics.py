@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from hasten.errors import InputError
-from hasten.evidence.statistics import (
+from hasten.measure.statistics import (
     Interval,
     hodges_lehmann,
     joint_ratio,

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from hasten.cluster.ranks import places
 from hasten.core.plan import Plan
-from hasten.evidence.trial import Trial, one_answer
+from hasten.launch.ranks import places
+from hasten.measure.trial import Trial, one_answer
+from hasten.measure.trial_process import Arm
+from hasten.recipe.prepare import ready
 from hasten.recipe.schema import recipe_from
-from hasten.recipe.starting import ready
-from hasten.techniques.wire import Half
-from hasten.trial import Arm
+from hasten.techniques.wire.compress import Half
 from material import small
 
 STEP = {"step": 1, "loss": 2.0, "tokens": 100, "slots": 120, "peak_memory_bytes": 5}

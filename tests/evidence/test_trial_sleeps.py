@@ -15,11 +15,11 @@ import psutil
 import pytest
 
 from hasten.core.plan import Plan
-from hasten.evidence.trial import Trial
+from hasten.measure.trial import Trial
 
 SPINNER = """
 import json, os, sys, threading
-from hasten.core.processes import end_with_parent
+from hasten.machine.processes import end_with_parent
 end_with_parent()
 threading.Thread(target=lambda: [None for _ in iter(int, 1)], daemon=True).start()
 inbox, outbox = os.fdopen(int(sys.argv[-2])), os.fdopen(int(sys.argv[-1]), "w", buffering=1)
@@ -31,7 +31,7 @@ PARENT = """
 import sys, time
 from pathlib import Path
 from hasten.core.plan import Plan
-from hasten.evidence.trial import Trial
+from hasten.measure.trial import Trial
 trial = Trial(Path("none"), Plan(), {}, Path(sys.argv[2]), entry=("-c", sys.argv[1]))
 print(trial.answer()["pid"], flush=True)
 time.sleep(60)

@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import rank_soak
 from rank_soak import HOLD, Forked, hold
 
-from hasten.cluster.attempt import Limits
-from hasten.cluster.netlab import Lab
-from hasten.cluster.netlab.network import NIC, address
-from hasten.cluster.pulse import ATTEMPT, on_a_leash
-from hasten.cluster.supervisor import Ranks, Supervision, supervise
+from hasten.launch.attempt import Limits
+from hasten.launch.netlab import Lab
+from hasten.launch.netlab.network import NIC, address
+from hasten.launch.supervisor import Ranks, Supervision, supervise
+from hasten.machine.pulse import ATTEMPT, on_a_leash
 from netlab import enter, places
 
 STEPS, BEFORE, MOST = 40, 4, 12  # of the run, and before the cut, for which ranks wait

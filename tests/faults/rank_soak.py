@@ -36,20 +36,20 @@ import torch.distributed as dist
 import transformers.models.llama.modeling_llama  # noqa: F401  # what ranks need is loaded once
 
 from fault_kit import damage
-from hasten.cluster.attempt import Limits
-from hasten.cluster.naming_ranks import naming_ranks
-from hasten.cluster.pulse import Pulse, attempt, attempt_folder, on_a_leash, telling
-from hasten.cluster.ranks import TIMEOUT, process_group
-from hasten.cluster.supervisor import Ranks, Supervision, supervise
 from hasten.core.order import GlobalBatch
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.step import training
+from hasten.launch.attempt import Limits
+from hasten.launch.naming_ranks import naming_ranks
+from hasten.launch.ranks import TIMEOUT, process_group
+from hasten.launch.supervisor import Ranks, Supervision, supervise
+from hasten.machine.pulse import Pulse, attempt, attempt_folder, on_a_leash, telling
 from hasten.parts.checkpoint import STATE, checkpoints
-from hasten.run_folder import Lines, keep_lines_until
 from hasten.techniques.checkpoint import Checkpoints
-from hasten.techniques.layout import DDP
+from hasten.techniques.layout.ddp import DDP
+from hasten.training.run_folder import Lines, keep_lines_until
 from tiny import job_facts, language_job, records, tiny_model
 
 gc.freeze()  # what is loaded: ranks look for garbage in what is their own

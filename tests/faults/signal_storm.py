@@ -27,8 +27,8 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 from hasten.core.leaving import HASTE, patient
 from hasten.core.session import Session
 from hasten.core.trainer import Watch, fit
-from hasten.run_folder import Lines
 from hasten.techniques.checkpoint import Checkpoints
+from hasten.training.run_folder import Lines
 from tiny import language_job, records, session_of, tiny_model
 
 gc.freeze()  # what is loaded: lives look for garbage in what is their own

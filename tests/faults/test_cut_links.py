@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hasten.cluster.supervisor import WORN_OUT
+from hasten.launch.supervisor import WORN_OUT
 from netlab import missing
 
 # All three cases are run, on a busy machine.

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hasten.cluster import attempt
-from hasten.cluster.attempt import Attempt, Limits
-from hasten.cluster.pulse import Pulse
+from hasten.launch import attempt
+from hasten.launch.attempt import Attempt, Limits
+from hasten.machine.pulse import Pulse
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="states are Linux's")
 

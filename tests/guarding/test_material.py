@@ -16,7 +16,7 @@ from hasten.core.facts import ModelFacts
 from hasten.core.order import GlobalBatch
 from hasten.core.plan import Plan
 from hasten.errors import InputError
-from hasten.guarding.material import (
+from hasten.measure.quality.bench import (
     BYTES,
     SHARE,
     Limits,
@@ -26,7 +26,7 @@ from hasten.guarding.material import (
     shortened,
     still,
 )
-from hasten.parts.records import token_record
+from hasten.parts.data.records import token_record
 from tiny import job_facts, language_job, records, tiny_model
 
 SEVEN = ModelFacts("llama", 6_900_000_000, 4096, 30, 102_400)

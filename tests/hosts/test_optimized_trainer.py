@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hasten import CloudConfig, InputError, OptimizedTrainer
-from hasten.hosts import optimized_trainer
+from hasten.integrations import optimized_trainer
 from hasten.machine import host
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.precision import Autocast, BF16MasterWeights

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hasten.core.technique import Technique
-from hasten.hosts import lightning, transformers
-from hasten.hosts.batches import StepBatches, StepLoader
+from hasten.integrations import lightning, transformers
+from hasten.integrations.batches import StepBatches, StepLoader
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW, Muon

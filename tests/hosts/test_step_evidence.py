@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from hasten.errors import InputError
-from hasten.evidence.compared_runs import compare_runs, render
-from hasten.evidence.runs import read_runs
-from hasten.hosts import lightning, lightning_seams
-from hasten.hosts.metrics_file import MetricsFile, TokenCount
+from hasten.integrations import lightning, lightning_seams
+from hasten.integrations.metrics_file import MetricsFile, TokenCount
+from hasten.report.compared_runs import compare_runs, render
+from hasten.report.runs import read_runs
 from tiny import tiny_model
 
 
@@ -58,7 +58,7 @@ def hugging_face(folder: Path, callback: Any, **changes: Any) -> Any:
 
 
 def test_the_trainer_s_tokens_are_counted_without_padding(tmp_path: Path) -> None:
-    from hasten.hosts.transformers import StepEvidence
+    from hasten.integrations.transformers import StepEvidence
 
     trainer = hugging_face(tmp_path, StepEvidence(tmp_path / "run"))
     found = lines(tmp_path / "run")
@@ -79,8 +79,8 @@ def test_the_trainer_s_tokens_are_counted_without_padding(tmp_path: Path) -> Non
 def test_evaluation_is_neither_counted_nor_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hasten.hosts import metrics_file
-    from hasten.hosts.transformers import StepEvidence
+    from hasten.integrations import metrics_file
+    from hasten.integrations.transformers import StepEvidence
 
     class Slow(StepEvidence):  # the clock jumps an hour in every evaluation
         def on_evaluate(self, *args: Any, **kwargs: Any) -> None:

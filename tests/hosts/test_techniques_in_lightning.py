@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 
 from hasten.core.technique import Technique
 from hasten.errors import InputError
-from hasten.hosts import lightning as lightning_host
-from hasten.hosts.lightning import with_techniques
-from hasten.hosts.plain import in_loop
+from hasten.integrations import lightning as lightning_host
+from hasten.integrations.lightning import with_techniques
+from hasten.integrations.loop import in_loop
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
@@ -132,8 +132,8 @@ def test_lightning_has_the_losses_of_hastens_own(
     plan: tuple[Technique, ...], tmp_path: Path
 ) -> None:
     from hasten.core.batch import with_language_counts
-    from hasten.hosts.batches import collator
-    from hasten.parts.collate import padded
+    from hasten.integrations.batches import collator
+    from hasten.parts.data.collate import padded
 
     trainer, module, given = trainer_of(tmp_path), module_of(tiny_model()), loader()
     given.collate_fn = collator(with_language_counts(padded))

@@ -12,9 +12,9 @@ from transformers import Trainer, TrainingArguments
 
 from hasten.core.technique import Technique
 from hasten.errors import InputError
-from hasten.hosts.transformers import with_techniques
+from hasten.integrations.transformers import with_techniques
 from hasten.parts.checkpoint import SmartCheckpointer
-from hasten.parts.kernels import rows
+from hasten.parts.kernels import rowwise
 from hasten.techniques import CATALOGUE
 from hasten.techniques.allocator import Allocator
 from hasten.techniques.attention import DocumentAttention
@@ -24,20 +24,20 @@ from hasten.techniques.collate import Packed
 from hasten.techniques.experts import ExpertsImplementation
 from hasten.techniques.feed import Prefetched
 from hasten.techniques.layers import FusedLayers
-from hasten.techniques.layout import DDP
+from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from hasten.techniques.precision import Autocast
 from hasten.techniques.recompute import Recompute
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
 from hasten.techniques.threads import Threads
-from hasten.techniques.wire import TopK
+from hasten.techniques.wire.compress import TopK
 from tiny import language_job, records, run, session_of, tiny_model
 
 STEPS, BATCH, RATE, SEED = 6, 8, 1e-2, 3
 DATA = records(24)
 GROUPED = LengthGrouped(window=64)
-compiles = pytest.mark.skipif(rows.library().library is None, reason="needs a compiler")
+compiles = pytest.mark.skipif(rowwise.library().library is None, reason="needs a compiler")
 EVERYTHING: tuple[Technique, ...] = (
     *(GROUPED, Packed(), DocumentAttention(), LabelledTokenLoss(chunk=128), Recompute()),
 )

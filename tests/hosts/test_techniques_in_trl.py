@@ -12,8 +12,8 @@ import torch
 
 from hasten.core.technique import Technique
 from hasten.errors import InputError
-from hasten.hosts.transformers import with_techniques
-from hasten.parts.kernels import rows
+from hasten.integrations.transformers import with_techniques
+from hasten.parts.kernels import rowwise
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
@@ -34,7 +34,7 @@ PLANS: dict[str, list[Technique]] = {
     "DPO": [DocumentAttention(), Recompute()],
     "GRPO": [Recompute()],
 }
-if rows.library().library is not None:  # there is a compiler
+if rowwise.library().library is not None:  # there is a compiler
     PLANS = {kind: [*plan, FusedLayers()] for kind, plan in PLANS.items()}
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat", "home", "and", "then", "it"]
 

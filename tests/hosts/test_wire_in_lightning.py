@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from hasten.errors import InputError
-from hasten.hosts import lightning
-from hasten.hosts.lightning import with_techniques
+from hasten.integrations import lightning
+from hasten.integrations.lightning import with_techniques
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
-from hasten.techniques.wire import Half
+from hasten.techniques.wire.compress import Half
 from hosts.test_techniques_in_lightning import (
     GROUPED,
     lightning_only,

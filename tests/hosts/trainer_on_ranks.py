@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.technique import Technique
-from hasten.hosts.transformers import with_techniques
+from hasten.integrations.transformers import with_techniques
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.sampler import LengthGrouped
-from hasten.techniques.wire import Half, TopK
+from hasten.techniques.wire.compress import Half, TopK
 from hosts.test_techniques_in_the_trainer import BATCH, trainer_of
 
 WIRES: dict[str, Technique | None] = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hasten.models.card import CARD, MARK, card_text, write_card
+from hasten.report.card import CARD, MARK, card_text, write_card
 
 RECIPE = {
     "model": "deepseek-ai/deepseek-llm-7b-base",

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, DeepseekV4Config, DeepseekV32Conf
 
 from hasten.core.step import training
 from hasten.core.technique import Technique
-from hasten.parts.collate import packed
-from hasten.parts.routing import routers
+from hasten.parts.data.collate import packed
+from hasten.parts.nn.router_balance import routers
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss

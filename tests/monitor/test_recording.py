@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from hasten.errors import InputError
-from hasten.monitor import recording, writers
-from hasten.monitor.recording import Recording, of_gpus, sample
+from hasten.machine.gpu import Reading
 from hasten.monitor.run import Run
-from hasten.monitor.writers import Writers
-from hasten.parts.nvml import Reading
-from hasten.recipe.starting import check_writers
+from hasten.recipe.prepare import check_writers
+from hasten.training import metric_writers, recording
+from hasten.training.metric_writers import Writers
+from hasten.training.recording import Recording, of_gpus, sample
 
 
 @dataclass
@@ -118,7 +118,7 @@ def test_writers_get_numbers_by_name_and_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes = Notes()
-    monkeypatch.setattr(writers, "MAKERS", {"tensorboard": lambda folder, start: notes})
+    monkeypatch.setattr(metric_writers, "MAKERS", {"tensorboard": lambda folder, start: notes})
     with Recording(tmp_path, {}, log_to=["tensorboard"]) as found:
         found.step(Metrics(7))
         found.step(Metrics(8, None))
@@ -143,7 +143,7 @@ def test_a_writer_that_fails_is_named_once_and_left_out(
         "mlflow": lambda f, s: Notes("write"),
         "tensorboard": lambda f, s: notes,
     }
-    monkeypatch.setattr(writers, "MAKERS", made)
+    monkeypatch.setattr(metric_writers, "MAKERS", made)
     found = Writers(["wandb", "mlflow", "tensorboard"], tmp_path, {})
     for step in range(3):
         found.step({"step": step, "loss": 1.0})
@@ -167,8 +167,8 @@ def test_lines_that_come_too_fast_are_dropped_and_counted(
             super().write(step, values)
 
     slow = Slow()
-    monkeypatch.setattr(writers, "WAITING", 2)
-    monkeypatch.setattr(writers, "MAKERS", {"mlflow": lambda folder, start: slow})
+    monkeypatch.setattr(metric_writers, "WAITING", 2)
+    monkeypatch.setattr(metric_writers, "MAKERS", {"mlflow": lambda folder, start: slow})
     found = Writers(["mlflow"], tmp_path, {})
     found.step({"step": 0, "loss": 1.0})
     assert begun.wait(60)  # the first is taken, two may wait
@@ -183,7 +183,7 @@ def test_lines_that_come_too_fast_are_dropped_and_counted(
 def test_a_writer_whose_package_is_missing_is_refused_with_the_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(metric_writers.importlib.util, "find_spec", lambda name: None)
     check_writers(["tensorboard"])  # needs none
     with pytest.raises(InputError, match=r"pip install 'hasten\[wandb\]'"):
         check_writers(["tensorboard", "wandb"])

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from hasten.formatting import number
-from hasten.monitor.writers import BESIDE
 from hasten.recipe.schema import Recipe
-from hasten.run import train
+from hasten.training.metric_writers import BESIDE
+from hasten.training.run import train
 from material import small
 
 Series = dict[str, dict[int, float]]  # by tag, then by step

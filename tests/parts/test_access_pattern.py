@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from hasten.parts.access_pattern import (
+from hasten.parts.data.access_pattern import (
     FEWEST,
     IndexedReader,
     Order,
@@ -24,7 +24,7 @@ from hasten.parts.access_pattern import (
     classify_reads,
     with_merged_reads,
 )
-from hasten.parts.prefetcher import SmartPrefetcher
+from hasten.parts.data.prefetcher import SmartPrefetcher
 
 COUNT = 4096
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hasten.parts import allocator
+from hasten.machine import allocator
 
 glibc = pytest.mark.skipif(not allocator.is_glibc(), reason="glibc alone has these settings")
 # A fault fills a page, or 2 MiB where huge pages are given to everybody.

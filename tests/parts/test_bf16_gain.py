@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hasten.parts import bf16_gain as module
-from hasten.parts.bf16_gain import Gain, bf16_gain, measure, median_interval
+from hasten.parts.nn import bf16_gain as module
+from hasten.parts.nn.bf16_gain import Gain, bf16_gain, measure, median_interval
 
 
 class Machine:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.parts.bucket_size import MB, bucket_seconds, by_link, by_window, exposed
-from hasten.parts.link_model import LATENCY_SHARE
-from hasten.parts.topology import Link, Topology
+from hasten.parts.comm.bucket_size import MB, bucket_seconds, by_link, by_window, exposed
+from hasten.parts.comm.link_model import LATENCY_SHARE
+from hasten.parts.comm.topology import Link, Topology
 
 SECONDS = st.floats(1e-6, 10.0)
 LINKS = st.builds(Link, st.floats(1e-6, 0.05), st.floats(1e5, 1e10))

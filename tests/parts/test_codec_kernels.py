@@ -11,17 +11,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from codec_cases import cases, same_bits
-from hasten.parts import chunked_topk, codec_torch, quantised_codec
-from hasten.parts.chunked_topk import ChunkedTopK
-from hasten.parts.codecs import codec
+from hasten.parts.comm import chunked_topk, quantised_codec
+from hasten.parts.comm.chunked_topk import ChunkedTopK
+from hasten.parts.comm.codecs import codec
 from hasten.parts.kernels import codec as compiled
+from hasten.parts.kernels import codec_reference
 from hasten.parts.kernels.build import Built
 
 needs_compiler = pytest.mark.skipif(
     not compiled.library().library, reason=compiled.library().reason
 )
 many = settings(max_examples=150, deadline=None)
-WAYS = (compiled, codec_torch)
+WAYS = (compiled, codec_reference)
 
 
 def coded(
@@ -61,9 +62,9 @@ def test_compiled_codes_have_the_bits_of_torchs(
     both = [coded(way, flat, rest, block, bits, seed) for way in WAYS]
     for a, b in zip(*both, strict=True):
         assert same_bits(a, b)
-    limits = (codec_torch.INFINITE, codec_torch.TOO_LARGE_FOR_BF16, codec_torch.SUMMED)
+    limits = (codec_reference.INFINITE, codec_reference.TOO_LARGE_FOR_BF16, codec_reference.SUMMED)
     for limit in limits:
-        assert compiled.finite(flat, rest, limit) == codec_torch.finite(flat, rest, limit)
+        assert compiled.finite(flat, rest, limit) == codec_reference.finite(flat, rest, limit)
 
 
 @needs_compiler
@@ -134,7 +135,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(count: int) -> None:
             rest = flat.flip(0)
             ways = [coded(compiled, flat, rest, 256, *way) for way in ((4, 5), (1, None))]
             found.append([*ways[0], *ways[1], *chosen(compiled, flat, rest, 13)])
-            assert compiled.finite(flat, rest, codec_torch.INFINITE)
+            assert compiled.finite(flat, rest, codec_reference.INFINITE)
             assert not compiled.finite(flat, rest, 0x3F800000)  # some are above 1
     finally:
         torch.set_num_threads(before)
@@ -148,7 +149,7 @@ def test_without_a_compiler_messages_are_the_same(monkeypatch: pytest.MonkeyPatc
     wires = [codec("int8"), codec("int4"), ChunkedTopK(13)]
     fast = [wire.encode(flat) for wire in wires]
     monkeypatch.setattr(compiled, "library", lambda: Built(None, "no C++ compiler was found"))
-    assert quantised_codec._way(flat) is codec_torch is chunked_topk._way(flat)
+    assert quantised_codec._way(flat) is codec_reference is chunked_topk._way(flat)
     for wire, message in zip(wires, fast, strict=True):
         assert torch.equal(wire.encode(flat), message)
         wire.decode_mean(torch.stack([message, message]), 3000)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.cluster.ranks import rank_environment
-from hasten.parts.collective_stages import ErrorMemory
-from hasten.parts.collectives import TopoAwareCollective
+from hasten.launch.ranks import rank_environment
+from hasten.parts.comm.collective_stages import ErrorMemory
+from hasten.parts.comm.collectives import TopoAwareCollective
 from ranks import on_ranks
 from topology_rank_jobs import LIMIT
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hasten.parts import compact_adamw
-from hasten.parts.compact_adamw import CompactAdamW
+from hasten.parts.optim import compact_adamw
+from hasten.parts.optim.compact_adamw import CompactAdamW
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 formats = pytest.mark.parametrize("moments", ["bf16", "int8"])

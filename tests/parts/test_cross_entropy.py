@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hasten.parts.collate import IGNORED
-from hasten.parts.cross_entropy import (
+from hasten.parts.data.collate import IGNORED
+from hasten.parts.nn.cross_entropy import (
     CHUNK_BYTES,
     FEWEST_ROWS,
     MOST_ROWS,

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hasten.parts.dealing import deal, quadratic_share, row_costs, straggler_loss
-from hasten.parts.packing import pack_lengths
+from hasten.parts.data.dealing import deal, quadratic_share, row_costs, straggler_loss
+from hasten.parts.data.packing import pack_lengths
 
 RANKS, PER_RANK, ROW = 8, 8, 4096
 COSTS = st.lists(st.floats(0.1, 100), max_size=40)

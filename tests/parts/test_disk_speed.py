@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hasten.parts import disk_speed
-from hasten.parts.disk_speed import PIECE, measure_disk
+from hasten.machine import disk_speed
+from hasten.machine.disk_speed import PIECE, measure_disk
 
 
 def test_rates_are_positive_and_nothing_is_left(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor, nn
 
-from hasten.parts import document_attention
-from hasten.parts.collate import aligned_labels, packed
-from hasten.parts.document_attention import attend, use_document_attention
-from hasten.parts.records import TokenRecord
+from hasten.parts.data.collate import aligned_labels, packed
+from hasten.parts.data.records import TokenRecord
+from hasten.parts.nn import attention as document_attention
+from hasten.parts.nn.attention import attend, use_document_attention
 from tiny import ARCHITECTURES, COMMON, records, tiny_model
 
 RECORDS = sorted(records(5, seed=2, longest=20), key=lambda r: -r.length)  # packed() keeps this

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from hasten.parts.collate import padded
-from hasten.parts.dynamic_sampler import DynamicBatchSampler, record_lengths
+from hasten.parts.data.collate import padded
+from hasten.parts.data.dynamic_sampler import DynamicBatchSampler, record_lengths
 from tiny import records
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)

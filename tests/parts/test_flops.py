@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hasten.models.adapters import add_lora
+from hasten.models.flops import ModelFlops, config_flops, model_flops
 from hasten.models.presets import PRESETS, build_config
-from hasten.parts.flops import ModelFlops, config_flops, model_flops
 from tiny import ARCHITECTURES, tiny_config, tiny_model
 
 LLAMA_31_8B: dict[str, Any] = {

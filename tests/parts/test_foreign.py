@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hasten.data.chatformats import template_file
-from hasten.data.formats import read_records
+from hasten.data.readers import read_records
 from hasten.errors import InputError
-from hasten.parts.foreign import open_regular, shown
+from hasten.foreign import open_regular, shown
 
 
 def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:

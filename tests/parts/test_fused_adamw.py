@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hasten.parts.fused_adamw import FusedAdamW
-from hasten.parts.kernels import rows
-from hasten.parts.master_weights import MasterWeights
+from hasten.parts.kernels import rowwise
+from hasten.parts.optim.fused_adamw import FusedAdamW
+from hasten.parts.optim.master_weights import MasterWeights
 
-pytestmark = pytest.mark.skipif(rows.library().library is None, reason=rows.library().reason)
+pytestmark = pytest.mark.skipif(rowwise.library().library is None, reason=rowwise.library().reason)
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hasten.parts import fused_experts
-from hasten.parts.kernels import experts, rows
+from hasten.parts.kernels import experts, rowwise
+from hasten.parts.nn import fused_experts
 from hasten.techniques.experts import ExpertsImplementation
 from hasten.techniques.recompute import Recompute
 from tiny import language_job, run, session_of, tiny_model
 
-pytestmark = pytest.mark.skipif(rows.library().library is None, reason=rows.library().reason)
+pytestmark = pytest.mark.skipif(rowwise.library().library is None, reason=rowwise.library().reason)
 BOUNDS = {
     torch.float32: 1e-5,
     torch.bfloat16: 1.5e-2,

@@ -22,10 +22,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hasten.parts import fused_functions, fused_gpu
-from hasten.parts.collate import packed
-from hasten.parts.fused_layers import ARCHITECTURES, fuse_layers
-from hasten.parts.kernels import rows
+from hasten.parts.data.collate import packed
+from hasten.parts.kernels import rowwise
+from hasten.parts.nn import fused_functions, fused_gpu
+from hasten.parts.nn.fused_layers import ARCHITECTURES, fuse_layers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":  # Triton reads it while it is imported, which other tests may do before
@@ -59,7 +59,7 @@ def _on_gpu_code(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         monkeypatch.setattr(fused_gpu, "liger", lambda: None)
         monkeypatch.setattr(fused_functions, "backend", lambda x: fused_gpu)
-        monkeypatch.setattr(fused_gpu, "fits", rows.fits)
+        monkeypatch.setattr(fused_gpu, "fits", rowwise.fits)
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -178,7 +178,7 @@ def test_some_columns_are_turned_and_the_others_copied(
 def test_every_pass_is_that_of_the_processor() -> None:
     """Names, signatures and shapes without numbers: graphs and autograd know no difference."""
     for name in ("rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward", "rotate"):
-        ours, theirs = (getattr(m, name)._init_fn for m in (fused_gpu, rows))
+        ours, theirs = (getattr(m, name)._init_fn for m in (fused_gpu, rowwise))
         assert inspect.signature(ours) == inspect.signature(theirs), name
     x, weight = draw(3, 8), draw(8)
     y, inverse = fused_gpu.rms_norm(x, weight, 1e-5)

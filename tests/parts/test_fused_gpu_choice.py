@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hasten.parts import fused_functions, fused_gpu
-from hasten.parts.fused_layers import why_not
+from hasten.parts.nn import fused_functions, fused_gpu
+from hasten.parts.nn.fused_layers import why_not
 from hasten.techniques.layers import FusedLayers
 from tiny import job_facts, language_job
 

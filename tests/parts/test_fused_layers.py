@@ -14,14 +14,14 @@ import transformers as hf
 from torch import nn
 
 from fused_models import BATCHES, ROUNDING, TOKENS, check_half, distance, model_of, outcome, pair
-from hasten.parts.document_attention import use_document_attention
-from hasten.parts.float8 import Float8Layers
-from hasten.parts.fused_layers import ARCHITECTURES, fuse_layers, fused
-from hasten.parts.kernels import rows, tiles
+from hasten.parts.kernels import amx, rowwise
+from hasten.parts.nn.attention import use_document_attention
+from hasten.parts.nn.float8 import Float8Layers
+from hasten.parts.nn.fused_layers import ARCHITECTURES, fuse_layers, fused
 from tiny import COMMON
 
 pytestmark = [
-    pytest.mark.skipif(not rows.library().library, reason=rows.library().reason),
+    pytest.mark.skipif(not rowwise.library().library, reason=rowwise.library().reason),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
 ]
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -101,7 +101,7 @@ def test_names_classes_and_parameters_stay(architecture: str) -> None:
 
 
 def _amx() -> bool:
-    return tiles.library().library is not None
+    return amx.library().library is not None
 
 
 def test_a_model_without_known_layers_is_refused() -> None:
@@ -165,7 +165,7 @@ def test_a_compiled_model_runs_them_in_one_graph() -> None:
     assert (found - expected).norm() <= ROUNDING * expected.norm()
 
 
-@pytest.mark.skipif(not tiles.library().library, reason=tiles.library().reason)
+@pytest.mark.skipif(not amx.library().library, reason=amx.library().reason)
 def test_what_somebody_puts_around_a_layer_later_is_called() -> None:
     _, model = pair("llama", torch.bfloat16)
     float8 = Float8Layers(emulate=True)

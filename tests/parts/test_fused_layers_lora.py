@@ -19,16 +19,16 @@ from fused_models import (
     outcome,
     rounding_bounds,
 )
-from hasten.parts import fused_functions
-from hasten.parts.fused_layers import ARCHITECTURES, fuse_layers, fused
-from hasten.parts.kernels import rows, tiles
+from hasten.parts.kernels import amx, rowwise
+from hasten.parts.nn import fused_functions
+from hasten.parts.nn.fused_layers import ARCHITECTURES, fuse_layers, fused
 
 pytestmark = [
-    pytest.mark.skipif(not rows.library().library, reason=rows.library().reason),
+    pytest.mark.skipif(not rowwise.library().library, reason=rowwise.library().reason),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
 ]
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
-needs_tiles = pytest.mark.skipif(not tiles.library().library, reason=tiles.library().reason)
+needs_tiles = pytest.mark.skipif(not amx.library().library, reason=amx.library().reason)
 
 
 TARGETS = {
@@ -83,7 +83,7 @@ def test_every_adapter_has_the_gradient_it_had(
 @needs_tiles
 def test_a_frozen_weight_gets_no_gradient_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    product = tiles.product
+    product = amx.product
 
     def counted(*arguments: Any) -> Tensor:
         calls.append(1)

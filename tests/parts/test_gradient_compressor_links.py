@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from compression_kit import METHODS
-from hasten.cluster.netlab import Lab
-from hasten.cluster.netlab.lab import MODES
 from hasten.errors import InputError
+from hasten.launch.netlab import Lab
+from hasten.launch.netlab.lab import MODES
 from netlab import lab_with_links
 
 pytestmark = pytest.mark.waits

@@ -10,7 +10,7 @@ import torch
 
 from compression_kit import LEARNT, METHODS
 from hasten import GradientCompressor
-from hasten.parts.compression.attached import PATIENCE
+from hasten.parts.comm.weight_methods import PATIENCE
 from ranks import on_ranks
 
 

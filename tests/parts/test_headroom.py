@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.parts import cut
-from hasten.parts.headroom import Headroom, host_meter, is_out_of_memory, memory_limit
+from hasten.machine.memory import Headroom, host_meter, is_out_of_memory, memory_limit
+from hasten.parts.data import cut
 
 LIMIT, THRESHOLD, LONGEST = 1000.0, 0.8, 2048
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hasten.parts.document_attention import use_document_attention
-from hasten.parts.fused_layers import fuse_layers
-from hasten.parts.kernels import build, rows, tiles
+from hasten.parts.kernels import amx, build, rowwise
+from hasten.parts.nn.attention import use_document_attention
+from hasten.parts.nn.fused_layers import fuse_layers
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.layers import FusedLayers
@@ -156,12 +156,12 @@ def test_libraries_nobody_uses_any_more_are_swept_and_foreign_files_are_not(
 
 
 def test_without_a_compiler_the_reason_is_one_sentence(without_compiler: None) -> None:
-    assert rows.library().library is None
-    reason = rows.library().reason
+    assert rowwise.library().library is None
+    reason = rowwise.library().reason
     assert reason == "no C++ compiler was found (c++-that-is-nowhere): install one"
-    assert not tiles.fits(torch.zeros(2, 2, dtype=torch.bfloat16))
+    assert not amx.fits(torch.zeros(2, 2, dtype=torch.bfloat16))
     with pytest.raises(RuntimeError, match="no C\\+\\+ compiler"):
-        rows.swiglu(torch.zeros(2), torch.zeros(2))
+        rowwise.swiglu(torch.zeros(2), torch.zeros(2))
 
 
 def test_without_a_compiler_fused_layers_say_so(without_compiler: None) -> None:
@@ -184,7 +184,7 @@ def test_without_a_compiler_training_goes_the_plain_way(
 
     expected = losses()
     request.getfixturevalue("without_compiler")
-    assert rows.library().library is None
+    assert rowwise.library().library is None
     assert losses() == pytest.approx(expected, rel=1e-5 if dtype == torch.float32 else 1e-2)
 
 

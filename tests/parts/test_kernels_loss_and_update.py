@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hasten.parts.kernels import rows
+from hasten.parts.kernels import rowwise
 
-pytestmark = pytest.mark.skipif(not rows.library().library, reason=rows.library().reason)
+pytestmark = pytest.mark.skipif(not rowwise.library().library, reason=rowwise.library().reason)
 formats = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 sizes = st.integers(1, 70)
 
@@ -26,7 +26,7 @@ def check_entropy(logits: Tensor, labels: Tensor) -> None:
     expected = F.cross_entropy(reference, labels, reduction="none")
     (wanted,) = torch.autograd.grad(expected.sum(), reference)
     found = logits.clone()
-    losses = rows.cross_entropy_(found, labels)
+    losses = rowwise.cross_entropy_(found, labels)
     assert losses.dtype == torch.float32
     scale = logits.abs().max().double().clamp(min=1)  # a loss is a difference of two logits
     assert ((losses.double() - expected).abs() <= 2e-6 * scale).all()
@@ -51,15 +51,15 @@ def test_cross_entropy_of_extreme_logits_stays_finite_and_right(dtype: torch.dty
         for label in range(3):
             logits = torch.tensor([row], dtype=dtype)
             check_entropy(logits, torch.tensor([label]))
-            assert rows.cross_entropy_(logits, torch.tensor([label])).isfinite().all()
+            assert rowwise.cross_entropy_(logits, torch.tensor([label])).isfinite().all()
     only = torch.tensor([[5.0]], dtype=dtype)
-    assert rows.cross_entropy_(only, torch.tensor([0])).item() == 0
+    assert rowwise.cross_entropy_(only, torch.tensor([0])).item() == 0
     assert only.item() == 0
 
 
 def test_a_hidden_class_has_no_weight_and_a_wanted_one_an_infinite_loss() -> None:
     logits = torch.tensor([[0.0, -torch.inf], [0.0, -torch.inf]])
-    losses = rows.cross_entropy_(logits, torch.tensor([0, 1]))
+    losses = rowwise.cross_entropy_(logits, torch.tensor([0, 1]))
     assert losses.tolist() == [0, torch.inf]
     assert (logits[0].abs() < 1e-37).all()
 
@@ -67,15 +67,15 @@ def test_a_hidden_class_has_no_weight_and_a_wanted_one_an_infinite_loss() -> Non
 @pytest.mark.parametrize("label", [-1, -100, 5, 2**40])
 def test_a_label_outside_the_vocabulary_is_refused(label: int) -> None:
     with pytest.raises(IndexError, match="outside the vocabulary of 5"):
-        rows.cross_entropy_(torch.zeros(2, 5), torch.tensor([0, label]))
+        rowwise.cross_entropy_(torch.zeros(2, 5), torch.tensor([0, label]))
 
 
 def test_labels_that_do_not_fit_the_rows_are_refused() -> None:
     for labels in (torch.zeros(3).long(), torch.zeros(2).int(), torch.zeros(2, 1).long()):
         with pytest.raises(ValueError, match="2 rows need so many int64 labels"):
-            rows.cross_entropy_(torch.zeros(2, 5), labels)
+            rowwise.cross_entropy_(torch.zeros(2, 5), labels)
     with pytest.raises(ValueError, match="must be contiguous"):
-        rows.cross_entropy_(torch.zeros(5, 2).t(), torch.zeros(2).long())
+        rowwise.cross_entropy_(torch.zeros(5, 2).t(), torch.zeros(2).long())
 
 
 def test_strided_labels_are_read_in_their_order() -> None:
@@ -91,7 +91,7 @@ def test_a_logit_that_is_not_finite_shows_in_loss_and_gradient(
 ) -> None:
     logits = numbers(3, 50, dtype=dtype)
     logits[1, 33] = bad
-    losses = rows.cross_entropy_(logits, torch.tensor([1, 2, 3]))
+    losses = rowwise.cross_entropy_(logits, torch.tensor([1, 2, 3]))
     assert losses.isfinite().tolist() == [True, False, True]
     assert logits.isfinite().all(dim=1).tolist() == [True, False, True]
 
@@ -113,7 +113,7 @@ def test_ten_updates_are_those_of_torch_in_float64(half: bool, clip: float) -> N
         optimizer.step()
         rate, root = lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
         rule = (rate, 1 - lr * decay, beta1, beta2, root, eps, clip)
-        rows.adamw_(weight, grad, first, second, copy, rule)
+        rowwise.adamw_(weight, grad, first, second, copy, rule)
         moved = (reference - start.double()).abs().max()
         assert (weight - reference).abs().max() <= 2e-5 * moved + 2**-24 * step * weight.abs().max()
     assert torch.equal(copy, weight.bfloat16())
@@ -126,7 +126,7 @@ def test_an_update_moves_turned_tensors_and_refuses_what_lies_otherwise() -> Non
     rule = (0.1, 1.0, 0.9, 0.999, 1.0, 1e-8, 1.0)
 
     def moved(*tensors: Tensor) -> Tensor:
-        rows.adamw_(*tensors, None, rule)
+        rowwise.adamw_(*tensors, None, rule)
         return tensors[0]
 
     grad, zero = numbers(3, 5), torch.zeros(3, 5)
@@ -139,13 +139,13 @@ def test_an_update_moves_turned_tensors_and_refuses_what_lies_otherwise() -> Non
     with pytest.raises(ValueError, match="without gaps"):
         moved(*[torch.zeros(3, 10)[:, ::2]] * 4)
     with pytest.raises(ValueError, match="without gaps"):
-        rows.squares([torch.zeros(3, 10)[:, ::2]])
+        rowwise.squares([torch.zeros(3, 10)[:, ::2]])
 
 
 def test_an_update_by_a_nan_shows_it() -> None:
     grad, rule = torch.tensor([1.0, torch.nan]), (0.1, 1.0, 0.9, 0.999, 1.0, 1e-8, 1.0)
     weight, first, second = torch.ones(2), torch.zeros(2), torch.zeros(2)
-    rows.adamw_(weight, grad, first, second, None, rule)
+    rowwise.adamw_(weight, grad, first, second, None, rule)
     assert all(t.isnan().tolist() == [False, True] for t in (weight, first, second))
 
 
@@ -153,6 +153,6 @@ def test_an_update_by_a_nan_shows_it() -> None:
 def test_squares_are_summed_over_all_tensors_and_show_a_nan(dtype: torch.dtype) -> None:
     tensors = [numbers(*s, dtype=dtype) for s in ((1,), (4097,), (3, 4096), (0,))]
     expected = sum(float(t.double().square().sum()) for t in tensors)
-    assert rows.squares(tensors) == pytest.approx(expected, rel=1e-6)
+    assert rowwise.squares(tensors) == pytest.approx(expected, rel=1e-6)
     tensors[1][4000] = torch.nan
-    assert rows.squares(tensors) != rows.squares(tensors)
+    assert rowwise.squares(tensors) != rowwise.squares(tensors)

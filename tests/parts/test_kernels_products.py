@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hasten.parts import fused_functions
-from hasten.parts.kernels import tiles
+from hasten.parts.kernels import amx
+from hasten.parts.nn import fused_functions
 
-pytestmark = pytest.mark.skipif(not tiles.library().library, reason=tiles.library().reason)
+pytestmark = pytest.mark.skipif(not amx.library().library, reason=amx.library().reason)
 orientations = pytest.mark.parametrize(
     ("a_turned", "b_turned"), list(itertools.product([False, True], repeat=2))
 )
@@ -55,7 +55,7 @@ def test_a_product_is_right_in_every_orientation(
     a_turned: bool, b_turned: bool, m: int, n: int, k: int
 ) -> None:
     a, b = numbers(m, k), numbers(k, n, seed=1)
-    found = tiles.product(given_as(a, a_turned), given_as(b, b_turned), a_turned, b_turned)
+    found = amx.product(given_as(a, a_turned), given_as(b, b_turned), a_turned, b_turned)
     assert found.dtype == torch.bfloat16
     check_product(found, a, b)
 
@@ -72,7 +72,7 @@ def test_a_product_is_written_or_added(
     arguments = (given_as(a, a_turned), given_as(b, b_turned), a_turned, b_turned)
     for add in (False, True):
         out = before.clone()
-        tiles.product_into(out, *arguments, add=add)
+        amx.product_into(out, *arguments, add=add)
         check_product(out, a, b, before if add else None)
 
 
@@ -88,34 +88,34 @@ def test_views_are_read_and_written_in_place(a_turned: bool, b_turned: bool) -> 
         for room, m, t in ((wide[0], a, a_turned), (wide[1], b, b_turned))
     ]
     around = torch.full((70, 100), 3.0)
-    tiles.product_into(around[9:59, 11:71], *views, a_turned, b_turned)
+    amx.product_into(around[9:59, 11:71], *views, a_turned, b_turned)
     check_product(around[9:59, 11:71], a, b)
     around[9:59, 11:71] = 3
     assert (around == 3).all(), "nothing beside the view is written"
     # Neither side is contiguous here: it is copied first.
     sparse = numbers(100, 180)[::2, ::2]
-    check_product(tiles.product(sparse, b, False, False), sparse, b)
+    check_product(amx.product(sparse, b, False, False), sparse, b)
 
 
 @pytest.mark.parametrize("size", [(0, 5, 7), (5, 0, 7), (5, 7, 0)], ids=str)
 def test_a_sum_of_nothing_is_zero(size: tuple[int, int, int]) -> None:
     m, n, k = size
     out = torch.ones(m, n)
-    tiles.product_into(out, numbers(m, k), numbers(k, n), False, False, add=True)
+    amx.product_into(out, numbers(m, k), numbers(k, n), False, False, add=True)
     assert (out == 1).all()
-    assert (tiles.product(numbers(m, k), numbers(k, n), False, False) == 0).all()
+    assert (amx.product(numbers(m, k), numbers(k, n), False, False) == 0).all()
 
 
 def test_what_does_not_multiply_is_refused() -> None:
     a = numbers(4, 5)
     with pytest.raises(ValueError, match="no side in common"):
-        tiles.product(a, a, False, False)
+        amx.product(a, a, False, False)
     with pytest.raises(ValueError, match="is not"):
-        tiles.product_into(torch.empty(4, 5), a, a, False, True)
+        amx.product_into(torch.empty(4, 5), a, a, False, True)
     with pytest.raises(ValueError, match="products are of bf16 matrices"):
-        tiles.product(a.float(), a.float(), False, True)
+        amx.product(a.float(), a.float(), False, True)
     with pytest.raises(ValueError, match="rows in one piece"):
-        tiles.product_into(torch.empty(4, 4).t(), a, a, False, True)
+        amx.product_into(torch.empty(4, 4).t(), a, a, False, True)
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 200, 1100, 2111])
@@ -144,19 +144,19 @@ def test_a_product_shows_a_nan_in_its_row_alone() -> None:
     a, b = numbers(70, 80), numbers(80, 90)
     a[40, 33] = torch.nan
     for turned in (False, True):
-        found = tiles.product(given_as(a, turned), b, turned, False)
+        found = amx.product(given_as(a, turned), b, turned, False)
         assert found[40].isnan().all()
         assert found.isnan().sum() == 90
 
 
 def operators() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     return {
-        "product": (tiles.product, (numbers(5, 6), numbers(6, 7), False, False)),
-        "product turned": (tiles.product, (numbers(6, 5), numbers(7, 6), True, True)),
+        "product": (amx.product, (numbers(5, 6), numbers(6, 7), False, False)),
+        "product turned": (amx.product, (numbers(6, 5), numbers(7, 6), True, True)),
     }
 
 
-@pytest.mark.parametrize("name", operators() if tiles.library().library else [])
+@pytest.mark.parametrize("name", operators() if amx.library().library else [])
 def test_each_operator_keeps_its_word_to_torch(name: str) -> None:
     operator, arguments = operators()[name]
     torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hasten.parts import fused_functions
-from hasten.parts.kernels import rows
+from hasten.parts.kernels import rowwise
+from hasten.parts.nn import fused_functions
 
-pytestmark = pytest.mark.skipif(not rows.library().library, reason=rows.library().reason)
+pytestmark = pytest.mark.skipif(not rowwise.library().library, reason=rowwise.library().reason)
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-8 + 2e-6}
 formats = pytest.mark.parametrize("dtype", list(BOUND), ids=str)
 sizes = st.integers(1, 70)
@@ -98,7 +98,7 @@ def test_a_gate_and_its_gradients_are_the_formulas(
 
 @formats
 def test_several_threads_compute_the_same(dtype: torch.dtype, monkeypatch: Any) -> None:
-    monkeypatch.setattr(rows, "WORTH_THREADS", 1)
+    monkeypatch.setattr(rowwise, "WORTH_THREADS", 1)
     torch.set_num_threads(2)
     for count in (1, 2, 3, 33):
         check_norm(numbers(count, 17, dtype=dtype), numbers(17, dtype=dtype, seed=1))
@@ -128,9 +128,9 @@ def test_an_expanded_gradient_counts_like_a_copy(dtype: torch.dtype) -> None:
 @formats
 def test_the_gradient_that_came_past_the_norm_is_added(dtype: torch.dtype) -> None:
     x, weight, grad, past = (numbers(*s, dtype=dtype) for s in ((4, 7), (7,), (4, 7), (4, 7)))
-    _, inverse = rows.rms_norm(x, weight, 1e-5)
-    alone, _ = rows.rms_norm_backward(grad, x, weight, inverse, None)
-    both, _ = rows.rms_norm_backward(grad, x, weight, inverse, past)
+    _, inverse = rowwise.rms_norm(x, weight, 1e-5)
+    alone, _ = rowwise.rms_norm_backward(grad, x, weight, inverse, None)
+    both, _ = rowwise.rms_norm_backward(grad, x, weight, inverse, past)
     bound = 2 * BOUND[dtype]  # the norm's own gradient was rounded before it was added here
     assert ((both - alone.double() - past.double()).abs() <= bound * both.abs().max()).all()
 
@@ -138,7 +138,7 @@ def test_the_gradient_that_came_past_the_norm_is_added(dtype: torch.dtype) -> No
 @formats
 def test_the_inverse_root_is_kept_in_float32(dtype: torch.dtype) -> None:
     x = numbers(6, 11, dtype=dtype)
-    _, inverse = rows.rms_norm(x, x[0], 1e-5)
+    _, inverse = rowwise.rms_norm(x, x[0], 1e-5)
     assert inverse.dtype == torch.float32
     assert near(inverse, (x.double().square().mean(-1) + 1e-5).rsqrt())
 
@@ -184,8 +184,8 @@ def test_rotation_is_a_complex_product_in_every_layout(
 @pytest.mark.parametrize("pairs_out", [False, True])
 def test_turning_back_undoes_a_rotation(pairs_in: bool, pairs_out: bool) -> None:
     x, (cos, sin) = numbers(9, 3, 14), tables(9, 5)
-    there = rows.rotate(x, cos, sin, pairs_in, pairs_out, False)
-    assert near(rows.rotate(there, cos, sin, pairs_out, pairs_in, True), x.double())
+    there = rowwise.rotate(x, cos, sin, pairs_in, pairs_out, False)
+    assert near(rowwise.rotate(there, cos, sin, pairs_out, pairs_in, True), x.double())
 
 
 @formats
@@ -196,7 +196,7 @@ def test_rotation_reads_views_and_tables_of_either_format(dtype: torch.dtype) ->
         for table in (torch.float32, torch.bfloat16):
             c, s = (t[: len(view), :m].to(table) for t in (cos, sin))
             expected = turned(view.double(), c.double(), s.double(), True, False)
-            assert near(rows.rotate(view, c, s, True, False, False), expected)
+            assert near(rowwise.rotate(view, c, s, True, False, False), expected)
 
 
 @formats
@@ -243,39 +243,39 @@ def test_a_gradient_of_nan_stays_one(dtype: torch.dtype) -> None:
 
 def test_formats_that_the_loops_do_not_know_are_told_apart() -> None:
     x = torch.zeros(2, 3)
-    known = [rows.fits(*t) for t in ((x, x), (x.double(),), (x, x.bfloat16()), (x.to("meta"),))]
+    known = [rowwise.fits(*t) for t in ((x, x), (x.double(),), (x, x.bfloat16()), (x.to("meta"),))]
     assert known == [True, False, False, False]
     with pytest.raises(ValueError, match="float32 and bfloat16, not"):
-        rows.swiglu(x.double(), x.double())
+        rowwise.swiglu(x.double(), x.double())
 
 
 def test_sizes_that_do_not_belong_together_are_refused() -> None:
     x, (cos, sin) = numbers(4, 6), tables(4, 2)
     with pytest.raises(ValueError, match=r"a weight \(5,\) in torch.float32 is none for rows"):
-        rows.rms_norm(x, numbers(5), 1e-5)
+        rowwise.rms_norm(x, numbers(5), 1e-5)
     with pytest.raises(ValueError, match="is none for rows"):
-        rows.rms_norm(x, numbers(6).bfloat16(), 1e-5)
+        rowwise.rms_norm(x, numbers(6).bfloat16(), 1e-5)
     with pytest.raises(ValueError, match=r"a gate \(4, 6\) in torch.float32 is none for \(4, 1\)"):
-        rows.swiglu(x, x[:, :1])
+        rowwise.swiglu(x, x[:, :1])
     for c, s in ((cos[:3], sin[:3]), (cos, sin.bfloat16()), (cos, sin[:, :1]), tables(4, 4)):
         with pytest.raises(ValueError, match="can't turn"):
-            rows.rotate(x.view(4, 1, 6), c, s, True, True, False)
+            rowwise.rotate(x.view(4, 1, 6), c, s, True, True, False)
 
 
 def operators() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     x, weight, (cos, sin) = numbers(4, 6), numbers(6), tables(4, 2)
-    y, inverse = rows.rms_norm(x, weight, 1e-5)
+    y, inverse = rowwise.rms_norm(x, weight, 1e-5)
     return {
-        "rms_norm": (rows.rms_norm, (x, weight, 1e-5)),
-        "rms_norm_backward": (rows.rms_norm_backward, (y, x, weight, inverse, x)),
-        "swiglu": (rows.swiglu, (x, y)),
-        "swiglu_backward": (rows.swiglu_backward, (x, y, x)),
-        "rotate": (rows.rotate, (x.view(4, 1, 6), cos, sin, True, False, False)),
-        "cross_entropy_": (rows.cross_entropy_, (x, torch.tensor([0, 1, 2, 5]))),
+        "rms_norm": (rowwise.rms_norm, (x, weight, 1e-5)),
+        "rms_norm_backward": (rowwise.rms_norm_backward, (y, x, weight, inverse, x)),
+        "swiglu": (rowwise.swiglu, (x, y)),
+        "swiglu_backward": (rowwise.swiglu_backward, (x, y, x)),
+        "rotate": (rowwise.rotate, (x.view(4, 1, 6), cos, sin, True, False, False)),
+        "cross_entropy_": (rowwise.cross_entropy_, (x, torch.tensor([0, 1, 2, 5]))),
     }
 
 
-@pytest.mark.parametrize("name", operators() if rows.library().library else [])
+@pytest.mark.parametrize("name", operators() if rowwise.library().library else [])
 def test_each_operator_keeps_its_word_to_torch(name: str) -> None:
     operator, arguments = operators()[name]
     torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))

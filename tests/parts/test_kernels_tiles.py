@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hasten.parts import fused_functions
-from hasten.parts.document_attention import attend
-from hasten.parts.kernels import tiles
+from hasten.parts.kernels import amx
+from hasten.parts.nn import fused_functions
+from hasten.parts.nn.attention import attend
 
-pytestmark = pytest.mark.skipif(not tiles.library().library, reason=tiles.library().reason)
+pytestmark = pytest.mark.skipif(not amx.library().library, reason=amx.library().reason)
 HALF = 2**-8  # of a bf16 number: half a unit in its last place
 
 
@@ -102,7 +102,7 @@ def test_attention_takes_every_length_around_its_blocks(length: int) -> None:
 def test_the_logarithm_of_each_rows_sum_is_kept_for_backward() -> None:
     lengths = (40, 0, 70)
     q, k, v = tensors(110, 2, 1, 16, 8)
-    _, lse = tiles.attention(q, k, v, starts_of(lengths), 0.3)
+    _, lse = amx.attention(q, k, v, starts_of(lengths), 0.3)
     start = 0
     for length in lengths:
         a, b = (t[start : start + length].double() for t in (q, k))
@@ -164,13 +164,13 @@ def test_one_number_that_is_not_finite_stays_visible(which: str, bad: float) -> 
 
 
 def test_the_bits_do_not_depend_on_the_number_of_threads(monkeypatch: Any) -> None:
-    monkeypatch.setattr(tiles, "WORTH_THREADS", 1)
+    monkeypatch.setattr(amx, "WORTH_THREADS", 1)
     given, grad = tensors(sum(LENGTHS), 4, 2, 24, 16), numbers(sum(LENGTHS), 4, 16)
     a, b = numbers(300, 400), numbers(400, 200)
     found = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        found.append([*passes(given, LENGTHS, grad), tiles.product(a, b, False, False)])
+        found.append([*passes(given, LENGTHS, grad), amx.product(a, b, False, False)])
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
@@ -210,14 +210,14 @@ def test_attention_of_a_model_runs_here_for_one_row_and_for_several(lengths: Any
 def operators() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     q, k, v = (t.detach() for t in tensors(20, 4, 2, 16, 8))
     starts = [0, 8, 20]
-    out, lse = tiles.attention(q, k, v, starts, 0.25)
+    out, lse = amx.attention(q, k, v, starts, 0.25)
     return {
-        "attention": (tiles.attention, (q, k, v, starts, 0.25)),
-        "backward": (tiles.attention_backward, (out, q, k, v, out, lse, starts, 0.25)),
+        "attention": (amx.attention, (q, k, v, starts, 0.25)),
+        "backward": (amx.attention_backward, (out, q, k, v, out, lse, starts, 0.25)),
     }
 
 
-@pytest.mark.parametrize("name", operators() if tiles.library().library else [])
+@pytest.mark.parametrize("name", operators() if amx.library().library else [])
 def test_each_operator_keeps_its_word_to_torch(name: str) -> None:
     operator, arguments = operators()[name]
     torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hasten.parts import drift_chunks
-from hasten.parts.codecs import codec
-from hasten.parts.drift import HEADER, Drift, DriftError, answered
-from hasten.parts.kernels import drift as compiled
+from hasten.parts.comm import drift_chunks
+from hasten.parts.comm.codecs import codec
+from hasten.parts.comm.drift import HEADER, Drift, DriftError, answered
+from hasten.parts.comm.local_steps import LocalSteps
+from hasten.parts.comm.streaming_local_sgd import MOST, TIMED_STEPS, Stream, needed
+from hasten.parts.kernels import local_sgd as compiled
 from hasten.parts.kernels.build import Built
-from hasten.parts.local_steps import LocalSteps
-from hasten.parts.stream import MOST, TIMED_STEPS, Stream, needed
 from local_rank_jobs import COARSE, NUMBERS, RATE, STEPS, gradient, tokens_of
 from ranks import on_ranks
 

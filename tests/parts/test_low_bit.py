@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hasten.parts import low_bit
-from hasten.parts.low_bit import (
+from hasten.parts.optim import low_bit
+from hasten.parts.optim.low_bit import (
     BLOCK,
     below,
     noise,

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.parts import machine_rates
-from hasten.parts.datasheet import RECALLED, datasheet
-from hasten.parts.machine_rates import CopyRate, MachineRates, ProductRate, measure
+from hasten.machine import machine_rates
+from hasten.machine.datasheet import RECALLED, datasheet
+from hasten.machine.machine_rates import CopyRate, MachineRates, ProductRate, measure
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from transformers import AutoModelForCausalLM
 
-from hasten.parts.master_weights import MasterWeights
+from hasten.parts.optim.master_weights import MasterWeights
 from tiny import ARCHITECTURES, tiny_config, tiny_model
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hasten.parts.memory_needs import routed_weights
-from hasten.search.architecture import Architecture
+from hasten.models.architecture import Architecture
+from hasten.models.memory import routed_weights
 
 
 @pytest.mark.parametrize("name", ["deepseek-v2-lite", "deepseek-v3"])

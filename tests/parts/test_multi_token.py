@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hasten.parts.collate import packed, padded
-from hasten.parts.document_attention import use_document_attention
-from hasten.parts.hugging_face import causal_lm, trunk
-from hasten.parts.losses import LabelOnlyLoss, ObjectiveLoss, WholeLogitsLoss
-from hasten.parts.multi_token import MultiToken, minimise_too, same_document
-from hasten.parts.records import TokenRecord, token_record
+from hasten.parts.data.collate import packed, padded
+from hasten.parts.data.records import TokenRecord, token_record
+from hasten.parts.nn.attention import use_document_attention
+from hasten.parts.nn.causal_lm import causal_lm, trunk
+from hasten.parts.nn.losses import LabelOnlyLoss, ObjectiveLoss, WholeLogitsLoss
+from hasten.parts.nn.multi_token import MultiToken, minimise_too, same_document
 from tiny import ARCHITECTURES, records, tiny_config, tiny_model
 
 DATA = [*records(4, seed=3, longest=12), token_record([5]), token_record([7, 8])]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hasten.parts.nvml import Description, Gpus, Reading
+from hasten.machine.gpu import Description, Gpus, Reading
 
 WRONG = 3  # NVML_ERROR_NOT_SUPPORTED
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hasten.parts.packing import choose_method, lower_bound, pack_lengths, plan_rows
+from hasten.parts.data.packing import choose_method, lower_bound, pack_lengths, plan_rows
 
 ROW = 4096
 Sizes = NDArray[np.int64]

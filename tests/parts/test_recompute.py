@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
-from hasten.parts.losses import WholeLogitsLoss
-from hasten.parts.recompute import BlockRecompute, chosen, decoder_blocks, saved_bytes
+from hasten.parts.nn.losses import WholeLogitsLoss
+from hasten.parts.nn.recompute import BlockRecompute, chosen, decoder_blocks, saved_bytes
 from tiny import ARCHITECTURES, VOCABULARY, tiny_config
 
 MODES: dict[str, dict[str, Any]] = {

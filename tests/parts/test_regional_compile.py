@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hasten.parts.collate import packed, padded
-from hasten.parts.document_attention import use_document_attention
-from hasten.parts.losses import WholeLogitsLoss
-from hasten.parts.recompute import BlockRecompute
-from hasten.parts.regional_compile import CompiledBlocks, filled
+from hasten.parts.data.collate import packed, padded
+from hasten.parts.nn.attention import use_document_attention
+from hasten.parts.nn.compile import CompiledBlocks, filled
+from hasten.parts.nn.losses import WholeLogitsLoss
+from hasten.parts.nn.recompute import BlockRecompute
 from tiny import records, tiny_model
 
 counters = torch._dynamo.utils.counters

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hasten.parts.collate import IGNORED, packed, padded
-from hasten.parts.losses import WholeLogitsLoss
-from hasten.parts.recompute import BlockRecompute
-from hasten.parts.routing import (
+from hasten.parts.data.collate import IGNORED, packed, padded
+from hasten.parts.nn.losses import WholeLogitsLoss
+from hasten.parts.nn.recompute import BlockRecompute
+from hasten.parts.nn.router_balance import (
     FILLER,
     RouterBalance,
     load_ratios,

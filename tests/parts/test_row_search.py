@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.parts.row_search import exact_fit
+from hasten.parts.data.row_search import exact_fit
 
 ways = pytest.mark.parametrize("fewest", [False, True])
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from hasten.parts.compression.settings import Settings
-from hasten.parts.compression.sharded import ShardedGradients, row_codec
-from hasten.parts.layout.shard_groups import ShardGroup, Weight, rows_of, values_of
+from hasten.parts.comm.settings import Settings
+from hasten.parts.distributed.shard_groups import ShardGroup, Weight, rows_of, values_of
+from hasten.parts.distributed.sharded import ShardedGradients, row_codec
 from ranks import on_ranks
 from sharded_gradients_jobs import DENSE, METHODS, PASSES, STEPS
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hasten.parts import threads
+from hasten.machine import threads
 
 linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="core masks are Linux's")
 
@@ -94,7 +94,7 @@ def test_a_mask_holds_for_threads_that_ran_before_it_too() -> None:
 def test_variables_of_the_start_are_told_from_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HASTEN_SET_LATER", "1")
     assert "HASTEN_SET_LATER" not in threads.started_with()
-    code = "from hasten.parts.threads import started_with; print(started_with()['HASTEN_EARLY'])"
+    code = "from hasten.machine.threads import started_with; print(started_with()['HASTEN_EARLY'])"
     environment = {**os.environ, "HASTEN_EARLY": "a=b"}
     found = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True

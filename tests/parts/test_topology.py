@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from hasten.parts import collective_plan
-from hasten.parts.codecs import codec
-from hasten.parts.collective_plan import ADVISED, advice, rail_order
-from hasten.parts.link_model import (
+from hasten.parts.comm import collective_plan
+from hasten.parts.comm.codecs import codec
+from hasten.parts.comm.collective_plan import ADVISED, advice, rail_order
+from hasten.parts.comm.link_model import (
     CodecModel,
     break_even,
     bucket_bytes,
@@ -23,7 +23,7 @@ from hasten.parts.link_model import (
     leader,
     ways,
 )
-from hasten.parts.topology import (
+from hasten.parts.comm.topology import (
     CHOICES,
     NAMED,
     Link,

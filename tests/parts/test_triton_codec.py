@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from codec_cases import cases, same_bits
-from hasten.parts import codec_torch
+from hasten.parts.kernels import codec_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":  # Triton reads it while it is imported, which other tests may do before
@@ -47,12 +47,12 @@ pytestmark = [
 def test_triton_codes_have_the_bits_of_torchs(
     flat: Tensor, block: int, bits: int, seed: int | None, on_bf16: bool, with_rest: bool
 ) -> None:
-    from hasten.parts.kernels import triton_codec
+    from hasten.parts.kernels import codec_triton
 
     flat = (flat.bfloat16() if on_bf16 else flat).to(DEVICE)
     rest = torch.full((len(flat),), 0.01, device=DEVICE) if with_rest else None
     found = []
-    for way in (triton_codec, codec_torch):
+    for way in (codec_triton, codec_reference):
         blocks, n = -(-len(flat) // block), len(flat)
         codes = torch.zeros(blocks * block * bits // 8, dtype=torch.uint8, device=DEVICE)
         scales = torch.zeros(blocks, dtype=torch.int16, device=DEVICE)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hasten.parts.weight_average import WeightAverage
+from hasten.parts.optim.weight_average import WeightAverage
 
 
 def weights(step: int) -> list[Tensor]:

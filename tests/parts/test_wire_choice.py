@@ -9,8 +9,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.parts.roll_call import RollCall, of_an_exchange
-from hasten.parts.wire_choice import Pace, share_saved, together
+from hasten.parts.comm.roll_call import RollCall, of_an_exchange
+from hasten.parts.comm.route_choice import Pace, share_saved, together
 
 seconds = st.floats(0.001, 100.0)
 GLOO = "[third_party/gloo/gloo/transport/tcp/pair.cc:1] Connection closed by peer"

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compression_trap_jobs import LIMIT
-from hasten.parts.chunked_topk import ChunkedTopK
-from hasten.parts.codecs import codec
-from hasten.parts.compression.error_feedback import Memory, Piece, Pieces, numbers, parts_of
-from hasten.parts.wire_message import ALIGNED
+from hasten.parts.comm.chunked_topk import ChunkedTopK
+from hasten.parts.comm.codecs import codec
+from hasten.parts.comm.error_feedback import Memory, Piece, Pieces, numbers, parts_of
+from hasten.parts.comm.wire_message import ALIGNED
 from ranks import on_ranks
 
 pytestmark = pytest.mark.waits

@@ -15,10 +15,17 @@ from hasten.core.facts import Facts
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.machine.host import Accelerator
-from hasten.parts.flops import model_flops
-from hasten.parts.machine_rates import MachineRates, ProductRate
-from hasten.recipe import ceiling
-from hasten.recipe.ceiling import ceiling_of, meter_of, mfu_words, read_rates, settle, write_rates
+from hasten.machine.machine_rates import MachineRates, ProductRate
+from hasten.models.flops import model_flops
+from hasten.recipe import peak_flops
+from hasten.recipe.peak_flops import (
+    ceiling_of,
+    meter_of,
+    mfu_words,
+    read_rates,
+    settle,
+    write_rates,
+)
 from hasten.recipe.schema import Recipe
 from tiny import tiny_model
 
@@ -100,7 +107,7 @@ def test_measure_is_done_once_per_folder_and_anew_on_another_machine(
 ) -> None:
     calls: list[dict[str, Any]] = []
     given = [rates(), rates(device_name="another")]
-    monkeypatch.setattr(ceiling, "measure", lambda **asked: calls.append(asked) or given[0])
+    monkeypatch.setattr(peak_flops, "measure", lambda **asked: calls.append(asked) or given[0])
     wish, said = recipe(tmp_path, ceiling="measure"), list[str]()
     settle(wish, ON_CPU, said.append)
     settle(wish, ON_CPU, said.append)
@@ -118,7 +125,7 @@ def test_measure_is_done_once_per_folder_and_anew_on_another_machine(
 def test_ranks_never_measure_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ceiling, "measure", lambda **asked: pytest.fail("measured"))
+    monkeypatch.setattr(peak_flops, "measure", lambda **asked: pytest.fail("measured"))
     settle(recipe(tmp_path, ceiling="measure"), replace(ON_CPU, world=World(1, 1, 2)))
 
 

@@ -13,10 +13,10 @@ from hasten.core.evaluate import Evaluation
 from hasten.core.spikes import SpikePolicy, SpikeWatch
 from hasten.errors import InputError
 from hasten.recipe.faults import set_guards, supervision_of, watch_notices
+from hasten.recipe.prepare import evaluations_before
 from hasten.recipe.schema import recipe_from
-from hasten.recipe.starting import evaluations_before
-from hasten.run_folder import Lines, clear_the_way, keep_lines_until
 from hasten.techniques.checkpoint import Checkpoints
+from hasten.training.run_folder import Lines, clear_the_way, keep_lines_until
 from tiny import language_job, session_of
 
 GOOD = {"model": "deepseek-llm-tiny", "dataset": "stdlib", "max_steps": 3}
@@ -31,7 +31,7 @@ def test_the_keys_reach_the_supervisor() -> None:
     found = supervision_of(recipe(**keys))
     assert (found.max_restarts, found.fewest, found.spares) == (4, 2, None)
     assert (found.limits.hang, found.limits.start) == (9, 8)
-    assert supervision_of(recipe(warm_restarts=True)).spares == "hasten.cli.spare"
+    assert supervision_of(recipe(warm_restarts=True)).spares == "hasten.cli.standby_rank"
 
 
 def test_loss_spike_takes_its_settings_and_goes_through_yaml() -> None:

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from foreign_configs import ACCELERATE, AXOLOTL, LLAMA_FACTORY, TRAINING_ARGUMENTS
 from hasten.cli.import_ import import_
 from hasten.errors import InputError
-from hasten.parts.bf16_gain import Gain
-from hasten.recipe.importing import FORMATS, Imported, read
-from hasten.recipe.plain_yaml import check_keys
+from hasten.parts.nn.bf16_gain import Gain
+from hasten.recipe.importers import FORMATS, Imported, read
 from hasten.recipe.schema import load_recipe
-from hasten.run import train
+from hasten.recipe.yaml_reader import check_keys
 from hasten.techniques import precision
+from hasten.training.run import train
 from material import dataset
 
 

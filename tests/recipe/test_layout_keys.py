@@ -11,10 +11,10 @@ from hasten.errors import InputError
 from hasten.recipe.build import requested_plan
 from hasten.recipe.schema import Recipe, recipe_from
 from hasten.techniques.checkpoint import Checkpoints
-from hasten.techniques.layout import DDP
-from hasten.techniques.layout_hybrid import Hybrid
-from hasten.techniques.layout_sharded import FSDP2
-from hasten.techniques.layout_tensor import TensorParallel
+from hasten.techniques.layout.ddp import DDP
+from hasten.techniques.layout.fsdp import FSDP2
+from hasten.techniques.layout.hybrid import Hybrid
+from hasten.techniques.layout.tensor import TensorParallel
 
 
 def read(**keys: Any) -> Recipe:

@@ -15,9 +15,9 @@ from hasten.core.plan import Plan
 from hasten.core.setup import Setup, prepare
 from hasten.core.technique import Technique
 from hasten.errors import InputError
-from hasten.parts.memory_needs import ModelSize, activation_bytes, state_bytes
-from hasten.recipe import memory_budget
-from hasten.recipe.memory_budget import MemoryRanOutError, advising, settle_memory
+from hasten.models.memory import ModelSize, activation_bytes, state_bytes
+from hasten.recipe import memory_check
+from hasten.recipe.memory_check import MemoryRanOutError, advising, settle_memory
 from hasten.recipe.schema import Recipe
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
@@ -85,7 +85,7 @@ RECIPE = Recipe(model="deepseek-llm-tiny", dataset="stdlib", max_steps=1, from_s
 
 
 def test_the_needs_are_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_budget, "room_of", lambda known: 64e9)
+    monkeypatch.setattr(memory_check, "room_of", lambda known: 64e9)
     said: list[str] = []
     settle_memory(RECIPE, setup_of(), said.append)
     assert len(said) == 1
@@ -94,14 +94,14 @@ def test_the_needs_are_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_can_not_fit_is_refused_with_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_budget, "room_of", lambda known: 13e9)
+    monkeypatch.setattr(memory_check, "room_of", lambda known: 13e9)
     with pytest.raises(InputError, match=r"take 16.0 GB on each rank.*cpu has 13.0 GB") as error:
         settle_memory(RECIPE, setup_of(), lambda text: None)
     assert "with compact_adamw in the plan it would be about 12.7 GB" in str(error.value)
 
 
 def test_what_is_in_the_plan_is_not_advised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_budget, "room_of", lambda known: 1e9)
+    monkeypatch.setattr(memory_check, "room_of", lambda known: 1e9)
     with pytest.raises(InputError) as error:
         settle_memory(RECIPE, setup_of(Plan([CompactAdamW()])), lambda text: None)
     assert "compact_adamw" not in str(error.value)
@@ -111,7 +111,7 @@ def test_what_is_in_the_plan_is_not_advised(monkeypatch: pytest.MonkeyPatch) -> 
 def test_lora_keeps_the_base_without_gradients_and_moments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory_budget, "room_of", lambda known: 64e9)
+    monkeypatch.setattr(memory_check, "room_of", lambda known: 64e9)
     lora = RECIPE.model_copy(update={"finetuning_type": "lora"})
     said: list[str] = []
     settle_memory(lora, setup_of(), said.append)
@@ -139,7 +139,7 @@ def test_other_errors_stay_what_they_are() -> None:
 
 
 def test_a_tiny_run_says_so(tmp_path: Path) -> None:
-    assert memory_budget.room_of(job_facts(language_job())) > 1e8
+    assert memory_check.room_of(job_facts(language_job())) > 1e8
 
 
 @given(st.integers(0, 10**12), st.floats(-10, 10), st.floats(0, 1), st.integers(1, 64))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hasten.core.plan import Plan
 from hasten.errors import InputError
-from hasten.recipe.presets import entries_of, names, preset, preset_of
+from hasten.recipe.preset_plans import entries_of, names, preset, preset_of
 from hasten.recipe.price import Price, cost_of
 from hasten.recipe.schema import Recipe, recipe_from
 from hasten.techniques import CATALOGUE

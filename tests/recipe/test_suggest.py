@@ -15,12 +15,12 @@ from hasten.cli.init import init
 from hasten.core.facts import Facts
 from hasten.errors import InputError
 from hasten.machine.host import Accelerator
-from hasten.parts.bf16_gain import Gain
+from hasten.parts.nn.bf16_gain import Gain
 from hasten.recipe import suggest as module
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.suggest import suggest
-from hasten.run import train
 from hasten.techniques import precision
+from hasten.training.run import train
 from material import dataset
 
 CHANGES = ["max_steps=2", "max_records=80", "vocabulary=400", "cutoff_len=64"]

@@ -12,13 +12,13 @@ from hasten.core.slot import Slot
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.machine.host import hardware
-from hasten.parts.layout.pipeline_schedules import VIRTUAL
+from hasten.parts.distributed.pipeline.schedules import VIRTUAL
+from hasten.planner.candidate import Candidate, Span, beyond_trainer, recipe_lines, words
+from hasten.planner.layout import Layout
+from hasten.planner.planning import plan
+from hasten.planner.reasons import read_layout
 from hasten.recipe.build import requested_plan
 from hasten.recipe.schema import Recipe
-from hasten.search.candidate import Candidate, Span, beyond_trainer, recipe_lines, words
-from hasten.search.layout import Layout
-from hasten.search.planning import plan
-from hasten.search.reasons import read_layout
 from search.usual import JOB, MODEL, PLAIN, SPARSE, TWO
 
 

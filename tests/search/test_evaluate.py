@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from hasten.errors import InputError
-from hasten.search.constants import calibrated
-from hasten.search.evaluate import evaluate
+from hasten.planner.constants import calibrated
+from hasten.planner.evaluate import evaluate
 
 MEASUREMENTS = Path(__file__).parents[2] / "benchmarks" / "planner" / "measurements.json"
 ROWS = json.loads(MEASUREMENTS.read_text(encoding="utf-8"))
@@ -92,7 +92,7 @@ def test_a_measurement_that_is_none_is_listed_with_its_reason(
 
 
 def test_ranks_that_do_not_multiply_to_the_devices_follow_the_devices() -> None:
-    from hasten.search.records import read_record
+    from hasten.planner.records import read_record
 
     row = copy.deepcopy(ROWS[0])
     odd = read_record({**row, "tp": 2, "cp": 2, "dp": row["gpus"] // 2})
@@ -104,7 +104,7 @@ def test_ranks_that_do_not_multiply_to_the_devices_follow_the_devices() -> None:
     ("told", "word"), [(None, "none"), (False, "none"), (True, "full"), ("light", "light")]
 )
 def test_recomputation_is_read_as_people_write_it(told: object, word: str) -> None:
-    from hasten.search.records import read_record
+    from hasten.planner.records import read_record
 
     record = read_record({**ROWS[0], "recompute": told})
     assert record is not None
@@ -129,7 +129,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_unknown_recomputation_is_the_least_that_fits(tmp_path: Path) -> None:
-    from hasten.search.records import read_record
+    from hasten.planner.records import read_record
 
     row = copy.deepcopy(next(r for r in ROWS if r["stack"] == "maxtext"))
     record = read_record(row)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from hasten.errors import InputError
-from hasten.search import held_out
-from hasten.search.constants import Calibration, Constants, MemoryConstants, calibrated
-from hasten.search.fitting import Cases, fit_memory, fit_seconds
-from hasten.search.records import Record, read_records
+from hasten.planner import held_out
+from hasten.planner.constants import Calibration, Constants, MemoryConstants, calibrated
+from hasten.planner.fitting import Cases, fit_memory, fit_seconds
+from hasten.planner.records import Record, read_records
 
 MEASUREMENTS = Path(__file__).parents[2] / "benchmarks" / "planner" / "measurements.json"
 

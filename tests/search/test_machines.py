@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from hasten.cluster.config import TOPOLOGIES, CloudConfig
 from hasten.errors import InputError
-from hasten.parts.datasheet import datasheet
-from hasten.search.devices import DEVICES, device
-from hasten.search.machines import Cluster, own_machine
+from hasten.launch.cluster import TOPOLOGIES, CloudConfig
+from hasten.machine.datasheet import datasheet
+from hasten.machine.devices import DEVICES, device
+from hasten.planner.cluster import Cluster, own_machine
 
 # The driver's names of presets that the datasheet table of parts knows as well.
 SAME = {

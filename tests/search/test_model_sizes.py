@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from hasten.errors import InputError
+from hasten.models.architecture import Architecture
+from hasten.models.flops import config_flops
 from hasten.models.presets import PRESETS, build_config, preset
-from hasten.parts.flops import config_flops
-from hasten.search.architecture import Architecture
 
 LLAMA_8B = {
     "model_type": "llama",

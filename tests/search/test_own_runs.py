@@ -10,18 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
-from hasten.search.architecture import Architecture
-from hasten.search.constants import Calibration, Constants
-from hasten.search.devices import Device
-from hasten.search.layout import Job, Layout, Layouts
-from hasten.search.machines import Cluster
-from hasten.search.own_runs import (
-    OWN_STACK,
-    MachineFactors,
-    OwnRun,
-    calibrate_machine,
-)
-from hasten.search.predict import predict
+from hasten.machine.devices import Device
+from hasten.models.architecture import Architecture
+from hasten.planner.cluster import Cluster
+from hasten.planner.constants import Calibration, Constants
+from hasten.planner.layout import Job, Layout, Layouts
+from hasten.planner.own_runs import OWN_STACK, MachineFactors, OwnRun, calibrate_machine
+from hasten.planner.predict import predict
 
 MODEL = Architecture.from_config("deepseek-llm-tiny")
 CHIP = Device("a processor", 1.5e12, 64e9, 2e10, 1.25e8, per_node=2, units=2, reached16=1.5e12)

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
-from hasten.search.advice import _changed, devices, sensitivity, switches, what_if
-from hasten.search.architecture import Architecture, Experts
-from hasten.search.closing import closing, table
-from hasten.search.devices import DEVICES
-from hasten.search.layout import Job, Layout, Layouts
-from hasten.search.machines import Cluster
-from hasten.search.planning import ClusterPlan, plan
-from hasten.search.predict import predict
-from hasten.search.shaping import neighbours, shape_advice
-from hasten.search.words import changed_cluster, count_of, layout_fields
+from hasten.machine.devices import DEVICES
+from hasten.models.architecture import Architecture, Experts
+from hasten.planner.actual import closing, table
+from hasten.planner.advice import _changed, devices, sensitivity, switches, what_if
+from hasten.planner.cluster import Cluster
+from hasten.planner.layout import Job, Layout, Layouts
+from hasten.planner.planning import ClusterPlan, plan
+from hasten.planner.predict import predict
+from hasten.planner.shaping import neighbours, shape_advice
+from hasten.planner.words import changed_cluster, count_of, layout_fields
 from search.usual import JOB, MODEL, PLAIN
 
 

@@ -10,27 +10,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import hasten.search
-from hasten.cluster.config import CloudConfig
+import hasten.planner
 from hasten.errors import InputError
-from hasten.search.advice import what_if
-from hasten.search.architecture import Architecture
-from hasten.search.candidate import candidate
-from hasten.search.devices import DEVICES
-from hasten.search.layout import RECOMPUTE, SCHEDULES, Job, Layout, Layouts
-from hasten.search.machines import Cluster
-from hasten.search.planning import consider, pareto, plan
-from hasten.search.predict import predict
-from hasten.search.reasons import dominated, impossibilities, refusals, rejected, why_not
-from hasten.search.resimulate import dealt, pipeline_seconds, resimulated
-from hasten.search.schedules import SIMULATED, StageSeconds, impossible, orders, simulate
-from hasten.search.space import Space, enumerate_layouts
-from hasten.search.spending import WATTS, spending
+from hasten.launch.cluster import CloudConfig
+from hasten.machine.devices import DEVICES
+from hasten.models.architecture import Architecture
+from hasten.planner.advice import what_if
+from hasten.planner.candidate import candidate
+from hasten.planner.cluster import Cluster
+from hasten.planner.layout import RECOMPUTE, SCHEDULES, Job, Layout, Layouts
+from hasten.planner.planning import consider, pareto, plan
+from hasten.planner.predict import predict
+from hasten.planner.reasons import dominated, impossibilities, refusals, rejected, why_not
+from hasten.planner.resimulate import dealt, pipeline_seconds, resimulated
+from hasten.planner.schedules import SIMULATED, StageSeconds, impossible, orders, simulate
+from hasten.planner.space import Space, enumerate_layouts
+from hasten.planner.spending import WATTS, spending
 from search.usual import JOB, MODEL, PLAIN, SPARSE, TWO
 
 
 def test_it_is_reached_as_hasten_search_plan_with_a_cloud_config() -> None:
-    found = hasten.search.plan(
+    found = hasten.planner.plan(
         MODEL, CloudConfig(2, 8, "dgx_h100"), JOB, calibration=PLAIN, fewer_nodes=False
     )
     same = plan(MODEL, TWO, JOB, calibration=PLAIN, fewer_nodes=False)

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
-from hasten.search import compute
-from hasten.search.architecture import Architecture
-from hasten.search.constants import Calibration, Constants
-from hasten.search.devices import device
-from hasten.search.layout import PRECISIONS, RECOMPUTE, SCHEDULES, Job, Layout, Layouts
-from hasten.search.machines import Cluster
-from hasten.search.memory import LORA_SHARE, in_flight
-from hasten.search.predict import Prediction, predict, why
-from hasten.search.quantities import machine
+from hasten.machine.devices import device
+from hasten.models.architecture import Architecture
+from hasten.planner import compute
+from hasten.planner.cluster import Cluster
+from hasten.planner.constants import Calibration, Constants
+from hasten.planner.layout import PRECISIONS, RECOMPUTE, SCHEDULES, Job, Layout, Layouts
+from hasten.planner.memory import LORA_SHARE, in_flight
+from hasten.planner.numbers import machine
+from hasten.planner.predict import Prediction, predict, why
 
 DENSE = Architecture.from_config("deepseek-llm-7b")
 SPARSE = Architecture.from_config("deepseek-v2-lite")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
-from hasten.search.schedules import (
+from hasten.planner.schedules import (
     SIMULATED,
     Orders,
     StageSeconds,
@@ -19,7 +19,7 @@ from hasten.search.schedules import (
     orders,
     simulate,
 )
-from hasten.search.timetable import draw_schedule, drawing
+from hasten.planner.timetable import draw_schedule, drawing
 
 CASES = [
     (schedule, P, M, v)

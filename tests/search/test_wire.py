@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.search.architecture import Architecture
-from hasten.search.communication import gather_seconds, links, wire
-from hasten.search.constants import Constants
-from hasten.search.layout import Layout, Layouts
-from hasten.search.machines import Cluster
-from hasten.search.quantities import MachineNumbers, machine, numbers
+from hasten.models.architecture import Architecture
+from hasten.planner.cluster import Cluster
+from hasten.planner.communication import gather_seconds, links, wire
+from hasten.planner.constants import Constants
+from hasten.planner.layout import Layout, Layouts
+from hasten.planner.numbers import MachineNumbers, machine, numbers
 
 C = replace(Constants(), intra=1.0, inter=1.0, latency=1.0)
 CLUSTER = Cluster.preset("dgx_h100", 4)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hasten.search.architecture import Architecture, Experts
-from hasten.search.constants import Calibration
-from hasten.search.layout import Job
-from hasten.search.machines import Cluster
+from hasten.models.architecture import Architecture, Experts
+from hasten.planner.cluster import Cluster
+from hasten.planner.constants import Calibration
+from hasten.planner.layout import Job
 
 PLAIN = Calibration()  # before any fit: tests don't depend on measurements
 MODEL = Architecture("seven", 32, 4096, 32, 8, 128, 14336, 128256)

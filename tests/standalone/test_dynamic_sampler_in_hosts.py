@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
-from hasten.parts.collate import padded
-from hasten.parts.dynamic_sampler import DynamicBatchSampler
+from hasten.parts.data.collate import padded
+from hasten.parts.data.dynamic_sampler import DynamicBatchSampler
 from tiny import records, tiny_model
 
 DATA = records(30, seed=1)

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from hasten.parts import cut
-from hasten.parts.dynamic_batcher import DynamicBatcher
-from hasten.parts.dynamic_sampler import DynamicBatchSampler
-from hasten.parts.prefetcher import SmartPrefetcher
-from hasten.parts.row_order import PackedOrder
+from hasten.parts.data import cut
+from hasten.parts.data.dynamic_batcher import DynamicBatcher
+from hasten.parts.data.dynamic_sampler import DynamicBatchSampler
+from hasten.parts.data.prefetcher import SmartPrefetcher
+from hasten.parts.data.row_order import PackedOrder
 from ranks import on_ranks
 
 COUNT = 100_000

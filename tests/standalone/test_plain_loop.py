@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from hasten.parts import checkpoint, cut
-from hasten.parts.collate import packed, padded
-from hasten.parts.document_attention import use_document_attention
-from hasten.parts.losses import LabelOnlyLoss, WholeLogitsLoss
-from hasten.parts.master_weights import MasterWeights
-from hasten.parts.parameter_groups import decayed_groups
-from hasten.parts.records import TokenRecord
+from hasten.parts import checkpoint
+from hasten.parts.data import cut
+from hasten.parts.data.collate import packed, padded
+from hasten.parts.data.records import TokenRecord
+from hasten.parts.nn.attention import use_document_attention
+from hasten.parts.nn.losses import LabelOnlyLoss, WholeLogitsLoss
+from hasten.parts.optim.master_weights import MasterWeights
+from hasten.parts.optim.parameter_groups import decayed_groups
 from tiny import records, tiny_model
 
 STEPS = [records(8, seed=s) for s in range(6)]

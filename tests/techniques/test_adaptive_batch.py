@@ -15,7 +15,7 @@ from hasten.core.layout import OneProcess
 from hasten.core.session import Session
 from hasten.core.step import training
 from hasten.errors import InputError
-from hasten.parts.losses import WholeLogitsLoss
+from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.techniques.batch import AdaptiveBatch
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed

@@ -16,10 +16,9 @@ import yaml
 from hasten.core.facts import Facts, ModelFacts
 from hasten.core.plan import Plan
 from hasten.errors import InputError
+from hasten.machine import allocator, host
 from hasten.machine import environment as environment_
-from hasten.machine import host
 from hasten.machine.environment import World
-from hasten.parts import allocator
 from hasten.techniques import CATALOGUE
 from hasten.techniques.allocator import Allocator
 from hasten.techniques.threads import Threads
@@ -34,8 +33,8 @@ def here(**changes: Any) -> Facts:
 
 
 def test_a_rank_starts_with_its_share_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hasten.parts.threads.usable_cores", lambda: tuple(range(8)))
-    monkeypatch.setattr("hasten.parts.threads.memory_nodes", list)
+    monkeypatch.setattr("hasten.machine.threads.usable_cores", lambda: tuple(range(8)))
+    monkeypatch.setattr("hasten.machine.threads.memory_nodes", list)
     eight = dataclasses.replace(host.hardware(), physical_cores=8, usable_cores=8)
     known = [here(hardware=eight, world=World(rank, rank, 3)) for rank in range(3)]
     started = [Threads().environ(k)["OMP_NUM_THREADS"] for k in known]
@@ -54,13 +53,13 @@ def test_how_idle_threads_wait_is_left_to_openmp_unless_somebody_says() -> None:
 
 
 def test_what_cannot_be_had_here_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hasten.parts.threads.memory_nodes", lambda: [frozenset({0, 1})])
+    monkeypatch.setattr("hasten.machine.threads.memory_nodes", lambda: [frozenset({0, 1})])
     assert "1 memory node" in Threads(numa=True).obstacles(here())[0]
     assert "count is 9999" in Threads(count=9999).obstacles(here())[0]
-    monkeypatch.setattr("hasten.parts.allocator.library", lambda kind: None)
+    monkeypatch.setattr("hasten.machine.allocator.library", lambda kind: None)
     assert "libjemalloc2" in Allocator(kind="jemalloc").obstacles(here())[0]
     assert "GPU" in Allocator(kind="expandable").obstacles(here())[0]
-    monkeypatch.setattr("hasten.parts.allocator.huge_page_mode", lambda: "never")
+    monkeypatch.setattr("hasten.machine.allocator.huge_page_mode", lambda: "never")
     assert "transparent_hugepage is never" in Allocator(huge_pages=True).obstacles(here())[0]
 
 
@@ -86,7 +85,7 @@ def test_variables_join_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("GLIBC_TUNABLES", wanted["GLIBC_TUNABLES"])
     assert Allocator(huge_pages=True).environ(here()) == wanted
     monkeypatch.setenv("LD_PRELOAD", "/a.so")
-    monkeypatch.setattr("hasten.parts.allocator.library", lambda kind: "/b.so")
+    monkeypatch.setattr("hasten.machine.allocator.library", lambda kind: "/b.so")
     assert Allocator(kind="tcmalloc").environ(here()) == {"LD_PRELOAD": "/a.so:/b.so"}
 
 

@@ -12,11 +12,11 @@ import torch
 from hasten.core.order import GlobalBatch
 from hasten.core.session import Session
 from hasten.core.technique import Technique
-from hasten.parts import fused_layers
-from hasten.parts.hugging_face import causal_lm
-from hasten.parts.kernels import rows
-from hasten.parts.records import token_record
-from hasten.techniques import looking
+from hasten.parts.data.records import token_record
+from hasten.parts.kernels import rowwise
+from hasten.parts.nn import fused_layers
+from hasten.parts.nn.causal_lm import causal_lm
+from hasten.techniques import probes
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.average import WeightAverage
@@ -27,7 +27,7 @@ from hasten.techniques.compile import Compiled
 from hasten.techniques.experts import ExpertsImplementation
 from hasten.techniques.feed import Prefetched
 from hasten.techniques.layers import FusedLayers
-from hasten.techniques.layout import DDP
+from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.objective import MultiTokenPrediction
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
@@ -37,7 +37,7 @@ from hasten.techniques.routing import BalancedRouting
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
 from tiny import language_job, run, session_of, tiny_model
 
-needs_kernels = pytest.mark.skipif(bool(rows.library().reason), reason="no compiler here")
+needs_kernels = pytest.mark.skipif(bool(rowwise.library().reason), reason="no compiler here")
 
 
 def even(count: int = 16, length: int = 12) -> list[Any]:
@@ -122,7 +122,7 @@ def test_each_kind_of_experts_is_told_by_what_runs(kind: str) -> None:
 def test_a_loss_over_tokens_that_all_carry_loss_saves_no_row() -> None:
     def aligned(records: Any) -> Any:
         from hasten.core.batch import with_language_counts
-        from hasten.parts.collate import padded
+        from hasten.parts.data.collate import padded
 
         batch = with_language_counts(padded)(records)
         labels = batch.inputs["input_ids"].clone()  # even the last token has a label
@@ -154,7 +154,7 @@ WITHOUT_A_STEP: tuple[Technique, ...] = (
     *(LoRA(), LabelledTokenLoss(), Recompute(), Autocast(), DDP(), CompactAdamW(), Muon()),
     *(WeightAverage(), Checkpoints(interval=1), BalancedRouting()),
     Compiled(bucket=64, share=1.0, backend="aot_eager"),
-    *(() if rows.library().reason else (FusedAdamW(),)),
+    *(() if rowwise.library().reason else (FusedAdamW(),)),
 )
 
 
@@ -177,9 +177,9 @@ def test_looking_leaves_random_state_counters_and_gradients_alone() -> None:
     session = session_of(language_job(), Packed(), DocumentAttention())
     run(session)
     before = torch.get_rng_state(), replace(session.progress)
-    found = looking.operators(session)
+    found = probes.operators(session)
     assert found is not None
-    assert looking.count(found, "aten::mm") > 0
+    assert probes.count(found, "aten::mm") > 0
     assert torch.equal(torch.get_rng_state(), before[0])
     assert session.progress == before[1]
     assert all(p.grad is None for p in session.model.parameters())
@@ -191,7 +191,7 @@ def test_looking_counts_for_no_other_probe() -> None:
     session = session_of(language_job(steps=1, batch=4), *plan, compiled)
     run(session)
     before = [technique.probe(session) for technique in (LabelledTokenLoss(), compiled)]
-    assert looking.operators(session)
+    assert probes.operators(session)
     assert [t.probe(session) for t in (LabelledTokenLoss(), compiled)] == before
 
 
@@ -199,7 +199,7 @@ def test_looking_is_no_pass_of_modules_that_predict_further_ahead() -> None:
     session = session_of(language_job(steps=2), MultiTokenPrediction())
     run(session)
     before = MultiTokenPrediction().probe(session)
-    assert looking.operators(session)
+    assert probes.operators(session)
     assert MultiTokenPrediction().probe(session) == before
 
 
@@ -209,6 +209,6 @@ def test_what_was_laid_out_is_counted_as_the_session_did() -> None:
     run(session)
     setup = session.setup
     assert setup.collate is not None
-    found = looking.laid_out(session, setup.sampler, setup.collate)
+    found = probes.laid_out(session, setup.sampler, setup.collate)
     assert found is not None
     assert (found.slots, found.tokens) == (session.progress.slots, session.progress.tokens)

@@ -10,15 +10,15 @@ import torch
 from fused_models import model_of
 from fused_rank_jobs import CASES, train_fused
 from hasten.machine.environment import World
-from hasten.parts.fused_layers import ARCHITECTURES
-from hasten.parts.kernels import rows
+from hasten.parts.kernels import rowwise
+from hasten.parts.nn.fused_layers import ARCHITECTURES
 from hasten.techniques.layers import FusedLayers
 from hasten.techniques.recompute import Recompute
 from ranks import on_ranks
 from tiny import job_facts, language_job, records, run, session_of
 
 pytestmark = [
-    pytest.mark.skipif(not rows.library().library, reason=rows.library().reason),
+    pytest.mark.skipif(not rowwise.library().library, reason=rowwise.library().reason),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
 ]
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)

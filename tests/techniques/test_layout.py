@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from hasten.machine.environment import World
-from hasten.techniques.layout import Replicas
-from hasten.techniques.layout_experts import SharedOut
+from hasten.techniques.layout.ddp import Replicas
+from hasten.techniques.layout.layout_experts import SharedOut
 
 TWO = World(0, 0, 2)
 

@@ -16,13 +16,13 @@ from hasten.core.setup import prepare
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.parts.layout import zero_trainer
-from hasten.parts.layout.zero_config import Known
+from hasten.parts.distributed import deepspeed_engine
+from hasten.parts.distributed.zero_config import Known
 from hasten.techniques.checkpoint import Checkpoints
-from hasten.techniques.layout_deepspeed import DeepSpeed
+from hasten.techniques.layout.deepspeed import DeepSpeed
 from hasten.techniques.optimizer import Muon
 from hasten.techniques.precision import Autocast
-from hasten.techniques.wire import TopK
+from hasten.techniques.wire.compress import TopK
 from ranks import on_ranks
 from tiny import job_facts, language_job, records
 from zero_rank_jobs import CASES, train_all
@@ -166,12 +166,12 @@ def test_a_missing_package_or_compiler_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     known = replace(job_facts(language_job(data=records(4))))
-    monkeypatch.setattr(zero_trainer.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(deepspeed_engine.util, "find_spec", lambda name: None)
     assert "pip install 'hasten[deepspeed]'" in DeepSpeed().obstacles(known)[0]
-    monkeypatch.setattr(zero_trainer.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(zero_trainer.shutil, "which", lambda name: None)
+    monkeypatch.setattr(deepspeed_engine.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(deepspeed_engine.shutil, "which", lambda name: None)
     assert "install a C++ compiler" in DeepSpeed().obstacles(known)[0]
-    monkeypatch.setattr(zero_trainer.shutil, "which", lambda name: name)
+    monkeypatch.setattr(deepspeed_engine.shutil, "which", lambda name: name)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert DeepSpeed().obstacles(known) == ()
 
@@ -180,12 +180,12 @@ def test_the_lock_of_a_killed_build_is_found(tmp_path: Path) -> None:
     (tmp_path / "op").mkdir()
     lock = tmp_path / "op" / "lock"
     lock.touch()
-    assert zero_trainer.stale_locks(tmp_path) == []
+    assert deepspeed_engine.stale_locks(tmp_path) == []
     os.utime(lock, (0, 0))
-    assert zero_trainer.stale_locks(tmp_path) == [lock]
+    assert deepspeed_engine.stale_locks(tmp_path) == [lock]
     link = tmp_path / "op" / "main.cpp"
     link.symlink_to(tmp_path / "gone")
     os.utime(link, (0, 0), follow_symlinks=False)
-    assert zero_trainer.stale_locks(tmp_path) == [lock]
+    assert deepspeed_engine.stale_locks(tmp_path) == [lock]
     (tmp_path / "op" / "main.o").touch()  # somebody is at work
-    assert zero_trainer.stale_locks(tmp_path) == []
+    assert deepspeed_engine.stale_locks(tmp_path) == []

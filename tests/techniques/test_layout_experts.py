@@ -15,9 +15,9 @@ from hasten.core.setup import prepare
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.techniques.layout_experts import ExpertParallel, SharedOut
+from hasten.techniques.layout.layout_experts import ExpertParallel, SharedOut
 from hasten.techniques.recompute import Recompute
-from hasten.techniques.wire_local import LocalSteps
+from hasten.techniques.wire.local import LocalSteps
 from ranks import on_ranks
 from tiny import job_facts, language_job, run, session_of, tiny_model
 

@@ -15,18 +15,18 @@ from hasten.core.setup import prepare
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.parts.layout.pipeline_tied import MARK
-from hasten.parts.layout.pipeline_work import Settings
-from hasten.parts.master_weights import MasterWeights
+from hasten.parts.distributed.pipeline.pipeline_tied import MARK
+from hasten.parts.distributed.pipeline.pipeline_work import Settings
+from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.batch import AdaptiveBatch
 from hasten.techniques.compile import Compiled
-from hasten.techniques.layout import DDP
-from hasten.techniques.layout_pipeline import Pipeline
-from hasten.techniques.layout_stages import Stages, check_wire
-from hasten.techniques.layout_stages_cut import Cut, check_company
+from hasten.techniques.layout.ddp import DDP
+from hasten.techniques.layout.layout_pipeline import Pipeline
+from hasten.techniques.layout.layout_stages import Stages, check_wire
+from hasten.techniques.layout.layout_stages_cut import Cut, check_company
 from hasten.techniques.recompute import Recompute
-from hasten.techniques.wire import Half, Quantised
-from hasten.techniques.wire_local import LocalSteps
+from hasten.techniques.wire.compress import Half, Quantised
+from hasten.techniques.wire.local import LocalSteps
 from pipeline_session_jobs import ON_TWO, ROUGH, TWO_PIPELINES, loaded, train_all
 from ranks import on_ranks
 from tiny import job_facts, language_job, run, session_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hasten.machine.environment import World
-from hasten.techniques.layout_sharded import FSDP2
+from hasten.techniques.layout.fsdp import FSDP2
 from ranks import on_ranks
 from sharded_rank_jobs import (
     CASES,

@@ -12,8 +12,8 @@ import torch
 from hasten.core.facts import Facts
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
-from hasten.techniques.layout_hybrid import Hybrid
-from hasten.techniques.layout_tensor import TensorParallel
+from hasten.techniques.layout.hybrid import Hybrid
+from hasten.techniques.layout.tensor import TensorParallel
 from ranks import on_ranks
 from sharded_rank_jobs import Case, outcome
 from tensor_rank_jobs import CASES, LONG, MESHES, REFUSED, TERMS, cut, meshes, reference, uneven

@@ -18,7 +18,7 @@ from hasten.core.state import restore, state_of
 from hasten.core.step import training
 from hasten.core.technique import Fidelity, Technique
 from hasten.errors import InputError
-from hasten.parts.losses import ObjectiveLoss
+from hasten.parts.nn.losses import ObjectiveLoss
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed

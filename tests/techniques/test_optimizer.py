@@ -17,13 +17,13 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.models.load import load_model
 from hasten.parts import checkpoint
-from hasten.parts.muon import MuonAdamW
+from hasten.parts.optim.muon import MuonAdamW
 from hasten.recipe.schema import Recipe
-from hasten.run import train
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.average import WeightAverage
 from hasten.techniques.optimizer import CompactAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
+from hasten.training.run import train
 from material import small
 from tiny import language_job, run, session_of, tiny_model
 

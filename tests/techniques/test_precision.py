@@ -16,7 +16,7 @@ from hasten.core.step import NotFiniteError
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.machine.host import Accelerator
-from hasten.parts.bf16_gain import Gain
+from hasten.parts.nn.bf16_gain import Gain
 from hasten.techniques import precision
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.precision import Autocast, BF16MasterWeights, Float8

@@ -19,7 +19,7 @@ import torch
 import tiny
 tiny.COMMON["vocab_size"] = 16_000
 torch.set_num_threads(1)
-from hasten.parts.headroom import _kilobytes, is_out_of_memory
+from hasten.machine.memory import _kilobytes, is_out_of_memory
 from hasten.techniques.batch import Accumulate, AdaptiveBatch
 from tiny import language_job, records, run, session_of
 

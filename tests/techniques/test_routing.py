@@ -16,7 +16,7 @@ from hasten.core.state import restore, state_of
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.parts.routing import routers
+from hasten.parts.nn.router_balance import routers
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed

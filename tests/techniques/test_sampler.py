@@ -23,7 +23,7 @@ from hasten.machine.environment import World
 from hasten.parts import checkpoint
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed
-from hasten.techniques.layout import DDP
+from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
 from tiny import job_facts, language_job, records, run, session_of
 

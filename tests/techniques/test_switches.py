@@ -10,7 +10,7 @@ import torch
 from hasten.core.session import Session
 from hasten.core.step import training
 from hasten.core.technique import Technique
-from hasten.parts.recompute import BlockRecompute
+from hasten.parts.nn.recompute import BlockRecompute
 from hasten.techniques import changing
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed

@@ -9,11 +9,11 @@ import pytest
 
 from hasten.core.setup import Dense
 from hasten.errors import InputError
-from hasten.hosts.optimized_trainer import OptimizedTrainer
-from hasten.parts.gradient_compressor import GradientCompressor
-from hasten.techniques.wire import Half, PowerSGD, Quantised, TopK, technique_of
-from hasten.techniques.wire_local import LocalSteps, Stream
-from hasten.techniques.wire_topology import Automatic
+from hasten.integrations.optimized_trainer import OptimizedTrainer
+from hasten.parts.comm.gradient_compressor import GradientCompressor
+from hasten.techniques.wire.compress import Half, PowerSGD, Quantised, TopK, technique_of
+from hasten.techniques.wire.local import LocalSteps, Stream
+from hasten.techniques.wire.topology import Automatic
 from ranks import on_ranks
 from tiny import language_job, session_of
 

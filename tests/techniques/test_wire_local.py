@@ -9,7 +9,7 @@ import pytest
 
 from apart_rank_jobs import COMPANY
 from hasten.machine.environment import World
-from hasten.techniques.wire_local import LocalSteps, Stream
+from hasten.techniques.wire.local import LocalSteps, Stream
 from ranks import on_ranks
 from tiny import job_facts, language_job
 

@@ -9,10 +9,10 @@ import pytest
 
 from hasten.core.technique import Fidelity
 from hasten.machine.environment import World
-from hasten.parts.collective_plan import Route
-from hasten.parts.collectives import TopoAwareCollective
-from hasten.parts.routed_buckets import RoutedBuckets
-from hasten.techniques.wire_topology import Automatic, Hierarchical
+from hasten.parts.comm.collective_plan import Route
+from hasten.parts.comm.collectives import TopoAwareCollective
+from hasten.parts.comm.hierarchical import RoutedBuckets
+from hasten.techniques.wire.topology import Automatic, Hierarchical
 from ranks import on_ranks
 from tiny import job_facts, language_job, tiny_model
 

@@ -13,11 +13,11 @@ from typing import Any, cast
 
 import pytest
 
+from hasten.data.files import replace_file
 from hasten.errors import InputError
-from hasten.search import tune
-from hasten.tuning.api import _Tuning
-from hasten.tuning.files import replace_file
-from hasten.tuning.subject import Wishes
+from hasten.planner import tune
+from hasten.tune.api import _Tuning
+from hasten.tune.subject import Wishes
 
 pytestmark = pytest.mark.waits
 
@@ -26,9 +26,9 @@ SPACE = {"batch": [1, 2, 3], "fused": [False, True]}
 # A tuning that stands still as soon as two trials are over and noted.
 TWO_TRIALS = """
 import sys, time
-from hasten.experiment import Silence
-from hasten.search import tune
-from hasten.tuning.subject import Wishes
+from hasten.measure.experiment import Silence
+from hasten.planner import tune
+from hasten.tune.subject import Wishes
 
 class StandsStill(Silence):
     def show(self, text, share):

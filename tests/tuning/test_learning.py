@@ -11,15 +11,15 @@ import pytest
 from hasten.core.evaluate import evaluate
 from hasten.core.step import training
 from hasten.errors import InputError
-from hasten.experiment import Subject, prepared
+from hasten.measure.experiment import Subject, prepared
 from hasten.progress import Silence
 from hasten.recipe.build import job_of
 from hasten.recipe.material import gather
 from hasten.recipe.schema import load_recipe, recipe_from
-from hasten.tuning import learning, whole_trainings
-from hasten.tuning.learning import LearningWishes, learn
-from hasten.tuning.training import _session
-from hasten.tuning.whole_trainings import RecipeTrainings
+from hasten.tune import learning_study, whole_trainings
+from hasten.tune.learning_study import LearningWishes, learn
+from hasten.tune.training import _session
+from hasten.tune.whole_trainings import RecipeTrainings
 
 RECIPE = {
     "model": "deepseek-llm-tiny",
@@ -152,7 +152,7 @@ class Pretended:
 def test_a_recipe_is_studied_from_its_own_values_to_a_proven_recipe(
     given: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learning, "prepared", lambda recipe, audience: given)
+    monkeypatch.setattr(learning_study, "prepared", lambda recipe, audience: given)
     monkeypatch.setattr(RecipeTrainings, "begin", lambda self, p, seed, _: Pretended(self, p, seed))
     wishes = LearningWishes(trials=12, fresh=True)
     found = learn(given.recipe, 600, wishes)
@@ -179,7 +179,7 @@ def test_where_nothing_is_better_the_recipe_stays(
         def loss_at(self, look: int, patience: float) -> float:
             return 3.0 + 1.0 / look
 
-    monkeypatch.setattr(learning, "prepared", lambda recipe, audience: given)
+    monkeypatch.setattr(learning_study, "prepared", lambda recipe, audience: given)
     monkeypatch.setattr(RecipeTrainings, "begin", lambda self, p, seed, _: Flat(self, p, seed))
     found = learn(given.recipe, 600, LearningWishes(trials=4, fresh=True))
     assert not found.better

@@ -13,19 +13,18 @@ from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity
 from hasten.errors import InputError
-from hasten.evidence.ablation import AGAIN, BASELINE, Arm
-from hasten.evidence.controller import Measured
-from hasten.experiment import Subject, prepared
 from hasten.machine.environment import World
+from hasten.measure.ablation import AGAIN, BASELINE, Arm
+from hasten.measure.controller import Measured
+from hasten.measure.experiment import Subject, prepared
+from hasten.measure.turns import Runner
 from hasten.progress import Silence
 from hasten.recipe.build import requested_plan
 from hasten.recipe.schema import load_recipe, recipe_from
-from hasten.search.tuner import bench
-from hasten.search.tuner.space import Point
-from hasten.search.tuner.turns import Runner
-from hasten.tuning import api, recipes, starter
-from hasten.tuning.recipes import RecipeSubject
-from hasten.tuning.subject import Wishes
+from hasten.tune import api, bench, recipes, starter
+from hasten.tune.recipes import RecipeSubject
+from hasten.tune.space import Point
+from hasten.tune.subject import Wishes
 from material import STDLIB
 from search.tuner.simulated import Machine
 from tiny import able

@@ -14,9 +14,9 @@ from hasten.cli.display import Display
 from hasten.core import facts
 from hasten.core.facts import Facts
 from hasten.errors import InputError
-from hasten.parts.datasheet import datasheet
-from hasten.parts.machine_rates import MachineRates, ProductRate, checked_dtypes, measure
-from hasten.recipe.ceiling import device_name, write_rates
+from hasten.machine.datasheet import datasheet
+from hasten.machine.machine_rates import MachineRates, ProductRate, checked_dtypes, measure
+from hasten.recipe.peak_flops import device_name, write_rates
 
 LONGEST = 600.0  # seconds
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hasten.errors import InputError
-from hasten.models.card import CARD, write_card
 from hasten.recipe.schema import load_recipe
+from hasten.report.card import CARD, write_card
 
 FOLDERS = ("model", "adapter", "model_average", "adapter_average", "merged")
 

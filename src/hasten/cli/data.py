@@ -8,19 +8,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hasten.cli.data_page import write_page
 from hasten.cli.display import Display
-from hasten.data.formats import read_records
 from hasten.data.packed_file import COLUMNS, check_name, write_packed
+from hasten.data.readers import read_records
 from hasten.data.shapes import Conversation
 from hasten.data.statistics import Layout, Statistics, advice, layouts, statistics_of
-from hasten.data.store import inspect as rendered
+from hasten.data.token_store import inspect as rendered
 from hasten.data.toolturns import split_tools, template_turns
 from hasten.errors import InputError
-from hasten.parts.foreign import shown
+from hasten.foreign import shown
 from hasten.recipe.build import DEFAULT_BATCH
 from hasten.recipe.material import Material, gather
 from hasten.recipe.schema import Recipe, load_recipe
+from hasten.report.data_page import write_page
 
 BAR = 40  # characters of the longest bar
 

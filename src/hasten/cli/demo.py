@@ -22,16 +22,16 @@ from hasten.cli.train import StepLine
 from hasten.core.leaving import ask_to_leave
 from hasten.core.session import Session
 from hasten.core.step import StepMetrics
-from hasten.evidence.ablation import Design, Which
-from hasten.evidence.report import write_report
-from hasten.evidence.report_gains import fastest_of_equal_quality
-from hasten.evidence.report_schema import read_report
-from hasten.evidence.report_words import span
-from hasten.evidence.speedup import ablate
 from hasten.formatting import duration
 from hasten.machine import host
+from hasten.measure.ablation import Design, Which
 from hasten.recipe.schema import Recipe
-from hasten.run import train
+from hasten.report.report import write_report
+from hasten.report.report_gains import fastest_of_equal_quality
+from hasten.report.report_schema import read_report
+from hasten.report.speedup import ablate
+from hasten.report_words import span
+from hasten.training.run import train
 
 TINY, SMALL, LARGE = "deepseek-llm-tiny", "deepseek-llm-small", "deepseek-llm-1b"
 PLAN = [

@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hasten.cluster import transport
 from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.errors import InputError
-from hasten.parts.kernels import codec, rows, tiles
+from hasten.launch import transport
+from hasten.parts.kernels import amx, codec, rowwise
 from hasten.recipe.build import batch_of, facts_of, job_of, requested_plan
-from hasten.recipe.ceiling import ceiling_of
 from hasten.recipe.material import Material, gather
 from hasten.recipe.overlap import overlap
+from hasten.recipe.peak_flops import ceiling_of
+from hasten.recipe.prepare import check_folder, check_space, first_record
 from hasten.recipe.schema import Recipe, load_recipe
-from hasten.recipe.starting import check_folder, check_space, first_record
 
 SHOWN = 3  # files that are named
 
@@ -76,7 +76,7 @@ def _folder(output: Path) -> tuple[str, None]:
 
 def _kernels() -> str:
     """Which of the processor's kernels run here; without them the plain way does."""
-    libraries = {"rows": rows.library(), "tiles": tiles.library(), "codec": codec.library()}
+    libraries = {"rows": rowwise.library(), "tiles": amx.library(), "codec": codec.library()}
     return ", ".join(f"{name}: {found.reason or 'compiled'}" for name, found in libraries.items())
 
 

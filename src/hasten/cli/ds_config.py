@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from hasten.errors import InputError
-from hasten.parts.layout.zero_keys import HONOURED, IGNORED, REFUSED
+from hasten.parts.distributed.zero_keys import HONOURED, IGNORED, REFUSED
 from hasten.recipe.deepspeed_key import meaning_of, settings_of, techniques_of, world_of
-from hasten.recipe.plain_yaml import read_overrides, read_yaml_file
-from hasten.recipe.presets import entries_of
+from hasten.recipe.preset_plans import entries_of
+from hasten.recipe.yaml_reader import read_overrides, read_yaml_file
 
 
 def ds_config(file: Path, recipe: Path | None, overrides: Sequence[str]) -> int:

@@ -15,16 +15,16 @@ from rich.table import Table
 
 from hasten.cli.arguments import writable
 from hasten.cli.display import Display
-from hasten.cluster.ranks import places
 from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
 from hasten.errors import FAILED, InputError
-from hasten.evidence.guard import GuardDesign, guard_report
-from hasten.evidence.guard_process import Processes
-from hasten.evidence.guard_rows import failures
-from hasten.evidence.record import key_of, source_digest
-from hasten.experiment import Subject, environment, prepared
+from hasten.launch.ranks import places
+from hasten.measure.experiment import Subject, environment, prepared
+from hasten.measure.quality.guard import GuardDesign, guard_report
+from hasten.measure.quality.guard_process import Processes
+from hasten.measure.quality.guard_rows import failures
+from hasten.measure.record import key_of, source_digest
 from hasten.recipe.build import batch_of
 from hasten.recipe.schema import Recipe, load_recipe
 

@@ -14,11 +14,11 @@ from hasten.core.facts import Facts
 from hasten.errors import InputError
 from hasten.formatting import size
 from hasten.machine import host
-from hasten.parts.datasheet import datasheet
-from hasten.parts.disk_speed import DiskSpeed, measure_disk
-from hasten.parts.machine_rates import MachineRates
-from hasten.recipe.ceiling import read_rates
-from hasten.recorded import machine
+from hasten.machine.datasheet import datasheet
+from hasten.machine.disk_speed import DiskSpeed, measure_disk
+from hasten.machine.machine_rates import MachineRates
+from hasten.recipe.peak_flops import read_rates
+from hasten.training.recorded import machine
 
 WIDTH = 16  # of the names on the left
 

@@ -12,9 +12,9 @@ from rich.table import Table
 from hasten.cli.arguments import writable
 from hasten.core import facts
 from hasten.errors import InputError
-from hasten.recipe.importing import Imported, read
-from hasten.recipe.plain_yaml import read_overrides
+from hasten.recipe.importers import Imported, read
 from hasten.recipe.schema import recipe_from
+from hasten.recipe.yaml_reader import read_overrides
 from hasten.techniques.precision import why_no_gain
 
 ORDER = {"contradicts": 0, "unmapped": 1, "mapped": 2, "needless": 3}

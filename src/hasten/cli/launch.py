@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hasten.cli.launch_plan import config_of, planned, scaled_rate
-from hasten.cli.launch_recipe import recipe_there, records, tiny_recipe
-from hasten.cluster.config import CloudConfig
-from hasten.cluster.launch import TARGETS, Launch, files, submission, write
-from hasten.cluster.launch.environment import advice
-from hasten.cluster.launch.job import name_of
 from hasten.core.plan import did_you_mean
 from hasten.errors import InputError
+from hasten.launch.cluster import CloudConfig
+from hasten.launch.targets import TARGETS, Launch, files, submission, write
+from hasten.launch.targets.environment import advice
+from hasten.launch.targets.job import name_of
+from hasten.planner.launch_plan import config_of, planned, scaled_rate
+from hasten.planner.launch_recipe import recipe_there, records, tiny_recipe
 from hasten.recipe.schema import Recipe, load_recipe
 
 UNITS = {"m": 1, "h": 60, "d": 1440}
@@ -143,7 +143,7 @@ def rehearsal(recipe: Recipe, asked: Asked, made: Launch, folder: Path) -> int:
     """The scripts on this machine with a tiny model of the same family; the exit code."""
     import psutil
 
-    from hasten.cluster.launch.rehearsal import Rehearsed, check_size, rehearse
+    from hasten.launch.targets.rehearsal import Rehearsed, check_size, rehearse
 
     check_size(made, psutil.virtual_memory().available)
     place = folder / "rehearsal"

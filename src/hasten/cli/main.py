@@ -26,7 +26,7 @@ from hasten.cli.plan_options import plan
 from hasten.cli.speedup_options import speedup
 from hasten.cli.tune_options import tune
 from hasten.errors import INTERRUPTED, AgreedError, InputError, StoppedError
-from hasten.parts.foreign import shown
+from hasten.foreign import shown
 
 STARTED = time.perf_counter()
 
@@ -145,7 +145,7 @@ def doctor(
     if recipe is None:
         raise InputError("doctor: give a recipe, or --ds-config FILE")
     if faults:
-        from hasten.cli.doctor_faults import doctor_faults
+        from hasten.training.fault_test import doctor_faults
 
         raise typer.Exit(doctor_faults(recipe, overrides or []))
     from hasten.cli.doctor import doctor as command
@@ -293,5 +293,5 @@ def _say(error: Exception) -> None:
 
 def _told(error: Exception) -> bool:
     """Whether a supervisor says it, once for all ranks."""
-    pulse = sys.modules.get("hasten.cluster.pulse")  # a rank has imported it
+    pulse = sys.modules.get("hasten.machine.pulse")  # a rank has imported it
     return pulse is not None and bool(pulse.leave_words(error))

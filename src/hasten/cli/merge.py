@@ -8,11 +8,11 @@ from typing import Any
 
 from hasten.errors import InputError
 from hasten.models.adapters import merged
-from hasten.models.card import write_card
 from hasten.models.load import load_tokenizer
 from hasten.models.save import save_model
 from hasten.recipe.build import model_for, requested_plan
 from hasten.recipe.schema import Recipe, load_recipe
+from hasten.report.card import write_card
 from hasten.techniques.adapter import LoRA
 
 

@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from hasten.cluster.netlab import Lab, Result, Running, check, naming
-from hasten.cluster.netlab.lab import MODES, Mode
 from hasten.errors import InputError
+from hasten.launch.netlab import Lab, Result, Running, check, naming
+from hasten.launch.netlab.lab import MODES, Mode
 
 app = typer.Typer(
     help="A cluster on this machine: hosts, links with a rate, ranks.", no_args_is_help=True

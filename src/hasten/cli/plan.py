@@ -10,8 +10,13 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from hasten.cli import plan_text as text
-from hasten.cli.plan_given import (
+from hasten.errors import InputError
+from hasten.models.architecture import Architecture
+from hasten.planner import advice, reasons, shaping
+from hasten.planner import plan_text as text
+from hasten.planner.candidate import beyond_trainer, recipe_lines
+from hasten.planner.evaluate import evaluate
+from hasten.planner.plan_given import (
     Wishes,
     calibration_of,
     cluster_of,
@@ -20,16 +25,11 @@ from hasten.cli.plan_given import (
     recipe_of,
     space_of,
 )
-from hasten.cli.plan_page import page, write
-from hasten.cli.plan_run import closed, is_run, machine_of
-from hasten.errors import InputError
-from hasten.search import advice, reasons, shaping
-from hasten.search.architecture import Architecture
-from hasten.search.candidate import beyond_trainer, recipe_lines
-from hasten.search.evaluate import evaluate
-from hasten.search.planning import ClusterPlan
-from hasten.search.planning import plan as search
-from hasten.search.spending import PerHour, spending
+from hasten.planner.plan_page import page, write
+from hasten.planner.plan_run import closed, is_run, machine_of
+from hasten.planner.planning import ClusterPlan
+from hasten.planner.planning import plan as search
+from hasten.planner.spending import PerHour, spending
 
 NEAREST = 5  # rejected layouts that are shown
 LISTED = 60  # and that the file lists

@@ -14,20 +14,20 @@ from typing import Any
 
 from hasten.cli.display import Display
 from hasten.cli.train import as_ranks, lacking
-from hasten.cluster.ranks import again, process_group
 from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.core.session import assemble
 from hasten.core.setup import prepare
-from hasten.evidence.profile import measure, steps_needed
-from hasten.evidence.profile_page import write_profile
-from hasten.evidence.profile_text import render_text
+from hasten.launch.ranks import again, process_group
 from hasten.machine import environment, host
+from hasten.measure.profile import measure, steps_needed
 from hasten.recipe.build import job_of
-from hasten.recipe.ceiling import meter_of, mfu_words
 from hasten.recipe.material import Material
+from hasten.recipe.peak_flops import meter_of, mfu_words
+from hasten.recipe.prepare import ready
 from hasten.recipe.schema import Recipe, load_recipe
-from hasten.recipe.starting import ready
+from hasten.report.profile_page import write_profile
+from hasten.report.profile_text import render_text
 
 WARMUP = 3  # steps; a compiled graph and a prefetcher are settled by then
 SCRATCH = ".profile"  # for techniques that write while they train; goes with the command

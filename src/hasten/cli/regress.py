@@ -10,17 +10,17 @@ from typing import Any
 from hasten.cli.display import Display
 from hasten.core.plan import Plan
 from hasten.errors import InputError
-from hasten.evidence.bundle import Bundle, measurements, read_bundle, stamp
-from hasten.evidence.compared_runs import MACHINE
-from hasten.evidence.regress import Change, changes, lost
-from hasten.evidence.report_words import span
-from hasten.evidence.statistics import Interval
-from hasten.experiment import measured, prepared
 from hasten.machine import host
+from hasten.measure.experiment import measured, prepared
+from hasten.measure.statistics import Interval
 from hasten.recipe.build import requested_plan
-from hasten.recipe.plain_yaml import read_overrides
 from hasten.recipe.schema import Recipe, recipe_from
 from hasten.recipe.sources import data_files
+from hasten.recipe.yaml_reader import read_overrides
+from hasten.report.bundle import Bundle, measurements, read_bundle, stamp
+from hasten.report.compared_runs import MACHINE
+from hasten.report.regress import Change, changes, lost
+from hasten.report_words import span
 
 LOST = 4  # the exit code
 MAY_CHANGE = ("dataset", "held_out", "model", "tokenizer", "price", "data_workers", "ceiling")

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hasten.cli.plan_run import predicted_lines, predicted_section
-from hasten.cli.studies import section, studies_of
 from hasten.errors import InputError
-from hasten.evidence.compared_runs import compare_runs, render
-from hasten.evidence.report import render_markdown, write_report
-from hasten.evidence.runs import read_object, read_runs
 from hasten.formatting import duration, size
-from hasten.recipe.plain_yaml import read_yaml_file
+from hasten.planner.plan_run import predicted_lines, predicted_section
+from hasten.recipe.yaml_reader import read_yaml_file
+from hasten.report.compared_runs import compare_runs, render
+from hasten.report.report import render_markdown, write_report
+from hasten.report.runs import read_object, read_runs
+from hasten.report.studies import section, studies_of
 
 
 def report(paths: Sequence[Path], as_json: bool = False) -> None:

@@ -15,14 +15,14 @@ from hasten.cli.guard import beforehand
 from hasten.cli.report_table import print_table
 from hasten.cli.train import warn_of_idle
 from hasten.errors import FAILED, InputError
-from hasten.evidence.ablation import Design, Grouping
-from hasten.evidence.budget import seconds_of
-from hasten.evidence.bundle import pack
-from hasten.evidence.judgement import GUILTY
-from hasten.evidence.report import write_report
-from hasten.evidence.speedup import Order, ablate, gradual_optimize
 from hasten.formatting import duration
+from hasten.measure.ablation import Design, Grouping
+from hasten.measure.budget import seconds_of
 from hasten.recipe.schema import Recipe, load_recipe
+from hasten.report.bundle import pack
+from hasten.report.judgement import GUILTY
+from hasten.report.report import write_report
+from hasten.report.speedup import Order, ablate, gradual_optimize
 
 Arms = Literal["plan", "ladder", "alone", "left-out", "all", "climb"]
 NOISE_FROM = 4  # rounds from which a second baseline tells something of the noise

@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from hasten.cli.display import Display
-from hasten.cluster.pulse import attempt_folder, on_a_leash
-from hasten.cluster.ranks import again, start
-from hasten.cluster.supervisor import Ranks, supervise
 from hasten.core.session import Session
 from hasten.core.step import StepMetrics
 from hasten.errors import FAILED, INTERRUPTED, LEFT
 from hasten.formatting import duration, size
+from hasten.launch.ranks import again, start
+from hasten.launch.supervisor import Ranks, supervise
 from hasten.machine import environment, host
 from hasten.machine.environment import World
+from hasten.machine.pulse import attempt_folder, on_a_leash
 from hasten.recipe.build import facts_of, plan_of
 from hasten.recipe.faults import saves, supervision_of
+from hasten.recipe.prepare import ready
 from hasten.recipe.schema import Recipe, load_recipe
-from hasten.recipe.starting import ready
-from hasten.run import train as run_training
-from hasten.run_folder import clear_the_way
+from hasten.training.run import train as run_training
+from hasten.training.run_folder import clear_the_way
 
 
 def train(path: Path, overrides: Sequence[str], started: float) -> int:

@@ -12,18 +12,18 @@ from hasten.cli.display import Display
 from hasten.cli.guard import Rows, guarded
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
-from hasten.evidence.guard import GuardDesign
-from hasten.evidence.guard_rows import failures
-from hasten.experiment import Subject
+from hasten.data.files import replace_file
 from hasten.formatting import duration, size
+from hasten.measure.experiment import Subject
+from hasten.measure.quality.guard import GuardDesign
+from hasten.measure.quality.guard_rows import failures
 from hasten.recipe.price import Price
 from hasten.recipe.schema import load_recipe
-from hasten.search.tuner.choosing import Sampler
-from hasten.search.tuner.study import Objective
-from hasten.tuning.api import Tuned
-from hasten.tuning.api import tune as tune_job
-from hasten.tuning.files import replace_file
-from hasten.tuning.subject import Wishes
+from hasten.tune.api import Tuned
+from hasten.tune.api import tune as tune_job
+from hasten.tune.choosing import Sampler
+from hasten.tune.study import Objective
+from hasten.tune.subject import Wishes
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from hasten.cli.arguments import copied, writable
 from hasten.cli.display import Display
+from hasten.data.files import replace_file
 from hasten.formatting import duration
 from hasten.recipe.schema import load_recipe
-from hasten.tuning.files import replace_file
-from hasten.tuning.learning import Learned, LearningWishes
-from hasten.tuning.learning import learn as learn_job
+from hasten.tune.learning_study import Learned, LearningWishes
+from hasten.tune.learning_study import learn as learn_job
 
 
 def learn(

@@ -74,7 +74,7 @@ def tune(
 
     if study == "learning":
         from hasten.cli.tune_learning import learn
-        from hasten.tuning.learning import LearningWishes
+        from hasten.tune.learning_study import LearningWishes
 
         for option, differs in (
             ("--sampler", sampler != "auto"),

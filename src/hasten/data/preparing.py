@@ -18,7 +18,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hasten.data import arrowfile
+from hasten.data import arrow_file
 from hasten.data.onewriter import if_free
 from hasten.data.spool import Indexed, packed
 from hasten.data.worker import Chunk, Work
@@ -51,7 +51,7 @@ def prepare(
     folder = path.with_suffix(".parts")
     folder.mkdir(exist_ok=True)
     spans = list(_spans(conversations, folder))
-    left = [span for span in spans if not arrowfile.is_whole(span.part)]
+    left = [span for span in spans if not arrow_file.is_whole(span.part)]
     total = len(conversations)
     done = total - sum(span.last - span.first for span in left)
     if on_progress and done:
@@ -63,7 +63,7 @@ def prepare(
             done += size
             if on_progress:
                 on_progress(done, total)
-    arrowfile.merge(path, (span.part for span in spans), _summary)
+    arrow_file.merge(path, (span.part for span in spans), _summary)
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from hasten.data.store import Records
-from hasten.parts.packing import CLOSE, choose_method, plan_rows
-from hasten.parts.row_order import GroupedOrder
+from hasten.data.token_store import Records
+from hasten.parts.data.packing import CLOSE, choose_method, plan_rows
+from hasten.parts.data.row_order import GroupedOrder
 
 QUANTILES = (1, 10, 50, 90, 99)
 WINDOW = 4096  # records that length_grouped sorts together, its default

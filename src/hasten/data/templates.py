@@ -42,7 +42,7 @@ from hasten.data.chattemplate import (
 from hasten.data.shapes import Conversation, Message
 from hasten.data.toolturns import FORMS, UnseenError, check_seen
 from hasten.errors import InputError
-from hasten.parts.records import TokenRecord, token_record
+from hasten.parts.data.records import TokenRecord, token_record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

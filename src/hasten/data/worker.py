@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hasten.data import arrowfile
+from hasten.data import arrow_file
 from hasten.data.spool import unpack
 from hasten.data.templates import TooLong, encode_all
 from hasten.errors import InputError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from hasten.parts.records import TokenRecord
+    from hasten.parts.data.records import TokenRecord
 
 
 class Work(NamedTuple):
@@ -63,7 +63,7 @@ def write_part(work: Work, chunk: Chunk) -> None:
             long += item.long
             yield from item.records
 
-    arrowfile.write(
+    arrow_file.write(
         chunk.path, records(), lambda: {"rejected": rejected, "long": long}, durable=False
     )
 

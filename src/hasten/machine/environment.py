@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hasten.core.launchers import meeting_method, place_of
+from hasten.machine.launchers import meeting_method, place_of
 
 STARTED_FOR_PLAN = "HASTEN_STARTED_FOR_PLAN"  # set in a process that began again for its plan
 

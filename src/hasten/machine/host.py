@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from hasten.core.control_groups import memory_limit
+from hasten.machine.control_groups import memory_limit
 from hasten.machine.environment import world
 
 INSTRUCTION_SETS = (

@@ -17,13 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hasten.foreign import open_regular
 from hasten.formatting import number
 from hasten.monitor import events as told
 from hasten.monitor.events import Event, Events
 from hasten.monitor.following import Following
 from hasten.monitor.series import Series
 from hasten.monitor.standing import RECENT, standing
-from hasten.parts.foreign import open_regular
 
 STEP_COLUMNS = (
     *("loss", "tokens_per_second", "mfu", "peak_memory_bytes", "data_stall_share"),

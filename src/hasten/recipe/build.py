@@ -25,18 +25,18 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.models.load import count_parameters, load_model, read_config
-from hasten.parts.collate import padded
-from hasten.parts.cross_entropy import LossTerms
-from hasten.parts.hugging_face import routed_experts
-from hasten.parts.losses import WholeLogitsLoss
-from hasten.parts.parameter_groups import decayed_groups
-from hasten.parts.token_accuracy import token_accuracy
+from hasten.parts.data.collate import padded
+from hasten.parts.nn.causal_lm import routed_experts
+from hasten.parts.nn.cross_entropy import LossTerms
+from hasten.parts.nn.losses import WholeLogitsLoss
+from hasten.parts.nn.token_accuracy import token_accuracy
+from hasten.parts.optim.parameter_groups import decayed_groups
 from hasten.recipe.material import Material
 from hasten.recipe.schema import Recipe
 from hasten.recipe.terms import terms_of
 from hasten.techniques import CATALOGUE
 from hasten.techniques.adapter import LoRA
-from hasten.techniques.layout import DDP
+from hasten.techniques.layout.ddp import DDP
 
 METRICS = {"token_accuracy": token_accuracy}
 DEFAULT_BATCH = 32  # records of a step where the recipe says nothing

@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hasten.cluster.attempt import Limits
-from hasten.cluster.supervisor import Supervision
 from hasten.core.guards import Guards, check_comparable
 from hasten.core.leaving import Notice, ask_to_leave
 from hasten.core.plan import Plan
@@ -17,9 +15,11 @@ from hasten.core.session import Session
 from hasten.core.slot import Slot
 from hasten.core.spikes import NEEDS_CHECKPOINTS, SpikeWatch, check_policy
 from hasten.errors import InputError
+from hasten.launch.attempt import Limits
+from hasten.launch.supervisor import Supervision
 from hasten.recipe.schema import Recipe
 
-SPARES = "hasten.cli.spare"
+SPARES = "hasten.cli.standby_rank"
 
 
 def set_guards(session: Session, recipe: Recipe, output: Path) -> None:

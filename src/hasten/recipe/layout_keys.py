@@ -35,7 +35,7 @@ def with_layout_key(values: Mapping[str, Any], plan: list[Any]) -> dict[str, Any
 def _entry(asked: Any) -> Any:
     """A line of the plan."""
     from hasten.recipe.build import catalogue  # torch, which reading a recipe can do without
-    from hasten.techniques.layout_hybrid import Hybrid
+    from hasten.techniques.layout.hybrid import Hybrid
 
     layouts = tuple(kind.name() for kind in catalogue() if kind.slot is Slot.LAYOUT)
     settings = tuple(field.name for field in dataclasses.fields(Hybrid))

@@ -24,7 +24,7 @@ from hasten.data.onewriter import one_writer
 from hasten.data.preparing import sweep
 from hasten.data.shapes import Conversation
 from hasten.data.spool import spools
-from hasten.data.store import Records, Subset, TokenStore, split, tokenize
+from hasten.data.token_store import Records, Subset, TokenStore, split, tokenize
 from hasten.data.tokenizer import train_bpe
 from hasten.errors import InputError
 from hasten.machine import host

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from hasten.core.technique import Technique
-from hasten.techniques.layout_hybrid import Hybrid
+from hasten.techniques.layout.hybrid import Hybrid
 
 
 def mixed_layouts(ranks: int) -> list[Technique]:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from hasten.core.plan import did_you_mean
 from hasten.errors import InputError
-from hasten.recipe.plain_yaml import first_complaint, read_yaml_file
+from hasten.recipe.yaml_reader import first_complaint, read_yaml_file
 
 
 class Price(BaseModel):
@@ -54,7 +54,7 @@ class Price(BaseModel):
         return self.hour * self.paid(devices) * seconds / 3600 + energy
 
     def to_cost(self, training: int) -> dict[str, Any]:
-        """Plain values, as `hasten.evidence.cost` takes them."""
+        """Plain values, as `hasten.report.cost` takes them."""
         return {
             "currency": self.currency,
             "per_device_hour": self.hour,

@@ -19,11 +19,11 @@ import numpy as np
 
 from hasten.data.columns import columns_of
 from hasten.data.corpus import stdlib_corpus
-from hasten.data.formats import Reading, read_sources
+from hasten.data.readers import Reading, read_sources
 from hasten.data.shapes import Conversation
 from hasten.data.sources import Source, source_of, weighted
 from hasten.data.spool import Choice, Gathered
-from hasten.data.store import split
+from hasten.data.token_store import split
 from hasten.errors import InputError
 from hasten.recipe.schema import DataSource, Recipe
 

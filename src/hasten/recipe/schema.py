@@ -14,17 +14,17 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from hasten.cluster.transport import checked
 from hasten.core.plan import did_you_mean
 from hasten.core.spikes import SpikePolicy
 from hasten.errors import InputError
+from hasten.launch.transport import checked
 from hasten.recipe.checkpoint_keys import read_resume
 from hasten.recipe.data_source import DataSource
 from hasten.recipe.deepspeed_key import beside_deepspeed, with_deepspeed
 from hasten.recipe.layout_keys import with_layout_key
-from hasten.recipe.plain_yaml import first_complaint, read_overrides, read_yaml, read_yaml_file
-from hasten.recipe.presets import entries_of
+from hasten.recipe.preset_plans import entries_of
 from hasten.recipe.price import Price, price_of
+from hasten.recipe.yaml_reader import first_complaint, read_overrides, read_yaml, read_yaml_file
 
 FINITE = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 __all__ = ["DataSource", "Price", "Recipe", "load_recipe", "read_yaml", "recipe_from"]

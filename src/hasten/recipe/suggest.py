@@ -22,11 +22,11 @@ from hasten.core.facts import Facts
 from hasten.core.setup import obstacles
 from hasten.data.statistics import padding_share, useful_row
 from hasten.models.presets import PRESETS
-from hasten.parts.packing import choose_method
+from hasten.parts.data.packing import choose_method
 from hasten.recipe.build import facts_of, requested_plan
 from hasten.recipe.material import Material, gather
-from hasten.recipe.plain_yaml import check_keys, one_line
 from hasten.recipe.schema import Recipe, recipe_from
+from hasten.recipe.yaml_reader import check_keys, one_line
 from hasten.techniques.precision import gain_here
 
 SAMPLE = 2000  # records that are looked at

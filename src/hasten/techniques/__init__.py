@@ -14,13 +14,13 @@ from hasten.techniques.compile import Compiled
 from hasten.techniques.experts import ExpertsImplementation
 from hasten.techniques.feed import Prefetched
 from hasten.techniques.layers import FusedLayers
-from hasten.techniques.layout import DDP
-from hasten.techniques.layout_deepspeed import DeepSpeed
-from hasten.techniques.layout_experts import ExpertParallel
-from hasten.techniques.layout_hybrid import Hybrid
-from hasten.techniques.layout_pipeline import Pipeline
-from hasten.techniques.layout_sharded import FSDP2
-from hasten.techniques.layout_tensor import TensorParallel
+from hasten.techniques.layout.ddp import DDP
+from hasten.techniques.layout.deepspeed import DeepSpeed
+from hasten.techniques.layout.fsdp import FSDP2
+from hasten.techniques.layout.hybrid import Hybrid
+from hasten.techniques.layout.layout_experts import ExpertParallel
+from hasten.techniques.layout.layout_pipeline import Pipeline
+from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.objective import MultiTokenPrediction
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
@@ -29,9 +29,9 @@ from hasten.techniques.recompute import Recompute
 from hasten.techniques.routing import BalancedRouting
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
 from hasten.techniques.threads import Threads
-from hasten.techniques.wire import Half, PowerSGD, Quantised, TopK
-from hasten.techniques.wire_local import LocalSteps, Stream
-from hasten.techniques.wire_topology import Automatic, Hierarchical
+from hasten.techniques.wire.compress import Half, PowerSGD, Quantised, TopK
+from hasten.techniques.wire.local import LocalSteps, Stream
+from hasten.techniques.wire.topology import Automatic, Hierarchical
 
 CATALOGUE: tuple[type[Technique], ...] = (
     PackedEpoch,

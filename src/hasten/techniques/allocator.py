@@ -10,9 +10,8 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique, knob
-from hasten.machine import environment
-from hasten.parts import allocator
-from hasten.parts.threads import started_with
+from hasten.machine import allocator, environment
+from hasten.machine.threads import started_with
 
 KINDS = ("glibc", "tcmalloc", "jemalloc", "expandable")
 EXPANDABLE = "expandable_segments:True"

@@ -11,9 +11,9 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique
-from hasten.parts import document_attention, regional_compile
-from hasten.parts.hugging_face import causal_lm
-from hasten.techniques import looking
+from hasten.parts.nn import attention, compile
+from hasten.parts.nn.causal_lm import causal_lm
+from hasten.techniques import probes
 
 CALLS = ("aten::_scaled_dot_product", "aten::_safe_softmax")  # the second: heads of two widths
 KERNEL = "hasten::document_attention"
@@ -35,27 +35,27 @@ class DocumentAttention(Technique):
 
     def apply(self, setup: Setup) -> None:
         def select(model: nn.Module) -> None:
-            document_attention.use_document_attention(causal_lm(model))
+            attention.use_document_attention(causal_lm(model))
 
         setup.attention = select
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
         if facts.model.sliding_window:
             return (f"this {facts.model.architecture} attends through a sliding window",)
-        if facts.model.architecture in document_attention.ARCHITECTURES:
+        if facts.model.architecture in attention.ARCHITECTURES:
             return ()
         return (
             f"not proven for the architecture {facts.model.architecture}; it is for "
-            + ", ".join(document_attention.ARCHITECTURES),
+            + ", ".join(attention.ARCHITECTURES),
         )
 
     def probe(self, session: Session) -> Proof:
         chosen = causal_lm(session.model).config._attn_implementation
-        ours = (document_attention.NAME, regional_compile.APART)  # the second: outside graphs
-        seen = looking.operators(session) if chosen in ours else None
+        ours = (attention.NAME, compile.APART)  # the second: outside graphs
+        seen = probes.operators(session) if chosen in ours else None
         if seen is None:
             return Proof(chosen in ours, f"the model's attention is {chosen}")
-        calls, kernel = looking.count(seen, *CALLS), looking.count(seen, KERNEL, *VARLEN)
+        calls, kernel = probes.count(seen, *CALLS), probes.count(seen, KERNEL, *VARLEN)
         layers = max(session.setup.facts.model.layers, 1)
         said = f"{calls + kernel} calls of attention in {layers} layers over some records"
         if kernel:

@@ -14,7 +14,7 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob, setting
-from hasten.parts.weight_average import WeightAverage as WeightAveragePart
+from hasten.parts.optim.weight_average import WeightAverage as WeightAveragePart
 
 SAVED = ("both", "average", "last")
 

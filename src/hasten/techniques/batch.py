@@ -18,9 +18,9 @@ from hasten.core.slot import Slot
 from hasten.core.switch import Switch
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.errors import InputError
-from hasten.parts import cut
-from hasten.parts.dynamic_batcher import release_memory
-from hasten.parts.headroom import Headroom, is_out_of_memory, memory_meter
+from hasten.machine.memory import Headroom, is_out_of_memory, memory_meter
+from hasten.parts.data import cut
+from hasten.parts.data.dynamic_batcher import release_memory
 from hasten.techniques import changing
 
 # A cut is for memory. Each further pass reads the weights and adds to the gradients once more; how

@@ -12,7 +12,7 @@ import torch
 
 from hasten.core.session import Session
 from hasten.machine.environment import ranks_here
-from hasten.parts.headroom import memory_meter
+from hasten.machine.memory import memory_meter
 from hasten.techniques.feed import PrefetchedFeed
 
 FULL = 0.8  # share of the memory that a change may lead to

@@ -19,7 +19,7 @@ from hasten.core.technique import Fidelity, Proof, Technique, setting
 from hasten.errors import InputError
 from hasten.parts.checkpoint import SmartCheckpointer
 from hasten.parts.checkpoint.protected import moments_to_come
-from hasten.parts.compact_adamw import CompactAdamW
+from hasten.parts.optim.compact_adamw import CompactAdamW
 
 DYNAMIC, EPOCH = "dynamic", "epoch"
 

@@ -10,8 +10,9 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique
-from hasten.parts import collate, document_attention
-from hasten.techniques import looking
+from hasten.parts.data import collate
+from hasten.parts.nn import attention
+from hasten.techniques import probes
 from hasten.techniques.compile import Bucketed
 
 
@@ -50,7 +51,7 @@ class Packed(Technique):
         filler = most * passes * session.setup.layout.data_size
         acted = slots > 0 and slots - tokens <= filler
         evidence = f"{slots - tokens} of {slots} slots were padding"
-        padded = looking.laid_out(session, session.setup.sampler, session.setup.job.collate)
+        padded = probes.laid_out(session, session.setup.sampler, session.setup.job.collate)
         if padded is None:
             return Proof(acted, evidence)
         there = padded.slots > padded.tokens  # or there was nothing to take out
@@ -58,7 +59,7 @@ class Packed(Technique):
 
 
 def _architecture_obstacle(what: str, facts: Facts) -> tuple[str, ...]:
-    known = document_attention.ARCHITECTURES
+    known = attention.ARCHITECTURES
     if facts.model.architecture in known:
         return ()
     return (

@@ -22,7 +22,7 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique, knob, setting
 from hasten.errors import InputError
-from hasten.parts.regional_compile import CompiledBlocks, filled
+from hasten.parts.nn.compile import CompiledBlocks, filled
 
 COMPILERS = ("c++", "g++", "clang++")
 MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")

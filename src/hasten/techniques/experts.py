@@ -12,9 +12,9 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique, knob
 from hasten.errors import InputError
-from hasten.parts import fused_experts
-from hasten.parts.hugging_face import causal_lm
-from hasten.techniques import looking
+from hasten.parts.nn import fused_experts
+from hasten.parts.nn.causal_lm import causal_lm
+from hasten.techniques import probes
 
 KINDS = ("fused", "eager", "batched_mm", "grouped_mm")
 FUSED = ("deepseek_v2", "deepseek_v3")  # architectures whose experts hasten's kernels run
@@ -80,13 +80,13 @@ class ExpertsImplementation(Technique):
         model = causal_lm(session.model)
         layers = fused_experts.fused(model)
         chosen = "fused" if layers else str(model.config._experts_implementation)
-        seen = looking.operators(session) if session.setup.job.device == "cpu" else None
+        seen = probes.operators(session) if session.setup.job.device == "cpu" else None
         if seen is None:
             return Proof(chosen == self.kind, f"the model's experts are computed by {chosen} code")
-        ran = next((kind for kind, sign in SIGNS.items() if looking.count(seen, sign)), "other")
+        ran = next((kind for kind, sign in SIGNS.items() if probes.count(seen, sign)), "other")
         sign = SIGNS.get(ran, "operators that aren't known here")
         return Proof(
             chosen == ran == self.kind,
             f"the model's experts ran as {ran} in one pass over some records, by "
-            f"{looking.count(seen, sign)} calls of {sign}",
+            f"{probes.count(seen, sign)} calls of {sign}",
         )

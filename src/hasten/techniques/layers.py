@@ -11,9 +11,9 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique
-from hasten.parts import fused_layers
-from hasten.parts.hugging_face import causal_lm
-from hasten.techniques import looking
+from hasten.parts.nn import fused_layers
+from hasten.parts.nn.causal_lm import causal_lm
+from hasten.techniques import probes
 
 OPERATORS = ("hasten::rms_norm", "hasten::swiglu", "hasten::rotate")
 
@@ -65,8 +65,8 @@ class FusedLayers(Technique):
         said = f"fused code runs {listed or 'nothing'}"
         # Bound code hands tensors that it doesn't take to the layer's own: count what ran. Liger's
         # kernels on a GPU aren't operators, so there the bound layers have to do.
-        seen = looking.operators(session) if bound and session.setup.job.device == "cpu" else None
+        seen = probes.operators(session) if bound and session.setup.job.device == "cpu" else None
         if seen is None:
             return Proof(bool(bound), said)
-        ran = looking.count(seen, *OPERATORS)
+        ran = probes.count(seen, *OPERATORS)
         return Proof(ran > 0, f"{said}; {ran} of its kernels ran in one pass over some records")

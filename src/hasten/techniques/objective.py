@@ -12,8 +12,8 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, setting
 from hasten.errors import InputError
-from hasten.parts import multi_token
-from hasten.parts.multi_token import MultiToken
+from hasten.parts.nn import multi_token
+from hasten.parts.nn.multi_token import MultiToken
 
 STATE_BYTES = 16  # of a weight in float32 with its gradient and AdamW's two moments
 

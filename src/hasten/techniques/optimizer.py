@@ -20,11 +20,11 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob
 from hasten.errors import InputError
-from hasten.parts.compact_adamw import FORMATS
-from hasten.parts.compact_adamw import CompactAdamW as CompactAdamWPart
-from hasten.parts.fused_adamw import FusedAdamW as FusedAdamWPart
-from hasten.parts.kernels import rows
-from hasten.parts.muon import MuonAdamW, muon_groups
+from hasten.parts.kernels import rowwise
+from hasten.parts.optim.compact_adamw import FORMATS
+from hasten.parts.optim.compact_adamw import CompactAdamW as CompactAdamWPart
+from hasten.parts.optim.fused_adamw import FusedAdamW as FusedAdamWPart
+from hasten.parts.optim.muon import MuonAdamW, muon_groups
 
 BYTES = {"bf16": 4.0, "int8": 2.0 + 8 / 256}  # of both moments, per weight
 ADAMW_BYTES = 8.0
@@ -55,7 +55,7 @@ class FusedAdamW(Technique):
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
         if facts.on_gpu:
             return (f"the pass is for a processor's memory; this run is on {facts.device}",)
-        reason = rows.library().reason
+        reason = rowwise.library().reason
         return (reason,) if reason else ()
 
     def forecast(self, facts: Facts) -> Forecast:

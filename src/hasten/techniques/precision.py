@@ -17,11 +17,11 @@ from hasten.core.setup import AsGiven, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.errors import InputError
-from hasten.parts.bf16_gain import Gain, bf16_gain
-from hasten.parts.float8 import RECIPES, SIDE, Float8Layers
-from hasten.parts.layout.local_shards import LocalShards
-from hasten.parts.loss_scale import LossScale
-from hasten.parts.master_weights import MasterWeights
+from hasten.parts.distributed.local_shards import LocalShards
+from hasten.parts.nn.bf16_gain import Gain, bf16_gain
+from hasten.parts.nn.float8 import RECIPES, SIDE, Float8Layers
+from hasten.parts.optim.loss_scale import LossScale
+from hasten.parts.optim.master_weights import MasterWeights
 
 CLAIMS = (
     Claim("tokens_per_second", 1.15, "the articles' mixed precision: +15 % speed"),

@@ -13,7 +13,7 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.switch import Switch
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob, setting
-from hasten.parts.recompute import BlockRecompute
+from hasten.parts.nn.recompute import BlockRecompute
 from hasten.techniques import changing
 
 MEASURED_RECORDS = 4  # of the micro-batch on which the probe measures

@@ -15,8 +15,14 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique, knob
 from hasten.errors import InputError
-from hasten.parts.hugging_face import causal_lm
-from hasten.parts.routing import BIASED, UNBIASED, RouterBalance, load_ratios, sequence_ids
+from hasten.parts.nn.causal_lm import causal_lm
+from hasten.parts.nn.router_balance import (
+    BIASED,
+    UNBIASED,
+    RouterBalance,
+    load_ratios,
+    sequence_ids,
+)
 
 
 @dataclass(frozen=True)

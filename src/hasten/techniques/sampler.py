@@ -11,9 +11,9 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob
 from hasten.errors import InputError
-from hasten.parts.dealing import quadratic_share
-from hasten.parts.row_order import GroupedOrder, PackedOrder
-from hasten.techniques import looking
+from hasten.parts.data.dealing import quadratic_share
+from hasten.parts.data.row_order import GroupedOrder, PackedOrder
+from hasten.techniques import probes
 
 
 @dataclass(frozen=True)
@@ -129,14 +129,14 @@ class LengthGrouped(Technique):
         setup = session.setup
         collate = setup.collate or setup.job.collate
         usual = ShuffledOrder(setup.job.lengths, setup.job.batch, setup.job.seed)
-        grouped = looking.laid_out(session, order, collate)
-        shuffled = looking.laid_out(session, usual, collate)
+        grouped = probes.laid_out(session, order, collate)
+        shuffled = probes.laid_out(session, usual, collate)
         if grouped is None or shuffled is None:
             return Proof(False, "no step was made yet")
         return Proof(
             grouped.padding_share < shuffled.padding_share,
             f"{grouped.padding_share:.1%} padding where the shuffled order has "
-            f"{shuffled.padding_share:.1%}, in as many steps as were made, {looking.STEPS} at most",
+            f"{shuffled.padding_share:.1%}, in as many steps as were made, {probes.STEPS} at most",
         )
 
 

@@ -13,8 +13,7 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique, knob, setting
-from hasten.machine import environment
-from hasten.parts import threads
+from hasten.machine import environment, threads
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hasten.parts.checkpoint.shuffle import (
+from hasten.parts.checkpoint.delta import (
     DIFFERENCE,
     PLAIN,
     SHUFFLE,

@@ -12,7 +12,7 @@ from hypothesis import strategies as some
 from torch import nn
 
 from arrival_rank_jobs import CASES
-from hasten.parts.layout.arrival import is_skeleton, senders
+from hasten.parts.distributed.weight_broadcast import is_skeleton, senders
 from ranks import on_ranks
 
 

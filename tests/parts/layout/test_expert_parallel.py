@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from expert_rank_jobs import DRAWS, MICRO_BATCHES, STEPS, Experts, block, drawn
-from hasten.parts.layout.expert_parallel import expert_layers, holds_part, layer_of
+from hasten.parts.distributed.expert_parallel import expert_layers, holds_part, layer_of
 from ranks import on_ranks
 
 WORLD = 4

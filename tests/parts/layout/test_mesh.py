@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.parts.layout.mesh import MeshSizes
+from hasten.parts.distributed.mesh import MeshSizes
 
 sizes = st.integers(1, 4)
 

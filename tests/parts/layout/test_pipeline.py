@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hasten import AsyncPipeline
-from hasten.parts.collate import packed
-from hasten.parts.layout import partition
-from hasten.parts.layout.pipeline_batches import alike, cut
-from hasten.parts.layout.pipeline_events import StageEvent
-from hasten.parts.layout.pipeline_local import LocalRunner
-from hasten.parts.layout.pipeline_schedules import SCHEDULES, SPLIT, virtual
-from hasten.parts.layout.pipeline_stages import Layers
-from hasten.parts.layout.pipeline_work import Pass, Seams, Settings, Work
+from hasten.parts.data.collate import packed
+from hasten.parts.distributed.pipeline import partition
+from hasten.parts.distributed.pipeline.pipeline_batches import alike, cut
+from hasten.parts.distributed.pipeline.pipeline_local import LocalRunner
+from hasten.parts.distributed.pipeline.pipeline_stages import Layers
+from hasten.parts.distributed.pipeline.pipeline_work import Pass, Seams, Settings, Work
+from hasten.parts.distributed.pipeline.schedules import SCHEDULES, SPLIT, virtual
+from hasten.parts.distributed.pipeline.trace import StageEvent
 from pipeline_rank_jobs import language_batch, language_model, largest_error, plain_loss
 from ranks import on_ranks
 from tiny import ARCHITECTURES, records

@@ -10,15 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.parts.layout.pipeline_events import (
-    StageEvent,
-    bubble,
-    bubble_share,
-    drawing,
-    without_waiting,
-)
-from hasten.parts.layout.pipeline_ranks import earlier
-from hasten.parts.layout.pipeline_schedules import (
+from hasten.parts.distributed.pipeline.pipeline_ranks import earlier
+from hasten.parts.distributed.pipeline.pipeline_work import Settings
+from hasten.parts.distributed.pipeline.schedules import (
     SCHEDULES,
     SPLIT,
     actions,
@@ -29,8 +23,14 @@ from hasten.parts.layout.pipeline_schedules import (
     orders,
     virtual,
 )
-from hasten.parts.layout.pipeline_work import Settings
-from hasten.search.schedules import StageSeconds, Timetable, simulate
+from hasten.parts.distributed.pipeline.trace import (
+    StageEvent,
+    bubble,
+    bubble_share,
+    drawing,
+    without_waiting,
+)
+from hasten.planner.schedules import StageSeconds, Timetable, simulate
 
 schedules = st.sampled_from(SCHEDULES)
 

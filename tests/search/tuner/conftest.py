@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hasten.search.tuner import bench
+from hasten.tune import bench
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from hasten.search.tuner.space import Point, Space
-from hasten.search.tuner.turns import Parts, RunnerFailedError, Step
+from hasten.measure.turns import Parts, RunnerFailedError, Step
+from hasten.tune.space import Point, Space
 
 TICK = 0.01  # seconds, within which a machine's speed stays
 

@@ -11,15 +11,9 @@ from typing import Any
 
 import pytest
 
-from hasten.search.tuner.bench import Bench
-from hasten.search.tuner.space import Point, of_values
-from hasten.search.tuner.turns import (
-    PART,
-    OutOfTimeError,
-    RunnerFailedError,
-    Step,
-    Turns,
-)
+from hasten.measure.turns import PART, OutOfTimeError, RunnerFailedError, Step, Turns
+from hasten.tune.bench import Bench
+from hasten.tune.space import Point, of_values
 from search.tuner.simulated import InParts, Machine, Simulated
 
 SPACE = of_values({"batch": [1, 2, 4], "fused": [False, True]})

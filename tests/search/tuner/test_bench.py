@@ -9,19 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.evidence.record import Record
-from hasten.search.tuner.bench import Bench
-from hasten.search.tuner.proposers import Tried
-from hasten.search.tuner.search import Search
-from hasten.search.tuner.space import Point, of_values
-from hasten.search.tuner.turns import (
-    PASSES,
-    OutOfTimeError,
-    RunnerFailedError,
-    Step,
-    Turns,
-    duel_steps,
-)
+from hasten.measure.record import Record
+from hasten.measure.turns import PASSES, OutOfTimeError, RunnerFailedError, Step, Turns, duel_steps
+from hasten.tune.bench import Bench
+from hasten.tune.proposers import Tried
+from hasten.tune.search import Search
+from hasten.tune.space import Point, of_values
 from search.tuner.simulated import Machine, Simulated
 
 SPACE = of_values({"batch": [1, 2, 4], "fused": [False, True]})
@@ -157,7 +150,7 @@ def test_a_round_that_others_disturbed_does_not_decide_by_itself(
     monkeypatch: pytest.MonkeyPatch, load: float, rounds: int
 ) -> None:
     """Else a lucky one puts a point in the start's place, and all later ones are wrong by it."""
-    monkeypatch.setattr("hasten.search.tuner.bench.foreign_share", lambda *seen: load)
+    monkeypatch.setattr("hasten.tune.bench.foreign_share", lambda *seen: load)
     best, worst = SPACE.point({"batch": 4, "fused": True}), SPACE.point({"batch": 2})
     machine = Machine(SPACE, fast)
     with Bench(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from hasten.search.tuner.failures import Failures, blamed
-from hasten.search.tuner.proposers import Beforehand, Own, Tried
-from hasten.search.tuner.space import Dimension, Point, Space, of_values
+from hasten.tune.failures import Failures, blamed
+from hasten.tune.proposers import Beforehand, Own, Tried
+from hasten.tune.space import Dimension, Point, Space, of_values
 
 SWITCHES = of_values({name: [False, True] for name in "abcdef"})
 ALL = (1,) * 6

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hasten.search.tuner.bench import Bench
-from hasten.search.tuner.final import FEWEST, MOST_ROUNDS, behind, leading, ordered, side_by_side
-from hasten.search.tuner.space import Point, of_values
+from hasten.tune.bench import Bench
+from hasten.tune.final import FEWEST, MOST_ROUNDS, behind, leading, ordered, side_by_side
+from hasten.tune.space import Point, of_values
 from search.tuner.simulated import Machine
 
 SPACE = of_values({"batch": [1, 2, 4, 8], "fused": [False, True], "dtype": ["fp32", "bf16"]})

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from hasten.errors import InputError
-from hasten.evidence.record import Record
-from hasten.search.tuner.learning import FEWEST_PAIRS, Learning, Learnt
-from hasten.search.tuner.space import Dimension, Point, Space
-from hasten.search.tuner.turns import RunnerFailedError
+from hasten.measure.record import Record
+from hasten.measure.turns import RunnerFailedError
+from hasten.tune.learning import FEWEST_PAIRS, Learning, Learnt
+from hasten.tune.space import Dimension, Point, Space
 from search.tuner.simulated import Clock
 
 RATES = (1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 6.4e-3)

@@ -10,18 +10,10 @@ import numpy as np
 import pytest
 
 from hasten.errors import InputError
-from hasten.search.tuner.belief import Belief, Posterior, expected_improvement
-from hasten.search.tuner.choosing import proposer_of
-from hasten.search.tuner.proposers import (
-    BEFORE,
-    CLOSE,
-    OF_MEDIAN,
-    Beforehand,
-    Own,
-    Proposer,
-    Tried,
-)
-from hasten.search.tuner.space import SMALL, Dimension, Point, Space, of_values
+from hasten.tune.belief import Belief, Posterior, expected_improvement
+from hasten.tune.choosing import proposer_of
+from hasten.tune.proposers import BEFORE, CLOSE, OF_MEDIAN, Beforehand, Own, Proposer, Tried
+from hasten.tune.space import SMALL, Dimension, Point, Space, of_values
 
 KNOBS = {"a": [0, 1, 2, 3], "b": [False, True], "c": ["x", "y", "z"], "d": [False, True]}
 SPACE = of_values(KNOBS)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
-from hasten.search.tuner.race import LOOKS, Curve, races
-from hasten.search.tuner.space import Point
-from hasten.search.tuner.turns import RunnerFailedError
+from hasten.measure.turns import RunnerFailedError
+from hasten.tune.race import LOOKS, Curve, races
+from hasten.tune.space import Point
 from search.tuner.simulated import Clock
 
 START, FAST, LOSSY, SLOW = (0,), (1,), (2,), (3,)

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from hasten.core.plan import Plan
+from hasten.measure import turns as turns_module
+from hasten.measure.turns import Turns
+from hasten.recipe.prepare import ready
 from hasten.recipe.schema import recipe_from
-from hasten.recipe.starting import ready
-from hasten.search.tuner import runners as runners_module
-from hasten.search.tuner import turns as turns_module
-from hasten.search.tuner.runners import PlanRunner
-from hasten.search.tuner.turns import Turns
 from hasten.techniques.feed import Prefetched
+from hasten.tune import runners as runners_module
+from hasten.tune.runners import PlanRunner
 from material import small
 
 pytestmark = pytest.mark.waits

@@ -15,8 +15,8 @@ from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.recipe.build import catalogue
 from hasten.recipe.mesh_choices import mixed_layouts
-from hasten.search.tuner.plans import NONE, plan_space, values_of
-from hasten.search.tuner.space import Dimension, Space, of_values
+from hasten.tune.plans import NONE, plan_space, values_of
+from hasten.tune.space import Dimension, Space, of_values
 from tiny import able, job_facts, language_job
 
 FACTS = able(job_facts(language_job()))

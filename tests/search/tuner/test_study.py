@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from hasten.errors import InputError
-from hasten.evidence.record import Record
-from hasten.search.tuner.belief import importance
-from hasten.search.tuner.bench import Bench
-from hasten.search.tuner.blind import Shuffled
-from hasten.search.tuner.earlier import learnt, similar_trials
-from hasten.search.tuner.output import document, lead, page
-from hasten.search.tuner.proposers import Beforehand, Own, Tried
-from hasten.search.tuner.search import FINALISTS, Search
-from hasten.search.tuner.space import of_values
-from hasten.search.tuner.study import Study
-from hasten.search.tuner.turns import OutOfTimeError
+from hasten.measure.record import Record
+from hasten.measure.turns import OutOfTimeError
+from hasten.tune.belief import importance
+from hasten.tune.bench import Bench
+from hasten.tune.blind import Shuffled
+from hasten.tune.earlier import learnt, similar_trials
+from hasten.tune.proposers import Beforehand, Own, Tried
+from hasten.tune.report import document, lead, page
+from hasten.tune.search import FINALISTS, Search
+from hasten.tune.space import of_values
+from hasten.tune.study import Study
 from search.tuner.simulated import Machine
 
 SPACE = of_values({"batch": [1, 2, 4, 8], "fused": [False, True], "dtype": ["fp32", "bf16"]})

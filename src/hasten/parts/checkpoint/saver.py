@@ -19,13 +19,13 @@ from typing import Any
 from torch import Tensor
 
 from hasten.parts.checkpoint.commit import LOCAL, force_names, save
+from hasten.parts.checkpoint.delta import DIFFERENCE, PLAIN, SHUFFLE, Choice, choose, encode
 from hasten.parts.checkpoint.disk import Disk
 from hasten.parts.checkpoint.folder import bytes_in, set_aside
 from hasten.parts.checkpoint.lock import FolderLock
 from hasten.parts.checkpoint.manifest import DamagedCheckpointError, read_manifest
 from hasten.parts.checkpoint.remote import Mirror, is_address
 from hasten.parts.checkpoint.retention import Known, prune, sweep
-from hasten.parts.checkpoint.shuffle import DIFFERENCE, PLAIN, SHUFFLE, Choice, choose, encode
 from hasten.parts.checkpoint.slowness import Slowness
 from hasten.parts.checkpoint.tensor_file import on_host
 from hasten.parts.checkpoint.verify import load, load_latest

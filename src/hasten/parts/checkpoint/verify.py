@@ -18,6 +18,7 @@ import xxhash
 from safetensors import SafetensorError
 from torch import Tensor
 
+from hasten.parts.checkpoint.delta import decode, decoded_limit
 from hasten.parts.checkpoint.folder import checkpoints, quarantine
 from hasten.parts.checkpoint.manifest import (
     PASSING,
@@ -26,7 +27,6 @@ from hasten.parts.checkpoint.manifest import (
     open_regular,
     read_manifest,
 )
-from hasten.parts.checkpoint.shuffle import decode, decoded_limit
 from hasten.parts.checkpoint.tensor_file import BLOCK
 
 State = tuple[dict[str, Tensor], dict[str, Any]]

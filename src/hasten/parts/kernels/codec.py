@@ -1,7 +1,7 @@
 """Codecs on the processor: ``codec.cpp``, with the signatures of ``codec_torch.py``.
 
-Nothing is checked here; :mod:`hasten.parts.codecs` and :mod:`hasten.parts.chunked_topk` have
-checked shapes and formats before they call.
+Nothing is checked here; :mod:`hasten.parts.comm.codecs` and :mod:`hasten.parts.comm.chunked_topk`
+have checked shapes and formats before they call.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.parts.codec_torch import key_of, rule_of
 from hasten.parts.kernels.build import Built, built
+from hasten.parts.kernels.codec_reference import key_of, rule_of
 
 WORTH_THREADS = 32_768  # numbers below which one thread is done before a second is awake
 

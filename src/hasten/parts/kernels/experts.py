@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from hasten.parts.kernels import rows, tiles
+from hasten.parts.kernels import amx, rowwise
 
 
 @custom_op("hasten::expert_products", mutates_args=())
@@ -29,7 +29,7 @@ def products(x: Tensor, weights: Tensor, starts: Sequence[int], turned: bool) ->
     n, k = (weights.shape[1], weights.shape[2]) if turned else weights.shape[:0:-1]
     _check(x, starts, k, len(weights))
     out = x.new_empty(x.shape[0], n)
-    if not tiles.fits(x, weights) or weights.stride(-1) != 1:
+    if not amx.fits(x, weights) or weights.stride(-1) != 1:
         for matrix, (first, last) in zip(weights, itertools.pairwise(starts), strict=True):
             torch.mm(x[first:last], matrix.t() if turned else matrix, out=out[first:last])
         return out
@@ -38,7 +38,7 @@ def products(x: Tensor, weights: Tensor, starts: Sequence[int], turned: bool) ->
         (first * x.stride(0), expert * step, first * n, last - first, n, k)
         for expert, (first, last) in enumerate(itertools.pairwise(starts))
     ]
-    tiles.run_products(out, x, weights, groups, 2 * turned)
+    amx.run_products(out, x, weights, groups, 2 * turned)
     return out
 
 
@@ -52,7 +52,7 @@ def gradients_(out: Tensor, grad: Tensor, x: Tensor, starts: Sequence[int]) -> N
     """``out[e] = grad_e.T @ x_e`` (n, k) for every expert; an expert without rows gets zeros."""
     _check(x, starts, out.shape[2], len(out))
     _check(grad, starts, out.shape[1], len(out))
-    if not tiles.fits(grad, x) or out.stride(-1) != 1:
+    if not amx.fits(grad, x) or out.stride(-1) != 1:
         for found, (first, last) in zip(out, itertools.pairwise(starts), strict=True):
             torch.mm(grad[first:last].t(), x[first:last], out=found)
         return
@@ -61,7 +61,7 @@ def gradients_(out: Tensor, grad: Tensor, x: Tensor, starts: Sequence[int]) -> N
         (first * grad.stride(0), first * x.stride(0), expert * out.stride(0), n, k, last - first)
         for expert, (first, last) in enumerate(itertools.pairwise(starts))
     ]
-    tiles.run_products(out, grad, x, groups, 1)
+    amx.run_products(out, grad, x, groups, 1)
 
 
 @gradients_.register_fake
@@ -81,7 +81,7 @@ def combine(x: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     sizes = (c_int64(places.shape[0]), c_int64(places.shape[1]), c_int64(x.shape[1]))
     tensors = (_at(t) for t in (x, places, weights, out))
     half = c_int(x.dtype == torch.bfloat16)
-    rows.call("rows_combine", places.numel() * x.shape[1], *tensors, *sizes, half)
+    rowwise.call("rows_combine", places.numel() * x.shape[1], *tensors, *sizes, half)
     return out
 
 
@@ -102,7 +102,7 @@ def combine_backward(
     dx, dw = torch.empty_like(x), torch.empty_like(weights)
     tensors = (_at(t) for t in (grad, x, sources, weights, dx, dw))
     sizes = (c_int64(x.shape[0]), c_int64(x.shape[1]), c_int(x.dtype == torch.bfloat16))
-    rows.call("rows_combine_backward", x.numel(), *tensors, *sizes)
+    rowwise.call("rows_combine_backward", x.numel(), *tensors, *sizes)
     return dx, dw
 
 

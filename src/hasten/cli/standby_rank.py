@@ -1,0 +1,35 @@
+"""A process that waits to become a rank: ``python -m hasten.cli.standby_rank``, started by a
+supervisor.
+
+It imports what a rank imports and reads one line from its standard input
+(:mod:`hasten.launch.standby`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from hasten.machine import environment
+from hasten.machine.pulse import on_a_leash
+
+
+def main() -> None:
+    """Wait, then be ``hasten ARGUMENTS``."""
+    on_a_leash()
+    import hasten.cli.train  # noqa: F401  # torch, Transformers and all that a run needs
+    from hasten.cli.main import run
+
+    line = sys.stdin.readline()
+    if not line:
+        return  # the supervisor has ended, and needs none
+    told = json.loads(line)
+    environment.take_over(told["variables"])
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.argv = ["hasten", *told["arguments"]]
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""The file of token records: an Arrow stream that proves, before it is read, that it is whole.
+
+    [Arrow stream: input_ids list<int32>, trained list<bool>] [JSON summary] [size of it] [digest]
+
+The digest covers all bytes before it, so a cut, flipped or half-written file is found out before
+anything in it is trusted. Arrow's own readers stop at the end of the stream and never see the rest.
+Reading maps the file: ids are views of the mapping, marks are unpacked from their bits on demand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+from numpy.typing import NDArray
+
+from hasten.parts.data.records import TokenRecord
+
+SCHEMA = pa.schema(
+    [("input_ids", pa.list_(pa.int32())), ("trained", pa.list_(pa.bool_()))],
+    metadata={"hasten": "token records 1"},
+)
+_BATCH_TOKENS = 1 << 20  # tokens per record batch: what a writer holds in memory
+_CHUNK = 1 << 24  # bytes per read while hashing
+_SIZE_BYTES = 8
+_DIGEST_BYTES = 16
+
+
+class DamagedError(ValueError):
+    """A file that isn't what was once written."""
+
+
+class Batch(NamedTuple):
+    """One record batch of the mapped file; record i is `ids[starts[i] : starts[i + 1]]`."""
+
+    starts: NDArray[np.int32]  # (records + 1,)
+    ids: NDArray[np.int32]  # (tokens,)
+    bits: NDArray[np.uint8]  # (tokens / 8, rounded up), first token in the lowest bit
+
+    def record(self, row: int) -> TokenRecord:
+        first, last = int(self.starts[row]), int(self.starts[row + 1])
+        return TokenRecord(self.ids[first:last], self.marks(first, last))
+
+    def marks(self, first: int, last: int) -> NDArray[np.bool_]:
+        """The marks of tokens first to last - 1, as a new array."""
+        bits = np.unpackbits(self.bits[first // 8 : (last + 7) // 8], bitorder="little")
+        return bits[first % 8 :][: last - first].view(np.bool_)
+
+
+def write(
+    path: Path,
+    records: Iterable[TokenRecord],
+    summarise: Callable[[], Any] = dict,
+    durable: bool = True,
+) -> None:
+    """Write records to `path`, which has either its old content or all of the new.
+
+    `summarise()` is called after the last record; what it returns must be JSON and comes back from
+    `read`. Without `durable` a power cut may leave a damaged file behind, never a crash of the
+    process. Raises OSError where the file can't be written.
+    """
+    _write(path, _batches(records), summarise, durable)
+
+
+def merge(path: Path, parts: Iterable[Path], summarise: Callable[[list[Any]], Any]) -> None:
+    """Write the records of whole files to one, batch by batch, one part in memory at a time.
+
+    `summarise` makes the summary from those of the parts. Raises DamagedError or OSError.
+    """
+    summaries: list[Any] = []
+
+    def batches() -> Iterator[Any]:
+        for part in parts:
+            summaries.append(_proven(part))
+            with pa.memory_map(str(part)) as mapped, pa.ipc.open_stream(mapped) as stream:
+                yield from stream
+
+    _write(path, batches(), lambda: summarise(summaries), durable=True)
+
+
+def _write(path: Path, batches: Iterable[Any], summarise: Callable[[], Any], durable: bool) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.", suffix=".tmp")
+    try:
+        with open(handle, "w+b") as file:
+            with pa.ipc.new_stream(pa.PythonFile(file, "w"), SCHEMA) as writer:
+                for batch in batches:
+                    writer.write_batch(batch)
+            summary = json.dumps(summarise()).encode()
+            file.write(summary + len(summary).to_bytes(_SIZE_BYTES, "little"))
+            file.write(_digest(file, file.tell()))
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    if durable:
+        _sync_folder(path.parent)
+
+
+def read(path: Path) -> tuple[list[Batch], Any]:
+    """The batches of a file, mapped, and its summary; raises DamagedError or OSError."""
+    summary = _proven(path)
+    with pa.ipc.open_stream(pa.memory_map(str(path))) as stream:
+        return [_mapped(batch) for batch in stream], summary
+
+
+def digest_of(path: Path) -> bytes:
+    """The digest at the end of a file that is whole; may raise OSError."""
+    with path.open("rb") as file:
+        file.seek(-_DIGEST_BYTES, os.SEEK_END)
+        return file.read()
+
+
+def is_whole(path: Path) -> bool:
+    """Whether there is a file and it is what was once written; may raise OSError."""
+    try:
+        _proven(path)
+    except (FileNotFoundError, DamagedError):
+        return False
+    return True
+
+
+def _proven(path: Path) -> Any:
+    """The summary of a file that is whole."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END) - _DIGEST_BYTES
+        if end < _SIZE_BYTES or _digest(file, end) != file.read(_DIGEST_BYTES):
+            raise DamagedError(f"{path} is damaged")
+        file.seek(end - _SIZE_BYTES)
+        size = int.from_bytes(file.read(_SIZE_BYTES), "little")
+        file.seek(end - _SIZE_BYTES - size)
+        return json.loads(file.read(size))
+
+
+def _batches(records: Iterable[TokenRecord]) -> Iterator[Any]:
+    held: list[TokenRecord] = []
+    tokens = 0
+    for record in records:
+        held.append(record)
+        tokens += record.length
+        if tokens >= _BATCH_TOKENS:
+            yield _batch(held)
+            held, tokens = [], 0
+    if held:
+        yield _batch(held)
+
+
+def _batch(records: list[TokenRecord]) -> Any:
+    starts = pa.array(np.cumsum([0, *(record.length for record in records)], dtype=np.int32))
+    ids = pa.array(np.concatenate([record.input_ids for record in records]))
+    trained = pa.array(np.concatenate([record.trained for record in records]))
+    lists = (pa.ListArray.from_arrays(starts, values) for values in (ids, trained))
+    return pa.record_batch(list(lists), schema=SCHEMA)
+
+
+def _mapped(batch: Any) -> Batch:
+    ids, trained = batch.columns
+    bits = trained.values.buffers()[1]
+    return Batch(
+        ids.offsets.to_numpy(),
+        ids.values.to_numpy(),
+        np.frombuffer(bits, np.uint8) if bits is not None else np.zeros(0, np.uint8),
+    )
+
+
+def _digest(file: IO[bytes], end: int) -> bytes:
+    """The hash of the first `end` bytes; leaves the file there."""
+    file.seek(0)
+    digest = xxhash.xxh3_128()
+    while end > 0 and (chunk := file.read(min(end, _CHUNK))):
+        digest.update(chunk)
+        end -= len(chunk)
+    return bytes(digest.digest())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name itself survive a power cut; not every system can sync a folder."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,206 @@
+"""Token records tokenised once, kept in an Arrow file and memory-mapped since.
+
+(1) the key is a hash of all that decides the tokens: conversations, tokenizer with its chat
+    template, cutoff_len, format; the file `<key>.arrow` is the answer to exactly this question
+(2) a whole file of that name is mapped and used; a missing or damaged one is written anew, by
+    one process at a time (`onewriter`), in chunks that survive it (`preparing`)
+(3) lengths and counts of trained tokens are computed once; a record is a view of the mapping
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sized
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from hasten.data import arrow_file
+from hasten.data.onewriter import one_writer
+from hasten.data.preparing import prepare
+from hasten.data.readers import Rejected, check_rejected
+from hasten.data.spool import Indexed, packed
+from hasten.data.templates import NOT_THE_RECORDS_FAULT, TooLong
+from hasten.data.worker import Work
+from hasten.errors import InputError
+from hasten.foreign import shown
+from hasten.parts.data.records import TokenRecord
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_FORMAT = 3  # change it with anything that changes the tokens of a given input
+
+
+class Records(Protocol):
+    """What samplers and collators read: token records by position, their lengths without them."""
+
+    @property
+    def lengths(self) -> NDArray[np.int32]: ...
+    @property
+    def trained_counts(self) -> NDArray[np.int32]: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> TokenRecord: ...
+
+
+class TokenStore:
+    """All records of one Arrow file; opening reads the file once to prove that it is whole.
+
+    `input_ids` of a record are a read-only view of the mapping. Pickling sends the path alone.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Map a file; raises arrowfile.DamagedError, or OSError where it can't be read."""
+        self.path = path
+        self._batches, summary = arrow_file.read(path)
+        self.digest = arrow_file.digest_of(path)  # of all tokens and marks
+        self.rejected = [Rejected(*row) for row in summary["rejected"]]
+        self.long: int = summary.get("long", 0)  # conversations longer than cutoff_len
+        sizes = (len(batch.starts) - 1 for batch in self._batches)
+        self._firsts = np.asarray([0, *accumulate(sizes)], np.int64)  # (batches + 1,)
+        lengths = [np.diff(batch.starts) for batch in self._batches]
+        counts = [_trained_counts(batch) for batch in self._batches]
+        self.lengths: NDArray[np.int32] = _joined(lengths)  # (records,) tokens
+        self.trained_counts: NDArray[np.int32] = _joined(counts)  # (records,) as trained_tokens
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> TokenRecord:
+        row = range(len(self))[index]  # counts from the end, raises IndexError
+        number = int(np.searchsorted(self._firsts, row, side="right")) - 1
+        return self._batches[number].record(row - int(self._firsts[number]))
+
+    def __reduce__(self) -> tuple[type[TokenStore], tuple[Path]]:
+        return TokenStore, (self.path,)
+
+
+class Subset:
+    """Some records of a store, in the given order, with the interface of the whole."""
+
+    def __init__(self, records: Records, indices: NDArray[np.int64]) -> None:
+        self.records = records
+        self.indices = np.asarray(indices, np.int64)
+        self.lengths: NDArray[np.int32] = records.lengths[self.indices]
+        self.trained_counts: NDArray[np.int32] = records.trained_counts[self.indices]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> TokenRecord:
+        return self.records[int(self.indices[index])]
+
+
+def tokenize(
+    conversations: Indexed,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    cutoff_len: int,
+    max_rejected: float = 0.001,
+    on_progress: Callable[[int, int], None] | None = None,
+    too_long: TooLong = "truncate",
+    workers: int = 1,
+    tell: Callable[[str], None] = lambda text: None,
+) -> TokenStore:
+    """The token records of conversations, from `folder/<key>.arrow` where they lie there already.
+
+    `workers` processes tokenise, 1 is this one; the file is the same, byte by byte.
+    `on_progress(done, total)` counts conversations and is called only while tokenising; what an
+    earlier, killed call has left done is counted at once. `tell` hears of a wait for another
+    process that prepares the same.
+    `max_rejected` is as in `read_records`; a record that only `cutoff_len` leaves without an
+    answer, or `too_long` drops, is noted as rejected and doesn't count towards it. Raises
+    InputError where more are rejected, where no record is left, or where the folder can't be
+    written.
+    """
+    path = folder / f"{cache_key(conversations, tokenizer, cutoff_len, too_long)}.arrow"
+    try:
+        store = _opened(path)
+        if store is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            with one_writer(path.with_suffix(".lock"), tell):
+                store = _opened(path)  # another process may have written it meanwhile
+                if store is None:
+                    work = Work(tokenizer, cutoff_len, too_long)
+                    prepare(conversations, work, path, workers, on_progress)
+                    store = TokenStore(path)
+    except OSError as error:
+        raise InputError(f"the token cache {path} can't be written or read: {error}") from error
+    unusable = [r for r in store.rejected if not r.reason.startswith(NOT_THE_RECORDS_FAULT)]
+    check_rejected(unusable, len(conversations), max_rejected)
+    if not len(store):
+        raise InputError(f"none of {len(conversations)} records is left after tokenising")
+    return store
+
+
+def cache_key(
+    conversations: Indexed,
+    tokenizer: PreTrainedTokenizerBase,
+    cutoff_len: int,
+    too_long: TooLong = "truncate",
+) -> str:
+    """A hash of all that decides the records, 32 hex digits; where a record came from is part."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    for changing in ("truncation", "padding"):  # left behind by the tokenizer's last call
+        backend.pop(changing, None)
+    borders = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.special_tokens_map)
+    parts = [_FORMAT, cutoff_len, too_long, backend, tokenizer.chat_template, borders]
+    digest = xxhash.xxh3_128(json.dumps(parts, sort_keys=True, default=str).encode())
+    for index in range(len(conversations)):
+        digest.update(packed(conversations, index))
+    return str(digest.hexdigest())
+
+
+def split(
+    store: Sized, held_out: float | int, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Indices (train, held out), sorted, of a random split that `seed` alone decides.
+
+    `held_out` below 1 is a share, rounded up to at least one record; from 1 on a count; 0 is none.
+    """
+    total = len(store)
+    if not held_out >= 0:
+        raise InputError(f"held_out is {held_out}: give a share below 1 or a count")
+    count = max(1, round(held_out * total)) if 0 < held_out < 1 else int(held_out)
+    if count >= total:
+        raise InputError(f"held_out={held_out} of {total} records leaves none to train on")
+    order = np.random.default_rng(seed).permutation(total)
+    return np.sort(order[count:]), np.sort(order[:count])
+
+
+def inspect(tokenizer: PreTrainedTokenizerBase, record: TokenRecord, colour: bool = False) -> str:
+    """A record as text, its trained parts between [[ and ]], or in green on a terminal."""
+    opening, closing = ("\033[32m", "\033[0m") if colour else ("[[", "]]")
+    borders = np.flatnonzero(np.diff(record.trained)) + 1
+    runs = []
+    for ids, marks in zip(
+        np.split(record.input_ids, borders), np.split(record.trained, borders), strict=True
+    ):
+        text = shown(tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+        runs.append(f"{opening}{text}{closing}" if marks.any() else text)
+    return "".join(runs)
+
+
+def _opened(path: Path) -> TokenStore | None:
+    try:
+        return TokenStore(path)
+    except (FileNotFoundError, arrow_file.DamagedError):
+        return None
+
+
+def _trained_counts(batch: arrow_file.Batch) -> NDArray[np.int32]:
+    """Trained tokens per record without each record's first token, which nothing predicts."""
+    firsts, lasts = batch.starts[:-1], batch.starts[1:]
+    marks = batch.marks(0, len(batch.ids))
+    marks[firsts[firsts < lasts]] = False
+    before = np.concatenate(([0], np.cumsum(marks, dtype=np.int32)))  # (tokens + 1,)
+    counts: NDArray[np.int32] = (before[lasts] - before[firsts]).astype(np.int32)
+    return counts
+
+
+def _joined(parts: list[NDArray[np.int32]]) -> NDArray[np.int32]:
+    return np.concatenate([np.zeros(0, np.int32), *parts])

@@ -1,0 +1,231 @@
+"""Techniques in Lightning, and a callback that leaves a line per step for ``hasten report``.
+
+    trainer = lightning.Trainer(..., callbacks=[step_evidence("runs/theirs")])
+    trainer.fit(*with_techniques(trainer, module, loader, [LengthGrouped(), Packed()]))
+
+Of several processes each calls this; they are started by torchrun, with strategy="ddp".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from hasten.core.setup import Setup
+from hasten.core.slot import Slot
+from hasten.core.technique import Technique
+from hasten.errors import InputError
+from hasten.integrations.adapt import EDITS, Host, Material, edit, fitted, optimizer_of
+from hasten.integrations.batches import StepBatches, StepLoader, Weighed, collator, sizes
+from hasten.integrations.lightning_seams import callback_class, seams
+from hasten.integrations.metrics_file import MetricsFile, TokenCount
+from hasten.integrations.saving import Saves
+from hasten.machine import environment
+from hasten.parts.nn.causal_lm import causal_lm
+
+HOST = Host(
+    "Lightning",
+    frozenset((*EDITS, Slot.SAMPLER, Slot.COLLATE, Slot.WIRE, Slot.OPTIMIZER, Slot.CHECKPOINT)),
+    {
+        Slot.FEED: "give the DataLoader num_workers and prefetch_factor",
+        Slot.BATCH: "give lightning.Trainer accumulate_grad_batches",
+        Slot.ADAPTER: "give the module a model that peft.get_peft_model has wrapped",
+        Slot.COMPILE: "call torch.compile on the module",
+        Slot.PRECISION: 'give lightning.Trainer precision="bf16-mixed"',
+        Slot.LAYOUT: 'give lightning.Trainer strategy="ddp"',
+        Slot.AVERAGE: "give lightning.Trainer its callback WeightAveraging",
+        Slot.ALLOCATOR: "start the program with the variables that `hasten doctor` names",
+    },
+)
+WHOLE = ("SingleDeviceStrategy", "DDPStrategy")  # every process holds the whole model
+
+
+def with_techniques(
+    trainer: Any,
+    module: Any,
+    loader: DataLoader[Any],
+    techniques: Iterable[Technique],
+    *,
+    seed: int = 0,
+) -> tuple[Any, DataLoader[Any]]:
+    """What to give ``trainer.fit``: the module, its model edited, and the loader.
+
+    The module's model is the Hugging Face causal language model among its attributes, and its
+    ``training_step`` is to return ``self.model(**batch).loss``. Lightning takes the mean of the
+    losses of a step's passes and processes; where hasten chooses the records and lays them out,
+    each is weighted so that this is the mean over the step's trained tokens.
+
+    Args:
+        loader: over records; its dataset and batch size stay where a SAMPLER orders it anew.
+
+    Raises:
+        InputError: a technique whose slot Lightning doesn't offer, with what to do instead, or one
+            that can't work on this job.
+    """
+    model, plan = _model_of(module), list(techniques)
+    _check(trainer, loader, plan)
+    material, trained = _material(trainer, loader, plan, seed)
+    setup = fitted(HOST, model, plan, material)
+    saves = Saves.of(setup)
+    edit(model, setup)
+    if Slot.OPTIMIZER in setup.plan:
+        usual = module.configure_optimizers
+        module.configure_optimizers = lambda: _optimizers(setup, model, usual())
+    trainer.callbacks.insert(0, seams(setup, model, saves))  # before those that save
+    return module, _loader(trainer, setup, loader, trained)
+
+
+def _model_of(module: nn.Module) -> nn.Module:
+    for child in module.children():
+        try:
+            causal_lm(child)
+        except ValueError:
+            continue
+        return child
+    raise InputError(
+        f"{type(module).__name__} has no Hugging Face causal language model among its attributes"
+    )
+
+
+def _check(trainer: Any, loader: Any, plan: Iterable[Technique]) -> None:
+    """Refuse what this trainer, and not every one, decides by itself."""
+    world, filled = environment.world(), {t.slot: t.name() for t in plan}
+    if trainer.world_size != world.size:
+        raise InputError(
+            f"Lightning will start {trainer.world_size} processes by itself; start them with "
+            "torchrun, so that techniques know of each other"
+        )
+    strategy = type(trainer.strategy).__name__
+    if strategy not in WHOLE:
+        raise InputError(
+            f"{strategy} deals the model out or has a step of its own, and techniques work on a "
+            'whole one; give lightning.Trainer strategy="ddp", or train with `hasten train`'
+        )
+    sampler = filled.get(Slot.SAMPLER)
+    if sampler is not None and not hasattr(loader.dataset, "__len__"):
+        raise InputError(f"{sampler}: it needs a dataset with a length; this one is a stream")
+    replaced = trainer._accelerator_connector.use_distributed_sampler
+    if sampler is not None and world.size > 1 and replaced:
+        raise InputError(
+            f"{sampler}: Lightning would put a sampler of its own in its place; give "
+            "lightning.Trainer use_distributed_sampler=False"
+        )
+    if Slot.WIRE in filled and trainer.scaler is not None:
+        raise InputError(
+            f"{filled[Slot.WIRE]}: with 16-mixed Lightning scales gradients; say bf16-mixed instead"
+        )
+
+
+def _material(
+    trainer: Any, loader: Any, plan: Iterable[Technique], seed: int
+) -> tuple[Material, list[int]]:
+    """What is known of the run, and how many tokens of each record carry loss."""
+    sampled = any(t.slot is Slot.SAMPLER for t in plan)
+    data: Any = loader.dataset if sampled else ()
+    lengths, trained = sizes(data)
+    material = Material(
+        device=str(trainer.strategy.root_device),  # the module goes there when `fit` begins
+        records=data,
+        lengths=lengths,
+        batch=(loader.batch_size or 1) * trainer.accumulate_grad_batches * environment.world().size,
+        steps=trainer.max_steps if trainer.max_steps > 0 else None,
+        epochs=max(trainer.max_epochs or 1, 1),
+        seed=seed,
+        folder=Path(trainer.default_root_dir) / "hasten",
+    )
+    return material, trained
+
+
+def _loader(
+    trainer: Any, setup: Setup, loader: DataLoader[Any], trained: list[int]
+) -> DataLoader[Any]:
+    assert setup.collate is not None  # prepare() put the job's there
+    laid_out, world = Slot.COLLATE in setup.plan, setup.facts.world
+    collate = collator(setup.collate) if laid_out else loader.collate_fn
+    if Slot.SAMPLER not in setup.plan:
+        loader.collate_fn = collate
+        return loader
+    assert setup.sampler is not None  # there are records
+    passes = trainer.accumulate_grad_batches
+    # Somebody else's collator may train other tokens than the records say.
+    known = trained if laid_out else None
+    order = StepBatches(setup.sampler, passes, world.rank, world.size, known)
+    return StepLoader(Weighed(loader.dataset), order, collate, num_workers=loader.num_workers)
+
+
+def _optimizers(setup: Setup, model: nn.Module, given: Any) -> Any:
+    if not isinstance(given, Optimizer):
+        raise InputError(
+            "an optimizer technique takes the place of the one optimizer that "
+            f"configure_optimizers returns; this one returns {type(given).__name__}"
+        )
+    return optimizer_of(setup, model, given)
+
+
+def step_evidence(folder: str | Path) -> Any:
+    """A Lightning callback that writes ``metrics.jsonl`` into a folder of its own.
+
+    A batch is counted where it is a mapping with ``input_ids``, as Transformers' collators make
+    it. With accumulation a line is an optimizer step, and its loss the mean of the step's batches.
+
+    Raises:
+        InputError: Lightning isn't installed, or the folder can't be written.
+    """
+    base = callback_class()
+
+    class StepEvidence(base):  # type: ignore[misc, valid-type]  # known only now
+        def __init__(self) -> None:
+            self._file = MetricsFile(folder) if environment.world().is_main else None
+            self._count, self._step = TokenCount(), 0
+            self._losses: list[Tensor] = []
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self._step = trainer.global_step
+            self._begin()
+
+        def on_train_batch_start(
+            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        ) -> None:
+            self._count.add(batch)
+
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            if self._file is None:
+                return
+            self._losses += _loss(outputs)
+            if trainer.global_step > self._step:
+                self._step = trainer.global_step
+                self._file.step(self._step, self._count, self._step_loss())
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            self._begin()
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            if self._file is not None:
+                self._file.close()
+
+        def _step_loss(self) -> float | None:
+            """Lightning has divided each batch's by how many make up a step."""
+            losses, self._losses = self._losses, []
+            return float(torch.stack(losses).sum()) if losses else None
+
+        def _begin(self) -> None:
+            if self._file is not None:
+                self._file.begin()
+
+    return StepEvidence()
+
+
+def _loss(outputs: Any) -> list[Tensor]:
+    """The loss in what ``training_step`` returned, a tensor or a mapping; nothing without one."""
+    value = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        return []
+    return [value.detach().flatten()]

@@ -1,0 +1,105 @@
+"""Techniques in a training loop of one's own: the model edited, and what the loop calls.
+
+run = in_loop(model, [LengthGrouped(), Packed(), LabelledTokenLoss()], records=rows, batch=32)
+optimizer = run.optimizer(torch.optim.AdamW(model.parameters()))
+for batch in run.loader(epoch=0):
+    model(**batch).loss.backward()
+    run.step(optimizer)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hasten.core.setup import Setup
+from hasten.core.slot import Slot
+from hasten.core.technique import Technique
+from hasten.errors import InputError
+from hasten.integrations.adapt import EDITS, Host, Material, attach, edit, fitted, optimizer_of
+from hasten.integrations.batches import StepBatches, StepLoader, Weighed, collator, sizes
+from hasten.machine import host
+
+HOST = Host(
+    "a loop of one's own",
+    frozenset((*EDITS, Slot.SAMPLER, Slot.COLLATE, Slot.WIRE, Slot.OPTIMIZER)),
+    {
+        Slot.FEED: "wrap the loader in hasten.AsyncPipeline",
+        Slot.PRECISION: "put torch.autocast around the forward pass, or train with `hasten train`",
+        Slot.CHECKPOINT: "call hasten.SmartCheckpointer where a step ends",
+        Slot.LAYOUT: "wrap the model in DistributedDataParallel and give it to attach",
+        Slot.AVERAGE: "call hasten.parts.optim.weight_average where the weights have moved",
+    },
+)
+
+
+class InLoop:
+    """What a loop takes from its techniques; the model is edited already."""
+
+    def __init__(
+        self, model: nn.Module, setup: Setup, records: Sequence[Any], trained: Sequence[int]
+    ) -> None:
+        self.model, self.setup, self.records, self._trained = model, setup, records, trained
+
+    def loader(self, epoch: int = 0, passes: int = 1) -> StepLoader:
+        """The epoch's batches of this rank; each step has so many, the last may have fewer.
+
+        A loss is divided so that the mean over passes and ranks is that over the step's trained
+        tokens: with several passes divide each loss by their number, as usual.
+        """
+        setup = self.setup
+        assert setup.sampler is not None  # there are records
+        assert setup.collate is not None  # prepare() put the job's there
+        world = setup.facts.world
+        order = StepBatches(setup.sampler, passes, world.rank, world.size, self._trained)
+        order.set_epoch(epoch)
+        return StepLoader(Weighed(self.records), order, collator(setup.collate))
+
+    def optimizer(self, usual: Optimizer) -> Optimizer:
+        """The technique's optimizer with the settings of the usual one, which wasn't stepped."""
+        return optimizer_of(self.setup, self.model, usual)
+
+    def attach(self, module: nn.Module) -> None:
+        """WIRE: hook into the replicas, before the first pass."""
+        attach(self.setup, module)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Move the weights, tell the wire, forget the gradients."""
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        self.setup.wire.before_update(trained)
+        optimizer.step()
+        self.setup.wire.after_update(trained)
+        optimizer.zero_grad()
+
+
+def in_loop(
+    model: nn.Module,
+    techniques: Iterable[Technique],
+    *,
+    records: Sequence[Any],
+    batch: int,
+    steps: int | None = None,
+    epochs: int = 1,
+    seed: int = 0,
+) -> InLoop:
+    """Edit the model and say what the loop calls.
+
+    Args:
+        records: rows as :func:`hasten.integrations.batches.record_of` takes them.
+        batch: records of a step over all ranks.
+        steps, epochs: how long the run will be.
+
+    Raises:
+        InputError: a technique that a loop has no place for, or that can't work here.
+    """
+    if not len(records):
+        raise InputError("in_loop needs records to train on, and there are none")
+    device = next((str(p.device) for p in model.parameters()), host.default_device())
+    lengths, trained = sizes(records)
+    material = Material(device, records, lengths, batch, steps, epochs, seed)
+    setup = fitted(HOST, model, techniques, material)
+    edit(model, setup)
+    return InLoop(model.train(), setup, records, trained)

@@ -1,0 +1,293 @@
+"""The articles' trainer: any model, optimizer and loss function, trained in place, with switches.
+
+Each switch is off (False), on with its usual technique (True), or a technique of the caller's
+choice. A usual technique that can't work on this machine is left out, and said to be; one of the
+caller's choice is refused. Gradients travel between ranks only: with one rank, compressing them is
+said to do nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from hasten.core import facts
+from hasten.core.facts import Facts, ModelFacts
+from hasten.core.job import Job, Stop
+from hasten.core.plan import Plan
+from hasten.core.session import Session, assemble
+from hasten.core.setup import Setup, obstacles, prepare
+from hasten.core.slot import Slot
+from hasten.core.technique import Technique
+from hasten.core.trainer import Outcome, Watch, fit
+from hasten.errors import InputError
+from hasten.integrations.given_loader import GivenLoader, micro_batch
+from hasten.launch.cluster import CloudConfig
+from hasten.launch.ranks import process_group
+from hasten.parts.checkpoint import checkpoints
+from hasten.parts.comm.gradient_compressor import GradientCompressor
+from hasten.parts.data.dynamic_batcher import DynamicBatcher
+from hasten.parts.nn.losses import ObjectiveLoss
+from hasten.techniques.batch import AdaptiveBatch
+from hasten.techniques.checkpoint import Checkpoints
+from hasten.techniques.layout.ddp import DDP
+from hasten.techniques.precision import Autocast
+from hasten.techniques.wire.compress import Quantised, technique_of
+
+Switch = bool | Technique | DynamicBatcher | GradientCompressor | None
+DECISIVE = ("lr", "betas", "eps", "weight_decay", "momentum")
+USUAL: Mapping[str, Technique] = {
+    "compress_gradients": Quantised(),
+    "mixed_precision": Autocast(),
+    "dynamic_batch": AdaptiveBatch(),
+}
+
+
+class OptimizedTrainer:
+    """Train any module with any loss function and loader.
+
+    Args:
+        model: trained in place, on the device it is on.
+        optimizer: over the model's parameters; not stepped before.
+        loss_fn: ``loss_fn(output, target)`` returns the mean over the batch, or (sum, count).
+        compress_gradients, mixed_precision, dynamic_batch: the articles' switches.
+        count: weight of a batch in the mean, from the batch; its number of records if left out.
+        max_grad_norm: clip gradients to this norm; no clipping if left out.
+        bucket_cap_mb: size of DDP's gradient buckets on several ranks; 0: by the link, measured.
+
+    A model in ``DistributedDataParallel`` is trained as its ``module`` and replicated once.
+
+    Raises:
+        InputError: a switch that is neither a bool nor a technique, or two for the same slot.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_fn: Callable[..., Any],
+        compress_gradients: Switch = False,
+        mixed_precision: Switch = False,
+        dynamic_batch: Switch = False,
+        *,
+        count: Callable[[Any], int] | None = None,
+        max_grad_norm: float | None = None,
+        bucket_cap_mb: int = 25,
+    ) -> None:
+        self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
+        self.count, self.max_grad_norm = count, max_grad_norm
+        self.replicated = DDP(bucket_cap_mb)
+        asked = {
+            "compress_gradients": compress_gradients,
+            "mixed_precision": mixed_precision,
+            "dynamic_batch": dynamic_batch,
+        }
+        self.techniques = {name: _resolve(name, switch) for name, switch in asked.items()}
+        self.switches = {
+            name: str(technique or "off") for name, technique in self.techniques.items()
+        }
+        self.plan = Plan(t for t in self.techniques.values() if t is not None)
+
+    def train(
+        self,
+        train_loader: Iterable[Any],
+        epochs: int = 1,
+        cloud_config: CloudConfig | None = None,
+        checkpoint_dir: str | Path | None = None,
+        resume: bool = False,
+        deal: bool = True,
+    ) -> dict[str, Any]:
+        """Train for some epochs over a loader of (inputs, target) pairs or dictionaries.
+
+        Several ranks share out the records of a plain ``DataLoader``. Another loader has to give
+        each rank its own. What has ``set_epoch``, a sampler or a data set, is told each epoch.
+
+        Args:
+            cloud_config: the machines meant; where they are more than are here, the run uses
+                what is here and says so.
+            checkpoint_dir: the whole state is kept there at the end of each epoch.
+            resume: go on from the newest checkpoint of ``checkpoint_dir``, if there is one.
+            deal: False: every rank trains all that its loader gives, the same records or not.
+
+        Returns:
+            A summary: steps, losses per epoch, records per second, peak memory, switches
+            and what each was seen to do (``acted``).
+
+        Raises:
+            InputError: two ranks get the same records, or the model's DDP has a hook.
+        """
+        folder = Path(checkpoint_dir) if checkpoint_dir is not None else None
+        if resume and folder is None:
+            raise InputError("resume=True needs checkpoint_dir, the folder to resume from")
+        if folder is not None and not resume and checkpoints(folder):
+            raise InputError(
+                f"{folder} holds checkpoints of an earlier run; say resume=True to go on from "
+                "them, or give another checkpoint_dir"
+            )
+        known = self._facts()
+        _say_what_is_here(cloud_config, known)
+        model, plan = _bare(self.model, known.world.is_main), self._whole_plan(folder, known)
+        with process_group(known.world, known.device):
+            loader = GivenLoader(train_loader, known.world, deal)
+            job = self._job(model, loader, epochs, known)
+            return self._train(prepare(job, plan, known, folder), loader, resume)
+
+    def _train(self, setup: Setup, loader: GivenLoader, resume: bool) -> dict[str, Any]:
+        session = assemble(setup)
+        found = setup.checkpoint.resume(session) if resume else None
+        if resume and found is None:
+            print(f"{setup.folder}: no checkpoint yet, starting from the beginning")
+        if session.changes and setup.facts.world.is_main:
+            print(f"going on from {found}: {'; '.join(session.changes)}")
+        losses: dict[int, list[float]] = {}
+        before = replace(session.progress)  # of the run that is resumed
+        watch = Watch(on_step=lambda m: losses.setdefault(m.epoch, []).append(m.loss))
+        outcome = fit(session, watch)
+        acted = self._acted(session)
+        session.finish()
+        now = session.progress
+        records = loader.of_the_data(now.records - before.records, now.epoch - before.epoch)
+        return {**self._summary(outcome, records, losses, found, setup), "acted": acted}
+
+    def _job(self, model: nn.Module, loader: GivenLoader, epochs: int, known: Facts) -> Job:
+        return Job(
+            model=model,
+            loss=lambda model: ObjectiveLoss(model, self.loss_fn),
+            optimizer=lambda named: self.optimizer,
+            stop=Stop(epochs=epochs),
+            collate=lambda rows: micro_batch(rows, self.count),
+            stream=loader.epoch,
+            counted=False,
+            max_grad_norm=self.max_grad_norm,
+            device=known.device,
+            seed=torch.initial_seed() % 2**31,
+            terms=_terms(self.optimizer),
+        )
+
+    def _facts(self) -> Facts:
+        parameters = sum(p.numel() for p in self.model.parameters())
+        device = next((str(p.device) for p in self.model.parameters()), "cpu")
+        here = ModelFacts(type(self.model).__name__, parameters)
+        known = replace(facts.seen_at_start(), device=device, model=here)
+        if not (dist.is_available() and dist.is_initialized()):
+            return known
+        # A group that stands already decides: a script may have numbered its ranks by itself.
+        joined = replace(known.world, rank=dist.get_rank(), size=dist.get_world_size())
+        return replace(known, world=joined)
+
+    def _whole_plan(self, folder: Path | None, known: Facts) -> Plan:
+        more: list[Technique] = []
+        if folder is not None:
+            more.append(Checkpoints(interval="epoch"))
+        if known.world.size > 1:
+            more.append(self.replicated)
+        plan = self._possible(known).with_(*more)
+        reasons = obstacles(plan, known)
+        if reasons:
+            raise InputError("this job can't use " + "; ".join(reasons))
+        return plan
+
+    def _possible(self, known: Facts) -> Plan:
+        """The plan without those usual techniques that can't work here, nor a wire of one rank."""
+        plan = self.plan
+        for name, technique in self.techniques.items():
+            if technique is None:
+                continue
+            if technique.slot is Slot.WIRE and known.world.size == 1:
+                print(f"{name}: with one rank no gradient travels, so none is compressed")
+            elif technique is USUAL[name] and (reasons := technique.obstacles(known)):
+                print(f"{name}: going on without {technique}: {reasons[0]}")
+            else:
+                continue
+            self.switches[name] = "off"
+            plan = plan.without(technique)
+        return plan
+
+    def _acted(self, session: Session) -> dict[str, dict[str, Any]]:
+        """What each switch was seen to do."""
+        off = {"acted": False, "evidence": "off"}
+        return {
+            name: asdict(technique.probe(session))
+            if technique is not None and self.switches[name] != "off"
+            else off
+            for name, technique in self.techniques.items()
+        }
+
+    def _summary(
+        self,
+        outcome: Outcome,
+        records: int,
+        losses: Mapping[int, Sequence[float]],
+        found: Path | None,
+        setup: Setup,
+    ) -> dict[str, Any]:
+        trained = sum(outcome.step_seconds)
+        return {
+            "stopped": outcome.stopped,
+            "steps": len(outcome.step_seconds),
+            "seconds": outcome.seconds,
+            "records_per_second": records / trained if trained else None,
+            "epoch_losses": {e: sum(v) / len(v) for e, v in losses.items()},
+            "peak_memory_bytes": outcome.peak_memory_bytes,
+            "switches": dict(self.switches),
+            "plan": setup.plan.to_list(),
+            "resumed_from": str(found) if found else None,
+            "world_size": setup.facts.world.size,
+        }
+
+
+def _terms(optimizer: Optimizer) -> dict[str, Any]:
+    """Each number of its parameter groups, learning rate among them."""
+    groups = optimizer.param_groups
+    numbers = {key: [group.get(key) for group in groups] for key in DECISIVE if key in groups[0]}
+    return {"optimizer": type(optimizer).__name__, **json.loads(json.dumps(numbers, default=float))}
+
+
+def _resolve(name: str, switch: Any) -> Technique | None:
+    if switch is None or switch is False:
+        return None
+    if isinstance(switch, Technique):
+        return switch
+    if name == "dynamic_batch" and isinstance(switch, DynamicBatcher):
+        return AdaptiveBatch(**switch.settings())  # a part has state: only its settings are read
+    if name == "compress_gradients" and isinstance(switch, GradientCompressor):
+        return technique_of(switch)
+    if switch is not True:
+        raise InputError(f"{name} is {switch!r}; give True, False or a technique")
+    return USUAL[name]
+
+
+def _bare(model: nn.Module, says: bool) -> nn.Module:
+    """The model itself: the layout replicates it.
+
+    Raises:
+        InputError: it is in a DDP with a hook, which the layout's DDP wouldn't have.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return model
+    if model._comm_hooks:
+        raise InputError(
+            "this model's DDP has a communication hook, which would be lost; give "
+            "compress_gradients= here, or train model.module"
+        )
+    if says:
+        print("the model is in DistributedDataParallel: its module is trained, and replicated once")
+    return model.module
+
+
+def _say_what_is_here(cloud: CloudConfig | None, known: Facts) -> None:
+    here = max(known.world.size, len(known.hardware.accelerators), 1)
+    if cloud is not None and cloud.devices > here:
+        print(
+            f"cloud_config asks for {cloud.devices} devices and this machine has {here}: training "
+            "on what is here. `hasten launch` writes the files that start a recipe on a cluster"
+        )

@@ -1,0 +1,186 @@
+"""Kubernetes: one job as a PyTorchJob (Kubeflow Training Operator) and as a TrainJob (Trainer).
+
+Recipe and ``node.sh`` travel in a ConfigMap; data, results and checkpoints lie on a claim that is
+mounted at the work folder. The operators tell torchrun where to meet by PET_ variables. A pod that
+was asked to leave ends with 143, which PyTorchJob's policy ``ExitCode`` takes for worth a restart
+(128 and above), as it does a lost node; 1 to 127 end the job. Sources: kubeflow.org's pages on
+PyTorchJob (elastic training, restart policies) and TrainJob (runtimes); JobSet's failure policy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from hasten.errors import InputError
+from hasten.launch.targets.job import MARK, Launch
+from hasten.launch.targets.node import node_script
+
+LEFT = 143  # 128 + SIGTERM
+MOUNT = "/etc/hasten"
+STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
+
+
+def files(launch: Launch) -> dict[str, str]:
+    """The two manifests; one of them is applied, whichever operator the cluster has.
+
+    Raises:
+        InputError: no image, no claim for data and checkpoints, or a name that it doesn't take.
+    """
+    if not launch.image:
+        raise InputError("--image: Kubernetes needs a container image that the cluster can pull")
+    if not launch.volume:
+        raise InputError(
+            "--volume: name the claim (PersistentVolumeClaim, ReadWriteMany) that holds data and "
+            "checkpoints; pods keep nothing"
+        )
+    if not launch.name[0].isalpha():
+        raise InputError(
+            f"--name {launch.name!r}: Kubernetes wants a letter first, since services "
+            "have the job's name (RFC 1035)"
+        )
+    if not launch.workdir.startswith("/"):
+        raise InputError(
+            f"--workdir {launch.workdir!r}: the claim needs an absolute path to be mounted at"
+        )
+    scripts = _config_map(launch)
+    torch_job = [scripts, _pytorch_job(launch)]
+    train_job = [scripts, _runtime(launch), _train_job(launch)]
+    return {"pytorchjob.yaml": _text(torch_job), "trainjob.yaml": _text(train_job)}
+
+
+def _text(manifests: list[dict[str, Any]]) -> str:
+    shown = yaml.safe_dump_all(manifests, sort_keys=False, width=100, explicit_start=True)
+    return f"{MARK}: kubectl apply -f this file\n{shown}"
+
+
+def _metadata(launch: Launch, suffix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {"name": launch.name + suffix}
+    if launch.words.get("namespace"):
+        found["namespace"] = launch.words["namespace"]
+    return found
+
+
+def _config_map(launch: Launch) -> dict[str, Any]:
+    # In a pod PID 1 is node.sh, and the operator's variables say how many nodes and where to meet.
+    script = node_script(launch, "", LEFT)
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(launch),
+        "data": {"recipe.yaml": launch.recipe, "node.sh": script},
+    }
+
+
+def _pod(launch: Launch, container: str) -> dict[str, Any]:
+    """What a pod of the job is, in both manifests."""
+    devices = {"nvidia.com/gpu": str(launch.cloud.gpus_per_node)}
+    security: dict[str, Any] = {}
+    if launch.words.get("rdma"):
+        devices[launch.words["rdma"]] = "1"
+        security = {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}}  # pinned buffers
+    mounts = [("scripts", MOUNT), ("work", launch.workdir), ("memory", "/dev/shm")]
+    return {
+        "terminationGracePeriodSeconds": launch.grace,
+        "containers": [
+            {
+                "name": container,
+                "image": launch.image,
+                "command": ["bash", f"{MOUNT}/node.sh"],
+                "resources": {"limits": devices},
+                "volumeMounts": [{"name": name, "mountPath": path} for name, path in mounts],
+                **security,
+            }
+        ],
+        "volumes": [
+            {"name": "scripts", "configMap": {"name": launch.name}},
+            {"name": "work", "persistentVolumeClaim": {"claimName": launch.volume}},
+            # NCCL and the loaders share memory; a container's own /dev/shm has 64 MB.
+            {"name": "memory", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+
+
+def _pytorch_job(launch: Launch) -> dict[str, Any]:
+    policy: dict[str, Any] = {"cleanPodPolicy": "None"}
+    if launch.minutes is not None:
+        policy["activeDeadlineSeconds"] = launch.minutes * 60
+    pod = {**_pod(launch, "pytorch"), **_on_spot(launch)}
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": _metadata(launch),
+        "spec": {
+            "nprocPerNode": str(launch.cloud.gpus_per_node),
+            "runPolicy": policy,
+            "elasticPolicy": {
+                "rdzvBackend": "c10d",
+                "rdzvPort": launch.port,
+                "minReplicas": launch.least,
+                "maxReplicas": launch.cloud.nodes,
+                "maxRestarts": launch.restarts,
+            },
+            "pytorchReplicaSpecs": {
+                "Worker": {
+                    "replicas": launch.cloud.nodes,
+                    "restartPolicy": "ExitCode",
+                    "template": {"spec": pod},
+                }
+            },
+        },
+    }
+
+
+def _runtime(launch: Launch) -> dict[str, Any]:
+    """A runtime of the job's own: TrainJob itself has no field for volumes."""
+    pods = {
+        "metadata": {"labels": {STEP: "trainer"}},
+        "spec": {
+            "backoffLimit": 0,
+            "template": {
+                "spec": {"restartPolicy": "Never", **_pod(launch, "node"), **_on_spot(launch)}
+            },
+        },
+    }
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainingRuntime",
+        "metadata": _metadata(launch),
+        "spec": {
+            "mlPolicy": {"numNodes": launch.cloud.nodes, "torch": {}},
+            "template": {
+                "spec": {
+                    "failurePolicy": {"maxRestarts": launch.restarts},
+                    "replicatedJobs": [{"name": "node", "template": pods}],
+                }
+            },
+        },
+    }
+
+
+def _train_job(launch: Launch) -> dict[str, Any]:
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _metadata(launch),
+        "spec": {
+            "runtimeRef": {
+                "apiGroup": "trainer.kubeflow.org",
+                "kind": "TrainingRuntime",
+                "name": launch.name,
+            },
+            "trainer": {
+                "numNodes": launch.cloud.nodes,
+                "numProcPerNode": launch.cloud.gpus_per_node,
+            },
+        },
+    }
+
+
+def _on_spot(launch: Launch) -> dict[str, Any]:
+    """Spot nodes are tainted where clouds make them: the pods say that they bear it."""
+    if not launch.spot:
+        return {}
+    keys = ("cloud.google.com/gke-spot", "kubernetes.azure.com/scalesetpriority")
+    return {"tolerations": [{"key": key, "operator": "Exists"} for key in keys]}

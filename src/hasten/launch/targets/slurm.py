@@ -1,0 +1,90 @@
+"""Slurm: ``job.sbatch`` takes the nodes, runs ``node.sh`` on each, and is queued again when asked.
+
+    --signal=B:USR1@GRACE -> the batch shell -> srun -> node.sh -> ranks save and end with 75
+    75 after such a signal -> scontrol requeue -> the same job goes on from its checkpoint
+
+Lost nodes and preempted jobs are queued again by Slurm itself (``--requeue``). Directives hold only
+words that were checked; paths stand in the body, quoted. Source: the manual pages of sbatch, srun
+(SIGNALS AND ESCAPE SEQUENCES) and scontrol.
+"""
+
+from __future__ import annotations
+
+from hasten.errors import InputError
+from hasten.launch.targets.job import MARK, Launch
+from hasten.launch.targets.node import meeting_at, node_script
+
+WORDS = ("partition", "account", "qos", "constraint", "reservation")
+LONGEST_WARNING = 65_535  # seconds before the limit, the most that --signal takes
+FIRST = '"--rdzv-conf=is_host=$((SLURM_NODEID == 0))" "--local-addr=$SLURMD_NODENAME"'
+BODY = """
+set -u
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export HASTEN_HEAD="$head:{port}"
+asked=0
+heard=0
+leave() {{ # Slurm's warning before the time limit, or scancel --signal=USR1 --batch
+  asked=1
+  heard=1
+  kill -USR1 "$step" # srun hands it to node.sh
+}}
+# All cores of the node for the one task of the node; torchrun makes the ranks.
+srun --ntasks-per-node=1 --cpu-bind=none {loss} bash {node} &
+step=$!
+trap leave USR1
+while :; do
+  code=0
+  wait "$step" || code=$?
+  [ "$heard" = 1 ] || break
+  heard=0
+done
+if [ "$code" = 75 ] && [ "$asked" = 1 ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+def files(launch: Launch, node: str) -> dict[str, str]:
+    """The batch script, the node's script, the recipe; ``node``: node.sh's path as shell reads it.
+
+    Slurm copies a batch script elsewhere before it runs, so it has to name the other absolutely.
+
+    Raises:
+        InputError: Slurm can't warn so long before the limit.
+    """
+    if launch.grace > LONGEST_WARNING:
+        raise InputError(
+            f"--grace is {launch.grace}; Slurm warns {LONGEST_WARNING} seconds before the limit "
+            "at most"
+        )
+    nodes = f'"{launch.least}:$SLURM_JOB_NUM_NODES"'
+    if launch.least == launch.cloud.nodes:
+        nodes = '"$SLURM_JOB_NUM_NODES"'
+    meeting = meeting_at(launch, nodes, '"$HASTEN_HEAD"', '"$SLURM_JOB_ID"', FIRST)
+    elastic = launch.least < launch.cloud.nodes
+    body = BODY.format(
+        port=launch.port,
+        node=node,
+        loss="--no-kill --kill-on-bad-exit=0" if elastic else "--kill-on-bad-exit=1",
+    )
+    return {
+        "recipe.yaml": launch.recipe,
+        "node.sh": node_script(launch, meeting),
+        "job.sbatch": "\n".join(_directives(launch)) + "\n" + body,
+    }
+
+
+def _directives(launch: Launch) -> list[str]:
+    cloud, options = launch.cloud, []
+    span = f"{launch.least}-{cloud.nodes}" if launch.least < cloud.nodes else str(cloud.nodes)
+    options += [f"job-name={launch.name}", f"nodes={span}", "ntasks-per-node=1"]
+    options += [f"gpus-per-node={cloud.gpus_per_node}", "exclusive", "mem=0"]
+    if launch.minutes is not None:
+        hours, minutes = divmod(launch.minutes, 60)
+        options.append(f"time={hours}:{minutes:02d}:00")
+    options += [f"signal=B:USR1@{launch.grace}", "requeue", "open-mode=append"]
+    options.append("output=%x-%j.log")
+    options += [f"{key}={launch.words[key]}" for key in WORDS if launch.words.get(key)]
+    head = ["#!/usr/bin/env bash", f"{MARK}: sbatch job.sbatch"]
+    return [*head, *(f"#SBATCH --{option}" for option in options)]

@@ -1,0 +1,134 @@
+"""Transport settings: the variables by which gloo, NCCL and UCX choose how bytes travel.
+
+They are shown with hints by ``hasten doctor`` and set where a recipe says so (``transport``), never
+silently: a wrong interface or a switched-off InfiniBand costs more than any codec saves. Sources:
+NCCL's user guide ("Environment Variables"), torch.distributed's page ("Common environment
+variables"), UCX's FAQ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from hasten.machine import environment
+from hasten.parts.comm.topology import NET, interface_speeds
+
+PREFIXES = ("GLOO_", "NCCL_", "TORCH_NCCL_", "UCX_")
+LOADING = ("PLUGIN", "MODULE", "LIBRARY", "CONF_FILE")  # names code or further settings to load
+INFINIBAND = Path("/sys/class/infiniband")
+SHOWN: Mapping[str, str] = {
+    "GLOO_SOCKET_IFNAME": "gloo's interface",
+    "NCCL_SOCKET_IFNAME": "NCCL's interface for meeting, and for TCP",
+    "NCCL_IB_DISABLE": "1: no InfiniBand and no RoCE",
+    "NCCL_IB_HCA": "the InfiniBand or RoCE devices to use",
+    "NCCL_IB_GID_INDEX": "which address of a RoCE port",
+    "NCCL_NET_GDR_LEVEL": "how far GPU and card may be apart for direct access",
+    "NCCL_P2P_DISABLE": "1: no direct copies between GPUs",
+    "NCCL_ALGO": "ring, tree and so on; NCCL chooses better",
+    "NCCL_DEBUG": "INFO says which transport is used",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0: a lost rank is a hang",
+    "UCX_TLS": "UCX's transports",
+    "UCX_NET_DEVICES": "UCX's devices",
+}
+
+
+def checked(values: Mapping[object, object]) -> dict[str, str]:
+    """The variables of a recipe as text.
+
+    Raises:
+        ValueError: a name that doesn't belong to a transport, or loads code; a value that is no
+            text, number or switch.
+    """
+    found = {}
+    for name, value in values.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Z][A-Z0-9_]*", name):
+            raise ValueError(f"{name!r} is no variable's name: write it like NCCL_DEBUG")
+        if not name.startswith(PREFIXES):
+            raise ValueError(
+                f"{name} isn't a transport's variable; it must begin with {', '.join(PREFIXES)}"
+            )
+        if any(word in name for word in LOADING):
+            raise ValueError(
+                f"{name} names something to be loaded, which a recipe may not: set it in the shell"
+            )
+        if isinstance(value, bool):
+            value = int(value)
+        if not isinstance(value, str | int | float) or not re.fullmatch(r"[ -~]*", str(value)):
+            raise ValueError(f"{name} is {value!r}; give a text or a number on one line")
+        found[name] = str(value)
+    return found
+
+
+def shown(wanted: Mapping[str, str]) -> str:
+    """The variables that count, those of the recipe over those of the shell."""
+    present = {name: (environment.variable(name), "shell") for name in SHOWN}
+    present |= {name: (value, "recipe") for name, value in wanted.items()}
+    words = [f"{name}={value} ({place})" for name, (value, place) in present.items() if value]
+    return ", ".join(words) or "nothing set: gloo and NCCL choose"
+
+
+def hints(
+    wanted: Mapping[str, str],
+    on_gpu: bool,
+    net: Path = NET,
+    infiniband: Path = INFINIBAND,
+    variable: Callable[[str], str | None] = environment.variable,
+) -> list[str]:
+    """What may be worth setting here, a sentence each; nothing is set."""
+
+    def value(name: str) -> str:
+        return wanted.get(name) or variable(name) or ""
+
+    name = "NCCL_SOCKET_IFNAME" if on_gpu else "GLOO_SOCKET_IFNAME"
+    up = interface_speeds(net)
+    found = _about_interface(name, value(name), up, net)
+    cards = _cards(infiniband)
+    roce = [card for card, layer in cards.items() if layer == "Ethernet"]
+    if on_gpu and cards and value("NCCL_IB_DISABLE") == "1":
+        found.append(
+            f"NCCL_IB_DISABLE=1 while {', '.join(cards)} is there: without it NCCL uses RDMA"
+        )
+    if on_gpu and roce and not value("NCCL_IB_GID_INDEX"):
+        found.append(
+            f"{', '.join(roce)} is RoCE: if NCCL finds no path, NCCL_IB_GID_INDEX names the port's "
+            "address of RoCE v2 (often 3; show_gids lists them)"
+        )
+    if on_gpu and value("NCCL_P2P_DISABLE") == "1":
+        found.append("NCCL_P2P_DISABLE=1 sends what NVLink could carry through host memory")
+    if value("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
+        found.append("TORCH_NCCL_ASYNC_ERROR_HANDLING=0 makes a hang of every lost rank")
+    if on_gpu and not value("NCCL_DEBUG"):
+        found.append("NCCL_DEBUG=INFO would show which interface and transport NCCL takes")
+    return found
+
+
+def _about_interface(
+    name: str, chosen: str, up: Mapping[str, float | None], net: Path
+) -> list[str]:
+    if chosen.startswith("^"):  # names what isn't to be taken, there or not
+        return []
+    there = sorted(path.name for path in net.iterdir()) if net.is_dir() else []
+    first = chosen.lstrip("=").split(",")[0]
+    if chosen and there and not any(interface.startswith(first) for interface in there):
+        return [f"{name}={chosen}, and there is no such interface; there are {', '.join(there)}"]
+    if chosen or len(up) < 2:
+        return []
+    listed = ", ".join(_with_speed(interface, speed) for interface, speed in up.items())
+    return [f"several interfaces are up ({listed}): across hosts {name} should name one of them"]
+
+
+def _with_speed(interface: str, speed: float | None) -> str:
+    return f"{interface} {speed * 8 / 1e9:.3g} Gbit/s" if speed else interface
+
+
+def _cards(infiniband: Path) -> dict[str, str]:
+    """RDMA devices and the link layer of their first port: InfiniBand or Ethernet."""
+    found = {}
+    for path in sorted(infiniband.iterdir()) if infiniband.is_dir() else []:
+        try:
+            found[path.name] = (path / "ports" / "1" / "link_layer").read_text().strip()
+        except OSError:
+            found[path.name] = "unknown"
+    return found

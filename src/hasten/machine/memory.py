@@ -1,0 +1,168 @@
+"""A size that follows the memory: it grows while there is room and remembers what was too much.
+
+The rule has two bounds. ``good`` is the largest size that stayed under the threshold, ``ceiling``
+the smallest that went over it. Without a ceiling the size grows by a factor; with one it goes no
+further than half the way from good to ceiling, and rests once they are 5 % apart. A ceiling is
+never forgotten, so the size can't swing around it. With threshold x factor <= 1 one growth
+step from below the threshold stays within the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hasten.machine.machine_survey import limits
+
+Meter = Callable[[], tuple[float, float]]
+REST = 1.05  # good and ceiling this close: stay (hysteresis)
+FILLED = 0.8  # a load below this share of the size says nothing about the size
+
+
+class Headroom:
+    """The largest size whose memory stays under a share of the limit, found while training.
+
+    Args:
+        meter: (bytes used, bytes there are); asked once after each step.
+    """
+
+    def __init__(
+        self, size: int, most: int, growth_factor: float, memory_threshold: float, meter: Meter
+    ) -> None:
+        if not 1 <= size <= most:
+            raise ValueError(f"the size starts at {size}; it must lie between 1 and {most}")
+        if growth_factor <= 1:
+            raise ValueError(f"growth_factor is {growth_factor}; it must be above 1")
+        if not 0 < memory_threshold < 1:
+            raise ValueError(f"memory_threshold is {memory_threshold}; it must be within 0 and 1")
+        self.size, self.most = size, most
+        self.growth_factor, self.memory_threshold = growth_factor, memory_threshold
+        self.meter = meter
+        self.good = 0  # 0: none known
+        self.ceiling = 0  # 0: none known
+        self.changes = 0
+
+    def reach(self, load: int) -> None:
+        """At least so much comes next."""
+        self._move(max(self.size, load))
+
+    def observe(self, load: int) -> None:
+        """Read the memory after a step whose largest batch had ``load`` of the size's units."""
+        used, limit = self.meter()
+        share = used / limit
+        if share > self.memory_threshold:
+            self._lower(load)
+            if self.size >= load:
+                self._move(self.good or int(load * min(1 / REST, self.memory_threshold / share)))
+        elif load <= self.size and load >= FILLED * self.size:
+            self.good = max(self.good, self.size)
+            self._move(self._next())
+
+    def on_out_of_memory(self, load: int | None = None) -> None:
+        """The load (the whole size if left out) didn't fit: half of it comes next."""
+        load = self.size if load is None else load
+        self._lower(load)
+        self._move(min(self.size, load // 2))
+
+    def _lower(self, load: int) -> None:
+        self.ceiling = min(self.ceiling or load, load)
+        if self.good >= self.ceiling:  # it was good by luck: its batches were smaller
+            self.good = 0
+
+    def _next(self) -> int:
+        larger = max(self.size + 1, int(self.size * self.growth_factor))
+        if not self.ceiling:
+            return larger
+        middle = (self.good + self.ceiling) // 2
+        apart = self.ceiling > self.good * REST and middle > self.good
+        return min(middle, larger) if apart else self.size
+
+    def _move(self, size: int) -> None:
+        size = max(1, min(size, self.most))
+        self.changes += size != self.size
+        self.size = size
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"size": self.size, "good": self.good, "ceiling": self.ceiling}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.size = max(1, min(int(state["size"]), self.most))
+        self.good, self.ceiling = int(state["good"]), int(state["ceiling"])
+
+
+def memory_meter(device: str | torch.device = "cpu") -> Meter:
+    """The meter of a device: its allocator's, or this process's share of the machine's memory."""
+    found = torch.device(device)
+    return host_meter() if found.type == "cpu" else accelerator_meter(found)
+
+
+def accelerator_meter(device: torch.device) -> Meter:
+    """Allocated bytes against what this process holds or could still get."""
+    memory = torch.accelerator.memory
+
+    def limit() -> float:
+        free, _ = memory.get_memory_info(device)
+        return float(free + memory.memory_reserved(device))
+
+    return _peaks(
+        lambda: memory.max_memory_allocated(device),
+        lambda: memory.memory_allocated(device),
+        limit,
+    )
+
+
+def host_meter() -> Meter:
+    """Resident bytes of this process against the container's limit or the machine's memory."""
+    limit = float(memory_limit())
+    return _peaks(lambda: _status("VmHWM"), lambda: _status("VmRSS"), lambda: limit)
+
+
+def _peaks(peak: Callable[[], int], now: Callable[[], int], limit: Callable[[], float]) -> Meter:
+    """The peak where it rose since the last reading, else what is used now.
+
+    No peak is reset, so that nobody else's measurement is disturbed.
+    """
+    before = 0
+
+    def read() -> tuple[float, float]:
+        nonlocal before
+        rose = peak() > before
+        before = max(before, peak())
+        return float(before if rose else now()), limit()
+
+    return read
+
+
+def memory_limit() -> int:
+    """Bytes this process may use on the host: the control group's limit, or the machine's memory.
+
+    Raises:
+        ValueError: the system doesn't say (only Linux does); give a meter of your own.
+    """
+    whole = _kilobytes("meminfo", "MemTotal")
+    return min(whole, limits().memory_bytes or whole)
+
+
+def _status(field: str) -> int:
+    return _kilobytes("self/status", field)
+
+
+def _kilobytes(file: str, field: str) -> int:
+    path = Path("/proc") / file
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"{path} doesn't give {field}; give meter=, a function () -> (used, limit)")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on a device or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and (
+        "out of memory" in text or "can't allocate memory" in text  # the latter: torch on the host
+    )

@@ -1,0 +1,1 @@
+"""The measuring machine: processes, interleaved rounds, record, statistics."""

@@ -1,0 +1,198 @@
+"""The nouns of an experiment: its design, the plans it compares by name, what each arm showed.
+
+How arms are measured stands in ``controller``; how numbers become verdicts in ``findings``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from hasten.core.plan import Plan, did_you_mean
+from hasten.core.slot import Slot
+from hasten.errors import InputError
+
+if TYPE_CHECKING:
+    from hasten.measure.luck import Luck
+
+Kind = Literal["baseline", "again", "alone", "left out", "ladder", "all", "other"]
+Which = Literal["plan", "ladder", "alone", "left-out", "all"]
+Grouping = Literal["auto", "together", "groups", "fresh"]
+BASELINE, AGAIN = "baseline", "baseline again"
+
+
+@dataclass(frozen=True)
+class Design:
+    """How an experiment is run.
+
+    Args:
+        rounds: turns of each arm that count; with a budget the most there may be.
+        steps: steps of a turn.
+        warmup: steps before the first round, at least.
+        evaluations: looks at the held-out loss, spread evenly over the rounds.
+        seed: of the order of turns.
+        longest_warmup: the warm-up goes on to so many steps while step times still fall or
+            something is still compiled; 0: it has exactly ``warmup`` steps.
+        builds: fresh builds of every arm, each for its share of the rounds.
+        noise: a second process of the baseline takes turns like an arm.
+        foreign_load: a round during which others took more than this share of the machine is done
+            again; None: none is.
+        budget_seconds: what the whole may take; None: as long as the rounds need.
+        deadline_seconds: when everything has ended, whatever is measured by then: nobody waits
+            longer for an answer. A budget that is too short is then no reason to refuse.
+        grouping: which arms are alive together; auto: as many as memory holds.
+    """
+
+    rounds: int = 8
+    steps: int = 4
+    warmup: int = 2
+    evaluations: int = 3
+    seed: int = 0
+    longest_warmup: int = 0
+    builds: int = 1
+    noise: bool = False
+    foreign_load: float | None = None
+    budget_seconds: float | None = None
+    deadline_seconds: float | None = None
+    grouping: Grouping = "auto"
+
+    def __post_init__(self) -> None:
+        for name, least in (("rounds", 1), ("steps", 1), ("warmup", 0), ("builds", 1)):
+            if getattr(self, name) < least:
+                raise InputError(f"{name} is {getattr(self, name)}; it must be {least} at least")
+        if self.builds > self.rounds:
+            raise InputError(
+                f"builds: {self.builds} builds of every arm need as many rounds, and there are "
+                f"{self.rounds}"
+            )
+        if self.foreign_load is not None and not 0 <= self.foreign_load <= 1:
+            raise InputError(f"the foreign load is a share from 0 to 1, not {self.foreign_load}")
+        if self.grouping not in get_args(Grouping):
+            known = ", ".join(get_args(Grouping))
+            raise InputError(f"grouping: there is no {self.grouping!r}; there are {known}")
+
+    @property
+    def most_warmup(self) -> int:
+        return max(self.warmup, self.longest_warmup)
+
+    @property
+    def most_rounds(self) -> int:
+        """With those that are done again, at most as many as were planned."""
+        return self.rounds * (1 if self.foreign_load is None else 2)
+
+    @property
+    def steps_in_all(self) -> int:
+        """The most steps that one process of an arm takes."""
+        return self.most_warmup + self.most_rounds * self.steps
+
+    def looks(self, rounds: int) -> set[int]:
+        """After which of so many rounds the held-out loss is taken: evenly, the last included."""
+        return {round(rounds * look / self.evaluations) for look in range(1, self.evaluations + 1)}
+
+
+@dataclass
+class Arm:
+    """What was measured of one plan.
+
+    ``rounds``, ``beside``, ``foreign_load`` and ``builds`` have an element for every round that
+    counts. ``beside`` is the baseline's value in the very same rounds: where arms were measured in
+    groups it differs from the baseline's own ``rounds``. It is empty where there was none.
+    """
+
+    name: str
+    plan: Plan
+    rounds: list[float] = field(default_factory=list)  # tokens per second of a middling step
+    steps: list[dict[str, Any]] = field(default_factory=list)  # measured steps, warm-up left out
+    losses: list[tuple[int, float]] = field(default_factory=list)  # (tokens, loss), all steps
+    held_out: list[tuple[int, float]] = field(default_factory=list)
+    startup_seconds: dict[str, float] = field(default_factory=dict)
+    acted: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, str]] = field(default_factory=list)
+    peak_memory_bytes: int | None = None
+    failed: str | None = None  # why there is no result
+    unfinished: str | None = None  # why what its techniques did, and its samples, aren't known
+    kind: Kind = "other"
+    beside: list[float] = field(default_factory=list)
+    foreign_load: list[float] = field(default_factory=list)
+    joules_per_token: float | None = None  # of the rounds that count, where energy was counted
+    builds: list[int] = field(default_factory=list)  # which fresh build had the round, from 0
+    luck: Luck | None = None  # how far processes of this experiment lie apart; None: not known
+    warmup: dict[str, float | None] = field(default_factory=dict)
+    ledger: dict[str, Any] | None = None
+
+
+def plans_of(
+    plan: Plan, which: Which, only: Sequence[str] = ()
+) -> tuple[dict[str, Plan], dict[str, Kind]]:
+    """The plans to compare and what each is, by name; the baseline first, the whole plan last.
+
+    Args:
+        plan: the techniques in question.
+        which: see ``hasten speedup --help``.
+        only: techniques by name; of the arms between the first and the last those stay that single
+            one of them out. ``plan`` has none there, so these are then measured alone.
+
+    Raises:
+        InputError: an empty plan, or a name that isn't in it.
+    """
+    if not len(plan):
+        raise InputError("plan: there is nothing to compare; list techniques under plan")
+    names = [t.name() for t in plan]
+    for name in only:
+        if name not in names:
+            raise InputError(
+                f"only: {name!r} is not in the plan{did_you_mean(name, names)}; it has "
+                f"{', '.join(names)}"
+            )
+    if which == "plan":
+        which = "alone" if only else which
+    plans: dict[str, Plan] = {BASELINE: Plan()}
+    kinds: dict[str, Kind] = {BASELINE: "baseline"}
+    for technique in plan:
+        for name, kind, arm in _between(plan, technique.name(), which):
+            if (not only or technique.name() in only) and set(arm) not in map(set, plans.values()):
+                plans[name], kinds[name] = arm, kind
+    last = {"plan": "plan", "ladder": f"+ {names[-1]}"}.get(which, "all")
+    plans[last], kinds[last] = plan, "all"
+    return plans, kinds
+
+
+def _between(plan: Plan, name: str, which: Which) -> list[tuple[str, Kind, Plan]]:
+    """The arms that single out one technique, less those that equal the whole plan."""
+    place = [t.name() for t in plan].index(name)
+    technique = plan.techniques[place]
+    found: list[tuple[str, Kind, Plan]] = []
+    if which in ("alone", "all"):
+        found.append((f"only {name}", "alone", Plan([technique])))
+    if which in ("left-out", "all"):
+        found.append((f"without {name}", "left out", plan.without(technique)))
+    if which == "ladder":
+        found.append((f"+ {name}", "ladder", Plan(plan.techniques[: place + 1])))
+    return [entry for entry in found if 0 < len(entry[2]) < len(plan)]
+
+
+def with_second_baseline(
+    plans: Mapping[str, Plan], kinds: Mapping[str, Kind]
+) -> tuple[dict[str, Plan], dict[str, Kind]]:
+    """The baseline a second time, after the first: what differs between them is noise."""
+    (base, plan), *rest = plans.items()
+    return (
+        {base: plan, AGAIN: plan, **dict(rest)},
+        {base: "baseline", AGAIN: "again", **{n: kinds.get(n, "other") for n, _ in rest}},
+    )
+
+
+def check_turns(plans: Mapping[str, Plan], steps: int) -> None:
+    """A turn has to hold as many steps as pass between two exchanges of ranks that train apart.
+
+    Raises:
+        InputError: most turns would hold no exchange, and what it costs would not be seen.
+    """
+    for technique in {t for plan in plans.values() for t in plan if t.slot is Slot.WIRE}:
+        every = technique.settings().get("every")
+        if isinstance(every, int) and steps % every:
+            raise InputError(
+                f"steps: {technique.name()} exchanges once in {every} steps, which most turns of "
+                f"{steps} would leave out; say --steps {every}"
+            )

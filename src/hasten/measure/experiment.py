@@ -1,0 +1,155 @@
+"""An experiment on a recipe: its arms, where its record lies, and the report of it.
+
+    output/experiments/KEY/
+      record.jsonl   every finished turn; a second start goes on from it, or answers at once
+      recipe.yaml    the recipe as the arms' processes read it        arm-N.log   their own words
+
+KEY stands for everything that decides the numbers: recipe, data, plans, design, hardware, versions,
+hasten's own sources. Whatever of these changes makes another experiment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from hasten.core.facts import Facts
+from hasten.core.plan import Plan
+from hasten.data.onewriter import alone_in
+from hasten.errors import InputError
+from hasten.launch.ranks import places
+from hasten.machine import environment as environment_
+from hasten.machine.environment import World
+from hasten.measure.ablation import Design, Kind, check_turns
+from hasten.measure.budget import expected_gain
+from hasten.measure.controller import Measured, measure_arms, table
+from hasten.measure.energy import Meter, meter_of_run
+from hasten.measure.nursery import Nursery
+from hasten.measure.nursery import nursery as opened_nursery
+from hasten.measure.record import Record, key_of, source_digest
+from hasten.measure.trial import ENTRY
+from hasten.progress import Audience
+from hasten.recipe.build import plan_of
+from hasten.recipe.prepare import ready
+from hasten.recipe.schema import Recipe, load_recipe
+
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # decide the speed, and stand in no recipe
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A recipe whose data is ready, and what is known of it."""
+
+    recipe: Recipe
+    known: Facts
+    plan: Plan
+    data_key: str
+    meter: Meter = field(default_factory=lambda: Meter("not measured"))
+
+
+def environment(plan: Plan, known: Facts, transport: Mapping[str, str]) -> Mapping[str, str]:
+    """What an arm's process starts with, as a training does: what the techniques wish, then the
+    recipe's settings of the transport."""
+    found: dict[str, str] = {}
+    for technique in plan:
+        found |= technique.environ(known)
+    return {**found, **transport}
+
+
+def prepared(recipe: Recipe | str | Path, audience: Audience, ranks: bool = False) -> Subject:
+    """The recipe with its data ready, and what is known; ``ranks``: its arms may have several.
+
+    Raises:
+        InputError: an unusable recipe, or several ranks where there may be one alone.
+    """
+    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(Path(recipe))
+    if recipe.nproc > 1 and not ranks:
+        raise InputError("nproc: only jobs of one process are measured here; set nproc: 1")
+    if environment_.world().size > 1:
+        raise InputError(
+            "several ranks have been started by a launcher, and an experiment starts its own: run "
+            "the command once, and say nproc: N in the recipe"
+        )
+
+    def tokenising(done: int, total: int) -> None:
+        audience.show(f"tokenising {done:,}/{total:,} records", done / max(total, 1))
+
+    known, plan, material = ready(recipe, audience.tell, tokenising, recipe.nproc)
+    known = replace(known, world=World(size=recipe.nproc))
+    # What ranks have without a technique the baseline has, too: it is no switch.
+    usual = plan_of(recipe.model_copy(update={"plan": []}), known)
+    switches = Plan(t for t in plan if t not in usual.techniques)
+    return Subject(recipe, known, switches, material.note.key, meter_of_run(known))
+
+
+def measured(
+    subject: Subject,
+    plans: Mapping[str, Plan],
+    kinds: Mapping[str, Kind],
+    design: Design,
+    fresh: bool,
+    audience: Audience,
+    nursery: Nursery | None = None,
+    began: float | None = None,
+) -> Measured:
+    """The experiment, from its record as far as that goes; a nursery spares arms their imports.
+
+    A deadline counts from ``began``, so that the data's preparation is within it. There arms are
+    forked, too: on a busy machine imports alone may take longer than all steps.
+    """
+    recipe, known = subject.recipe, subject.known
+    if recipe.nproc > 1:
+        check_turns(plans, design.steps)
+    steps = {"max_steps": design.steps_in_all, "epochs": None, "max_tokens": None}
+    resolved = recipe.model_copy(update=steps)
+    key = _key(subject, resolved, plans, design)
+    folder = Path(recipe.output) / "experiments" / key
+    with alone_in(folder, audience.tell):
+        if fresh:
+            (folder / "record.jsonl").unlink(missing_ok=True)
+        (folder / "recipe.yaml").write_text(resolved.to_yaml())
+        hurried = design.deadline_seconds is not None
+        with contextlib.ExitStack() as stack:
+            since = began if hurried else None
+            record = stack.enter_context(Record(folder / "record.jsonl", key, since))
+            if record.done:
+                audience.tell(f"measured before: {folder} (--fresh measures anew)")
+            elif record.events:
+                audience.tell(f"going on with {folder}; arms train again from their seed")
+            audience.begin()
+            path = folder / "recipe.yaml"
+            own = partial(environment, known=known, transport=recipe.transport)
+            ranks = partial(places, recipe.nproc, known.hardware.usable_cores)
+            if hurried and nursery is None:
+                log = folder / "nursery.log"
+                forking = opened_nursery([*ENTRY, str(path)], log, known.device, recipe.nproc)
+                nursery = stack.enter_context(forking)
+            at = table(path, own, folder, known.device, meter=subject.meter, ranks=ranks)
+            return measure_arms(
+                replace(at, nursery=nursery),
+                plans,
+                design,
+                audience.show,
+                kinds=kinds,
+                expected={name: expected_gain(plan, known) for name, plan in plans.items()},
+                record=record,
+            )
+
+
+def _key(subject: Subject, resolved: Recipe, plans: Mapping[str, Plan], design: Design) -> str:
+    known = subject.known
+    return key_of(
+        {
+            "recipe": resolved.model_dump(mode="json", exclude={"price", "plan", "output"}),
+            "data": subject.data_key,
+            "plans": {name: plan.key for name, plan in plans.items()},
+            "design": asdict(design),
+            "hardware": {**asdict(known.hardware), "device": known.device},
+            "threads": {name: environment_.variable(name) for name in THREADS},
+            "versions": dict(known.versions),
+            "source": source_digest(),
+        }
+    )

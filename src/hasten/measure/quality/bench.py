@@ -1,0 +1,201 @@
+"""What a proof is made on: the user's own model and first records, as far as memory and time allow.
+
+A proof compares gradients, and a float64 gradient of a large model fits no machine that trains it.
+So a proof may take the first records of the first step, cut to a length, and the first layers of
+the model. What it took is said with every result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten.core.facts import Facts
+from hasten.core.job import Job, Stop
+from hasten.core.order import GlobalBatch, ShuffledOrder
+from hasten.core.plan import Plan
+from hasten.errors import InputError
+from hasten.parts.data.records import TokenRecord
+from hasten.parts.nn.causal_lm import causal_lm, trunk
+
+FEWEST = 4  # records, so that there is something to cut, to pack and to keep apart
+MOST_TOKENS = 4096
+SHORTEST = 32  # tokens that a record keeps at least
+# Bytes per parameter: float64 weights and gradients of the reference, or weights, gradients,
+# masters and working copies of a session, beside the reference's gradients that it is held against.
+BYTES = 32
+CPU_WORK, GPU_WORK = 5e11, 5e13  # FLOPs of one proof: about ten seconds on two cores
+SHARE = 0.5  # of the machine's memory
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much of the job a proof takes; ``layers`` None: all."""
+
+    layers: int | None
+    tokens: int
+    record_tokens: int
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where proofs are made.
+
+    Args:
+        job_of: the job of a plan; with a seed of its own, and to a number of tokens, where given.
+        read: a plan from its stored form.
+        known: facts of machine, model and records.
+        folder: for the reference's gradients and whatever a technique writes.
+        ranks: of the job, in processes that work at the same time, though this may be one alone.
+    """
+
+    job_of: Callable[[Plan, int | None, int | None], Job]
+    read: Callable[[list[Any]], Plan]
+    known: Facts
+    folder: Path
+    ranks: int = 1
+
+    @property
+    def limits(self) -> Limits:
+        return limits_of(self.known, ranks=self.ranks)
+
+    def small(self, plan: Plan) -> Job:
+        """The plan's job on the proof's records: one step holds them all."""
+        job, limits = self.job_of(plan, None, None), self.limits
+        records = first_records(job, limits)
+
+        def build() -> nn.Module:
+            return shortened(job.build_model(), limits.layers)
+
+        return replace(
+            job,
+            model=build,
+            records=records,
+            lengths=[r.length for r in records],
+            batch=GlobalBatch(records=len(records)),
+            stop=Stop(steps=25),  # fp16 may give up some to find its scale
+            held_out=(),
+            metrics={},
+        )
+
+    def taken(self, records: Any) -> dict[str, Any]:
+        """What of the job a proof was made on."""
+        tokens = sum(r.length for r in records)
+        layers, limits = self.known.model.layers, self.limits
+        return {"records": len(records), "tokens": tokens, "layers": limits.layers or layers}
+
+
+def limits_of(
+    known: Facts, memory: float | None = None, work: float | None = None, ranks: int = 1
+) -> Limits:
+    """What half of the memory and some seconds allow; ranks share a processor's memory.
+
+    Raises:
+        InputError: not even one layer fits.
+    """
+    model = known.model
+    room = (memory or _memory(known)) * SHARE / BYTES  # parameters
+    room /= 1 if known.on_gpu else ranks
+    outer = model.vocabulary * model.hidden_size * (1 if model.tied_head else 2)
+    each = max(model.parameters - outer, 0) / max(model.layers, 1)
+    layers, kept = None, float(model.parameters)
+    if model.parameters > room and model.layers:
+        layers = int((room - outer) / each) if each else 0
+        if layers < 1:
+            raise InputError(
+                f"a float64 gradient of one layer of this {model.architecture} takes more than "
+                f"half of the memory that a process has ({room * BYTES / 1e9:.1f} GB); run the "
+                "guard on a larger machine"
+            )
+        kept = outer + layers * each
+    work = work or (GPU_WORK if known.on_gpu else CPU_WORK)
+    tokens = int(min(MOST_TOKENS, max(work / (6 * max(kept, 1.0)), FEWEST * SHORTEST)))
+    return Limits(layers, tokens, max(SHORTEST, tokens // FEWEST))
+
+
+def first_records(job: Job, limits: Limits) -> list[TokenRecord]:
+    """The first step's records, as many as the limits allow; more than that step's if it has few.
+
+    Raises:
+        InputError: the job has fewer than two records that carry loss.
+    """
+    found: list[TokenRecord] = []
+    tokens = 0
+    for number, step in enumerate(ShuffledOrder(job.lengths, job.batch, job.seed).steps(0)):
+        if number and len(found) >= FEWEST:
+            break
+        for index in step:
+            record = _cut(job.records[index], limits.record_tokens)
+            if not record.trained_tokens:
+                continue
+            if len(found) >= FEWEST and tokens + record.length > limits.tokens:
+                return found
+            found.append(record)
+            tokens += record.length
+    if len(found) < 2:
+        raise InputError("the guard needs two records with trained tokens; this job has fewer")
+    return found
+
+
+def shortened(model: nn.Module, layers: int | None) -> nn.Module:
+    """The model with its first layers alone, in place."""
+    if layers is None:
+        return model
+    inner: Any = trunk(model)
+    inner.layers = inner.layers[:layers]
+    causal_lm(model).config.num_hidden_layers = layers
+    inner.config.num_hidden_layers = layers
+    return model
+
+
+def still(module: nn.Module) -> None:
+    """Without dropout, whose draws depend on the layout: what is left must agree."""
+    for inner in module.modules():
+        if isinstance(inner, nn.Dropout):
+            inner.p = 0.0
+        if isinstance(getattr(inner, "attention_dropout", None), float):
+            inner.attention_dropout = 0.0
+
+
+def trainable(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Names and parameters that learn, whatever replicas put before the names."""
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            yield name.removeprefix("module."), parameter
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What of a tensor lies on this rank, where a layout has dealt it out."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _cut(record: TokenRecord, tokens: int) -> TokenRecord:
+    """Its first tokens; where none of these is trained, those around the first that is."""
+    if record.length <= tokens:
+        return record
+    trained = [i for i in range(1, record.length) if record.trained[i]]
+    start = 0
+    if trained and trained[0] >= tokens:
+        start = min(trained[0] - tokens // 2, record.length - tokens)
+    return TokenRecord(
+        record.input_ids[start : start + tokens], record.trained[start : start + tokens]
+    )
+
+
+def _memory(known: Facts) -> float:
+    sizes = [gpu.memory_bytes for gpu in known.hardware.accelerators] if known.on_gpu else []
+    return float(min([known.hardware.memory_limit_bytes, *sizes]))
+
+
+def seeded(job: Job) -> None:
+    """The random state that ``assemble`` gives a build, for one that goes without it."""
+    torch.manual_seed(job.seed)

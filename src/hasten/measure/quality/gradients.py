@@ -1,0 +1,159 @@
+"""One step's gradient of a plan against float64: the proof that a ROUNDING technique owes.
+
+    (1) reference   the bare model in float64, record by record: no packing, padding, accumulation
+    (2) gradient    the plan's whole way through session, feed, cut, engine, precision; one step
+    (3) error       |g - r| / |r| over all tensors, and of the worst tensor
+
+A tensor whose gradient is next to nothing (a key's bias: exactly zero in theory) has no relative
+error worth the name. Its error is taken against a thousandth of what a tensor of its size has on
+average.
+
+On several ranks each compares what it has after the exchange; where ranks hold parts, these are
+brought together and the first rank compares.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten.core.layout import DealsState, DealsWeights, Layout
+from hasten.core.plan import Plan
+from hasten.core.session import assemble
+from hasten.core.setup import in_one_piece, once, prepare
+from hasten.core.step import training
+from hasten.errors import InputError
+from hasten.measure.quality.bench import Bench, seeded, still, trainable
+from hasten.parts.nn.causal_lm import causal_lm
+
+REFERENCE = "reference.pt"
+SMALL = 1e-3  # of an average tensor's gradient
+CUTS = ("planned", "whole", "single")
+
+
+class Recorder(torch.optim.SGD):
+    """Keeps the gradients it is given by name and moves nothing."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        pairs = [(n, p) for n, p in named if p.requires_grad]
+        self.names = [n.removeprefix("module.") for n, _ in pairs]
+        self.held: list[Tensor] = []  # the true weights, as a precision or a layout has them
+        self.seen: dict[str, Tensor] = {}
+        super().__init__([p for _, p in pairs], lr=0.0)
+
+    def step(self, closure: Any = None) -> None:
+        self.held = [p for group in self.param_groups for p in group["params"]]
+        self.seen = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in zip(self.names, self.held, strict=True)
+        }
+
+    def whole(self, layout: Layout) -> dict[str, Tensor]:
+        """The gradients in whole tensors, on the first rank at least; all ranks call it.
+
+        Raises:
+            InputError: the layout can't bring them together.
+        """
+        if layout.whole:
+            return self.seen
+        found = self.seen
+        if isinstance(layout, DealsState):
+            pairs = zip(found.items(), self.held, strict=True)
+            found = {name: layout.whole_of(p, gradient) for (name, gradient), p in pairs}
+        elif not isinstance(layout, DealsWeights):
+            raise InputError(
+                "this layout has no way to bring its ranks' gradients together for a comparison"
+            )
+        if isinstance(layout, DealsWeights):
+            copies = layout.copies
+            found = layout.brought({n: t for n, t in found.items() if n not in copies})
+        return found
+
+
+def reference(bench: Bench, plan: Plan) -> dict[str, Any]:
+    """Write the float64 gradient of the proof's records; what was taken, and the loss.
+
+    Of the plan only the adapter is heeded: it decides which parameters there are.
+    """
+    (bench.folder / REFERENCE).unlink(missing_ok=True)  # of an earlier guard that was killed
+    job = bench.small(plan)
+    adapter = prepare(job, plan, bench.known, bench.folder).adapter or job.adapter
+    seeded(job)
+    model = adapter(job.build_model())
+    if hasattr(model, "set_experts_implementation"):
+        causal_lm(model).set_experts_implementation("eager")  # the grouped product has no float64
+    module = job.loss(model).double().to(torch.device(job.device)).train()
+    still(module)
+    records = [job.records[i] for i in range(len(job.records))]
+    count = sum(r.trained_tokens for r in records)
+    total = 0.0
+    for record in records:
+        loss, _ = module(**job.collate([record]).to(job.device).inputs)
+        (loss / count).backward()
+        total += float(loss.detach())
+    found = {n: _cpu(p.grad if p.grad is not None else p * 0) for n, p in trainable(module)}
+    torch.save({"loss": total / count, "gradients": found}, bench.folder / REFERENCE)
+    return {"loss": total / count, **bench.taken(records)}
+
+
+def gradient(bench: Bench, plan: Plan, cut: str, padded: bool, step: int = 1) -> dict[str, Any]:
+    """Errors of one step of the plan against the reference.
+
+    Args:
+        cut: as the plan cuts, all records in one micro-batch, or one record in each.
+        padded: rows laid out as the job does without a technique, whatever the plan's collator.
+        step: which one with a finite gradient; no weight moves, so that all should have the same.
+    """
+    job = replace(bench.small(plan), optimizer=Recorder, max_grad_norm=None)
+    setup = prepare(job, plan, bench.known, bench.folder)
+    if cut != "planned":
+        setup.cut = in_one_piece if cut == "whole" else lambda records: [[r] for r in records]
+        setup.attempt = once
+    if padded:
+        setup.collate = job.collate
+    session = assemble(setup)
+    still(session.loss_module)
+    finite = (m for m in training(session) if not m.skipped)
+    metrics = next(itertools.islice(finite, step - 1, None), None)
+    if metrics is None or not isinstance(session.optimizer, Recorder):
+        raise RuntimeError("no step of the plan had a finite gradient that could be looked at")
+    passes = session.progress.micro_batches / max(session.progress.step, 1)
+    said = {"loss": metrics.loss, "micro_batches": passes, "ranks": setup.layout.size}
+    whole = session.optimizer.whole(setup.layout)
+    if not (setup.layout.whole or bench.known.world.is_main):
+        return said  # it has brought its part
+    known = torch.load(bench.folder / REFERENCE, mmap=True)
+    loss = abs(metrics.loss - known["loss"]) / max(abs(known["loss"]), 1e-30)
+    return {**errors(whole, known["gradients"]), "loss_error": loss, **said}
+
+
+def errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Any]:
+    """``error`` over all tensors, and the ``worst`` tensor's with its ``name``.
+
+    Raises:
+        RuntimeError: other parameters learn than in the reference.
+    """
+    if {n: g.shape for n, g in found.items()} != {n: g.shape for n, g in expected.items()}:
+        differ = sorted(set(found) ^ set(expected)) or ["their shapes"]
+        raise RuntimeError(f"other parameters learn than without techniques: {differ[0]}")
+    square = sum(float(g.double().square().sum()) for g in expected.values())
+    numbers = sum(g.numel() for g in expected.values())
+    missed, worst, name = 0.0, 0.0, ""
+    for key, right in expected.items():
+        off = float((_cpu(found[key]) - right).norm())
+        floor = SMALL * math.sqrt(square * right.numel() / numbers)
+        share = off / max(float(right.norm()), floor, 1e-300)
+        missed += off**2
+        if not share <= worst:  # NaN is the worst
+            worst, name = share, key
+    return {"error": math.sqrt(missed / max(square, 1e-300)), "worst": worst, "name": name}
+
+
+def _cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float64)

@@ -1,0 +1,97 @@
+"""Whole steps of the job itself: losses and weights to the bit, and a training on held-out data."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from dataclasses import asdict, replace
+from typing import Any
+
+from hasten.core.evaluate import Evaluation, evaluate
+from hasten.core.job import Stop
+from hasten.core.plan import Plan
+from hasten.core.session import Session, assemble
+from hasten.core.setup import Setup, prepare
+from hasten.core.slot import Slot
+from hasten.core.step import training
+from hasten.errors import InputError
+from hasten.measure.quality.bench import Bench, local, trainable
+from hasten.recipe.build import total_steps
+
+
+def losses(bench: Bench, plan: Plan, steps: int) -> dict[str, Any]:
+    """The losses of the job's first steps, no bit lost, and a digest of the weights after them."""
+    job = replace(bench.job_of(plan, None, None), stop=Stop(steps=steps))
+    session = assemble(prepare(job, plan, bench.known, bench.folder / f"arm-{plan.key}"))
+    found = [m.loss.hex() for m in itertools.islice(training(session), steps)]
+    acted = [{"technique": t.name(), **asdict(t.probe(session))} for t in plan]
+    return {"losses": found, "weights": _digest(session), "acted": acted}
+
+
+def train(bench: Bench, plan: Plan, seed: int, tokens: int) -> dict[str, Any]:
+    """Train until so many tokens; the held-out loss and the job's own measures then.
+
+    Ranks that train apart end after as many steps as take so many tokens on the average.
+    """
+    session = assemble(_until(bench, plan, seed, tokens))
+    before, largest = None, 0
+    for metrics in training(session):
+        done, largest = session.progress.tokens, max(largest, metrics.tokens)
+        near = done < tokens <= done + 1.5 * largest  # perhaps the last step that ends before
+        if near and not session.setup.agreement.apart:  # those wouldn't all look at once
+            before = evaluate(session)
+    last = evaluate(session)
+    loss, own = _at(tokens, before, last)
+    ends = last.tokens if before is None else min(tokens, last.tokens)
+    return {"held_out_loss": loss, "metrics": own, "tokens": ends, "steps": last.step}
+
+
+def _until(bench: Bench, plan: Plan, seed: int, tokens: int) -> Setup:
+    """A training to so many tokens."""
+    known, folder = bench.known, bench.folder / f"arm-{plan.key}-{seed}"
+    try:
+        return prepare(bench.job_of(plan, seed, tokens), plan, known, folder)
+    except InputError:
+        if known.world.size == 1:
+            raise
+    # Ranks that train apart can't stop at a number of tokens: so after the steps that it makes.
+    usual = Plan(t for t in plan if t.slot is not Slot.WIRE)
+    job = bench.job_of(usual, seed, tokens)
+    sampler = prepare(job, usual, known, folder).sampler
+    if sampler is None:
+        raise InputError("the records' order isn't known, so that no number of tokens can be met")
+    job = replace(job, stop=Stop(steps=total_steps(job, sampler)))
+    return prepare(job, plan, known, folder)
+
+
+def _at(
+    tokens: int, before: Evaluation | None, last: Evaluation
+) -> tuple[float | None, dict[str, float | None]]:
+    """Held-out loss and the job's own measures after exactly so many tokens."""
+    share, first = _share(tokens, before, last), before or last
+    own = {name: _between(first.metrics[name], last.metrics[name], share) for name in last.metrics}
+    return _between(first.held_out_loss, last.held_out_loss, share), own
+
+
+def _share(tokens: int, before: Evaluation | None, last: Evaluation) -> float:
+    """Where on the line between two evaluations so many tokens lie; 1: at the last.
+
+    Plans have steps of different sizes; a step more or less would be taken for better or worse.
+    """
+    if before is None or not before.tokens < tokens <= last.tokens:
+        return 1.0
+    return (tokens - before.tokens) / (last.tokens - before.tokens)
+
+
+def _between(before: float | None, last: float | None, share: float) -> float | None:
+    return last if before is None or last is None else before + share * (last - before)
+
+
+def _digest(session: Session) -> str:
+    """Of the bytes of every weight here: a loss hides what the steps after it will show."""
+    found = hashlib.sha256()
+    for name, parameter in sorted(trainable(session.module), key=lambda pair: pair[0]):
+        found.update(name.encode())
+        piece = local(parameter.detach())
+        found.update(piece.float().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()

@@ -1,0 +1,240 @@
+"""From an experiment's record to its arms: which rounds count, which are missing, what each showed.
+
+A **sitting** is a set of arms in fresh processes that take turns. A round is known by its sitting
+and its number, and is complete when every arm of the sitting that hadn't failed has had its turn.
+It counts unless others took more of the machine than the design allows. Where too few were calm,
+those with the least foreign load make up the number: chosen by the load, never by the speed.
+
+The steps of a round are unlike each other: one has long records, the next has short ones. All arms
+take the same ones, so what an arm's turn is worth is found step by step beside the others, see
+``rates``.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+from hasten.core.plan import Plan
+from hasten.measure.ablation import Arm, Design, Kind
+from hasten.measure.luck import with_luck
+from hasten.measure.record import Event
+
+Key = tuple[int, int]  # sitting, round
+
+
+class Rounds:
+    """What a record says of the rounds.
+
+    Args:
+        events: of one record.
+        base: the baseline's name.
+        design: as it was asked for; ``rounds`` events change the number of rounds.
+    """
+
+    def __init__(self, events: Sequence[Event], base: str, design: Design) -> None:
+        self.events, self.base = events, base
+        told = [e["rounds"] for e in events if e["event"] == "rounds"]
+        self.wanted: int = told[-1] if told else design.rounds
+        self.most = self.wanted * (1 if design.foreign_load is None else 2)
+        self.limit = math.inf if design.foreign_load is None else design.foreign_load
+        self.failed = {e["arm"]: e["why"] for e in events if e["event"] == "failed"}
+        self.members = {e["sitting"]: e["members"] for e in events if e["event"] == "sitting"}
+        self.ended = {e["sitting"] for e in events if e["event"] == "sat"}
+        self.turns: dict[Key, dict[str, Event]] = {}
+        for e in events:
+            if e["event"] == "turn":
+                self.turns.setdefault((e["sitting"], e["round"]), {})[e["arm"]] = e
+        self._rates: dict[Key, dict[str, float]] = {}
+        warm: dict[tuple[int, str], int] = {}
+        for e in events:
+            if e["event"] == "warmup":
+                at = (e["sitting"], e["arm"])
+                warm[at] = warm.get(at, 0) + len(e["steps"])
+        self.warmup = max(warm.values(), default=0)  # steps before the first round of a sitting
+        self._dropped = {n for e in events if e["event"] == "dropped" for n in e["arms"]}
+        self._failed_in = {e["arm"]: e["sitting"] for e in events if e["event"] == "failed"}
+
+    def load(self, key: Key) -> float:
+        """The heaviest foreign load of a round's turns."""
+        return max(float(turn["load"]) for turn in self.turns[key].values())
+
+    def rate(self, key: Key, arm: str) -> float:
+        """What an arm's turn in a round is worth, in tokens per second."""
+        if key not in self._rates:
+            self._rates[key] = rates(self.turns[key])
+        return self._rates[key][arm]
+
+    def complete(self, arm: str) -> list[Key]:
+        """An arm's rounds in which nobody's turn is missing, in their order."""
+        return [key for key, turns in self.turns.items() if arm in turns and self._whole(key)]
+
+    def counting(self, arm: str) -> list[Key]:
+        """The rounds from which an arm's numbers are taken."""
+        keys = self.complete(arm)
+        if arm == self.base:  # its rounds in other groups stand beside those groups' arms
+            first = self._companion()
+            keys = [key for key in keys if first is None or first in self.members[key[0]]]
+        calm = [key for key in keys if self.load(key) <= self.limit]
+        rest = sorted((k for k in keys if self.load(k) > self.limit), key=self.load)
+        return sorted((calm + rest)[: self.wanted])
+
+    def missing(self, arm: str, share: float = 1.0) -> int:
+        """Rounds that an arm still needs for a share of those wanted."""
+        if arm in self.failed:
+            return 0
+        keys = self.complete(arm)
+        calm = sum(self.load(key) <= self.limit for key in keys)
+        lacking = math.ceil(self.wanted * share) - calm
+        return max(0, min(lacking, math.ceil(self.most * share) - len(keys)))
+
+    def redone(self) -> int:
+        """Rounds beyond those wanted, done because others had disturbed as many."""
+        names = {name for members in self.members.values() for name in members} - {self.base}
+        return max(0, *(len(self.complete(n)) - self.wanted for n in names or {self.base}), 0)
+
+    def sat(self, arm: str) -> int:
+        """Sittings that an arm has taken part in to their end."""
+        return sum(arm in self.members[sitting] for sitting in self.ended)
+
+    def _whole(self, key: Key) -> bool:
+        turns = self.turns[key]
+        return all(
+            name in turns or name in self._dropped or self._failed_in.get(name, math.inf) <= key[0]
+            for name in self.members[key[0]]
+        )
+
+    def _companion(self) -> str | None:
+        """The arm in whose sittings the baseline's own rounds are counted: the first measured."""
+        names = [n for members in self.members.values() for n in members if n != self.base]
+        return next((n for n in names if self.complete(n)), None)
+
+
+def arms_of(
+    events: Sequence[Event], plans: Mapping[str, Plan], kinds: Mapping[str, Kind], design: Design
+) -> list[Arm]:
+    """The arms as the record shows them, in the order of ``plans``; the first is the baseline."""
+    base = next(iter(plans))
+    found = Rounds(events, base, design)
+    dropped = {name for e in events if e["event"] == "dropped" for name in e["arms"]}
+    names = [name for name in plans if name not in dropped]
+    return with_luck([_arm(Arm(n, plans[n], kind=kinds.get(n, "other")), found) for n in names])
+
+
+def _arm(arm: Arm, found: Rounds) -> Arm:
+    mine = [e for e in found.events if e.get("arm") == arm.name]
+    keys = found.counting(arm.name)
+    turns = [found.turns[key][arm.name] for key in keys]
+    arm.rounds = [found.rate(key, arm.name) for key in keys]
+    known = [found.rate(key, found.base) for key in keys if found.base in found.turns[key]]
+    arm.beside = known if len(known) == len(keys) else []
+    arm.steps = [step for turn in turns for step in turn["steps"]]
+    arm.foreign_load = [turn["load"] for turn in turns]
+    arm.joules_per_token = _joules(turns)
+    order = sorted({key[0] for key in keys})  # a sitting is a fresh build
+    arm.builds = [order.index(key[0]) for key in keys]
+    arm.failed = found.failed.get(arm.name)
+    _curves(arm, mine, found.ended)
+    arm.warmup = _warmup([e for e in mine if e["event"] == "warmup"])
+    for e in mine:
+        if e["event"] == "start" and not arm.startup_seconds:
+            arm.startup_seconds = e["startup_seconds"]
+        elif e["event"] == "finish":
+            arm.acted, arm.samples, arm.ledger = e["acted"], e["samples"], e.get("ledger")
+        elif e["event"] == "unfinished":
+            arm.unfinished = e["why"]
+    return arm
+
+
+def _joules(turns: Sequence[Event]) -> float | None:
+    """Energy for each token, where every turn's was counted; the others sleep meanwhile."""
+    used = [turn.get("joules") for turn in turns]
+    tokens = sum(step["tokens"] for turn in turns for step in turn["steps"])
+    known = [joules for joules in used if joules is not None]
+    return sum(known) / tokens if tokens and len(known) == len(used) else None
+
+
+def _warmup(pieces: Sequence[Event]) -> dict[str, float | None]:
+    """Of the arm's first sitting; it comes in pieces where other arms needed more steps."""
+    first = [e for e in pieces if e["sitting"] == pieces[0]["sitting"]]
+    if not first:
+        return {}
+    return {
+        "steps": sum(len(e["steps"]) for e in first),
+        "seconds": sum(e["seconds"] for e in first),
+        "compile_seconds": sum(e["compile_seconds"] for e in first),
+    }
+
+
+def _curves(arm: Arm, mine: Sequence[Event], ended: Set[int]) -> None:
+    """Losses of one sitting: in each the arm began again from its seed.
+
+    It is the one that trained longest, of those that came to their end, with a last look at the
+    held-out loss: one that was killed stopped at another point in every arm.
+    """
+    sittings: dict[int, list[Event]] = {}
+    for e in mine:
+        if "sitting" in e:
+            sittings.setdefault(e["sitting"], []).append(e)
+    if not sittings:
+        return
+    whole = {number: events for number, events in sittings.items() if number in ended}
+    longest = max((whole or sittings).values(), key=_tokens)  # the first of equals
+    before = 0
+    for e in longest:
+        for step in e.get("steps", ()):
+            before += step["tokens"]
+            arm.losses.append((before, step["loss"]))
+        if e["event"] == "evaluate" and e["held_out_loss"] is not None:
+            arm.held_out.append((e["tokens"], e["held_out_loss"]))
+    peaks = [step["peak_memory_bytes"] for e in mine for step in e.get("steps", ())]
+    arm.peak_memory_bytes = max(peaks, default=None)
+
+
+def _tokens(events: Sequence[Event]) -> int:
+    return sum(step["tokens"] for e in events for step in e.get("steps", ()))
+
+
+def rates(turns: Mapping[str, Event]) -> dict[str, float]:
+    """What the turns of one round are worth, by arm, in tokens per second of a middling step.
+
+    One pass of median polish (Tukey, Exploratory Data Analysis, 1977, chapter 11) over the
+    logarithms of the steps' rates: each step's own level is the median over the arms, an arm's
+    distance from it the median over the steps. Between two arms this is the median of the ratios
+    of like steps, so one step that was disturbed does not count, and how unlike the steps are does
+    not either. An arm that took other tokens in some step has the median of its own steps.
+
+    A turn of ranks that train apart has seconds of its own: most of its steps cost nothing on the
+    wire and one costs much, which a median would not see. Its distance is that of the whole turn.
+    """
+    found = {name: [_step_rate(step) for step in turn["steps"]] for name, turn in turns.items()}
+    work = {name: tuple(step["tokens"] for step in turn["steps"]) for name, turn in turns.items()}
+    commonest = statistics.mode(work.values())
+    alike = [n for n, tokens in work.items() if tokens == commonest and min(found[n]) > 0]
+    even = [name for name in alike if "seconds" not in turns[name]]
+    levels = [statistics.median(column) for column in _columns(found, even or alike)]
+    middle = statistics.median(levels) if levels else 0.0
+    worth = {name: float(statistics.median(steps)) for name, steps in found.items()}
+    for name, turn in turns.items():
+        if "seconds" in turn:
+            worth[name] = sum(work[name]) / turn["seconds"]
+    for name in alike:
+        steps = zip(found[name], levels, strict=True)
+        above = statistics.median(math.log(rate) - level for rate, level in steps)
+        if "seconds" in turns[name]:
+            usual = sum(n / math.exp(level) for n, level in zip(commonest, levels, strict=True))
+            above = math.log(usual / turns[name]["seconds"])
+        worth[name] = math.exp(middle + above)
+    return worth
+
+
+def _columns(found: Mapping[str, Sequence[float]], names: Sequence[str]) -> list[list[float]]:
+    """For each step the logarithms of the rates of these arms."""
+    rows = [[math.log(rate) for rate in found[name]] for name in names]
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def _step_rate(step: Mapping[str, Any]) -> float:
+    return float(step["tokens_per_second"])

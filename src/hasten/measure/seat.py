@@ -1,0 +1,159 @@
+"""One arm's process in one sitting: it is given its orders, and its answers go into the record.
+
+Patience with a process follows from what it has shown: a turn may take twenty times what the steps
+of its warm-up took, and a minute at least, before it counts as hanging. Of a start nothing is known
+beforehand; there the trial's own, long patience holds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from hasten.machine.load import foreign_share, look
+from hasten.measure.ablation import Design
+from hasten.measure.record import Record
+from hasten.measure.trial import PATIENCE_SECONDS, Trial, TrialFailedError
+
+PATIENCE_FACTOR = 20.0  # a busy machine makes single steps several times slower
+PATIENCE_AT_LEAST = 60.0  # seconds
+STATIONARY = 1.25  # of the last two steps the slower takes at most so much longer
+
+
+class Shared(Protocol):
+    """What the arms of a table share."""
+
+    @property
+    def cores(self) -> int: ...
+
+    @property
+    def joules(self) -> Callable[[], float | None]: ...
+
+
+class Seat:
+    """An arm at the table.
+
+    Args:
+        name: of the arm.
+        trial: its process, just started.
+        sitting: number of the sitting.
+        record: where everything goes.
+        design: of the experiment.
+        at: the table: the cores that arms share, the counter of their energy.
+    """
+
+    def __init__(
+        self, name: str, trial: Trial, sitting: int, record: Record, design: Design, at: Shared
+    ) -> None:
+        self.name, self.trial, self.sitting = name, trial, sitting
+        self._record, self._design, self._at = record, design, at
+        self._began = time.monotonic()
+        self.warm: list[dict[str, Any]] = []  # steps so far, before the first round
+        self._graphs: list[int] = []  # compiled, after each of the last orders
+        self.start_seconds = 0.0
+        self.look_seconds = 0.0
+
+    def begin(self, look_first: bool = True) -> None:
+        """Wait until it is built; its held-out loss before training; its warm-up."""
+        answer = self.trial.answer(self._patience(PATIENCE_SECONDS))
+        seconds = time.monotonic() - self._began
+        self._note("start", startup_seconds=answer["startup_seconds"], seconds=seconds)
+        if look_first:
+            self.evaluate()
+        self.warm_up(self._design.warmup, self._design.longest_warmup)
+        self.start_seconds = time.monotonic() - self._began
+
+    def warm_up(self, least: int, most: int = 0) -> None:
+        """Go on to ``least`` steps, and up to ``most`` while it isn't stationary."""
+        began, before = time.monotonic(), len(self.warm)
+        seconds = 0.0
+        while len(self.warm) < least or (len(self.warm) < most and not self.stationary):
+            count = max(least - len(self.warm), 1)
+            answer = self._ask("steps", PATIENCE_SECONDS, count=count)
+            self.warm += answer["steps"]
+            compiled = answer.get("compiled") or {"graphs": 0, "seconds": 0.0}
+            self._graphs.append(compiled["graphs"])
+            seconds += compiled["seconds"]
+        new = self.warm[before:]
+        if new:
+            took = time.monotonic() - began
+            self._note("warmup", steps=new, seconds=took, compile_seconds=seconds)
+
+    @property
+    def stationary(self) -> bool:
+        """Whether the last two steps took alike, and nothing was compiled during the last order."""
+        return stationary(self.warm) and (len(self._graphs) < 2 or not self._compiles())
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step of the warm-up: the median of its latter half."""
+        seconds = [step["step_seconds"] for step in self.warm]
+        return statistics.median(seconds[len(seconds) // 2 :]) if seconds else 0.0
+
+    @property
+    def peak(self) -> int | None:
+        """The most memory it has used."""
+        return max((step["peak_memory_bytes"] for step in self.warm), default=None)
+
+    def turn(self, number: int, count: int) -> None:
+        """Its steps of a round, and what others took of the machine meanwhile."""
+        slowest = max((step["step_seconds"] for step in self.warm), default=0.0)
+        patience = PATIENCE_FACTOR * (count * self.step_seconds + slowest)
+        self._at.joules()  # a gap since the last turn, in which others started, ends here
+        before, joules = look(), self._at.joules()
+        answer = self._ask("steps", max(patience, PATIENCE_AT_LEAST), count=count)
+        after, share = self._at.joules(), foreign_share(before, look(), self._at.cores)
+        used = None if joules is None or after is None else after - joules
+        whole = {"seconds": answer["turn_seconds"]} if "turn_seconds" in answer else {}
+        load = round(share, 4)
+        self._note("turn", round=number, steps=answer["steps"], load=load, joules=used, **whole)
+
+    def evaluate(self) -> None:
+        """Its held-out loss as it is now."""
+        began = time.monotonic()
+        patience = PATIENCE_SECONDS
+        if self.look_seconds:
+            patience = max(PATIENCE_FACTOR * self.look_seconds, PATIENCE_AT_LEAST)
+        found = self._ask("evaluate", patience)
+        self.look_seconds = max(self.look_seconds, time.monotonic() - began)
+        self._note("evaluate", tokens=found["tokens"], held_out_loss=found["held_out_loss"])
+
+    def finish(self) -> None:
+        """What its techniques did, and what its model writes; it trains no more."""
+        last = self._ask("finish", PATIENCE_SECONDS)
+        known = {key: last.get(key) for key in ("acted", "samples", "ledger")}
+        self._note("finish", **known)
+
+    def _ask(self, what: str, patience: float, **details: Any) -> dict[str, Any]:
+        return self.trial.ask(what, self._patience(patience), **details)
+
+    def _patience(self, seconds: float) -> float:
+        """So many seconds, or those until the experiment's deadline, if they are fewer.
+
+        Raises:
+            TrialFailedError: it has passed.
+        """
+        deadline = self._design.deadline_seconds
+        if deadline is None:
+            return seconds
+        if self._record.spent >= deadline:
+            raise TrialFailedError("the deadline has passed")
+        return min(seconds, deadline - self._record.spent)
+
+    def _compiles(self) -> bool:
+        return self._graphs[-1] != self._graphs[-2]
+
+    def _note(self, event: str, **details: Any) -> None:
+        self._record.append(event, sitting=self.sitting, arm=self.name, **details)
+
+
+def stationary(steps: Sequence[dict[str, Any]]) -> bool:
+    """Whether the last two steps took alike for each slot; the first step never counts.
+
+    By slot, since padded batches differ in size. The first step pays for memory, kernels and the
+    optimizer's state.
+    """
+    last = [step["step_seconds"] / max(step["slots"], 1) for step in steps[1:]][-2:]
+    return len(last) == 2 and max(last) <= STATIONARY * min(last)

@@ -1,0 +1,313 @@
+"""An experiment while it goes on: sittings of arms that take turns until no arm lacks a round.
+
+What is done and what is missing is read from the record before every decision, so that a start
+after a kill, a second build, and a round that others disturbed are all the same case: rounds are
+missing, the arms that lack them sit down in fresh processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hasten.core.plan import Plan
+from hasten.measure import grouping
+from hasten.measure.ablation import Design, Kind
+from hasten.measure.crew import ALONE
+from hasten.measure.nursery import Nursery
+from hasten.measure.record import Record
+from hasten.measure.rounds import Rounds
+from hasten.measure.seat import Seat
+from hasten.measure.timekeeper import Timekeeper
+from hasten.measure.trial import ENTRY, Trial, TrialFailedError
+
+Tell = Callable[[str, float], None]  # what happens now, and which share of the work is done
+
+
+@dataclass(frozen=True)
+class Table:
+    """What an experiment needs besides its plans.
+
+    Args:
+        recipe: a resolved recipe that allows ``design.steps_in_all`` steps.
+        environ: variables that an arm's process needs.
+        folder: for the processes' logs.
+        memory: bytes the arms may use together.
+        cores: that they share.
+        entry: the program of an arm's process.
+        joules: a counter of the training device's energy; None where none can be read.
+        ranks: for a new folder in which an arm's ranks meet, what tells each its place.
+        nursery: forks the processes, of arms of one rank.
+    """
+
+    recipe: Path
+    environ: Callable[[Plan], Mapping[str, str]]
+    folder: Path
+    memory: int
+    cores: int
+    entry: Sequence[str] = ENTRY
+    joules: Callable[[], float | None] = lambda: None
+    ranks: Callable[[Path], Sequence[Mapping[str, str]]] = lambda folder: ALONE
+    nursery: Nursery | None = None
+
+
+class Experiment:
+    """The state of an experiment while it goes on."""
+
+    def __init__(
+        self,
+        at: Table,
+        plans: Mapping[str, Plan],
+        kinds: Mapping[str, Kind],
+        design: Design,
+        tell: Tell,
+        expected: Mapping[str, float],
+        record: Record,
+    ) -> None:
+        self.at, self.plans, self.kinds, self.design = at, plans, kinds, design
+        self.record, self._tell = record, tell
+        self.base, self.result = next(iter(plans)), list(plans)[-1]
+        self.peaks: dict[str, int] = {}
+        self.seats: dict[str, Seat] = {}
+        self.time = Timekeeper(design, kinds, expected, record)
+        self.fresh = design.grouping == "fresh"
+
+    def run(self) -> None:
+        """Sit until no arm lacks a round."""
+        self.record.append("run")
+        while not self.time.over and (waiting := self._waiting()):
+            if self.fresh:
+                self._fresh_round(waiting)
+            else:
+                self._sit(waiting)
+        if self.design.deadline_seconds is None:
+            for name in self._unproven():
+                self._prove(name)
+        if self.time.over:
+            self.time.close(self.base, self._waiting())
+        self.record.append("done")
+
+    # What the record says
+
+    def _rounds(self) -> Rounds:
+        return Rounds(self.record.events, self.base, self.design)
+
+    def _waiting(self) -> list[str]:
+        """Arms that lack rounds, the baseline first and the result next; the rest as listed."""
+        rounds = self._rounds()
+        lack = [n for n in self.plans if n not in self.time.dropped and rounds.missing(n)]
+        others = [name for name in lack if name != self.base]
+        if others and self.base not in rounds.failed:
+            lack = [self.base, *others]
+        return sorted(lack, key=lambda n: (n != self.base, n != self.result))
+
+    def _lacking(self, names: Sequence[str]) -> int:
+        """Rounds that this sitting still has to do: its share, where there are several builds."""
+        rounds = self._rounds()
+        others = [n for n in names if n != self.base and n not in rounds.failed]
+        asked = others or [n for n in names if n not in rounds.failed]
+        share = [min(1.0, (rounds.sat(n) + 1) / self.time.builds) for n in asked]
+        return max((rounds.missing(n, s) for n, s in zip(asked, share, strict=True)), default=0)
+
+    def _next_sitting(self) -> int:
+        return 1 + max((e["sitting"] for e in self.record.events if "sitting" in e), default=0)
+
+    # A sitting
+
+    def _sit(self, waiting: Sequence[str]) -> None:
+        number = self._next_sitting()
+        with contextlib.ExitStack() as stack:
+            self.seats = {}
+            names = self._start_all(waiting, number, stack)
+            if self.fresh:
+                return  # two arms at a time are too many: nothing of this sitting counts
+            if not self.time.over:
+                self._play(waiting, names, number)
+            for name in [name for name in self.plans if name in self.seats]:
+                rounds = self._rounds()
+                if rounds.complete(name) and (self.time.over or not rounds.missing(name)):
+                    self._finish(name)
+            if self.time.late:
+                for seat in self.seats.values():
+                    seat.trial.end(at_once=True)  # nobody waits until they have left
+
+    def _play(self, waiting: Sequence[str], names: Sequence[str], number: int) -> None:
+        """Catch up with the longest warm-up, then take turns as long as there is time."""
+        settled = max((len(seat.warm) for seat in self.seats.values()), default=0)
+        settled = max(settled, self._rounds().warmup)
+        for name in names:
+            self._attempt(name, lambda seat: seat.warm_up(settled))
+        self.time.settle(waiting, list(self.seats.values()))
+        names = self._without_dropped(names)
+        done = len(self._rounds().complete(names[-1]))
+        if self.time.out(list(self.seats.values()), done):
+            return
+        self.record.append("sitting", sitting=number, members=names)
+        self._take_turns(names, number)
+        self.record.append("sat", sitting=number)
+
+    def _start_all(
+        self, waiting: Sequence[str], number: int, stack: contextlib.ExitStack
+    ) -> list[str]:
+        """Start as many as memory holds; the names of those that had a seat.
+
+        Who starts first may be slower for as long as it lives, so that every second sitting starts
+        from the other end, once it is known that memory holds all of them.
+        """
+        names: list[str] = []
+        fit = grouping.all_fit(waiting, self.peaks, self.at.memory, self.design)
+        for name in reversed(waiting) if number % 2 == 0 and fit else waiting:
+            if name in self.time.dropped or not self.time.allows(name, list(self.seats.values())):
+                continue
+            alive = list(self.seats)
+            if not grouping.may_join(alive, self.peaks, name, self.at.memory, self.design):
+                if len(alive) < 2 and self.design.grouping == "auto":
+                    self.fresh = self.time.fresh = True
+                    return names
+                continue
+            names.append(name)
+            self._seat(name, number, stack)
+            self.time.look(waiting, list(self.seats.values()))
+            if self.time.over:
+                break
+        return [name for name in waiting if name in names]
+
+    def _seat(
+        self,
+        name: str,
+        number: int,
+        stack: contextlib.ExitStack,
+        look_first: bool = True,
+        at_the_end: bool = False,
+    ) -> None:
+        self._say(f"starting {name}")
+        plan, place = self.plans[name], list(self.plans).index(name)
+        log, environ = self.at.folder / f"arm-{place}.log", self.at.environ(plan)
+        meeting = tempfile.TemporaryDirectory(dir=self.at.folder, prefix=".ranks-")
+        ranks = self.at.ranks(Path(stack.enter_context(meeting)))
+        trial = Trial(self.at.recipe, plan, environ, log, self.at.entry, ranks, self.at.nursery)
+        stack.enter_context(trial)
+        self.seats[name] = Seat(name, trial, number, self.record, self.design, self.at)
+        self._attempt(name, lambda seat: seat.begin(look_first), at_the_end)
+        if name in self.seats and (peak := self.seats[name].peak):
+            self.peaks[name] = peak
+
+    def _take_turns(self, names: Sequence[str], number: int) -> None:
+        order = random.Random(self.design.seed * 1_000_003 + number)
+        planned = self._lacking(names)
+        looks, count = self.design.looks(planned) if planned else set(), 0
+        done = len(self._rounds().complete(names[-1]))
+        while self._lacking(names) and not self.time.out(list(self.seats.values()), done):
+            count, done = count + 1, done + 1
+            shown = f"{done}/{self._in_all(names[-1])}"
+            for name in order.sample(list(names), len(names)):
+                if self.time.late:
+                    break
+                self._say(f"round {shown}: {name}")
+                self._turn(name, count, look=count in looks)
+            if not self.seats:
+                return
+        if self.time.over and count and count not in looks:
+            for name in names:
+                self._attempt(name, lambda seat: seat.evaluate())
+
+    def _fresh_round(self, waiting: Sequence[str]) -> None:
+        """A round in which every arm is started for its turn and ended after it."""
+        number, events = self._next_sitting(), self.record.events
+        first = not any(e["event"] == "sitting" and e.get("fresh") for e in events)
+        names = list(waiting)
+        self.record.append("sitting", sitting=number, members=names, fresh=True)
+        done = len(self._rounds().complete(names[-1]))
+        order, seen = random.Random(self.design.seed * 1_000_003 + number), list[Seat]()
+        for name in order.sample(names, len(names)):
+            self.seats = {}
+            if name in self.time.dropped or self.time.late:
+                continue
+            self._say(f"round {done + 1}/{self._in_all(names[-1])}: {name}")
+            with contextlib.ExitStack() as stack:
+                unseen = self._unseen(name)
+                self._seat(name, number, stack, look_first=unseen)
+                self._attempt(name, lambda seat: seat.warm_up(self.design.most_warmup))
+                seen += self.seats.values()
+                if first:
+                    self.time.look(names, seen)
+                self._turn(name, 1, look=unseen)
+                self._finish(name)
+        self.time.out(seen, done + 1)
+
+    def _turn(self, name: str, number: int, look: bool) -> None:
+        self._attempt(name, lambda seat: seat.turn(number, self.design.steps))
+        if look:
+            self._attempt(name, lambda seat: seat.evaluate())
+
+    def _unseen(self, name: str) -> bool:
+        """Whether an arm's held-out loss after training isn't known yet."""
+        looks = [e for e in self.record.events if e["event"] == "evaluate" and e["arm"] == name]
+        return not any(e["tokens"] for e in looks)
+
+    def _unproven(self) -> list[str]:
+        """Arms with all their rounds whose process was killed before it could finish."""
+        rounds = self._rounds()
+        told = ("finish", "unfinished", "failed")
+        done = {e["arm"] for e in self.record.events if e["event"] in told}
+        return [name for name in self.plans if name not in done and rounds.complete(name)]
+
+    def _prove(self, name: str) -> None:
+        """What an arm's techniques do, seen in a process that trains no longer than a warm-up."""
+        self.seats = {}
+        with contextlib.ExitStack() as stack:
+            self._seat(name, self._next_sitting(), stack, look_first=False, at_the_end=True)
+            self._finish(name)
+
+    def _finish(self, name: str) -> None:
+        if any(e["event"] == "finish" and e["arm"] == name for e in self.record.events):
+            return
+        self._say(f"finishing {name}")
+        self._attempt(name, lambda seat: seat.finish(), at_the_end=True)
+
+    def _attempt(self, name: str, act: Callable[[Seat], None], at_the_end: bool = False) -> None:
+        """What goes wrong in one arm is noted there; an arm that has failed gets no more orders.
+
+        Its process is ended at once: one that hangs would slow the others, its memory is theirs.
+        One that is late for the deadline hasn't failed: its complete rounds count.
+        """
+        if (seat := self.seats.get(name)) is None:
+            return
+        try:
+            act(seat)
+        except TrialFailedError as error:
+            if self.time.late:
+                self.time.over = True
+            else:
+                what = "unfinished" if at_the_end else "failed"
+                self.record.append(what, arm=name, sitting=seat.sitting, why=str(error))
+            del self.seats[name]
+            seat.trial.end(at_once=True)
+
+    def _without_dropped(self, names: Sequence[str]) -> list[str]:
+        """End the processes of arms for which there is no time; the names of the others."""
+        for name in self.time.dropped & set(self.seats):
+            self.seats.pop(name).trial.end()
+        return [name for name in names if name not in self.time.dropped]
+
+    def _in_all(self, name: str) -> int:
+        """Rounds an arm will have had, those included that are done again."""
+        rounds = self._rounds()
+        return len(rounds.complete(name)) + rounds.missing(name)
+
+    def _say(self, text: str) -> None:
+        """Progress in steps, of those that are planned, or in time, of that which there is."""
+        design, events = self.design, self.record.events
+        done = sum(len(e.get("steps", ())) for e in events)
+        arms = len(self.plans) - len(self.time.dropped)
+        rounds = max(map(self._in_all, self.plans), default=0)  # of those that haven't failed
+        warmup = max(design.warmup, self._rounds().warmup)  # it goes on until steps take alike
+        every = warmup * self.time.builds + rounds * design.steps
+        share = done / max(arms * every, 1)
+        if design.deadline_seconds is not None:
+            share = max(share, self.record.spent / design.deadline_seconds)
+        self._tell(text, min(1.0, share))

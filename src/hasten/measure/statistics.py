@@ -1,0 +1,229 @@
+"""Intervals for interleaved measurements: how much faster, and how sure.
+
+Speed varies by a factor, not by an amount: a busy neighbour or a warm processor slows every arm by
+some per cent. So all arithmetic is done on logarithms. The arms of a trial take turns, and what
+slows one round slows all arms of that round; dividing within a round (pairing) removes it.
+
+1. `spread` gives one arm's tokens per second with its interval over rounds.
+2. `paired_ratio` gives the ratio of two arms with its interval, `unpaired_ratio` that of two sets
+   of rounds that ran at different times.
+3. `joint_ratio` gives what techniques do together over what their single gains multiply to.
+4. `verdict` turns a ratio and what was promised into one word; whether a ratio is beyond doubt
+   among several is the business of significance.py.
+
+The interval is Student's (1908, "The probable error of a mean") for the mean of the logarithms,
+brought back by exp: with the few rounds anybody can afford (3 to 10) a normal interval would be
+too narrow. How often such intervals hold the truth is simulated in benchmarks/bench_verdicts.py.
+"""
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hasten.errors import InputError
+from hasten.measure.students_t import student_quantile  # part of its face
+
+Verdict = Literal["held", "fell short", "harmed", "inconclusive", "no effect"]
+
+DOUBT = 0.05  # the chance of a false "held" or "harmed" that an experiment may have
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A measured positive quantity, in the unit of its values (a ratio has none).
+
+    `estimate` is the geometric mean over rounds and `low` <= `estimate` <= `high` its Student
+    interval. `median` is the ordinary median over rounds: the number to print, since one stalled
+    round does not move it; under such outliers it may lie outside [low, high]. One round says
+    nothing about its own error: then `low` is 0 and `high` is infinite.
+    """
+
+    estimate: float
+    median: float
+    low: float
+    high: float
+    rounds: int
+
+    def summary(self) -> dict[str, float | None]:
+        """Median, low and high as the report wants them; an infinite interval is None, None."""
+        bounded = self.low > 0 and math.isfinite(self.high)
+        low, high = (self.low, self.high) if bounded else (None, None)
+        return {"median": self.median, "low": low, "high": high}
+
+
+def paired_ratio(
+    baseline: Sequence[float], other: Sequence[float], confidence: float = 0.95
+) -> Interval:
+    """The ratio other / baseline over rounds, element i of both from the same round.
+
+    `estimate` is exp(mean of the log ratios), `low` and `high` its Student interval, `median` the
+    median of the ratios. Raises InputError for unequal lengths, no rounds, or values that aren't
+    positive and finite.
+    """
+    if len(baseline) != len(other):
+        raise InputError(
+            f"A paired ratio needs as many rounds of each arm, but the baseline has "
+            f"{len(baseline)} and the other arm {len(other)}: give only complete rounds."
+        )
+    require_positive(baseline, "baseline")
+    require_positive(other, "other arm")
+    pairs = list(zip(baseline, other, strict=True))
+    # Differences of logarithms, not logarithms of quotients: quotients can overflow.
+    return _interval(
+        [o / b for b, o in pairs], [math.log(o) - math.log(b) for b, o in pairs], confidence
+    )
+
+
+def spread(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """One arm's value (tokens per second, say) over its rounds, in the unit of `values`.
+
+    `estimate` is the geometric mean, `low` and `high` its Student interval, `median` the median of
+    `values`. Raises InputError for no rounds or values that aren't positive and finite.
+    """
+    require_positive(values, "arm")
+    return _interval(values, [math.log(value) for value in values], confidence)
+
+
+def unpaired_ratio(
+    first: Sequence[float], second: Sequence[float], confidence: float = 0.95
+) -> Interval:
+    """The ratio second / first of values that were taken at different times, in any numbers.
+
+    `estimate` is the ratio of geometric means, with the interval of Welch (1947), which doesn't
+    take the two to vary alike; `median` is the ratio of medians and `rounds` counts the shorter
+    side. A side of one value says nothing about its error: then the interval is infinite.
+    """
+    require_positive(first, "first side")
+    require_positive(second, "second side")
+    rounds = min(len(first), len(second))
+    median = statistics.median(second) / statistics.median(first)
+    sides = [[math.log(value) for value in side] for side in (first, second)]
+    (ours, our_error), (theirs, their_error) = (mean_and_error(logs) for logs in sides)
+    if rounds == 1:
+        return Interval(_exp(theirs - ours), median, 0.0, math.inf, 1)
+    error, half = math.hypot(our_error, their_error), 0.0
+    if error > 0:  # else every value repeats itself exactly
+        shares = [(own / error) ** 2 for own in (our_error, their_error)]
+        pieces = (w * w / (len(logs) - 1) for w, logs in zip(shares, sides, strict=True))
+        freedom = 1 / math.fsum(pieces)
+        half = student_quantile((1 + confidence) / 2, max(freedom, 1.0)) * error
+    low, middle, high = (_exp(theirs - ours + x) for x in (-half, 0.0, half))
+    return Interval(middle, median, low, high, rounds)
+
+
+def joint_ratio(
+    baseline: Sequence[float],
+    together: Sequence[float],
+    singles: Sequence[Sequence[float]],
+    confidence: float = 0.95,
+) -> Interval:
+    """What several techniques gain together over the product of what each gains alone.
+
+    Below 1 they take from each other, above 1 they help each other. Element i of every sequence is
+    from the same round, so what slows a round leaves the ratio alone.
+    """
+    for arm in (baseline, together, *singles):
+        require_positive(arm, "arm")
+        if len(arm) != len(baseline):
+            raise InputError(
+                "Arms can be multiplied only over the same rounds, but they have "
+                f"{len(baseline)} and {len(arm)}: give only complete rounds."
+            )
+    logs = []
+    for number, base in enumerate(baseline):
+        alone = math.fsum(math.log(single[number]) - math.log(base) for single in singles)
+        logs.append(math.log(together[number]) - math.log(base) - alone)
+    return _interval([_exp(x) for x in logs], logs, confidence)
+
+
+def verdict(
+    ratio: Interval,
+    claim: float | None = None,
+    noise_floor: float = 0.01,
+    *,
+    nothing: float | None = None,
+    p_value: float | None = None,
+) -> Verdict:
+    """One word for a measured ratio (above 1 is better) and the ratio that was promised, if any.
+
+    `noise_floor` f is the change that nobody should act on, `nothing` g the change that counts as
+    none (f if left out). Where several ratios are judged at once `p_value` is this one's after the
+    correction for their number (`significance.holm`); it only ever withholds a word. The first
+    rule that applies decides:
+
+    - "harmed": high < 1 - f. Worse beyond doubt, whatever was claimed.
+    - "held": low > 1 + f, and there is no claim or claim <= high. A result better than the claim
+      is held too.
+    - "fell short": low > 1 + f, but claim > high. Better, by less than was promised.
+    - "no effect": 1 - g <= low and high <= 1 + g. Known well enough to say that nothing happened;
+      these are the two one-sided tests of Schuirmann (1987), each at half the interval's doubt.
+    - "inconclusive": the rest, and all of the first three with a p-value above `DOUBT`. The
+      interval crosses the edge of the noise floor: measure more rounds. A single round always
+      ends here.
+
+    g is apart from f because a noisy machine has a wide f: there less can be acted on, but not
+    more can be called nothing. Raises InputError for a claim that isn't positive and finite, or a
+    floor outside [0, 1).
+    """
+    if claim is not None and not (math.isfinite(claim) and claim > 0):
+        raise InputError(f"A claimed ratio must be positive and finite, not {claim}.")
+    nothing = noise_floor if nothing is None else nothing
+    for share in (noise_floor, nothing):
+        if not 0 <= share < 1:
+            raise InputError(f"A noise floor is a share from 0 up to 1, not {share}.")
+    if p_value is None or p_value <= DOUBT:
+        if ratio.high < 1 - noise_floor:
+            return "harmed"
+        if ratio.low > 1 + noise_floor:
+            return "held" if claim is None or claim <= ratio.high else "fell short"
+    if ratio.low >= 1 - nothing and ratio.high <= 1 + nothing:
+        return "no effect"
+    return "inconclusive"
+
+
+def hodges_lehmann(values: Sequence[float]) -> float:
+    """The median of the means of all pairs, a value's with itself among them.
+
+    Nearly as exact as the mean where values are normal (the median needs half as many again), and a
+    few outliers don't move it (Hodges and Lehmann 1963).
+    """
+    pairs = itertools.combinations_with_replacement(values, 2)
+    return statistics.median((a + b) / 2 for a, b in pairs)
+
+
+def mean_and_error(logs: Sequence[float]) -> tuple[float, float]:
+    """The mean and its standard error, which is infinite for a single value."""
+    rounds, mean = len(logs), math.fsum(logs) / len(logs)
+    if rounds == 1:
+        return mean, math.inf
+    return mean, math.sqrt(math.fsum((x - mean) ** 2 for x in logs) / (rounds - 1) / rounds)
+
+
+def _interval(values: Sequence[float], logs: Sequence[float], confidence: float) -> Interval:
+    if not 0 < confidence < 1:
+        raise InputError(f"A confidence must lie between 0 and 1, not be {confidence}.")
+    rounds = len(logs)
+    if rounds == 1:
+        return Interval(values[0], values[0], 0.0, math.inf, 1)
+    mean, error = mean_and_error(logs)
+    half = student_quantile((1 + confidence) / 2, rounds - 1) * error
+    low, estimate, high = (_exp(x) for x in (mean - half, mean, mean + half))
+    return Interval(estimate, statistics.median(values), low, high, rounds)
+
+
+def require_positive(values: Sequence[float], arm: str) -> None:
+    if not values:
+        raise InputError(f"The {arm} has no rounds: measure at least one, better five.")
+    for turn, value in enumerate(values, start=1):
+        if not (math.isfinite(value) and value > 0):
+            raise InputError(
+                f"Round {turn} of the {arm} is {value}, but a measured speed is positive and "
+                "finite: leave the failed round out of both arms."
+            )
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 709 else math.inf  # math.exp raises just above

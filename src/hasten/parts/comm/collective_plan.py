@@ -1,0 +1,288 @@
+"""The plan of a topology-aware collective: made by rank 0 once, and the same on all ranks.
+
+Every rank says on which host it is and with which settings it was built. Ranks that disagree all
+get the same error, before anything else is sent. Rank 0 takes or measures the topology and chooses
+a way for each size of tensor; the others are told.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hasten.parts.comm.codecs import Codec
+from hasten.parts.comm.codecs import codec as codec_called
+from hasten.parts.comm.collective_groups import moves_by_nccl
+from hasten.parts.comm.collective_stages import HALVES
+from hasten.parts.comm.gpu_links import gpu_link
+from hasten.parts.comm.link_model import (
+    CodecModel,
+    Cost,
+    break_even,
+    bucket_bytes,
+    flat,
+    hierarchical,
+    leader,
+    ways,
+)
+from hasten.parts.comm.link_probe import measure
+from hasten.parts.comm.topology import Link, Topology, check_name, detected, hosts_of, named
+
+BACKENDS = ("nccl", "gloo")
+WAYS = ("auto", "flat", "hierarchical", "leader")
+CODECS = ("none", "half", "bf16", "int8", "int4")
+ADVISED = ("bf16", "int8", "int4")  # of which it is told whether they would pay
+SIZES = 48  # powers of two of numbers for which a way is chosen
+SHOWN = (256, 2**18, 6_553_600)  # float32 numbers: 1 KB, 1 MB, a bucket of 25 MB
+TIMED_NUMBERS = 2**20
+NOWHERE = Link(0.0, float("inf"))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a collective was asked for; equal on all ranks."""
+
+    backend: str
+    topology: str | Topology
+    way: str
+    within: str
+    between: str
+    timeout: float
+
+    def __post_init__(self) -> None:
+        _one_of("backend", self.backend, BACKENDS)
+        _one_of("way", self.way, WAYS)
+        _one_of("within", self.within, CODECS)
+        _one_of("between", self.between, CODECS)
+        if isinstance(self.topology, str):
+            check_name(self.topology)
+        if not self.timeout > 0:
+            raise ValueError(f"timeout is {self.timeout}; it must be more than 0 seconds")
+        if self.coded and self.way not in ("auto", "hierarchical"):
+            raise ValueError(
+                f"way={self.way!r} uses no codec: leave within and between at 'none', or say "
+                "way='hierarchical'"
+            )
+
+    @property
+    def coded(self) -> bool:
+        return self.within != "none" or self.between != "none"
+
+
+@dataclass(frozen=True)
+class Route:
+    """One way of an all-reduce, and its codecs."""
+
+    way: str = "flat"
+    within: str = "none"
+    between: str = "none"
+
+    def __str__(self) -> str:
+        names = (("within", self.within), ("between", self.between))
+        coded = [f"{codec} {where} hosts" for where, codec in names if codec != "none"]
+        return ", ".join([self.way, *coded])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Hosts and links, and the way for tensors of up to 1, 2, 4, ... numbers."""
+
+    topology: Topology
+    ways: tuple[str, ...]
+    speeds: Mapping[str, float]  # bytes of float32 per second through codecs, as on rank 0
+
+    def way(self, numbers: int) -> str:
+        return self.ways[min(max(numbers - 1, 0).bit_length(), SIZES - 1)]
+
+
+def alone() -> Plan:
+    """Of one rank."""
+    return Plan(Topology(((0,),), NOWHERE, NOWHERE, "one rank"), ("flat",) * SIZES, {})
+
+
+def agreed(settings: Settings, host: str) -> tuple[Plan, list[str]]:
+    """Rank 0's plan and the names of all ranks' hosts; every rank calls it.
+
+    Raises:
+        ValueError: on all ranks, if they were given different settings, or a way that these hosts
+            don't allow.
+    """
+    size = dist.get_world_size()
+    found: list[tuple[str, Settings]] = [(host, settings)] * size
+    dist.all_gather_object(found, (host, settings))
+    for rank, (_, theirs) in enumerate(found):
+        if theirs != found[0][1]:
+            raise ValueError(
+                f"ranks disagree: rank {rank} has {_difference(theirs, found[0][1])}; give all "
+                "ranks the same settings"
+            )
+    names = [name for name, _ in found]
+    hosts = hosts_of(names)
+    given = settings.topology.hosts if isinstance(settings.topology, Topology) else hosts
+    check_way("hierarchical" if settings.coded else settings.way, given)
+    topology = _topology(settings.topology, hosts)
+    plan = [_made(settings, topology) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(plan, 0)
+    assert plan[0] is not None  # rank 0 made it
+    return plan[0], names
+
+
+def check_way(way: str, hosts: Sequence[Sequence[int]]) -> None:
+    """Refuse a way that these hosts don't allow.
+
+    Raises:
+        ValueError: hierarchical, and hosts have different numbers of ranks.
+    """
+    sizes = [len(ranks) for ranks in hosts]
+    if way == "hierarchical" and len(set(sizes)) > 1:
+        raise ValueError(
+            f"hosts have {', '.join(map(str, sizes))} ranks: hierarchical and codecs need the same "
+            "number on each; start as many on every host, or let tensors travel flat"
+        )
+
+
+def explanation(plan: Plan, settings: Settings) -> str:
+    """The topology, what each way costs, and the choice."""
+    topology, on_nccl = plan.topology, settings.backend == "nccl" and torch.cuda.is_available()
+    lines = [str(topology), f"buckets: at least {bucket_bytes(topology) / 2**20:.0f} MB"]
+    asked = settings.between
+    codecs = [codec_model(asked, plan.speeds[asked])] if asked in plan.speeds else []
+    for numbers in SHOWN:
+        chosen = plan.way(numbers)
+        lines.append(f"{4 * numbers / 1e6:.3g} MB of float32: {chosen}")
+        lines += [f"    {cost}" for cost in ways(topology, numbers, codecs, on_nccl)]
+    if settings.coded:
+        lines.append("chosen: hierarchical, because a codec was asked for")
+    elif settings.way != "auto":
+        lines.append(f"chosen: {settings.way}, because it was asked for")
+    elif on_nccl:
+        lines.append("chosen: flat; NCCL finds rings, trees and rank order itself")
+    else:
+        lines.append("chosen: the cheapest by latency and bandwidth")
+    if len(topology.hosts) > 1 and topology.uniform and plan.speeds:
+        lines += advice(topology, plan.speeds, on_nccl)
+    return "\n".join(lines)
+
+
+def advice(topology: Topology, speeds: Mapping[str, float], on_nccl: bool = False) -> list[str]:
+    """Of codecs with these speeds: below which bandwidth each is shorter than all that is dense."""
+    dense = min(ways(topology, SHOWN[-1], (), on_nccl), key=lambda cost: cost.seconds)
+    lines, here = [], topology.between.bandwidth
+    limits = {
+        name: break_even(dense, hierarchical(topology, SHOWN[-1], codec_model(name, speed)))
+        for name, speed in speeds.items()
+    }
+    for name, limit in limits.items():
+        lines.append(
+            f"{name} pays below {limit * 8 / 1e9:.3g} Gbit/s per host, at "
+            f"{speeds[name] / 1e9:.3g} GB/s through the codec: "
+            f"{'' if here < limit else 'not '}on this link"
+        )
+    if all(here >= limit for limit in limits.values()):
+        lines.append("don't compress on this link")
+    return lines
+
+
+def codec_model(name: str, speed: float) -> CodecModel:
+    """What the cost model needs to know of a codec."""
+    return CodecModel(name, codec_called(name).message_bytes, speed)
+
+
+def codec_speed(name: str, numbers: int = TIMED_NUMBERS, device: str = "cpu") -> float:
+    """Bytes of float32 per second through a codec, the slower of encoding and decoding."""
+    found = codec_called(name)
+    values = torch.linspace(-1, 1, numbers, device=device)
+    message = found.encode(values)  # the first time compiles
+    found.decode(message, numbers, values)
+    best = [float("inf"), float("inf")]
+    for _ in range(3):
+        marks = [time.perf_counter()]
+        found.encode(values, message)
+        marks.append(_now(device))
+        found.decode(message, numbers, values)
+        marks.append(_now(device))
+        best = [min(b, y - x) for b, (x, y) in zip(best, itertools.pairwise(marks), strict=True)]
+    return 4 * numbers / max(*best, 1e-9)
+
+
+def codecs_for(tensor: Tensor, route: Route) -> tuple[Codec | None, Codec | None]:
+    """Codecs within and between hosts; whole numbers and float64 travel as they are."""
+    if tensor.dtype not in (torch.float32, *HALVES):
+        return None, None
+    within, between = route.within, route.between
+    return (
+        None if within == "none" else codec_called(within),
+        None if between == "none" else codec_called(between),
+    )
+
+
+def rail_order(topology: Topology) -> tuple[int, ...]:
+    """Ranks in the order in which pieces lie after a scatter within hosts and one across."""
+    return tuple(rank for rail in zip(*topology.hosts, strict=True) for rank in rail)
+
+
+def _topology(asked: str | Topology, hosts: tuple[tuple[int, ...], ...]) -> Topology:
+    if isinstance(asked, Topology):
+        if asked.ranks != sum(map(len, hosts)):
+            raise ValueError(
+                f"the topology has {asked.ranks} ranks and {sum(map(len, hosts))} are running"
+            )
+        return asked
+    if asked == "detect":
+        return detected(hosts, gpu_link() if moves_by_nccl() else None)
+    if asked != "measure":
+        return named(asked, hosts)
+    within, between = measure(hosts, _device())
+    return Topology(hosts, within or NOWHERE, between or NOWHERE, "measured")
+
+
+def _made(settings: Settings, topology: Topology) -> Plan:
+    names: tuple[str, ...] = () if settings.between == "none" else (settings.between,)
+    if not names and settings.topology == "measure" and len(topology.hosts) > 1:
+        names = ADVISED
+    speeds = {name: codec_speed(name, device=_device()) for name in names}
+    if settings.coded:
+        return Plan(topology, ("hierarchical",) * SIZES, speeds)
+    if settings.way != "auto":
+        return Plan(topology, (settings.way,) * SIZES, speeds)
+    ways = tuple(_cheapest(topology, 2**k, moves_by_nccl()) for k in range(SIZES))
+    return Plan(topology, ways, speeds)
+
+
+def _cheapest(topology: Topology, numbers: int, on_nccl: bool) -> str:
+    candidates: list[Cost] = [flat(topology, numbers)]
+    if not on_nccl and len(topology.hosts) > 1 and topology.ranks > len(topology.hosts):
+        candidates.append(leader(topology, numbers))
+        if topology.uniform:
+            candidates.append(hierarchical(topology, numbers))
+    return min(candidates, key=lambda cost: cost.seconds).way
+
+
+def _difference(theirs: Settings, first: Settings) -> str:
+    name = next(n for n in theirs.__dict__ if getattr(theirs, n) != getattr(first, n))
+    return f"{name}={getattr(theirs, name)!r}, rank 0 {name}={getattr(first, name)!r}"
+
+
+def _one_of(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        near = difflib.get_close_matches(str(value), known, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"{name} is {value!r}{hint}; it must be one of {', '.join(known)}")
+
+
+def _device() -> str:
+    """Where the process group's tensors are, and so the codecs run."""
+    return f"cuda:{torch.cuda.current_device()}" if moves_by_nccl() else "cpu"
+
+
+def _now(device: str) -> float:
+    if not device.startswith("cpu"):
+        torch.accelerator.synchronize(device)  # a codec's time is that of its kernels
+    return time.perf_counter()

@@ -1,0 +1,299 @@
+"""Collectives that know which ranks share a host, and send as little as possible between hosts.
+
+    collective = TopoAwareCollective(backend="nccl", topology="dgx_a100")
+    collective.all_reduce(gradient)           # in place, as torch.distributed's
+    print(collective.explain())
+
+An all-reduce goes one of three ways, by the cost model of ``link_model``:
+
+    flat          one ring over all ranks, host by host
+    hierarchical  (1) reduce-scatter within the host: each rank has a share of the host's sum
+                  (2) all-reduce of that share across hosts; with a codec reduce-scatter
+                  (3) and all-gather
+                  (4) all-gather within the host
+    leader        to one rank of each host, a ring of those, and back: for tiny tensors
+
+All ranks take rank 0's plan: it is made once, at the first call, and broadcast; ranks that were
+given different settings are an error on all of them. Results have the same bits on all ranks. On
+NCCL, which finds rings, trees and rank order itself, nothing is replaced: only a codec between
+hosts changes the way. Calls come from one thread at a time, in the same order on all ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hasten.parts.comm import collective_plan
+from hasten.parts.comm.collective_groups import Groups
+from hasten.parts.comm.collective_plan import Plan, Route, Settings, codecs_for, rail_order
+from hasten.parts.comm.collective_stages import (
+    HALVES,
+    ErrorMemory,
+    gather,
+    scatter_sum,
+    sent_bytes,
+    sum_across,
+)
+from hasten.parts.comm.roll_call import CollectiveError, explained
+from hasten.parts.comm.topology import Topology, host_name
+
+if TYPE_CHECKING:
+    from hasten.parts.comm.codecs import Codec
+
+__all__ = ["CollectiveError", "TopoAwareCollective"]
+
+OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+_numbers = itertools.count()  # collectives are built in the same order on all ranks
+
+
+class TopoAwareCollective:
+    """All-reduce, reduce-scatter and all-gather over the ranks of the default process group.
+
+    Args:
+        backend: "nccl" or "gloo". The process group decides; without a GPU "nccl" means gloo, and
+            a warning says so.
+        topology: "dgx_a100", "dgx_h100", "fat_tree", "pcie", "ethernet"; "detect" (what the system
+            says), "measure" (ping-pongs, under a second), or a ``Topology``.
+        way: "auto" (the cheapest by the model), "flat", "hierarchical" or "leader".
+        within, between: the codec within and between hosts: "none", "bf16", "half", "int8", "int4".
+        host: what names this rank's host, if not its machine and network.
+        timeout: seconds that a collective, and the search for a missing rank, may take.
+
+    Raises:
+        ValueError: a setting isn't known; at the first call, on all ranks: ranks disagree.
+        CollectiveError: a collective failed; the message names the ranks that didn't answer.
+    """
+
+    def __init__(
+        self,
+        backend: str = "nccl",
+        topology: str | Topology = "detect",
+        *,
+        way: Literal["auto", "flat", "hierarchical", "leader"] = "auto",
+        within: str = "none",
+        between: str = "none",
+        host: str = "",
+        timeout: float = 60.0,
+    ) -> None:
+        self.settings = Settings(backend, topology, way, within, between, timeout)
+        if backend == "nccl" and not torch.cuda.is_available():
+            warnings.warn("there is no GPU here: backend='nccl' means 'gloo'", stacklevel=2)
+        self.calls = 0
+        self.bytes_sent = 0  # to other hosts in hierarchical calls; payload without headers
+        self._host = host
+        self._plan: Plan | None = None
+        self._groups: Groups | None = None
+        self._hosts: list[str] = []
+        self._subject = ""
+        self._failed: CollectiveError | None = None
+
+    @property
+    def topology(self) -> Topology:
+        """Hosts and links as the plan knows them; all ranks ask, or none."""
+        return self._prepared().topology
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: str = "sum",
+        *,
+        route: Route | None = None,
+        memory: ErrorMemory | None = None,
+        name: str = "",
+    ) -> Tensor:
+        """Reduce over all ranks in place, and return the tensor.
+
+        ``op`` is sum, mean, max or min. ``route`` is another way than the plan's, the same on all
+        ranks; max and min go flat. With ``memory``, what a codec between hosts leaves out is
+        added at the next call of the same ``name``.
+        """
+        _check_op(op, tensor)
+        plan = self._prepared()
+        if plan.topology.ranks > 1 and tensor.numel():
+            route = route or self._route(plan, tensor.numel())
+            route = route if op in ("sum", "mean") else Route()
+            collective_plan.check_way(route.way, plan.topology.hosts)
+            with self._called(f"all_reduce ({route})"):
+                self._reduce(tensor, route, op, memory, name)
+        return tensor
+
+    def reduce_scatter(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """This rank's piece of the sum (or mean); the tensor has one piece per rank, by rank.
+
+        Raises:
+            ValueError: the number of ranks doesn't divide the tensor.
+        """
+        if op not in ("sum", "mean"):
+            raise ValueError(f"op is {op!r}; reduce_scatter knows sum and mean")
+        topology = self._prepared().topology
+        _check_pieces(tensor, topology.ranks)
+        if topology.ranks == 1:
+            return tensor.clone()
+        with self._called("reduce_scatter"):
+            groups, route = self._groups_of(topology), self._route(self._prepared(), tensor.numel())
+            early = _divides_early(op, tensor, route)
+            given = tensor / topology.ranks if early else tensor
+            if topology.uniform:
+                codecs = codecs_for(tensor, route)
+                pieces = given.reshape(topology.ranks, -1)[list(rail_order(topology))]
+                share = scatter_sum(pieces.view(-1), groups.within, codecs[0], cut=False)
+                piece = self._across(share, groups, codecs[1])
+            else:
+                pieces = given.reshape(topology.ranks, -1)[list(topology.order)]
+                piece = scatter_sum(pieces.view(-1), groups.ordered)
+            late = op == "mean" and not early
+            return (piece / topology.ranks if late else piece).to(tensor.dtype)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """All ranks' tensors, flat and end to end, by rank; they have one size, and no codec."""
+        topology = self._prepared().topology
+        flat = tensor.reshape(-1)
+        if topology.ranks == 1:
+            return flat.clone()
+        with self._called("all_gather"):
+            groups = self._groups_of(topology)
+            order: Sequence[int] = topology.order
+            if topology.uniform:
+                order = rail_order(topology)
+                across = gather(flat, groups.across)
+                self.bytes_sent += across.nbytes - flat.nbytes
+                whole = gather(across, groups.within, cut=False)
+            else:
+                whole = gather(flat, groups.ordered)
+            by_rank = torch.empty_like(whole).view(topology.ranks, -1)
+            by_rank[list(order)] = whole.view(topology.ranks, -1)
+            return by_rank.view(-1)
+
+    def explain(self) -> str:
+        """Hosts, links, what each way costs for 1 KB, 1 MB and 25 MB, and what was chosen, why."""
+        return collective_plan.explanation(self._prepared(), self.settings)
+
+    def _route(self, plan: Plan, numbers: int) -> Route:
+        return Route(plan.way(numbers), self.settings.within, self.settings.between)
+
+    def _reduce(
+        self, tensor: Tensor, route: Route, op: str, memory: ErrorMemory | None, name: str
+    ) -> None:
+        topology = self._prepared().topology
+        groups = self._groups_of(topology)
+        early = _divides_early(op, tensor, route)
+        whole = (tensor / topology.ranks if early else tensor).contiguous()
+        if route.way == "hierarchical":
+            whole = self._hierarchical(whole, route, groups, memory, name).view(tensor.shape)
+        elif route.way == "leader":
+            mine = topology.hosts[topology.host_of(dist.get_rank())]
+            dist.reduce(whole, mine[0], group=groups.within)
+            if dist.get_rank() == mine[0]:
+                dist.all_reduce(whole, group=groups.leaders)
+            dist.broadcast(whole, mine[0], group=groups.within)
+        else:
+            dist.all_reduce(whole, op=OPS[op], group=groups.ordered)
+        if op == "mean" and not early:
+            whole.div_(topology.ranks)
+        if whole is not tensor:
+            tensor.copy_(whole)
+
+    def _hierarchical(
+        self, tensor: Tensor, route: Route, groups: Groups, memory: ErrorMemory | None, name: str
+    ) -> Tensor:
+        """The sum, flat."""
+        ranks, count = self._prepared().topology.ranks, tensor.numel()
+        within, between = codecs_for(tensor, route)
+        flat = tensor.reshape(-1)
+        padding = -count % ranks
+        flat = torch.nn.functional.pad(flat, (0, padding)) if padding else flat
+        share = scatter_sum(flat, groups.within, within, cut=False)
+        if between is None:
+            share = sum_across(share, groups.across)
+            pieces = share[: share.numel() // groups.across.size()]
+            self.bytes_sent += 2 * sent_bytes(pieces, groups.across, None)
+        else:
+            piece = self._across(share, groups, between, memory, name)
+            self.bytes_sent += sent_bytes(piece, groups.across, between)
+            share = gather(piece, groups.across, between, memory, f"{name}/mean")
+        return gather(share, groups.within, within, cut=False)[:count]
+
+    def _across(
+        self,
+        share: Tensor,
+        groups: Groups,
+        codec: Codec | None,
+        memory: ErrorMemory | None = None,
+        name: str = "",
+    ) -> Tensor:
+        piece = scatter_sum(share, groups.across, codec, memory, name)
+        self.bytes_sent += sent_bytes(share[: piece.numel()], groups.across, codec)
+        return piece
+
+    def prepare(self) -> None:
+        """Agree on the plan and open the groups; all ranks call it, or their first collective."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self._groups_of(self._prepared().topology)
+
+    def _prepared(self) -> Plan:
+        if self._plan is None:
+            if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+                return collective_plan.alone()
+            self._subject = f"collective-{next(_numbers)}"
+            with self._named("agreeing on a plan"):
+                host = self._host or host_name()
+                self._plan, self._hosts = collective_plan.agreed(self.settings, host)
+        return self._plan
+
+    def _groups_of(self, topology: Topology) -> Groups:
+        if self._groups is None:
+            with self._named("opening process groups"):
+                self._groups = Groups.opened(topology, self.settings.timeout)
+        return self._groups
+
+    def _called(self, what: str) -> AbstractContextManager[None]:
+        self.calls += 1
+        return self._named(f"{what}, call {self.calls}")
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """A failure inside becomes an error that names the ranks which are missing."""
+        if self._failed is not None:
+            raise CollectiveError(f"no further collective: {self._failed}", self._failed.missing)
+        try:
+            yield
+        except CollectiveError:
+            raise
+        except RuntimeError as error:  # torch has no class of its own for gloo's
+            hosts = self._hosts or [""] * dist.get_world_size()
+            limit = self.settings.timeout
+            self._failed = explained(what, error, self._subject, hosts, limit)
+            raise self._failed from error
+
+
+def _check_op(op: str, tensor: Tensor) -> None:
+    if op not in OPS:
+        raise ValueError(f"op is {op!r}; it must be one of {', '.join(OPS)}")
+    if op == "mean" and not tensor.is_floating_point():
+        raise ValueError(f"op is 'mean' for {tensor.dtype}; whole numbers have a sum")
+
+
+def _divides_early(op: str, tensor: Tensor, route: Route) -> bool:
+    """Whether a mean divides before anything is added up: a sum may be too large for fp16."""
+    return op == "mean" and (tensor.dtype in HALVES or "half" in (route.within, route.between))
+
+
+def _check_pieces(tensor: Tensor, ranks: int) -> None:
+    if tensor.numel() % ranks:
+        raise ValueError(
+            f"a tensor of {tensor.numel()} numbers has no equal piece for each of {ranks} ranks; "
+            "pad it"
+        )

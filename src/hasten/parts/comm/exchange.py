@@ -1,0 +1,157 @@
+"""The ranks that average gradients: collectives that count their bytes, in two stages.
+
+A second collective that is issued from another thread on the same process group mixes up messages:
+ranks may issue the two in different orders. So each of the two stages has a group of its own. The
+first is used by the thread that computes gradients, in the order in which DDP's buckets are full,
+which is the same on all ranks; the second by one thread that finishes buckets in that order
+(:mod:`hasten.parts.comm.in_order`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hasten.parts.comm import full_duplex
+from hasten.parts.comm.collective_groups import own_of
+from hasten.parts.comm.roll_call import CollectiveError, RollCall
+
+FIRST, SECOND = 0, 1
+LONGEST_SETTINGS = 2048  # bytes of the settings that ranks compare
+
+
+class WireError(CollectiveError):
+    """Gradients could not travel: a rank has ended, hangs, or wants something else."""
+
+
+@dataclass
+class Pending:
+    """A collective under way."""
+
+    work: Any
+    result: Tensor
+
+    def wait(self) -> Tensor:
+        """Its result; on a processor this thread waits, on a GPU its stream does."""
+        self.work.wait()
+        return self.result
+
+
+class Ranks:
+    """Two process groups over all ranks, or over this rank's own of ``members``; every rank builds
+    one at the same moment.
+
+    ``rank`` and ``world`` are of the group. ``backend`` None: as the default group's. ``roll``
+    is called when an exchange fails, over all ranks; None: one is made.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        backend: str | None = None,
+        members: Sequence[tuple[int, ...]] | None = None,
+        roll: RollCall | None = None,
+    ) -> None:
+        everyone = tuple(range(dist.get_world_size()))
+        self.roll = roll or RollCall("gradients", everyone, seconds)
+        every = members or [everyone]
+        self._groups = [own_of(every, seconds, backend) for _ in (FIRST, SECOND)]
+        self.rank: int = dist.get_rank(self._groups[FIRST])
+        self.world: int = dist.get_world_size(self._groups[FIRST])
+        self._sent = [0, 0]  # by stage, since each belongs to another thread
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank has handed to collectives for the others, as their algorithms send it."""
+        return sum(self._sent)
+
+    def all_to_all(self, rows: Tensor) -> Pending:
+        """Row r of ``rows`` (ranks, bytes) goes to rank r; the result's row r came from it."""
+        received = torch.empty_like(rows)
+        self._sent[FIRST] += rows.nbytes // self.world * (self.world - 1)
+        work = full_duplex.all_to_all(received, rows, self._groups[FIRST])
+        return Pending(work, received)
+
+    def all_gather(self, row: Tensor, stage: int) -> Pending:
+        """Everybody's row, as (ranks, bytes)."""
+        rows = torch.empty(self.world * len(row), dtype=row.dtype, device=row.device)
+        self._sent[stage] += gathered_bytes(row.nbytes, self.world)
+        work = full_duplex.all_gather(rows, row, self._groups[stage])
+        return Pending(work, rows.view(self.world, -1))
+
+    def all_reduce(self, values: Tensor, stage: int) -> Pending:
+        """The sum over ranks, in place."""
+        self._sent[stage] += reduced_bytes(values.nbytes, self.world)
+        return Pending(dist.all_reduce(values, group=self._groups[stage], async_op=True), values)
+
+    def give(self, values: Tensor, giver: int) -> None:
+        """Everybody has the ``values`` of that place in the group; it waits."""
+        group = self._groups[SECOND]
+        source = dist.get_global_rank(group, giver)
+        if self.rank == giver:
+            self._sent[SECOND] += gathered_bytes(values.nbytes, self.world)
+        dist.broadcast(values, source, group=group)
+
+    def failed(self, error: Exception) -> WireError:
+        """What to raise for an error on the way of gradients: with the rank that it is about."""
+        if isinstance(error, WireError):
+            return error
+        found = self.roll.failed("averaging gradients", error)
+        return WireError(str(found), found.missing)
+
+    def agree(self, settings: Mapping[str, Any]) -> None:
+        """All ranks must have rank 0's settings.
+
+        Raises:
+            WireError: a rank has others; it is named with the first that differs.
+        """
+        text = json.dumps(dict(settings), sort_keys=True).encode()[:LONGEST_SETTINGS]
+        mine = torch.zeros(LONGEST_SETTINGS, dtype=torch.uint8)
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        rows = self.all_gather(self._movable(mine), FIRST).wait().cpu()
+        self._sent[FIRST] = 0  # the settings are no gradients
+        first, *others = (json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows)
+        for rank, found in enumerate(others, start=1):
+            for key in sorted({*first, *found}):
+                if first.get(key) != found.get(key):
+                    raise WireError(
+                        f"ranks must compress gradients alike: rank {rank} has {key} "
+                        f"{found.get(key)!r} and rank 0 has {first.get(key)!r}"
+                    )
+
+    def differing(self, checksum: int) -> list[int]:
+        """The ranks whose number isn't rank 0's; the same answer on every rank."""
+        mine = self._movable(torch.tensor([checksum], dtype=torch.int64))
+        before = list(self._sent)
+        found = self.all_gather(mine, FIRST).wait().flatten().tolist()
+        self._sent = before
+        return [rank for rank, value in enumerate(found) if value != found[0]]
+
+    def others_states(self, values: Tensor) -> Tensor:
+        """Everybody's ``values`` as rows, on the host; for a checkpoint."""
+        before = list(self._sent)
+        rows = self.all_gather(self._movable(values), FIRST).wait().cpu()
+        self._sent = before
+        return rows
+
+    def _movable(self, values: Tensor) -> Tensor:
+        """On the device that the group's backend sends from."""
+        if dist.get_backend(self._groups[FIRST]) == "nccl":
+            return values.to(torch.device("cuda", torch.cuda.current_device()))
+        return values
+
+
+def reduced_bytes(size: int, world: int) -> int:
+    """What a rank sends when so many bytes are summed in a ring: 2 (W - 1) / W of them."""
+    return 2 * size * (world - 1) // world
+
+
+def gathered_bytes(size: int, world: int) -> int:
+    """What a rank sends when everybody gets its row: it or another's, W - 1 times."""
+    return size * (world - 1)

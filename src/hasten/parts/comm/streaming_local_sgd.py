@@ -1,0 +1,265 @@
+"""Ranks train alone, and a fragment of their weights is on its way to the others in each step.
+
+    step s      own optimizer step, then: receive fragment of step s-1, send fragment s mod H
+    step s+1    ... computes while it travels ...                       receive it, send the next
+
+With H fragments each weight is averaged every H steps, and a message has a whole step to arrive: H
+is the smallest at which it takes two thirds of one, and a core's own work for it a twentieth. The
+correction comes one step late and adds
+``common - own`` to weights that have moved on (see ``drift``). Differences travel in 4 bits, as in
+Streaming DiLoCo (Douillard et al., arXiv:2501.18512), which sends seldom and large, with an outer
+momentum; here it is often, small, and a plain mean. Where 4 bits would make H large, ranks drift
+further apart between two means than rough ones leave them: signs and a mean magnitude then, a
+quarter of the bytes and as much more often.
+
+    stream = Stream(model.parameters(), codec=codec("int4"), fragments=2)
+    for batch in batches:
+        loss(model, batch).backward(); optimizer.step(); optimizer.zero_grad()
+        stream.after_step()
+    stream.settle()   # before saving or evaluating: one model
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hasten.parts.comm.codecs import codec as codec_of
+from hasten.parts.comm.drift import TIMEOUT, Drift
+from hasten.parts.comm.drift_chunks import NUMBERS
+from hasten.parts.comm.full_duplex import Travel, all_gather
+
+if TYPE_CHECKING:
+    from hasten.parts.comm.codecs import Codec
+
+MOST = 64  # fragments
+USUAL, SHORTEST = "int4", "sign"  # formats, the second where the first takes many fragments
+MANY = 6
+TIMED_STEPS = 8  # whose quickest says how long a message may travel
+PROBES = (1 << 16, 1 << 19)  # bytes; the difference in time is free of delay
+LOOKS = 3  # at each, since the first ever takes longer and would make the link look faster
+BUSY = 0.67  # share of the quickest step in which a link is busy
+OWN = 0.05  # share of a step in which messages are made and taken in, and nothing is computed
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A message on its way; the tensors must live as long."""
+
+    fragment: int
+    rows: Tensor  # (ranks x bytes), flat
+    message: Tensor
+    work: Travel
+    sent: float
+    back: list[float]  # when the others' messages were there, once they are
+
+
+class Stream:
+    """Sends one fragment per step in the background.
+
+    ``fragments`` None: as many as the link asks for; ``codec`` None then: int4, or signs where that
+    would be many, and int4 where their number is given.
+
+    ``stop`` is set, on all ranks after the same step, once one has asked for it.
+
+    Raises:
+        ValueError: a setting is impossible, or a weight doesn't lie in one piece.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        codec: Codec | None = None,
+        fragments: int | None = None,
+        group: Any = None,
+        timeout: datetime.timedelta = TIMEOUT,
+    ) -> None:
+        check(fragments)
+        self.codec, self.fragments = codec or codec_of(USUAL), fragments
+        self._formats = [USUAL, SHORTEST] if codec is None else []
+        self.drift = Drift(list(parameters), fragments or 1, group, timeout)
+        self.steps = self.exchanges = self.message_bytes = 0
+        self.stop = self._dirty = False
+        self.waited_seconds = 0.0  # exposed: nothing was computed meanwhile
+        # Under way beside the computation; a device's messages would have to be waited for.
+        self.hidden_seconds: float | None = 0.0 if self.drift.anchor.is_cpu else None
+        self.sent_bytes = 0
+        self._flight: _Flight | None = None
+        self._moments: list[float] = []
+
+    def after_step(self, tokens: float = 1.0, stop: bool = False) -> bool:
+        """A step is done, with so many trained tokens on this rank; whether weights moved now.
+
+        Every rank calls it after each step, a step that moved nothing included (with 0 tokens).
+
+        Raises:
+            DriftError: a rank has left, or its weights aren't finite.
+        """
+        self.steps += 1
+        self._dirty = True
+        self.drift.note(tokens)
+        if self.drift.size == 1:
+            self.stop = self.stop or stop
+            return False
+        if self.fragments is None:
+            self._time()
+            if self.fragments is None:
+                return False
+        moved: bool = self._receive()
+        self._send(stop)
+        return moved
+
+    def settle(self) -> bool:
+        """All ranks' weights become their float32 mean; whether anything was to be done."""
+        if not self._dirty:
+            return False
+        self._receive()
+        self.drift.average()
+        self._dirty = False
+        return self.drift.size > 1
+
+    @property
+    def predicted_bytes(self) -> float:
+        """What this rank sends to others per step, on the mean over all fragments."""
+        sizes = [self.drift.message_bytes(k, self.codec) for k in range(len(self.drift.edges))]
+        return (self.drift.size - 1) * sum(sizes) / len(sizes)
+
+    @torch.no_grad()
+    def _send(self, stop: bool) -> None:
+        drift = self.drift
+        fragment = self.exchanges % len(drift.edges)
+        message = drift.message(fragment, self.codec, stop)
+        rows = message.new_empty(drift.size * message.numel())
+        sent, back = time.perf_counter(), list[float]()
+        try:
+            work = all_gather(rows, message, drift.group)
+        except RuntimeError as error:
+            raise drift.lost(error) from error
+        if self.hidden_seconds is not None:
+            work.on_arrival(lambda: back.append(time.perf_counter()))
+        self._flight = _Flight(fragment, rows, message, work, sent, back)
+        self.sent_bytes += (drift.size - 1) * message.numel()
+        self.exchanges += 1
+        self.message_bytes = message.numel()
+
+    @torch.no_grad()
+    def _receive(self) -> bool:
+        """Wait for what is on its way and take it in; whether there was something."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return False
+        drift, began = self.drift, time.perf_counter()
+        try:
+            flight.work.wait()
+        except RuntimeError as error:
+            raise drift.lost(error) from error
+        ended = time.perf_counter()
+        self.waited_seconds += ended - began
+        if self.hidden_seconds is not None:
+            self.hidden_seconds += min([began, *flight.back]) - flight.sent
+        rows = flight.rows.view(drift.size, -1)
+        self.stop = drift.take(rows, flight.fragment, self.codec) or self.stop
+        return True
+
+    def _time(self) -> None:
+        """After some steps: in what format and how many fragments, as rank 0 has measured it."""
+        self._moments.append(time.perf_counter())
+        if len(self._moments) <= TIMED_STEPS:
+            return
+        quickest = min(b - a for a, b in itertools.pairwise(self._moments))
+        small, large = map(min, zip(*(map(self._probe, PROBES) for _ in range(LOOKS)), strict=True))
+        rate = (PROBES[1] - PROBES[0]) / max(large - small, 1e-9)
+        kinds = [codec_of(name) for name in self._formats] or [self.codec]
+        wholes = [self.drift.message_bytes(0, kind) for kind in kinds]
+        few = (i for i, whole in enumerate(wholes) if needed(whole, rate, quickest) <= MANY)
+        place = next(few, len(kinds) - 1)
+        own, numbers = self._own_seconds(kinds[place]), self.drift.anchor.numel()
+        count = needed(wholes[place], rate, quickest, own, numbers)
+        found = self.drift.anchor.new_tensor([place, count])
+        first = dist.get_global_rank(self.drift.group, 0)
+        self.drift.travel(dist.broadcast, found, first)
+        place, count = (int(number) for number in found.tolist())
+        self.codec = kinds[place]
+        self._cut(count)
+
+    def _probe(self, size: int) -> float:
+        """Seconds of an all-gather of so many bytes of each rank."""
+        device = self.drift.anchor.device
+        message = torch.zeros(size, dtype=torch.uint8, device=device)
+        rows = message.new_empty(self.drift.size * size)
+        travel = self.drift.travel
+        travel(dist.all_reduce, torch.zeros(1, device=device))  # all begin together
+        began = time.perf_counter()
+        travel(all_gather, rows, message)
+        rows[-1].item()  # waits for the device: a time without it isn't that of the link
+        return time.perf_counter() - began
+
+    def _own_seconds(self, kind: Codec) -> float:
+        """What making a message of all weights and taking in everybody's takes of this rank."""
+        drift, took = self.drift, []
+        noted = list(drift.tokens)
+        for _ in range(2):  # the first one finds its memory
+            began = time.perf_counter()
+            message = drift.message(0, kind)
+            rows = message.new_zeros(drift.size * message.numel())  # nobody has moved: nothing does
+            drift.take(rows.view(drift.size, -1), 0, kind)
+            drift.anchor[-1].item()  # waits for the device
+            took.append(time.perf_counter() - began)
+        drift.tokens = noted
+        return min(took)
+
+    def _cut(self, fragments: int) -> None:
+        tokens = self.drift.tokens[0]
+        self.drift.cut(fragments)
+        self.drift.note(tokens)
+        self.fragments = fragments
+
+    def state_dict(self) -> dict[str, Any]:
+        """After ``settle``: what goes on from there, the same on every rank."""
+        return {
+            "steps": self.steps,
+            "exchanges": self.exchanges,
+            "fragments": self.fragments or 0,
+            "codec": self.codec.name,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from weights that were saved with this state and are in place already.
+
+        Where fragments or the codec are found from the link, those found before are kept.
+        """
+        if self.fragments is None and state["fragments"]:
+            if self._formats:
+                self.codec = codec_of(state.get("codec", USUAL))
+            self._cut(state["fragments"])
+        self.steps, self.exchanges = state["steps"], state["exchanges"]
+        self.drift.reset()
+        self._flight, self._dirty = None, False
+
+
+def needed(
+    whole: int, rate: float, step_seconds: float, own_seconds: float = 0.0, numbers: int = 0
+) -> int:
+    """Fragments so that one travels for two thirds of a step at most and takes little computation.
+
+    ``whole`` bytes of all weights, ``rate`` bytes a second; ``own_seconds`` for making and taking
+    in messages of all ``numbers`` weights, of which less than a chunk takes no shorter.
+    """
+    travel = whole / max(BUSY * rate * step_seconds, 1.0)
+    work = min(own_seconds / max(OWN * step_seconds, 1e-9), numbers / NUMBERS)
+    return max(1, min(MOST, math.ceil(max(travel, work))))
+
+
+def check(fragments: int | None) -> None:
+    """Refuse a number of fragments that is impossible."""
+    if fragments is not None and not 1 <= fragments <= MOST:
+        raise ValueError(f"fragments is {fragments}; 1 to {MOST} are possible")

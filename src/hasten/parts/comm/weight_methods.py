@@ -1,0 +1,225 @@
+"""Methods that need the whole model and its updates, not a gradient: diloco, stream and auto.
+
+    compressor = GradientCompressor(sparsity_method="diloco")
+    compressor.attach(model)       # the module itself; no DistributedDataParallel, nothing else
+    ...                            # the usual loop, as if there were one rank
+    compressor.settle()            # before saving or evaluating: one model
+
+diloco and stream send weights in the place of gradients (:mod:`hasten.parts.comm.local_steps`,
+:mod:`hasten.parts.comm.streaming_local_sgd`); auto tries routes for DDP's buckets
+(:mod:`hasten.parts.comm.route_choice`). All have to know when weights have moved: torch calls them
+after each step of the optimizer that has the model's first weight, and a warning comes where that
+never happens. All ranks must take the same steps. Where a step may be left out on one rank (a GradScaler of its own), use the part itself and
+call its ``after_step`` in every step.
+"""
+
+from __future__ import annotations
+
+import datetime
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hasten.parts.comm.codecs import codec
+from hasten.parts.comm.collective_plan import Route
+from hasten.parts.comm.collectives import TopoAwareCollective
+from hasten.parts.comm.drift_buffers import same_start
+from hasten.parts.comm.hierarchical import RoutedBuckets
+from hasten.parts.comm.local_steps import LocalSteps
+from hasten.parts.comm.route_choice import WireChoice
+from hasten.parts.comm.settings import Settings
+from hasten.parts.comm.streaming_local_sgd import Stream
+
+PATIENCE = 100  # gradients without an update; more are rarely accumulated
+
+
+class Attached(Protocol):
+    """What a compressor hands its work to."""
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def sent_bytes(self) -> int: ...
+
+    @property
+    def acts(self) -> bool: ...
+
+    def words(self) -> str: ...
+
+    def settle(self) -> None: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Weights:
+    """Ranks that train apart, brought together after updates."""
+
+    def __init__(self, model: nn.Module, settings: Settings, seconds: float) -> None:
+        if isinstance(model, DistributedDataParallel):
+            raise ValueError(
+                f"{settings.method} sends weights in the place of gradients: attach the module "
+                "itself; DistributedDataParallel would average gradients as well"
+            )
+        if dist.is_available() and dist.is_initialized():
+            same_start(model)
+        limit = datetime.timedelta(seconds=seconds)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.part: LocalSteps | Stream
+        if settings.method == "diloco":
+            self.part = LocalSteps(trained, settings.every, codec=codec("int4"), timeout=limit)
+        else:
+            self.part = Stream(trained, timeout=limit)
+        after_updates(trained[0], self._updated, "nothing is exchanged, and ranks drift apart")
+
+    @property
+    def steps(self) -> int:
+        return self.part.steps
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.part.sent_bytes
+
+    @property
+    def acts(self) -> bool:
+        return self.part.exchanges > 0
+
+    def words(self) -> str:
+        part = self.part
+        return (
+            f"{part.exchanges} exchanges in {part.steps} steps, {part.message_bytes:,} bytes each"
+        )
+
+    def settle(self) -> None:
+        self.part.settle()
+
+    def state(self) -> dict[str, Any]:
+        return self.part.state_dict()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.part.load_state_dict(dict(state))
+
+    def _updated(self) -> None:
+        self.part.after_step()
+
+
+class Choice:
+    """Routes for DDP's buckets, tried in the first steps."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        backend: str | None,
+        seconds: float,
+        scale: Callable[[], float] | None,
+    ) -> None:
+        if not isinstance(model, DistributedDataParallel):
+            raise ValueError(
+                f"auto chooses for DistributedDataParallel and was given {type(model).__name__}: "
+                "wrap the model first"
+            )
+        kind = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        collective = TopoAwareCollective(kind, "measure", timeout=seconds)
+        buckets = RoutedBuckets(collective, Route(), scale=scale or (lambda: 1.0))
+        self.choice = WireChoice(buckets)
+        self.choice.attach(model)
+        trained = next(p for p in model.parameters() if p.requires_grad)
+        after_updates(trained, self._updated, "no route is tried, and all goes as without auto")
+
+    @property
+    def steps(self) -> int:
+        return self.choice.buckets.steps
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.choice.buckets.sent_bytes
+
+    @property
+    def acts(self) -> bool:
+        return self.choice.decided
+
+    def words(self) -> str:
+        return self.choice.reason
+
+    def settle(self) -> None:
+        return None
+
+    def state(self) -> dict[str, Any]:
+        return self.choice.state_dict()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.choice.load_state_dict(dict(state))
+
+    def _updated(self) -> None:
+        self.choice.step()
+
+
+def whole(
+    model: nn.Module,
+    settings: Settings,
+    backend: str | None,
+    seconds: float,
+    scale: Callable[[], float] | None,
+) -> Attached:
+    """What does the method's work on this model.
+
+    Raises:
+        ValueError: the method wants another kind of module.
+    """
+    if settings.method == "auto":
+        return Choice(model, backend, seconds, scale)
+    return Weights(model, settings, seconds)
+
+
+def after_updates(weight: torch.Tensor, action: Callable[[], None], otherwise: str) -> None:
+    """Call a method after each step of the optimizer that has this weight, while its owner lives.
+
+    torch's hook is for all optimizers of the process: it looks whose step it was, and goes with the
+    owner. Where gradients come and no step is ever heard of, it warns of what happens otherwise.
+    """
+    method, wanted, silence = weakref.WeakMethod(action), weakref.ref(weight), Silence(otherwise)
+
+    def updated(optimizer: torch.optim.Optimizer, given: Any, named: Any) -> None:
+        found, mine = method(), wanted()
+        if found is None or mine is None:
+            return
+        if any(p is mine for group in optimizer.param_groups for p in group["params"]):
+            silence.over = True
+            found()
+
+    owner: Any = action
+    # Not removed inside the hook: torch walks through all hooks just then.
+    for hook in (
+        register_optimizer_step_post_hook(updated),
+        weight.register_post_accumulate_grad_hook(silence),
+    ):
+        weakref.finalize(owner.__self__, hook.remove)
+
+
+class Silence:
+    """Gradients that came before the first update; too many of them are told once."""
+
+    def __init__(self, otherwise: str) -> None:
+        self.over = False
+        self._otherwise, self._gradients = otherwise, 0
+
+    def __call__(self, weight: torch.Tensor) -> None:
+        self._gradients += not self.over
+        if self._gradients == PATIENCE and not self.over:
+            self.over = True
+            warnings.warn(
+                f"{PATIENCE} gradients and no step of a torch optimizer that has the model's first "
+                f"trained weight: {self._otherwise}; if the optimizer is of another kind, or has "
+                "copies of the weights, use hasten.parts.comm.local_steps, streaming_local_sgd or "
+                "route_choice and call after each update what they say",
+                stacklevel=2,
+            )

@@ -1,0 +1,1 @@
+"""Batches: collation, packing, order of an epoch, prefetching."""

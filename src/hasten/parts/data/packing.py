@@ -1,0 +1,248 @@
+"""Packing over a whole data set: which records fill rows of a fixed number of tokens.
+
+Best fit decreasing, on the histogram of lengths instead of on the records: a million records have
+at most ``row_tokens`` different lengths, and rows of the same content are handled as one class with
+a count. Longest first, each record goes into the fullest row that still holds it.
+
+    (1) lengths -> how many records of each length
+    (2) counts  -> classes of rows: (how many rows, the lengths in each)
+    (3) classes -> rows of record indices; which of the records of one length is drawn by the caller
+
+The histogram form is from Krell et al., Efficient Sequence Packing without Cross-contamination
+(arXiv:2107.02027); best fit decreasing over whole records from Ding et al., Fewer Truncations
+Improve Language Modeling (arXiv:2404.10830). Where best fit stays above the lower bound, rows are
+also filled one exact fit at a time (:mod:`hasten.parts.data.row_search`), and lengths of few
+different values are packed by patterns, which tightens the bound as well
+(:mod:`hasten.parts.data.cutting_stock`), and where every row would have to be full, full rows are
+searched as a cover
+(:mod:`hasten.parts.data.packing_perfect`); the fewest rows are taken.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hasten.parts.data.cutting_stock import MOST_VALUES, Classes, Pattern, whole_patterns
+from hasten.parts.data.packing_perfect import perfect_rows
+from hasten.parts.data.row_search import exact_fit
+
+Lengths = Sequence[int] | NDArray[Any]
+
+GOOD_ENOUGH = 1.001  # rows over the lower bound at which many records get no second attempt
+MANY = 50_000  # records from which one attempt has to be worth it
+ATTEMPTS, FEW = 60, 1_000  # so many attempts up to so many records, fewer for more
+QUICK = 10  # attempts before a search for rows that are all full, where they would have to be
+PATTERN_WORK = MOST_VALUES**2 * 4096  # values squared times row_tokens: what patterns cost
+CLOSE = 0.005  # fullness within which packing and grouping count as equal
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """How full rows are, and how few there could be at best."""
+
+    rows: int
+    row_tokens: int
+    tokens: int
+    lower_bound: int
+
+    @property
+    def fullness(self) -> float:
+        """Tokens / slots of all rows."""
+        return self.tokens / (self.rows * self.row_tokens) if self.rows else 1.0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A packing of lengths: which lengths lie in which row, before records are chosen for them.
+
+    ``slots`` (records,) are the lengths row after row, ``starts`` (rows + 1,) where each begins.
+    """
+
+    slots: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    efficiency: Efficiency
+
+    def fill(self, lengths: Lengths, order: NDArray[np.int64] | None = None) -> list[list[int]]:
+        """Record indices of each row; records of equal length are taken in ``order``."""
+        sizes = np.asarray(lengths, np.int64)
+        order = np.arange(len(sizes)) if order is None else order
+        chosen = np.empty(len(sizes), np.int64)
+        chosen[_sorted_by(self.slots)] = order[_sorted_by(sizes[order])]
+        flat, ends = chosen.tolist(), self.starts.tolist()
+        return [flat[a:b] for a, b in itertools.pairwise(ends)]
+
+
+def pack_lengths(lengths: Lengths, row_tokens: int) -> list[list[int]]:
+    """Rows of record indices, every record once, at most ``row_tokens`` tokens in a row.
+
+    Raises:
+        ValueError: a record is longer than a row, or has no token.
+    """
+    return plan_rows(lengths, row_tokens).fill(lengths)
+
+
+def plan_rows(lengths: Lengths, row_tokens: int) -> Rows:
+    """The packing without the choice of records; see :func:`pack_lengths`."""
+    sizes = np.asarray(lengths, np.int64)
+    _check(sizes, row_tokens)
+    counts = np.bincount(sizes, minlength=1)
+    bound, classes = _fewest(counts, row_tokens, len(sizes))
+    rows = [np.tile(np.array(pattern, np.int64), times) for times, pattern in classes]
+    widths = [np.full(times, len(pattern), np.int64) for times, pattern in classes]
+    empty = np.zeros(0, np.int64)
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate([empty, *widths]))])
+    figures = Efficiency(_rows(classes), row_tokens, int(sizes.sum()), bound)
+    return Rows(np.concatenate([empty, *rows]), starts, figures)
+
+
+def _fewest(counts: NDArray[np.int64], row_tokens: int, records: int) -> tuple[int, Classes]:
+    """A lower bound and the best of what is tried; more is tried for fewer records."""
+    bound = lower_bound(counts, row_tokens)
+    classes = _best_fit(counts, row_tokens)
+    slack = GOOD_ENOUGH if records > MANY else 1
+    values = np.count_nonzero(counts)
+    if _rows(classes) > bound * slack and values**2 * row_tokens <= PATTERN_WORK:
+        by_patterns, whole = whole_patterns(counts, row_tokens)
+        rest = counts.copy()
+        for times, pattern in whole:
+            np.subtract.at(rest, list(pattern), times)
+        bound = max(bound, by_patterns)
+        last = min(_best_fit(rest, row_tokens), exact_fit(rest, row_tokens), key=_rows)
+        classes = min(classes, whole + last, key=_rows)
+    attempts = min(ATTEMPTS, max(2, ATTEMPTS * FEW // max(records, 1)))
+    for attempt in range(attempts if records <= MANY else 1):
+        if _rows(classes) <= bound * slack:
+            break
+        if attempt == QUICK and int(counts @ np.arange(len(counts))) == bound * row_tokens:
+            classes = perfect_rows(counts, row_tokens) or classes
+            if _rows(classes) == bound:
+                break
+        tried = exact_fit(counts, row_tokens, attempt // 2, fewest=attempt % 2 == 1)
+        classes = min(classes, tried, key=_rows)
+    return bound, classes
+
+
+def lower_bound(counts: NDArray[Any], row_tokens: int) -> int:
+    """Rows that no packing can do without, from ``counts[length]``.
+
+    All tokens have to lie somewhere; no row holds more records than the shortest that fill one;
+    and no two records of more than half a row share one, so that those between ``cut`` and half a
+    row only fit beside the shorter of them (Martello and Toth's L2, for 32 values of ``cut``).
+    """
+    sizes = np.arange(len(counts))
+    tokens, number = np.cumsum(counts * sizes), np.cumsum(counts)
+
+    def upto(length: int, table: NDArray[Any]) -> int:
+        return int(table[min(max(length, 0), len(table) - 1)])
+
+    best = -(-int(tokens[-1]) // row_tokens)
+    if best:
+        short = int(np.searchsorted(tokens, row_tokens, side="right"))  # these overflow the row
+        room = row_tokens - upto(short - 1, tokens)
+        most = upto(short - 1, number) + (room // short if short < len(counts) else 0)
+        best = max(best, -(-int(number[-1]) // most))
+    half = row_tokens // 2
+    for cut in np.linspace(0, half, 32, dtype=int).tolist():
+        large = upto(row_tokens, number) - upto(row_tokens - cut, number)
+        beside = upto(row_tokens - cut, number) - upto(half, number)
+        middle = upto(row_tokens - cut, tokens) - (upto(cut - 1, tokens) if cut else 0)
+        more = max(0, -(-(middle - beside * row_tokens) // row_tokens))
+        best = max(best, large + beside + more)
+    return best
+
+
+def _best_fit(counts: NDArray[np.int64], row_tokens: int) -> Classes:
+    """Best fit decreasing. A row that takes a record is the fullest that holds the next one too,
+    so ``room // length`` records of one length go into each row at once."""
+    open_rows: dict[int, list[tuple[int, Pattern]]] = {}  # by the room that is left
+    rooms: list[int] = []  # the keys of open_rows, ascending
+    closed: Classes = []
+
+    def put(times: int, pattern: Pattern, room: int) -> None:
+        if not room:
+            closed.append((times, pattern))
+        elif room in open_rows:
+            open_rows[room].append((times, pattern))
+        else:
+            bisect.insort(rooms, room)
+            open_rows[room] = [(times, pattern)]
+
+    for length in np.flatnonzero(counts)[::-1].tolist():
+        left = int(counts[length])
+        while left:
+            place = bisect.bisect_left(rooms, length)
+            pattern: Pattern = ()
+            if place == len(rooms):
+                room, times = row_tokens, left
+            else:
+                room = rooms[place]
+                times, pattern = open_rows[room].pop()
+                if not open_rows[room]:
+                    del open_rows[room], rooms[place]
+            each = min(room // length, left)
+            used = min(times, left // each)
+            if used < times and pattern:
+                put(times - used, pattern, room)
+            put(used, pattern + (length,) * each, room - each * length)
+            left -= used * each
+    return closed + [c for room in rooms for c in open_rows[room]]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to do about padding for a distribution of lengths, and the figures that decided."""
+
+    method: Literal["pack", "group", "both"]
+    packed: float  # fullness of packed rows
+    grouped: float  # fullness of micro-batches padded to their longest, records sorted by length
+    reason: str
+
+
+def choose_method(lengths: Lengths, row_tokens: int, together: int = 16) -> Choice:
+    """Pack rows of fixed length, or group records of like length ``together`` at a time.
+
+    Records that don't add up to a row leave a packed row half empty, and still pad nothing when
+    they travel with records of their own length. ``both``: either way fills as well.
+    """
+    packed = plan_rows(lengths, row_tokens).efficiency.fullness
+    sizes = np.sort(np.asarray(lengths, np.int64))
+    starts = np.arange(0, len(sizes), together)
+    ends = np.append(starts[1:], len(sizes))[: len(starts)]
+    slots = int((sizes[ends - 1] * (ends - starts)).sum())
+    grouped = int(sizes.sum()) / slots if slots else 1.0
+    figures = f"packed rows of {row_tokens} are {packed:.1%} full, grouped records {grouped:.1%}"
+    if abs(packed - grouped) <= CLOSE:
+        return Choice("both", packed, grouped, f"{figures}: either will do")
+    if packed > grouped:
+        return Choice("pack", packed, grouped, figures)
+    return Choice("group", packed, grouped, f"{figures}: the lengths don't add up to a row")
+
+
+def _rows(classes: Classes) -> int:
+    return sum(times for times, _ in classes)
+
+
+def _sorted_by(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Stable argsort; 16-bit keys are sorted by radix, several times as fast."""
+    small = values.max(initial=0) < 2**16
+    return np.argsort(values.astype(np.uint16) if small else values, kind="stable")
+
+
+def _check(sizes: NDArray[np.int64], row_tokens: int) -> None:
+    if sizes.ndim != 1 or (len(sizes) and sizes.min() < 1):
+        raise ValueError("lengths must be one row of whole numbers, each at least 1")
+    if row_tokens < 1:
+        raise ValueError(f"row_tokens is {row_tokens}; a row has at least one token")
+    if len(sizes) and sizes.max() > row_tokens:
+        where = int(sizes.argmax())
+        raise ValueError(
+            f"record {where} has {sizes[where]} tokens, more than a row of {row_tokens}; raise "
+            "row_tokens or cut the record"
+        )

@@ -1,0 +1,257 @@
+"""Expert parallelism: a layer's experts lie on several ranks, each rank's tokens travel to them.
+
+    experts, replicas = expert_groups(size=2)               # on 4 ranks: (0, 1), (2, 3)
+    shared = share_experts(model, experts)                  # this rank keeps half of each layer's
+    ddp = replicated(model, shared)                         # the rest is on every rank
+    gradients = ExpertGradients(shared.parameters(), replicas, divisor=4)
+    loss_of(ddp, my_records).backward()                     # every rank, the same number of times
+    optimizer.step()                                        # as if one process had seen it all
+
+Ranks keep different records. Router, shared experts and attention are replicas, whose gradients
+DistributedDataParallel averages. An expert's gradient is complete on the rank that holds it, since
+its tokens came there; it is summed over the other groups' copies of it alone and divided like the
+rest (Lepikhin et al., GShard, arXiv:2006.16668; Rajbhandari et al., DeepSpeed-MoE,
+arXiv:2201.05596). What it is computed with stays the module's own code: Transformers' or fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed import ProcessGroup as Group
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from hasten.parts.distributed.expert_parallel_journey import Journey, Traffic, come_home, depart
+
+MARK = "shared_experts"  # the attribute of a weight that holds a rank's part of the experts
+
+
+def expert_groups(size: int, device: str = "cpu") -> tuple[Group, Group]:
+    """This rank's group of ``size`` neighbours, and that of the ranks with the same experts.
+
+    Neighbours are ranks in a row, so that tokens stay within a machine where they can. All ranks
+    call it.
+
+    Raises:
+        ValueError: the groups can't have that size here.
+    """
+    world = dist.get_world_size()
+    if size < 1 or world % size:
+        raise ValueError(f"{world} ranks can't form groups of {size}: choose a divisor of {world}")
+    shape, names = (world // size, size), ("replicas", "experts")
+    mesh = init_device_mesh(torch.device(device).type, shape, mesh_dim_names=names)
+    return mesh.get_group("experts"), mesh.get_group("replicas")
+
+
+def expert_layers(model: nn.Module) -> dict[str, Any]:
+    """Modules that hold all experts of a layer in tensors of (experts, ...), by name.
+
+    They are called with (tokens (T, H), experts (T, K), weights (T, K)), as those of Transformers 5
+    are.
+    """
+    return {name: module for name, module in model.named_modules() if _stacked(module)}
+
+
+def share_experts(model: nn.Module, group: Group) -> SharedExperts:
+    """Leave each rank of ``group`` its part of every layer's experts; the others' are freed.
+
+    Raises:
+        ValueError: there are no experts, or a layer's can't be shared out evenly.
+    """
+    layers, ranks = expert_layers(model), dist.get_world_size(group)
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no layers of stacked experts to share out over ranks"
+        )
+    for name, module in layers.items():
+        if module.num_experts % ranks:
+            raise ValueError(
+                f"{name or 'this module'} has {module.num_experts} experts, which {ranks} ranks "
+                f"can't share evenly: choose a number of ranks that divides {module.num_experts}"
+            )
+    return SharedExperts({n: ExpertLayer(m, group) for n, m in layers.items()}, group)
+
+
+class ExpertLayer:
+    """One layer's experts on this rank: ``here`` of ``total``, from number ``first`` on."""
+
+    def __init__(self, module: Any, group: Group) -> None:
+        self.module, self.group, self.total = module, group, int(module.num_experts)
+        self.here = self.total // dist.get_world_size(group)
+        self.first = self.here * dist.get_rank(group)
+        self.traffic = Traffic()
+        self.alone = False  # all experts are here for the moment, and tokens stay
+        self._journey: Journey | None = None  # of the pass that is under way
+        for name, weight in list(module.named_parameters(recurse=False)):
+            part = weight.detach()[self.first : self.first + self.here].clone()
+            kept = nn.Parameter(part, requires_grad=weight.requires_grad)
+            setattr(kept, MARK, self)
+            setattr(module, name, kept)
+        module.num_experts = self.here
+        module.register_forward_pre_hook(self._leave)
+        module.register_forward_hook(self._return)
+
+    @torch.compiler.disable
+    def _leave(self, module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> Any:
+        if self.alone:
+            return args
+        self._journey, pairs = depart(*args, self.here, self.group, self.traffic)
+        return pairs
+
+    @torch.compiler.disable
+    def _return(self, module: nn.Module, args: Any, results: Tensor) -> Tensor:
+        journey, self._journey = self._journey, None
+        return results if journey is None else come_home(journey, results)
+
+    def whole(self, part: Tensor) -> Tensor | None:
+        """All parts of a weight, or of what belongs to it, on the first rank of all.
+
+        Every rank calls it; those of other groups, which hold copies, have nothing to do.
+        """
+        if 0 not in dist.get_process_group_ranks(self.group):
+            return None
+        part = part.detach().contiguous()
+        found = part.new_empty(self.total, *part.shape[1:]) if dist.get_rank() == 0 else None
+        pieces = list(found.split(self.here)) if found is not None else None
+        dist.gather(part, pieces, group=self.group, group_dst=0)
+        return found
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's part of a weight, or of what belongs to it."""
+        return whole[self.first : self.first + self.here]
+
+
+class SharedExperts:
+    """The layers of a model whose experts were shared out."""
+
+    def __init__(self, layers: dict[str, ExpertLayer], group: Group) -> None:
+        self.layers, self.group = layers, group
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Weights of which this rank holds a part, by their names in the model."""
+        for prefix, layer in self.layers.items():
+            for name, weight in layer.module.named_parameters(recurse=False):
+                yield f"{prefix}.{name}" if prefix else name, weight
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [weight for _, weight in self.named()]
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank sent, over all layers."""
+        found = Traffic()
+        for layer in self.layers.values():
+            found += layer.traffic
+        return found
+
+    @contextmanager
+    def gathered(self) -> Iterator[bool]:
+        """Inside, the first rank of all has every expert and needs no other rank; True there.
+
+        All ranks enter it, between two steps. It takes the first rank the memory of all experts,
+        the others none; where a device has no room for that, they lie on the host, to be saved.
+        What is written into weights meanwhile is lost.
+        """
+        first, parts = dist.get_rank() == 0, [weight.data for weight in self.parameters()]
+        needed = sum(part.nbytes for part in parts) * dist.get_world_size(self.group)
+        fits = not first or _has_room(parts[0].device, needed)
+        for weight in self.parameters():
+            whole = layer_of(weight).whole(weight)  # one after the other: others need no memory
+            if whole is not None:
+                weight.data = whole if fits else whole.cpu()
+        self._stand_alone(first)
+        try:
+            yield first
+        finally:
+            self._stand_alone(False)
+            for weight, part in zip(self.parameters(), parts, strict=True):
+                weight.data = part
+
+    def _stand_alone(self, alone: bool) -> None:
+        for layer in self.layers.values():
+            layer.alone = alone
+            layer.module.num_experts = layer.total if alone else layer.here
+
+
+class ExpertGradients:
+    """Experts' gradients, summed over their copies while backward still runs, and divided.
+
+    The sum over a group's tokens is there already; ``divisor`` is what the rest of the gradients is
+    divided by, the ranks that DistributedDataParallel averages over.
+    """
+
+    def __init__(self, weights: Sequence[nn.Parameter], replicas: Group, divisor: int) -> None:
+        self.reduces = True  # False: gradients add up, until a backward pass for which it is True
+        self._replicas, self._divisor = replicas, divisor
+        self._copies = dist.get_world_size(replicas)
+        self._works: list[Any] = []
+        for weight in weights:
+            if self._copies > 1:  # as DistributedDataParallel does with the rest
+                dist.broadcast(weight.data, group_src=0, group=replicas)
+            if weight.requires_grad:
+                weight.register_post_accumulate_grad_hook(self._ready)
+
+    def _ready(self, weight: Tensor) -> None:
+        if not self.reduces or weight.grad is None:
+            return
+        weight.grad.div_(self._divisor)  # before the sum: fp16 can't hold all
+        if self._copies == 1:
+            return
+        if not self._works:
+            Variable._execution_engine.queue_callback(self._wait)  # at the end of this backward
+        self._works.append(dist.all_reduce(weight.grad, group=self._replicas, async_op=True))
+
+    def _wait(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+
+
+def replicated(module: nn.Module, shared: SharedExperts, **settings: Any) -> nn.Module:
+    """``module`` in DistributedDataParallel, which leaves alone what ``shared`` holds.
+
+    ``settings`` are those of DistributedDataParallel.
+    """
+    held = {id(weight) for weight in shared.parameters()}
+    names = [name for name, weight in module.named_parameters() if id(weight) in held]
+    # Torch has no public way to say so; TorchRec uses this one.
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+    return DistributedDataParallel(module, **settings)
+
+
+def layer_of(weight: Tensor) -> ExpertLayer:
+    """The layer whose experts a weight holds a part of; ValueError for any other weight."""
+    layer: ExpertLayer | None = getattr(weight, MARK, None)
+    if layer is None:
+        raise ValueError("this weight is no rank's part of a layer's experts")
+    return layer
+
+
+def holds_part(weight: Tensor) -> bool:
+    """Whether a weight, or a copy that took its marks over, is this rank's part of the experts."""
+    return hasattr(weight, MARK)
+
+
+def _has_room(device: torch.device, needed: int) -> bool:
+    """Whether so many bytes are half of what is free there at most."""
+    if device.type == "cpu":
+        return True
+    free, _ = torch.get_device_module(device).mem_get_info(device)
+    return 2 * needed <= int(free)
+
+
+def _stacked(module: nn.Module) -> bool:
+    count = getattr(module, "num_experts", None)
+    weights = list(module.parameters(recurse=False))
+    return (
+        isinstance(count, int)
+        and len(weights) > 1
+        and all(w.ndim > 1 and len(w) == count for w in weights)
+    )

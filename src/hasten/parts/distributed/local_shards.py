@@ -1,0 +1,231 @@
+"""What one rank holds of a model that is dealt out, as plain tensors: for optimizer, norm, saving.
+
+Parameters of a sharded or split module are ``DTensor``: a piece, and where it belongs. An update
+rule that treats each number by itself needs the piece alone. So the optimizer is given plain
+tensors over the same memory; kernels that know nothing of DTensor then work, pieces of different
+meshes go through one call, and no operator asks where anything belongs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from hasten.parts.distributed.sharding import let_go
+from hasten.parts.optim.muon import MuonAdamW
+
+Sum = Callable[[Tensor], Tensor]  # of a float64 tensor on the host, over all ranks
+FSDP_MARK = "_is_fsdp_managed_module"  # an attribute that fully_shard leaves on what it holds
+ENGINE = "torch.distributed"  # where the hooks of FSDP2 and of tensor parallelism come from
+
+
+class Format(Protocol):
+    """A number format whose weights are the module's own (as it came, or under autocast)."""
+
+    def prepare(self, module: nn.Module) -> None: ...
+
+    def region(self) -> AbstractContextManager[Any]: ...
+
+    def finish(self, module: nn.Module) -> None: ...
+
+
+class LocalShards:
+    """The true weights of a dealt-out module: this rank's pieces.
+
+    Args:
+        inner: the number format around it.
+        dtype: in which blocks compute, where sharding casts their weights; None: it doesn't.
+    """
+
+    def __init__(self, inner: Format, dtype: torch.dtype | None = None) -> None:
+        self.inner, self.dtype = inner, dtype
+        self._module = nn.Module()
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # (parameter, this rank's piece)
+        self._owners: dict[int, Tensor] = {}  # the parameter, by id of the piece
+        self._copies: dict[int, int] = {}  # ranks that hold the same piece, by id of the piece
+
+    def prepare(self, module: nn.Module) -> None:
+        self._module = module
+        self.inner.prepare(module)
+
+    def region(self) -> AbstractContextManager[Any]:
+        return self.inner.region()
+
+    def own(self, optimizer: Optimizer) -> None:
+        """Put the pieces where the optimizer had the parameters.
+
+        Raises:
+            ValueError: its rule needs whole matrices.
+        """
+        if isinstance(optimizer, MuonAdamW):
+            raise ValueError(
+                "muon needs whole matrices and each rank holds a piece of them; take adamw"
+            )
+        for group in optimizer.param_groups:
+            group["params"] = [self._piece(p) for p in group["params"]]
+
+    def _piece(self, parameter: Tensor) -> Tensor:
+        piece = parameter
+        if isinstance(parameter, DTensor):
+            piece = nn.Parameter(parameter.detach().to_local(), parameter.requires_grad)
+        self._pairs.append((parameter, piece))
+        self._owners[id(piece)] = parameter
+        self._copies[id(piece)] = _pieces(parameter)
+        return piece
+
+    def parameter_of(self, weight: Tensor) -> Tensor:
+        """The parameter that a piece is of; any other weight is its own."""
+        return self._owners.get(id(weight), weight)
+
+    def before_backward(self, reduces: bool) -> None:
+        return None
+
+    def collect(self) -> None:
+        """Hand the gradients that are there over to the pieces, in the pieces' own cut."""
+        for parameter, piece in self._pairs:
+            if piece is not parameter and isinstance(parameter.grad, DTensor):
+                piece.grad = _as_cut(parameter.grad, parameter)
+
+    def parameters(self) -> list[Tensor]:
+        return [piece for _, piece in self._pairs]
+
+    def publish(self) -> None:
+        """The pieces have changed: whatever is still together from a pass before is let go."""
+        let_go(self._module)
+
+    def finish(self, module: nn.Module) -> None:
+        self.inner.finish(module)
+
+    def norm(self, parameters: Sequence[Tensor], world_size: int, total: Sum) -> Tensor:
+        """L2 norm of the whole gradient: squares of all pieces, each piece counted once.
+
+        Args:
+            parameters: pieces with their ``.grad``.
+            total: the sum over all ranks.
+        """
+        squares = torch.zeros((), dtype=torch.float64)
+        known = [p for p in parameters if p.grad is not None and p.grad.numel()]
+        if known:
+            norms = torch._foreach_norm([p.grad for p in known], 2, dtype=_wide(known))
+            holders = [world_size // self._copies[id(p)] for p in known]
+            device = norms[0].device
+            weights = torch.tensor([1 / h for h in holders], dtype=torch.float64, device=device)
+            squares = (torch.stack(norms).double().square() * weights).sum().cpu()
+        found = total(squares.reshape(1)).sqrt()[0]
+        device = known[0].device if known else squares.device
+        return found.to(device, _wide(known))
+
+
+def _wide(parameters: Sequence[Tensor]) -> torch.dtype:
+    found = torch.float32
+    for parameter in parameters:
+        if parameter.grad is not None:
+            found = torch.promote_types(found, parameter.grad.dtype)
+    return found
+
+
+def _pieces(parameter: Tensor) -> int:
+    """Into how many pieces a parameter is cut; the ranks beyond them hold copies."""
+    found = 1
+    if isinstance(parameter, DTensor):
+        for axis, placement in enumerate(parameter.placements):
+            if not placement.is_replicate():
+                found *= parameter.device_mesh.size(axis)
+    return found
+
+
+def _as_cut(gradient: DTensor, parameter: Tensor) -> Tensor:
+    """The gradient's local piece; what ranks have yet to add up (a norm's weight over pieces of a
+    sequence) is added up."""
+    assert isinstance(parameter, DTensor)
+    if gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    local = gradient.to_local()
+    if isinstance(local, AsyncCollectiveTensor):
+        local = local.wait()
+    return local
+
+
+@contextmanager
+def whole_on_first(module: nn.Module, model: nn.Module, first: bool) -> Iterator[bool]:
+    """A context in which the first rank's ``model`` is whole and runs by itself; all ranks enter.
+
+    Weight by weight the pieces are brought together, kept on the first rank and dropped on the
+    others. There the engines' hooks are taken off the modules, so that a forward pass asks no
+    other rank. On the way out pieces and hooks are put back; what was written inside is lost.
+    """
+    let_go(module)
+    places = [
+        (owner, name, parameter)
+        for owner in model.modules()
+        for name, parameter in owner._parameters.items()
+        if isinstance(parameter, DTensor)
+    ]
+    needed = sum(p.numel() * p.element_size() for p in {id(p): p for *_, p in places}.values())
+    whole: dict[int, nn.Parameter] = {}
+    for _, _, parameter in places:
+        if id(parameter) not in whole:
+            full = _whole(parameter)
+            full = _where_there_is_room(full, needed) if first else full.new_empty(0)
+            whole[id(parameter)] = nn.Parameter(full, parameter.requires_grad)
+    if not first:
+        yield False
+        return
+    marked: list[Any] = [m for m in model.modules() if vars(m).get(FSDP_MARK)]
+    for found in marked:  # Hugging Face's generate asks the other ranks where it sees the mark
+        setattr(found, FSDP_MARK, False)
+    tables = _engine_hooks(model)
+    before = [dict(table) for table, _ in tables]
+    for owner, name, parameter in places:
+        owner._parameters[name] = whole[id(parameter)]
+    for table, keys in tables:
+        for key in keys:
+            del table[key]
+    try:
+        yield True
+    finally:
+        for owner, name, parameter in places:
+            owner._parameters[name] = parameter
+        for found in marked:
+            setattr(found, FSDP_MARK, True)
+        for (table, _), hooks in zip(tables, before, strict=True):
+            table.update(hooks)
+            for key in hooks:  # in the order they had
+                table.move_to_end(key)
+
+
+def _whole(parameter: DTensor) -> Tensor:
+    """All pieces together; those in host memory travel by way of the mesh's device."""
+    with torch.no_grad():
+        return parameter.to(parameter.device_mesh.device_type).full_tensor()
+
+
+def _where_there_is_room(full: Tensor, needed: int) -> Tensor:
+    """On its device if all of the model fits into half of what is free there, else on the host."""
+    if full.device.type == "cpu":
+        return full
+    free, _ = torch.get_device_module(full.device).mem_get_info(full.device)
+    return full if 2 * needed <= free else full.cpu()
+
+
+def _engine_hooks(model: nn.Module) -> list[tuple[Any, list[int]]]:
+    """Forward hooks of torch's engines: the tables that hold them, and their keys there."""
+    found = []
+    for module in model.modules():
+        tables: tuple[Any, Any] = (module._forward_pre_hooks, module._forward_hooks)
+        for table in tables:
+            ours = [key for key, hook in table.items() if _origin(hook).startswith(ENGINE)]
+            if ours:
+                found.append((table, ours))
+    return found
+
+
+def _origin(hook: Any) -> str:
+    return str(getattr(hook, "__module__", None) or "")

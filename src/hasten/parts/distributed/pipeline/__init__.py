@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules, stages, and what runs them."""

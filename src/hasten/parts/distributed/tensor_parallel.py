@@ -1,0 +1,247 @@
+"""Tensor parallelism: each rank computes its piece of every layer, on DTensor's own styles.
+
+    q, k, v, gate, up   cut by output (column): a rank has some heads, some of the MLP's width
+    o, down             cut by input (row): the ranks' results are added up
+    embedding, head     cut by vocabulary; see :mod:`hasten.parts.distributed.vocabulary_parallel`
+    norms, residuals    the same everywhere, or with ``sequence`` cut along the sequence:
+                        layer = norm -> gather -> attention -> scatter -> norm -> gather -> ...
+
+What a plan doesn't name stays whole on every rank, and its gradient comes out whole too.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from hasten.parts.distributed.tensor_adapters import (
+    base_of,
+    cut_beside_column,
+    cut_beside_row,
+    why_not,
+)
+from hasten.parts.distributed.vocabulary_parallel import VocabularyParallelHead
+from hasten.parts.nn.causal_lm import causal_lm, trunk
+from hasten.parts.nn.fused_layers import is_fused
+from hasten.parts.nn.recompute import decoder_blocks
+
+SEQUENCE = 1  # the dimension of (batch, sequence, hidden)
+HEADS = 2  # of (batch, sequence, heads, head size)
+
+
+class Plan(Protocol):
+    """Which module is cut how: names below the trunk, ``*`` a layer's number."""
+
+    @property
+    def column(self) -> tuple[str, ...]: ...
+    @property
+    def row(self) -> tuple[str, ...]: ...
+    @property
+    def regions(self) -> tuple[str, ...]: ...
+    @property
+    def mixed(self) -> tuple[str, ...]: ...
+    @property
+    def scattered(self) -> tuple[str, ...]: ...
+    @property
+    def norms(self) -> tuple[str, ...]: ...
+    @property
+    def head_norms(self) -> tuple[str, ...]: ...
+    @property
+    def tails(self) -> tuple[str, ...]: ...
+    @property
+    def tail_size(self) -> str: ...
+    @property
+    def embedding(self) -> str: ...
+
+
+def check_heads(config: Any, size: int) -> None:
+    """Raise ValueError where heads can't be dealt out evenly."""
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if heads and heads % size:
+            what = "attention heads" if name == "num_attention_heads" else "key and value heads"
+            raise ValueError(
+                f"{heads} {what} can't be dealt out evenly over {size} ranks; take a size that "
+                "divides them"
+            )
+
+
+def split_layers(model: nn.Module, mesh: DeviceMesh, plan: Plan, sequence: bool = True) -> None:
+    """Cut a Hugging Face causal model's layers over the mesh, in place.
+
+    Args:
+        mesh: one axis.
+        sequence: cut the sequence too, between the regions; its length must divide by the ranks.
+
+    Raises:
+        ValueError: heads can't be dealt out, attention drops out, or a layer isn't a plain linear
+            one, adapted or not.
+    """
+    config = causal_lm(model).config
+    check_heads(config, mesh.size())
+    _check_dropout(config)
+    learns = {name: p.requires_grad for name, p in model.named_parameters()}
+    inner = trunk(model)
+    _check_plain(inner, (*plan.column, *plan.row))
+    between = Shard(SEQUENCE) if sequence else Replicate()
+    nested = {n for n in _matches(inner, plan.row) if _inside(n, inner, plan.scattered)}
+    for name in _matches(inner, plan.column):
+        layer = inner.get_submodule(name)
+        parallelize_module(base_of(layer), mesh, ColwiseParallel())
+        cut_beside_column(layer, mesh)
+    for name in _matches(inner, plan.row):
+        # A row cut inside a region that ends whole is added up to something whole.
+        after = Replicate() if name in nested else between
+        layer = inner.get_submodule(name)
+        parallelize_module(base_of(layer), mesh, RowwiseParallel(output_layouts=after))
+        cut_beside_row(layer, mesh, after)
+    for name in _matches(inner, plan.tails):
+        module = inner.get_submodule(name)
+        module.register_forward_hook(_Tail(getattr(config, plan.tail_size), mesh))
+    for name in _matches(inner, plan.head_norms):
+        style_ = SequenceParallel(sequence_dim=HEADS, use_local_output=True)
+        parallelize_module(inner.get_submodule(name), mesh, style_)
+    for name in _matches(inner, plan.regions):
+        _enter(inner.get_submodule(name), mesh, between, keep=True)
+    if sequence:
+        _cut_sequence(inner, mesh, plan)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(learns[name])  # SequenceParallel makes all it replicates learn
+
+
+def split_vocabulary(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
+    """Cut embedding and head over the mesh by tokens, tied or not, in place.
+
+    Raises:
+        ValueError: the head isn't a linear layer.
+    """
+    outer, inner = causal_lm(model), trunk(model)
+    embedding, head = inner.get_submodule(plan.embedding), outer.lm_head
+    weight = getattr(head, "weight", None)
+    if not isinstance(weight, nn.Parameter) or weight.ndim != 2 or hasattr(head, "base_layer"):
+        raise ValueError(f"the head is {type(head).__name__}, and a linear one can be cut alone")
+    tied = weight is embedding.weight
+    style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+    parallelize_module(embedding, mesh, style)
+    rows = embedding.weight if tied else _by_rows(weight, mesh)
+    bias = getattr(head, "bias", None)
+    outer.lm_head = VocabularyParallelHead(
+        rows, None if bias is None else _by_rows(bias, mesh), mesh
+    )
+
+
+def _check_dropout(config: Any) -> None:
+    share = getattr(config, "attention_dropout", 0.0)
+    if share:
+        raise ValueError(
+            f"attention_dropout is {share}, and each rank would drop the same places in its own "
+            "heads as the others in theirs; set it to 0, or take fsdp2 as the layout"
+        )
+
+
+def _by_rows(parameter: Tensor, mesh: DeviceMesh) -> nn.Parameter:
+    cut = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+    return nn.Parameter(cut, requires_grad=parameter.requires_grad)
+
+
+def _enter(module: nn.Module, mesh: DeviceMesh, between: Any, keep: bool) -> None:
+    """The region's input is made whole; ``keep``: it stays a DTensor, so that the gradients of all
+    its readers are added up before they travel, once."""
+    named = "hidden_states" if _attends(module) else None
+    made: dict[str, Any] = {"use_local_output": not keep}
+    if named is None:
+        made |= {"input_layouts": (between,), "desired_input_layouts": (Replicate(),)}
+    else:
+        made |= {
+            "input_kwarg_layouts": {named: between},
+            "desired_input_kwarg_layouts": {named: Replicate()},
+        }
+    parallelize_module(module, mesh, PrepareModuleInput(**made))
+
+
+def _attends(module: nn.Module) -> bool:
+    """Hugging Face's blocks call attention with names, and the MLP without."""
+    return "Attention" in type(module).__name__
+
+
+def _cut_sequence(inner: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
+    between, whole = Shard(SEQUENCE), Replicate()
+    for name in _matches(inner, plan.norms):
+        style = SequenceParallel(use_local_output=True)
+        parallelize_module(inner.get_submodule(name), mesh, style)
+    for name in _matches(inner, plan.mixed):
+        _enter(inner.get_submodule(name), mesh, between, keep=False)
+    for name in _matches(inner, plan.scattered):
+        style_: ParallelStyle = PrepareModuleOutput(
+            output_layouts=whole, desired_output_layouts=between
+        )
+        parallelize_module(inner.get_submodule(name), mesh, style_)
+    first = decoder_blocks(inner)[0]
+    into: ParallelStyle = PrepareModuleInput(
+        input_layouts=(whole,), desired_input_layouts=(between,), use_local_output=True
+    )
+    parallelize_module(first, mesh, into)
+    last = inner.get_submodule("norm")
+    out: ParallelStyle = PrepareModuleOutput(output_layouts=between, desired_output_layouts=whole)
+    parallelize_module(last, mesh, out)
+
+
+class _Tail:
+    """Forward nothing; in backward the last columns' gradients are added up over ranks, since each
+    rank's heads have used them for themselves."""
+
+    def __init__(self, size: int, mesh: DeviceMesh) -> None:
+        self._size, self._mesh = size, mesh
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        latent, tail = output.split([output.shape[-1] - self._size, self._size], dim=-1)
+        shared = DTensor.from_local(tail, self._mesh, [Replicate()], run_check=False)
+        return torch.cat([latent, shared.to_local(grad_placements=[Partial()])], dim=-1)
+
+
+def _matches(inner: nn.Module, patterns: tuple[str, ...]) -> list[str]:
+    """Modules that a pattern names, ``*`` being a number."""
+    found = []
+    for name, _ in inner.named_modules():
+        for pattern in patterns:
+            same = name.count(".") == pattern.count(".")
+            if same and fnmatch.fnmatchcase(name, pattern):
+                found.append(name)
+    return found
+
+
+def _inside(name: str, inner: nn.Module, patterns: tuple[str, ...]) -> bool:
+    """Whether a region that ends whole lies around it."""
+    return any(name.startswith(f"{region}.") for region in _matches(inner, patterns))
+
+
+def _check_plain(inner: nn.Module, patterns: tuple[str, ...]) -> None:
+    for name, module in _named(inner, patterns):
+        reason, base = why_not(module), base_of(module)
+        if reason:
+            raise ValueError(f"{name} {reason}; take fsdp2 as the layout")
+        if type(base) is not nn.Linear or ("forward" in vars(base) and not is_fused(base)):
+            raise ValueError(
+                f"{name} is {type(base).__name__} with code of its own, and only plain linear "
+                "layers can be cut; leave out what replaces them"
+            )
+
+
+def _named(inner: nn.Module, patterns: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
+    for name in _matches(inner, patterns):
+        yield name, inner.get_submodule(name)

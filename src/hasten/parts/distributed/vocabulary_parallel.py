@@ -1,0 +1,200 @@
+"""Cross-entropy with the vocabulary dealt out: each rank scores its own tokens, no logits travel.
+
+A rank multiplies the hidden states with its rows of the head. Of a chunk's logits (rows, V / n) it
+needs from the others the largest one, the sum of exponentials and the label's score, three numbers
+a row; then it turns its logits into gradients and drops them, as
+:mod:`hasten.parts.nn.cross_entropy` does on one rank. Only the gradient of the hidden states is
+added up over ranks, once (Shoeybi et al., arXiv:1909.08053, section 3).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from hasten.parts.nn.cross_entropy import (
+    IGNORED,
+    PLAIN,
+    LossTerms,
+    at_least_float32,
+    chunk_rows,
+    label_only_cross_entropy,
+)
+
+
+class VocabularyParallelHead(nn.Module):
+    """A linear head whose weight is a ``DTensor`` cut by rows; labels in, summed loss out.
+
+    Args:
+        weight: (vocabulary, hidden), ``Shard(0)`` over ``mesh``; may be the embedding's.
+        bias: (vocabulary,), cut alike.
+    """
+
+    takes_labels = True
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self.out_features, self.in_features = weight.shape
+        self._mesh = mesh
+
+    def forward(
+        self,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        chunk: int | str = "auto",
+        terms: LossTerms = PLAIN,
+    ) -> Tensor:
+        """The summed loss of ``hidden`` (rows, hidden), the same on every rank of the mesh.
+
+        Without labels the logits of a weight that is whole (while it is saved or generates).
+
+        Raises:
+            ValueError: no labels, and the weight is cut.
+        """
+        weight, bias = _local(self.weight), _local(self.bias)
+        assert weight is not None
+        if labels is None:
+            if isinstance(self.weight, DTensor):
+                raise ValueError("the head's weight is dealt out over ranks; give labels")
+            return F.linear(hidden, weight, bias)
+        if not isinstance(self.weight, DTensor):
+            return label_only_cross_entropy(hidden, weight, labels, chunk, bias, terms)
+        # By the largest piece: ranks with fewer rows have to take as many chunks as the others.
+        rows = chunk_rows(chunk, _piece(self.out_features, self._mesh))
+        first = _first_row(self.out_features, self._mesh)
+        group = self._mesh.get_group()
+        return vocabulary_parallel_cross_entropy(
+            hidden, weight, labels, first, group, rows, bias, terms, self.out_features
+        )
+
+
+def vocabulary_parallel_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    first: int,
+    group: Any,
+    chunk: int,
+    bias: Tensor | None = None,
+    terms: LossTerms = PLAIN,
+    vocabulary: int = 0,
+) -> Tensor:
+    """The summed loss of ``hidden`` (rows, hidden) against ``labels`` (rows,), -100: no loss.
+
+    Args:
+        weight: this rank's rows of the head, from row ``first`` on; ``bias`` alike.
+        group: the ranks that hold the others; each is given the same hidden states and labels.
+        chunk: rows whose logits exist at once.
+        vocabulary: rows of all ranks together, for label smoothing.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    place = first, group, chunk, terms, vocabulary
+    loss: Tensor = _DealtOut.apply(hidden, weight, bias, labels, place)
+    return loss
+
+
+class _DealtOut(torch.autograd.Function):
+    """Forward forms the gradients, backward scales them: the loss is a sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, place: Any
+    ) -> Tensor:
+        first, group, chunk, terms, vocabulary = place
+        wide = at_least_float32(weight.dtype)
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.zeros_like(hidden, dtype=wide) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=wide) if wants_bias and bias is not None else None
+        loss = hidden.new_zeros((), dtype=wide)
+        for start in range(0, len(hidden), chunk):
+            rows, wanted = hidden[start : start + chunk], labels[start : start + chunk]
+            logits = F.linear(rows, weight, bias).to(wide)
+            part, grad = _loss_and_gradient(logits, wanted, first, group, terms, vocabulary)
+            loss += part
+            narrow = grad.to(weight.dtype)
+            if grad_hidden is not None:
+                grad_hidden[start : start + chunk] = narrow @ weight
+            if grad_weight is not None:
+                grad_weight += narrow.T @ rows
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+        if grad_hidden is not None:
+            dist.all_reduce(grad_hidden, group=group)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.formats = hidden.dtype, weight.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, *parameters = ctx.saved_tensors
+        of_hidden, of_weight = ctx.formats
+        found = None if hidden is None else (hidden * grads[0]).to(of_hidden)
+        rest = (None if g is None else (g * grads[0]).to(of_weight) for g in parameters)
+        return found, *rest, None, None
+
+
+def _loss_and_gradient(
+    logits: Tensor, labels: Tensor, first: int, group: Any, terms: LossTerms, vocabulary: int
+) -> tuple[Tensor, Tensor]:
+    """A chunk's summed loss over all ranks, and d loss / d of this rank's logits.
+
+    The formulas are those at the head of :mod:`hasten.parts.nn.cross_entropy`.
+    """
+    scores, slope = logits, None
+    if terms.softcap is not None:
+        scores = torch.tanh(logits / terms.softcap)
+        slope = 1 - scores.square()
+        scores = scores * terms.softcap
+    kept = (labels != IGNORED).unsqueeze(1)
+    here = kept & (labels >= first).unsqueeze(1) & (labels < first + scores.shape[1]).unsqueeze(1)
+    wanted = (labels.unsqueeze(1) - first).masked_fill(~here, 0)
+    largest = scores.amax(dim=1, keepdim=True)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    exponentials = (scores - largest).exp()
+    own = scores.gather(1, wanted).masked_fill(~here, 0.0)
+    # One message: sum of exponentials, the label's score, the sum of scores.
+    sums = torch.stack([exponentials.sum(1), own.squeeze(1), scores.sum(1)])
+    dist.all_reduce(sums, group=group)
+    total, of_label, all_scores = (s.unsqueeze(1) for s in sums)
+    log_sum = total.log() + largest
+    smoothing = terms.label_smoothing
+    losses = log_sum - (1 - smoothing) * of_label
+    grad = exponentials / total
+    if smoothing:
+        losses = losses - smoothing * all_scores / vocabulary
+    if terms.z_loss:
+        losses = losses + terms.z_loss * log_sum.square()
+        grad = grad * (1 + 2 * terms.z_loss * log_sum)
+    if smoothing:
+        grad = grad - smoothing / vocabulary
+    grad = grad.scatter_add(1, wanted, here.to(grad.dtype) * (smoothing - 1))
+    if slope is not None:
+        grad = grad * slope
+    return losses.masked_fill(~kept, 0.0).sum(), grad.masked_fill(~kept, 0.0)
+
+
+def _local(parameter: nn.Parameter | None) -> Tensor | None:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _first_row(rows: int, mesh: DeviceMesh) -> int:
+    """Where this rank's rows begin, as ``Shard(0)`` cuts them: all pieces but the last alike."""
+    place: int = mesh.get_local_rank()
+    return min(_piece(rows, mesh) * place, rows)
+
+
+def _piece(rows: int, mesh: DeviceMesh) -> int:
+    """Rows of every piece but the last, which may have fewer."""
+    found: int = -(-rows // mesh.size())
+    return found

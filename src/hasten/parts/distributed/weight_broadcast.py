@@ -1,0 +1,136 @@
+"""Weights on their way from the one rank of a host that has built the model to the others.
+
+The others have its skeleton: the same modules with tensors on the meta device, which have shapes
+and no memory. For one module after the other they get memory for its tensors, are sent the values
+and cut them into their pieces. So a host holds one whole model and its pieces, where it held one
+whole model for each rank, and files are read once.
+
+    arrival = Arrival(reads=local_rank == 0)      # every rank, at the same moment
+    for block in blocks:
+        arrival(block)                            # every rank
+        fully_shard(block)                        # lets go of what was whole
+    arrival(model)                                # what lies outside the blocks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hasten.parts.comm.topology import host_name
+
+Table = dict[str, Any]  # of a module's parameters, or of its buffers
+
+
+class Arrival:
+    """Sends a module's tensors from this host's reader to the ranks that have none of their own.
+
+    Args:
+        reads: this rank has built the model; at least one rank has.
+    """
+
+    def __init__(self, reads: bool) -> None:
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, (host_name(), reads))
+        self.sent_bytes = 0  # handed over, or received
+        self._buffers: dict[int, Any] = {}  # that have arrived; parameters are cut after it
+        self._group: Any = None
+        self._sender = 0
+        for members in senders([host for host, _ in told], [reading for _, reading in told]):
+            # gloo carries what lies in host memory. A default group that has it passes it on; all
+            # ranks then split NCCL's communicator together, where those outside would wait for it.
+            backend = None if "gloo" in dist.get_backend() else "gloo"
+            group = dist.new_group(list(members), backend=backend, sort_ranks=False)
+            if dist.get_rank() in members:
+                self._group, self._sender = group, members[0]
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module) -> None:
+        """Of the module and all in it: what isn't cut into pieces yet. Every rank of a host calls
+        it with the same module.
+
+        Raises:
+            ValueError: ranks have different modules.
+        """
+        found = [one for one in _tensors(module) if id(one[2]) not in self._buffers]
+        self._agree(module, found)
+        arrived: dict[int, Any] = {}
+        for table, name, old in found:
+            if id(old) not in arrived:  # tied weights are one
+                arrived[id(old)] = self._sent(old)
+            table[name] = arrived[id(old)]
+            if not isinstance(old, nn.Parameter):
+                self._buffers[id(table[name])] = table[name]
+
+    def _sent(self, tensor: Any) -> Any:
+        """The tensor itself where it has values, else one in its place that has."""
+        if not tensor.is_meta:
+            values, kept = tensor.detach(), tensor
+        elif isinstance(tensor, nn.Parameter):
+            values = torch.empty_like(tensor, device="cpu")
+            kept = nn.Parameter(values, tensor.requires_grad)
+        else:
+            values = kept = torch.empty_like(tensor, device="cpu")
+        plain = values.contiguous()
+        dist.broadcast(plain, self._sender, group=self._group)
+        if plain is not values:  # one with gaps
+            values.copy_(plain)
+        self.sent_bytes += plain.nbytes
+        return kept
+
+    def _agree(self, module: nn.Module, found: Sequence[tuple[Table, str, Any]]) -> None:
+        """All have what the sender has, or all raise: with a tensor missing on one rank every later
+        one would take another's place."""
+        mine = [(name, tuple(t.shape), str(t.dtype)) for _, name, t in found]
+        told: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(told, mine, group=self._group)
+        for other in told[1:]:
+            if other != told[0]:
+                pairs = zip(told[0], other, strict=False)
+                wrong = next((f"{b} for {a}" for a, b in pairs if a != b), "more tensors, or fewer")
+                raise ValueError(
+                    f"the skeleton of {type(module).__name__} isn't that of the model which was "
+                    f"built: it has {wrong}"
+                )
+
+
+def senders(hosts: Sequence[str], reads: Sequence[bool]) -> list[tuple[int, ...]]:
+    """Groups of ranks, in each the one that has the model first; arguments are by rank.
+
+    A host's ranks get it from one of their own that has it, or, where none has, from the first rank
+    that has.
+
+    Raises:
+        ValueError: no rank has it.
+    """
+    if not any(reads):
+        raise ValueError("no rank has built the model")
+    by_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(rank)
+    first = list(reads).index(True)
+    groups: dict[int, list[int]] = {}
+    for ranks in by_host.values():
+        source = next((rank for rank in ranks if reads[rank]), first)
+        groups.setdefault(source, [source]).extend(r for r in ranks if r != source)
+    return [tuple(dict.fromkeys(members)) for members in groups.values()]
+
+
+def is_skeleton(module: nn.Module) -> bool:
+    """Whether any of its tensors has no memory."""
+    tensors = (*module.parameters(), *module.buffers())
+    return any(tensor.is_meta for tensor in tensors)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[Table, str, Tensor]]:
+    """Whole parameters and buffers with the tables they stand in, alike ordered on all ranks."""
+    for owner in module.modules():
+        for table in (owner._parameters, owner._buffers):
+            for name, tensor in list(table.items()):
+                if tensor is not None and not isinstance(tensor, DTensor):
+                    yield table, name, tensor

@@ -1,0 +1,240 @@
+"""A DeepSpeed configuration (``ds_config.json``): read, checked, and its "auto" values filled.
+
+(1) every key is one that DeepSpeed knows, or an error with the nearest => (2) batch sizes agree
+with each other, the number of ranks and what the trainer was told => (3) each "auto" takes the
+trainer's value. DeepSpeed leaves "auto" to whoever calls it; sizes that follow from the model's
+width are those of Transformers' integration: buckets of hidden^2, prefetch of 0.9 hidden^2,
+parameters below 10 hidden elements kept on every rank
+(https://huggingface.co/docs/transformers/deepspeed). Keys and rules:
+https://www.deepspeed.ai/docs/config-json/.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hasten.parts.distributed.zero_keys import INSIDE, OFFLOAD, TOP
+
+AUTO = "auto"
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the trainer knows, for "auto"; None: it was told nothing."""
+
+    world: int = 1
+    batch: int | None = None  # records of one step over all ranks
+    micro_batch: int | None = None  # of one pass on one rank
+    clipping: float | None = None
+    learning_rate: float = 2e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    total_steps: int = 1
+    hidden: int = 0
+    fp16: bool = False
+    bf16: bool = False
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Records of a step over all ranks, of one pass on one rank, and passes; None: not said."""
+
+    train: int | None
+    micro: int | None
+    steps: int | None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The file as a dictionary whose keys DeepSpeed knows.
+
+    Raises:
+        ValueError: no such file, not JSON, an unknown key.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"can't read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is not a DeepSpeed configuration: it must be a JSON object")
+    check_keys(found, str(path))
+    return found
+
+
+def check_keys(config: Mapping[str, Any], place: str = "ds_config") -> None:
+    """Raise ValueError at a key that DeepSpeed doesn't know, with the nearest that it does."""
+    _check(config, TOP, place)
+    for name, known in INSIDE.items():
+        section = config.get(name)
+        if section is None:
+            continue
+        if not isinstance(section, Mapping):
+            raise ValueError(f"{place}: {name} is {section!r}; it must be a JSON object")
+        _check(section, known, f"{place}: {name}")
+    zero = config.get("zero_optimization") or {}
+    for name in ("offload_optimizer", "offload_param"):
+        if isinstance(zero.get(name), Mapping):
+            _check(zero[name], OFFLOAD, f"{place}: zero_optimization: {name}")
+    stage = zero.get("stage", 0)
+    if type(stage) is not int or not 0 <= stage <= 3:
+        raise ValueError(f"{place}: zero_optimization: stage is {stage!r}; it is 0, 1, 2 or 3")
+    on = [enabled(config, name) for name in ("fp16", "bf16")]
+    if on == [True, True]:
+        raise ValueError(f"{place}: fp16 and bf16 are both enabled; keep one of them")
+
+
+def _check(section: Mapping[str, Any], known: Collection[str], place: str) -> None:
+    for key in section:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"{place}: unknown key {key!r}{hint}")
+
+
+def enabled(config: Mapping[str, Any], name: str) -> bool | str | None:
+    """True, False or "auto" of a section with a switch; None where there is no such section."""
+    section = config.get(name)
+    if name == "bf16" and section is None:
+        section = config.get("bfloat16")
+    if not isinstance(section, Mapping):
+        return None
+    value = section.get("enabled", False)
+    if isinstance(value, bool):
+        return value
+    if value != AUTO:
+        raise ValueError(f"{name}: enabled is {value!r}; it is true, false or auto")
+    return AUTO
+
+
+def explicit(value: Any) -> Any:
+    """The value, or None where it is left to the trainer."""
+    return None if value == AUTO else value
+
+
+def batch_sizes(config: Mapping[str, Any], known: Known) -> BatchSizes:
+    """The three sizes made whole from each other and from what the trainer was told.
+
+    Raises:
+        ValueError: two of them contradict each other, or the trainer.
+    """
+    given = [_size(config, key) for key in BATCH_KEYS]
+    train, micro, steps = given
+    world = known.world
+    if train and known.batch and train != known.batch:
+        raise ValueError(f"train_batch_size is {train} and global_batch_size is {known.batch}")
+    if micro and known.micro_batch and micro != known.micro_batch:
+        raise ValueError(
+            f"train_micro_batch_size_per_gpu is {micro} and micro_batch_size is {known.micro_batch}"
+        )
+    micro, train = micro or known.micro_batch, train or known.batch
+    if micro and steps and not train:
+        train = micro * steps * world
+    if train and steps and not micro:
+        micro = _divided(train, steps * world, f"{steps} passes on {world} rank(s)")
+    if train and micro and not steps:
+        steps = -(-train // (micro * world))  # the last pass of a step may be smaller
+        if given[0] and given[1] and train % (micro * world):
+            raise ValueError(
+                f"train_batch_size {train} can't be dealt to {world} rank(s) in passes of {micro} "
+                "(train_micro_batch_size_per_gpu) records"
+            )
+    if train and not micro and not steps and train % world == 0:
+        micro, steps = train // world, 1
+    if all(given) and train != (micro or 0) * (steps or 0) * world:
+        raise ValueError(
+            f"train_batch_size is {train}, but train_micro_batch_size_per_gpu {micro} x "
+            f"gradient_accumulation_steps {steps} x {world} rank(s) is "
+            f"{(micro or 0) * (steps or 0) * world}"
+        )
+    if given[1] and given[2] and train and train != (micro or 0) * (steps or 0) * world:
+        raise ValueError(
+            f"the step has {train} records, but train_micro_batch_size_per_gpu {micro} x "
+            f"gradient_accumulation_steps {steps} x {world} rank(s) is "
+            f"{(micro or 0) * (steps or 0) * world}"
+        )
+    return BatchSizes(train, micro, steps)
+
+
+def _size(config: Mapping[str, Any], key: str) -> int | None:
+    value = explicit(config.get(key))
+    if value is not None and (type(value) is not int or value < 1):
+        raise ValueError(f"{key} is {value!r}; it must be a number from 1 on, or auto")
+    return value
+
+
+def _divided(whole: int, by: int, words: str) -> int:
+    if whole % by:
+        raise ValueError(f"a step of {whole} records can't be dealt evenly to {words}")
+    return whole // by
+
+
+def filled(config: Mapping[str, Any], known: Known) -> dict[str, Any]:
+    """A copy without any "auto".
+
+    Raises:
+        ValueError: sizes that contradict, or an "auto" that nothing decides.
+    """
+    found = copy.deepcopy(dict(config))
+    sizes = batch_sizes(config, known)
+    for key, value in zip(BATCH_KEYS, (sizes.train, sizes.micro, sizes.steps), strict=True):
+        if key in found and value is not None:
+            found[key] = value
+        elif explicit(found.get(key)) is None:
+            found.pop(key, None)  # two of the three are enough for DeepSpeed
+    values: dict[tuple[str, ...], Any] = {
+        **{("zero_optimization", key): size for key, size in _by_width(known.hidden).items()},
+        ("gradient_clipping",): known.clipping or 0.0,
+        ("fp16", "enabled"): known.fp16,
+        ("bf16", "enabled"): known.bf16,
+        ("bfloat16", "enabled"): known.bf16,
+        ("optimizer", "params", "lr"): known.learning_rate,
+        ("optimizer", "params", "betas"): list(known.betas),
+        ("optimizer", "params", "eps"): known.eps,
+        ("optimizer", "params", "weight_decay"): known.weight_decay,
+        ("scheduler", "params", "warmup_min_lr"): 0,
+        ("scheduler", "params", "warmup_max_lr"): known.learning_rate,
+        ("scheduler", "params", "warmup_num_steps"): known.warmup_steps,
+        ("scheduler", "params", "total_num_steps"): known.total_steps,
+    }
+    left = [path for path in _autos(found) if path not in values]
+    if left:
+        raise ValueError(f"nothing decides {': '.join(left[0])}, which is auto: give a value")
+    for path in list(_autos(found)):
+        section = found
+        for name in path[:-1]:
+            section = section[name]
+        section[path[-1]] = values[path]
+    return found
+
+
+def _by_width(hidden: int) -> dict[str, int]:
+    """Sizes that follow from the model's width; none where that isn't known."""
+    if not hidden:
+        return {}
+    return {
+        "reduce_bucket_size": hidden * hidden,
+        "allgather_bucket_size": hidden * hidden,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+        "stage3_param_persistence_threshold": 10 * hidden,
+    }
+
+
+def _autos(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """The paths of all values that are "auto"."""
+    found: list[tuple[str, ...]] = []
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            found += _autos(value, (*above, key))
+        elif value == AUTO:
+            found.append((*above, key))
+    return found

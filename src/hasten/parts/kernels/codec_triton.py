@@ -1,0 +1,228 @@
+"""Codecs in Triton, for GPUs: the loops of ``codec.cpp`` again, bit by bit.
+
+Imported only where Triton is installed. One program has one block. A product is never fused with
+the sum that rounds it to a whole number, which would round differently where two codes are equally
+near; so the kernels are compiled without fusion.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Triton reads the annotations of a kernel as its own: constexpr, or none.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hasten.parts.kernels import codec_reference
+from hasten.parts.kernels.codec_reference import INFINITE, key_of, rule_of
+
+finite = codec_reference.finite  # one pass of torch's, which waits for its answer
+
+
+@triton.jit
+def mixed(x):
+    """The hash of ``codec_torch``, on uint32."""
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def read(flat, residual, at, inside, REST: tl.constexpr):
+    """Numbers with what was left out before."""
+    values = tl.load(flat + at, mask=inside, other=0.0).to(tl.float32)
+    if REST:
+        values += tl.load(residual + at, mask=inside, other=0.0)
+    return values
+
+
+@triton.jit
+def rounded(values, inverse, at, most, key, DICE: tl.constexpr):
+    """Codes as whole numbers: to the nearest, ties to even, or by chance."""
+    if DICE:
+        fine = values * (inverse * 65536.0)
+        # The addend below rounds numbers up to 2^22, and 65536ths of int8 reach 2^23.
+        below = tl.floor(fine)
+        share = fine - below
+        odd = (below.to(tl.int32) & 1) == 1
+        up = (share > 0.5) | ((share == 0.5) & odd)
+        whole = below.to(tl.int32) + tl.where(up, 1, 0)
+        noise = mixed((at.to(tl.int32) + key).to(tl.uint32)) >> 16
+        codes = (whole + noise.to(tl.int32)) >> 16
+    else:
+        codes = ((values * inverse + 12582912.0) - 12582912.0).to(tl.int32)
+    return tl.minimum(tl.maximum(codes, -most), most)
+
+
+@triton.jit
+def encode_kernel(
+    flat,
+    residual,
+    kept,
+    codes,
+    scales,
+    numbers,
+    share,
+    low,
+    cap,
+    most,
+    key,
+    BITS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    KEEP: tl.constexpr,
+    DICE: tl.constexpr,
+    INFINITY: tl.constexpr,
+):
+    """One block: its halves lie in the two halves of each byte of int4."""
+    block = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, HALF)
+    first = block * 2 * HALF + lane
+    second = first + HALF
+    v = read(flat, residual, first, first < numbers, REST)
+    w = read(flat, residual, second, second < numbers, REST)
+    sizes = tl.maximum(
+        v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, w.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    )
+    largest = tl.max(sizes, 0)
+    bad = largest >= INFINITY
+    up = ((largest.to(tl.float32, bitcast=True) * share).to(tl.int32, bitcast=True) + 0xFFFF) >> 16
+    bits = tl.where((largest < low) | bad, 0, tl.minimum(up, cap))
+    scale = (bits << 16).to(tl.float32, bitcast=True)
+    inverse = tl.where(bits > 0, tl.math.div_rn(1.0, tl.where(bits > 0, scale, 1.0)), 0.0)
+    v = tl.where(bad, 0.0, v)
+    w = tl.where(bad, 0.0, w)
+    q = rounded(v, inverse, first, most, key, DICE)
+    r = rounded(w, inverse, second, most, key, DICE)
+    if BITS == 8:
+        tl.store(codes + first, q.to(tl.int8))
+        tl.store(codes + second, r.to(tl.int8))
+    else:
+        tl.store(codes + block * HALF + lane, ((q & 15) | ((r & 15) << 4)).to(tl.int8))
+    tl.store(scales + block, tl.where(bad, 0x7FC0, bits).to(tl.int16))
+    if KEEP:
+        v = v - q.to(tl.float32) * scale
+        w = w - r.to(tl.float32) * scale
+        before = tl.load(residual + first, mask=first < numbers, other=0.0)
+        after = tl.load(residual + second, mask=second < numbers, other=0.0)
+        tl.store(kept + first, tl.where(bad, before, v), mask=first < numbers)
+        tl.store(kept + second, tl.where(bad, after, w), mask=second < numbers)
+
+
+@triton.jit
+def decode_kernel(
+    codes,
+    scales,
+    out,
+    numbers,
+    ranks,
+    codes_stride,
+    scales_stride,
+    factor,
+    BITS: tl.constexpr,
+    HALF: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """One block of all ranks' messages, summed in their order."""
+    block = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, HALF)
+    first = block * 2 * HALF + lane
+    second = first + HALF
+    v = tl.zeros([HALF], dtype=tl.float32)
+    w = tl.zeros([HALF], dtype=tl.float32)
+    for _ in range(ranks):
+        bits = tl.load(scales + block).to(tl.int32) << 16
+        scale = bits.to(tl.float32, bitcast=True)
+        if BITS == 8:
+            q = tl.load(codes + first).to(tl.int32)
+            r = tl.load(codes + second).to(tl.int32)
+        else:
+            both = tl.load(codes + block * HALF + lane).to(tl.int32)
+            q = (both << 28) >> 28
+            r = both >> 4
+        v += q.to(tl.float32) * scale
+        w += r.to(tl.float32) * scale
+        codes += codes_stride
+        scales += scales_stride
+    if ADD:
+        v += tl.load(out + first, mask=first < numbers, other=0.0)
+        w += tl.load(out + second, mask=second < numbers, other=0.0)
+    else:
+        v *= factor
+        w *= factor
+    tl.store(out + first, v, mask=first < numbers)
+    tl.store(out + second, w, mask=second < numbers)
+
+
+def encode(
+    flat: Tensor,
+    residual: Tensor | None,
+    kept: Tensor | None,
+    codes: Tensor,
+    scales: Tensor,
+    block: int,
+    bits: int,
+    seed: int | None,
+) -> None:
+    """As :func:`hasten.parts.kernels.codec_reference.encode`, which runs where a block is no power
+    of two, and for signs, whose sum has an order that a program here can't keep.
+    """
+    if block & (block - 1) or bits == 1:
+        codec_reference.encode(flat, residual, kept, codes, scales, block, bits, seed)
+        return
+    rule = rule_of(bits)
+    unused = flat.new_empty(0, dtype=torch.float32)
+    given = [unused if t is None else t for t in (residual, kept)]
+    key = 0 if seed is None else key_of(seed)
+    # Triton gives a number its narrowest format: as a signed one it is always an int32.
+    signed = key - (key >> 31 << 32)
+    with torch.cuda.device_of(flat):  # Triton launches on the current device
+        encode_kernel[(len(scales),)](
+            flat,
+            *given,
+            codes.view(torch.int8),
+            scales,
+            len(flat),
+            rule.share,
+            rule.low,
+            rule.cap,
+            rule.most,
+            signed,
+            BITS=bits,
+            HALF=block // 2,
+            REST=residual is not None,
+            KEEP=kept is not None,
+            DICE=seed is not None,
+            INFINITY=INFINITE,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+
+
+def decode(
+    codes: Tensor, scales: Tensor, out: Tensor, block: int, bits: int, factor: float, add: bool
+) -> None:
+    """As :func:`hasten.parts.kernels.codec_reference.decode`."""
+    if block & (block - 1) or bits == 1:
+        codec_reference.decode(codes, scales, out, block, bits, factor, add)
+        return
+    with torch.cuda.device_of(out):  # Triton launches on the current device
+        decode_kernel[(scales.shape[1],)](
+            codes.view(torch.int8),
+            scales,
+            out,
+            len(out),
+            len(codes),
+            codes.stride(0),
+            scales.stride(0),
+            factor,
+            BITS=bits,
+            HALF=block // 2,
+            ADD=add,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )

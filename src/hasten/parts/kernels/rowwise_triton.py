@@ -1,0 +1,136 @@
+"""Fused passes over the rows of a tensor in Triton, for GPUs: the loops of ``rows.cpp`` again.
+
+Imported only where Triton is installed, as it is beside torch for CUDA and ROCm. Each kernel reads
+float32, bfloat16 or float16, sums in float32 and rounds its result once. What calls them is
+:mod:`hasten.parts.nn.fused_gpu`.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Triton reads the annotations of a kernel as its own: constexpr, or none.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def norm_kernel(x, w, y, inverse, n, eps, BLOCK: tl.constexpr):
+    """One row: ``y = x / sqrt(mean(x ** 2) + eps) * w``, and 1 / that root."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < n
+    numbers = tl.load(x + row * n + at, mask=inside, other=0.0).to(tl.float32)
+    one = 1.0 / tl.sqrt(tl.sum(numbers * numbers, 0) / n + eps)
+    weight = tl.load(w + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(inverse + row, one)
+    tl.store(y + row * n + at, (numbers * one * weight).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def norm_back_kernel(
+    grad,
+    x,
+    w,
+    inverse,
+    past,
+    dx,
+    dw,
+    rows,
+    n,
+    each,
+    PAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``each`` rows in turn: the gradient of x, with ``past`` added, and their share of w's.
+
+    With h = x * inverse and g = grad * w:  dx = inverse * (g - h * mean(g * h)),  dw = sum grad * h
+    """
+    first = tl.program_id(0).to(tl.int64) * each
+    at = tl.arange(0, BLOCK)
+    inside = at < n
+    weight = tl.load(w + at, mask=inside, other=0.0).to(tl.float32)
+    share = tl.zeros([BLOCK], dtype=tl.float32)
+    for row in range(first, tl.minimum(first + each, rows)):
+        place = row * n + at
+        g = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+        one = tl.load(inverse + row)
+        h = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) * one
+        share += g * h
+        g *= weight
+        found = one * (g - h * (tl.sum(g * h, 0) / n))
+        if PAST:
+            found += tl.load(past + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + place, found.to(dx.dtype.element_ty), mask=inside)
+    tl.store(dw + tl.program_id(0).to(tl.int64) * n + at, share, mask=inside)
+
+
+@triton.jit
+def swiglu_kernel(gate, up, y, count, BLOCK: tl.constexpr):
+    """``silu(gate) * up``, a block of numbers."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    a = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + at, (a / (1.0 + tl.exp(-a)) * b).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def swiglu_back_kernel(grad, gate, up, dgate, dup, count, BLOCK: tl.constexpr):
+    """With s = sigmoid(gate): dup = grad gate s, dgate = grad up s (1 + gate (1 - s))."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+    a = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    s = 1.0 / (1.0 + tl.exp(-a))
+    tl.store(dup + at, (g * a * s).to(dup.dtype.element_ty), mask=inside)
+    tl.store(dgate + at, (g * b * s * (1.0 + a * (1.0 - s))).to(dgate.dtype.element_ty), inside)
+
+
+@triton.jit
+def rotate_kernel(
+    x,
+    cos,
+    sin,
+    y,
+    by_row,
+    by_head,
+    heads,
+    width,
+    m,
+    way,
+    PAIRS_IN: tl.constexpr,
+    PAIRS_OUT: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PLAIN: tl.constexpr,
+):
+    """Some heads of one row: the last ``2 * m`` columns turned, those before them copied.
+
+    A pair lies side by side or ``m`` columns apart, as said for input and output; ``way`` is 1, or
+    -1 for the way back. ``y`` has no gaps.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    source = x + row * by_row + head * by_head
+    target = y + (row * heads + head) * width
+    plain = width - 2 * m
+    if PLAIN > 0:
+        column = tl.arange(0, PLAIN)[None, :]
+        inside = (head < heads) & (column < plain)
+        tl.store(target + column, tl.load(source + column, mask=inside), mask=inside)
+    pair = tl.arange(0, BLOCK)[None, :]
+    inside = (head < heads) & (pair < m)
+    c = tl.load(cos + row * m + pair, mask=pair < m, other=0.0).to(tl.float32)
+    s = tl.load(sin + row * m + pair, mask=pair < m, other=0.0).to(tl.float32) * way
+    one, other = plain + pair, plain + pair + m
+    if PAIRS_IN:
+        one, other = plain + 2 * pair, plain + 2 * pair + 1
+    a = tl.load(source + one, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + other, mask=inside, other=0.0).to(tl.float32)
+    to_one, to_other = plain + pair, plain + pair + m
+    if PAIRS_OUT:
+        to_one, to_other = plain + 2 * pair, plain + 2 * pair + 1
+    tl.store(target + to_one, (a * c - b * s).to(y.dtype.element_ty), mask=inside)
+    tl.store(target + to_other, (b * c + a * s).to(y.dtype.element_ty), mask=inside)

@@ -1,0 +1,1 @@
+"""Modules and functions of a model: attention, losses, fused layers, recomputation."""

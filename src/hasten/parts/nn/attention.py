@@ -1,0 +1,163 @@
+"""Causal attention inside each document of a packed row, with no work spent between documents.
+
+A packed row under plain SDPA needs a dense block mask: right, but it computes every pair of tokens
+of the row. Here each document attends to itself alone: one variable-length kernel call where the
+device has one (``torch.nn.attention.varlen``; on processors with AMX hasten's own, for bf16), else
+one causal SDPA call per document.
+
+The function is registered with Transformers under ``hasten_documents``, its public way to add an
+attention; a model instance that selects it stays the only one affected. Models hand unknown keyword
+arguments down to their attention, which is how ``document_lengths`` and ``boundaries`` of
+:func:`hasten.parts.data.collate.packed` arrive.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hasten.parts.kernels import amx
+from hasten.parts.nn import fused_functions
+
+NAME = "hasten_documents"
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")
+WIDEST_HEAD = 256  # of the variable-length kernel (FlashAttention-2)
+
+
+def use_document_attention(model: Any) -> None:
+    """Make a Hugging Face causal LM attend document by document; ``model`` alone is changed.
+
+    Transformers builds no mask for such an attention: a two-dimensional ``attention_mask`` never
+    arrives, so that filler must stand on the right, where a causal token doesn't see it.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)
+    model.set_attn_implementation(NAME)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    document_lengths: tuple[int, ...] | None = None,
+    boundaries: Tensor | None = None,
+    **other: Any,
+) -> tuple[Tensor, None]:
+    """Attention of ``query`` (B, heads, T, d) over ``key``, ``value`` (B, kv heads, T, d).
+
+    Without ``document_lengths`` every row is one document. Returns (B, T, heads, d).
+
+    Raises:
+        ValueError: the call is not a training pass over whole rows (generation with a cache): give
+            the model its own attention back first, ``model.set_attn_implementation("sdpa")``; or
+            it asks for a mask or a sliding window, which this attention doesn't have.
+    """
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(
+            "document attention is for training passes; before generating, call "
+            'model.set_attn_implementation("sdpa")'
+        )
+    if attention_mask is not None or other.get("sliding_window") is not None:
+        raise ValueError(
+            "document attention takes neither a mask nor a sliding window; call "
+            'model.set_attn_implementation("sdpa")'
+        )
+    if not dropout and amx.fits(query, key, value):
+        return _on_tiles((query, key, value), document_lengths, scaling), None
+    if document_lengths is None:
+        return _causal(query, key, value, scaling, dropout).transpose(1, 2), None
+    kernel = _varlen()
+    if kernel and boundaries is not None and _fits_varlen(query, value, dropout):
+        longest = max(document_lengths)
+        return _one_kernel(kernel, (query, key, value), boundaries, longest, scaling), None
+    pieces = [t.split(document_lengths, dim=2) for t in (query, key, value)]
+    found = [_causal(q, k, v, scaling, dropout) for q, k, v in zip(*pieces, strict=True)]
+    return torch.cat(found, dim=2).transpose(1, 2), None
+
+
+def _on_tiles(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    document_lengths: tuple[int, ...] | None,
+    scale: float | None,
+) -> Tensor:
+    """All rows end to end in one call of the processor's own kernel."""
+    batch, _, length, width = tensors[0].shape
+    lengths = ((length,) if document_lengths is None else tuple(document_lengths)) * batch
+    query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in tensors)
+    starts = tuple(itertools.accumulate(lengths, initial=0))
+    out = fused_functions.attend(query, key, value, starts, width**-0.5 if scale is None else scale)
+    return out.view(batch, length, *out.shape[1:])
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
+    groups = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=groups
+    )
+
+
+def _fits_varlen(query: Tensor, value: Tensor, dropout: float) -> bool:
+    """Whether torch's variable-length kernel takes these tensors."""
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    narrow = _kernel_width(query, value) <= WIDEST_HEAD
+    return query.is_cuda and half and narrow and not dropout
+
+
+def _kernel_width(query: Tensor, value: Tensor) -> int:
+    """The width at which the kernel runs: one for all three, a multiple of 8."""
+    widest = int(max(query.shape[-1], value.shape[-1]))
+    return -(-widest // 8) * 8
+
+
+@functools.cache
+def _varlen() -> Callable[..., Any] | None:
+    """Torch's variable-length kernel, told to be causal, or None where torch has none.
+
+    A window says so in recent releases, a flag did in the first ones.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    names = inspect.signature(varlen_attn).parameters
+    causal = {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
+    return functools.partial(varlen_attn, **causal)
+
+
+def _one_kernel(
+    kernel: Callable[..., Any],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    boundaries: Tensor,
+    longest: int,
+    scale: float | None,
+) -> Tensor:
+    """The whole row in one call; tensors become (tokens, heads, d) and back.
+
+    The kernel knows one width of head. Where query and value differ in theirs (latent attention:
+    192 and 128) columns of zeros fill the narrower: in query and key they add nothing to a score,
+    and in the value they come out as zeros, which are cut off. Their gradients are cut off too.
+    """
+    query, key, value = (t[0].transpose(0, 1) for t in tensors)
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:  # the kernel's own grouping came later than the kernel
+        key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale  # of the true width
+    true, width = value.shape[-1], _kernel_width(query, value)
+    query, key, value = (
+        t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1]))
+        for t in (query, key, value)
+    )
+    out: Tensor = kernel(query, key, value, boundaries, boundaries, longest, longest, scale=scale)
+    return out[..., :true].unsqueeze(0)

@@ -1,0 +1,213 @@
+"""Compiles the parts of a model's decoder blocks, once for all blocks, for a few fixed lengths.
+
+Blocks of one class share their code, so that torch.compile translates norm, attention and MLP of
+one block and every other block runs the same machine code (torch's "regional compilation" recipe).
+
+What would make it translate again and again stays outside the graph:
+
+- lengths: rows are filled up to a multiple of ``bucket`` (``filled``), and after ``shapes`` shapes
+  any new one runs as it would without a compiler, for good;
+- documents: their lengths are Python numbers, another tuple at each step. A graph ends before
+  attention and another begins behind it; the lengths go around, to attention itself (``apart``);
+- evaluation: passes without gradients run as they are, since a second translation for them would
+  cost more than it saves;
+- the key-value cache, for which training has no use.
+
+Forwards are bound to the instances, so that names of parameters don't change and recomputation,
+which wraps a whole block, finds compiled parts inside. A part whose forward somebody else has bound
+(fused kernels) is left to that.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hasten.parts.nn.attention import NAME, attend
+from hasten.parts.nn.recompute import decoder_blocks
+
+APART = f"{NAME}_apart"
+IGNORED = -100
+_DOCUMENTS = ("document_lengths", "boundaries")
+_TIMES = ("_compile.compile_inner", "compile_fx.<locals>.bw_compiler")  # backward compiles later
+_held: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+Forward = Callable[..., Any]
+
+
+class CompiledBlocks:
+    """Binds compiled forwards to the parts of a model's blocks; called with the model.
+
+    Args:
+        dynamic: one translation for every length, with lengths as symbols; slower code.
+        mode: torch.compile's; ``reduce-overhead`` records CUDA graphs.
+        backend: torch.compile's; ``aot_eager`` traces all and translates nothing.
+        shapes: different inputs of a part that are compiled; later ones aren't.
+    """
+
+    def __init__(
+        self,
+        dynamic: bool = False,
+        mode: str = "default",
+        backend: str = "inductor",
+        shapes: int = 4,
+    ) -> None:
+        if shapes < 1:
+            raise ValueError(f"shapes is {shapes}; at least one shape has to be compiled")
+        self.shapes = shapes
+        self.parts = 0
+        self.passes = 0  # of parts, with gradients, through compiled code
+        self.eager_passes = 0  # with gradients, but of a shape beyond the limit
+        self.seen: dict[str, set[tuple[object, ...]]] = {}  # part -> shapes that were compiled
+        self._dynamic = dynamic
+        self._settings = {"backend": backend, "dynamic": dynamic, "fullgraph": False}
+        if backend == "inductor":
+            self._settings["mode"] = mode
+            _keep_instruction_sets_apart()
+        if "recompile_limit" in inspect.signature(torch.compile).parameters:
+            # Ours is the limit; torch's own counts guards that we don't know of, such as hooks.
+            self._settings["recompile_limit"] = 4 * shapes + 4
+        self._seconds_before = 0.0
+
+    def __call__(self, module: nn.Module) -> None:
+        """Bind to the module's blocks.
+
+        Raises:
+            ValueError: no blocks, or every part of them runs code of its own already.
+        """
+        self._seconds_before = _seconds()
+        for block in decoder_blocks(module):
+            for name, part in block.named_children():
+                if any("forward" in vars(inner) for inner in part.modules()):
+                    continue
+                _lead_around(part)
+                self._bind(name, part)
+        if not self.parts:
+            raise ValueError(
+                "every part of the blocks runs code of its own already (fused layers), so nothing "
+                "is left to compile; leave compilation out"
+            )
+
+    @property
+    def seconds(self) -> float:
+        """Time spent compiling in this process since the blocks were bound."""
+        return _seconds() - self._seconds_before
+
+    @property
+    def compiled_shapes(self) -> int:
+        """The most shapes that any part was compiled for."""
+        return max((len(shapes) for shapes in self.seen.values()), default=0)
+
+    def _bind(self, name: str, part: nn.Module) -> None:
+        plain: Forward = part.forward
+        compiled: Forward = torch.compile(plain, **self._settings)
+        seen = self.seen.setdefault(f"{name}: {type(part).__name__}", set())
+        itself = weakref.ref(part)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            module = itself()
+            assert module is not None  # it is being called
+            if not torch.is_grad_enabled():
+                _held.pop(module, None)
+                return plain(*args, **kwargs)
+            if not self._takes(seen, args, kwargs):
+                self.eager_passes += 1
+                _held.pop(module, None)
+                return plain(*args, **kwargs)
+            self.passes += 1
+            around = {key: kwargs.pop(key) for key in _DOCUMENTS if key in kwargs}
+            _held[module] = around
+            if kwargs.get("past_key_values") is not None:
+                kwargs["past_key_values"] = None
+            return compiled(*args, **kwargs)
+
+        part.forward = forward
+        self.parts += 1
+
+    def _takes(
+        self, seen: set[tuple[object, ...]], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> bool:
+        """Whether inputs like these are compiled, or may still be."""
+        first = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
+        shape: tuple[object, ...] = () if self._dynamic else tuple(first.shape)
+        if shape not in seen and len(seen) < self.shapes:
+            seen.add(shape)
+        return shape in seen
+
+
+@torch.compiler.disable
+def apart(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **other: Any,
+) -> tuple[Tensor, None]:
+    """Document attention outside the graphs, with the documents that were led around them."""
+    return attend(module, query, key, value, attention_mask, **{**_held.get(module, {}), **other})
+
+
+def _lead_around(part: nn.Module) -> None:
+    """Let an attention that works document by document take the way around the graphs."""
+    config: Any = getattr(part, "config", None)
+    if getattr(config, "_attn_implementation", None) == NAME:
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(APART, apart)
+        config._attn_implementation = APART
+
+
+def filled(inputs: Mapping[str, Any], bucket: int) -> dict[str, Any]:
+    """Token rows filled up on the right to a multiple of ``bucket`` slots, without any loss there.
+
+    In a packed row the filler is a document of its own, behind all others. Inputs without
+    ``input_ids``, or with tensors that aren't known here, come back as they are.
+    """
+    known = {"input_ids", "labels", "position_ids", *_DOCUMENTS}
+    ids = inputs.get("input_ids")
+    if not isinstance(ids, Tensor) or set(inputs) - known:
+        return dict(inputs)
+    length = ids.shape[1]
+    more = -length % bucket
+    if not more:
+        return dict(inputs)
+    found = {**inputs, "input_ids": F.pad(ids, (0, more))}
+    if "labels" in inputs:
+        found["labels"] = F.pad(inputs["labels"], (0, more), value=IGNORED)
+    if "position_ids" in inputs:
+        positions = inputs["position_ids"]
+        filler = torch.arange(more, dtype=positions.dtype, device=positions.device)
+        found["position_ids"] = torch.cat([positions, filler.expand(len(positions), more)], 1)
+    if "document_lengths" in inputs:
+        found["document_lengths"] = (*inputs["document_lengths"], more)
+    if "boundaries" in inputs:
+        ends = inputs["boundaries"]
+        found["boundaries"] = torch.cat([ends, ends[-1:] + more])
+    return found
+
+
+def _keep_instruction_sets_apart() -> None:
+    """Make the processor's vector instructions part of the key of compiled code on disk.
+
+    Inductor finds stored graphs without it (torch 2.13): code that was generated for AVX2 and is
+    built for AVX-512 writes beyond its buffers. ATEN_CPU_CAPABILITY or a shared folder lead there.
+    """
+    from torch.compiler import config
+
+    tag = f"cpu={torch.backends.cpu.get_cpu_capability()}"
+    if tag not in config.cache_key_tag:
+        config.cache_key_tag += tag
+
+
+def _seconds() -> float:
+    """Seconds that torch has spent compiling in this process, by its own clocks."""
+    from torch._dynamo.utils import compilation_time_metrics
+
+    return sum(sum(compilation_time_metrics.get(name, ())) for name in _TIMES)

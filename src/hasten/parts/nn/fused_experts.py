@@ -1,0 +1,124 @@
+"""A layer's routed experts on fused kernels, bound to one model instance.
+
+    (1) tokens are sorted by expert                        (sorted pairs of token and expert)
+    (2) gate and up, for all experts in one call each      (S, intermediate)
+    (3) the gated activation, then down, again in one call (S, hidden)
+    (4) a token's results are added, times its weights     (T, hidden)
+
+and backward the other way round. A library that compiles a kernel for each shape compiles one for
+every number of tokens that ever meets an expert; these kernels take any.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten.parts.kernels import experts, rowwise
+
+CLASSES = ("DeepseekV2Experts", "DeepseekV3Experts")
+
+
+def why_not() -> str:
+    """Why the kernels can't run here, in one sentence; empty when they can."""
+    return rowwise.library().reason
+
+
+def fuse_experts(model: nn.Module) -> int:
+    """Bind fused code to the expert layers of ``model``; how many there are.
+
+    Parameters, names and classes stay. Inputs that the kernels don't take (float64, a GPU) go
+    through the layer's own code.
+
+    Raises:
+        ValueError: no layer of experts that is known here, or no kernels.
+    """
+    if why_not():
+        raise ValueError(f"the experts can't be fused here: {why_not()}")
+    found = [m for m in model.modules() if type(m).__name__ in CLASSES]
+    for module in found:
+        module.forward = functools.partial(_forward, module)
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no experts that are known here ({', '.join(CLASSES)})"
+        )
+    return len(found)
+
+
+def fused(model: nn.Module) -> int:
+    """How many expert layers run fused code."""
+    own = (vars(m).get("forward") for m in model.modules())
+    return sum(isinstance(f, functools.partial) and f.func is _forward for f in own)
+
+
+def _forward(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    weights = (self.gate_up_proj, self.down_proj)
+    x = hidden_states
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weights = x.to(dtype), (weights[0].to(dtype), weights[1].to(dtype))
+    silu = type(self.act_fn).__name__.startswith("SiLU")
+    if not silu or not rowwise.fits(x, *weights):
+        own: Tensor = type(self).forward(self, hidden_states, top_k_index, top_k_weights)
+        return own
+    found: Tensor = _Experts.apply(x, top_k_index, top_k_weights, *weights)
+    return found.to(hidden_states.dtype)
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+    ) -> Tensor:
+        order = index.flatten().argsort(stable=True)  # (S,), pairs of token and choice
+        counts = index.flatten().bincount(minlength=down.shape[0])
+        starts = (0, *counts.cumsum(0).tolist())
+        sources = order // index.shape[1]  # the token of each pair
+        given = x.index_select(0, sources)
+        inner = down.shape[2]
+        gate = experts.products(given, gate_up[:, :inner], starts, True)
+        up = experts.products(given, gate_up[:, inner:], starts, True)
+        found = experts.products(rowwise.swiglu(gate, up), down, starts, True)
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        places = places.view_as(index)
+        ctx.save_for_backward(x, weights, gate_up, down, order, places, gate, up, found)
+        ctx.starts = starts
+        return experts.combine(found, places, weights.float())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # Once: what recompute kept back is computed again when it is asked for, and then gone.
+        x, weights, gate_up, down, order, places, gate, up, found = ctx.saved_tensors
+        starts, inner = ctx.starts, down.shape[2]
+        sources = order // places.shape[1]
+        flat = weights.float().flatten()
+        grad, dw = experts.combine_backward(grads[0], found, sources, flat.index_select(0, order))
+        between = experts.products(grad, down, starts, False)
+        dgate, dup = rowwise.swiglu_backward(between, gate, up)
+        dgate_up = ddown = dx = None
+        if ctx.needs_input_grad[4]:
+            ddown = torch.empty_like(down)
+            experts.gradients_(ddown, grad, rowwise.swiglu(gate, up), starts)
+        if ctx.needs_input_grad[3]:
+            dgate_up = _gate_up_gradient(gate_up, x.index_select(0, sources), dgate, dup, starts)
+        if ctx.needs_input_grad[0]:
+            given = experts.products(dgate, gate_up[:, :inner], starts, False)
+            given += experts.products(dup, gate_up[:, inner:], starts, False)
+            dx = experts.combine(given, places, None)
+        dweights = torch.empty_like(flat).scatter_(0, order, dw).view_as(weights)
+        return dx, None, dweights.to(weights.dtype), dgate_up, ddown
+
+
+def _gate_up_gradient(
+    gate_up: Tensor, given: Tensor, dgate: Tensor, dup: Tensor, starts: tuple[int, ...]
+) -> Tensor:
+    """The gradient of the joined weight of gate and up."""
+    found, inner = torch.empty_like(gate_up), dgate.shape[1]
+    experts.gradients_(found[:, :inner], dgate, given, starts)
+    experts.gradients_(found[:, inner:], dup, given, starts)
+    return found

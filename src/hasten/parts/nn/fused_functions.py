@@ -1,0 +1,244 @@
+"""Differentiable operations on fused kernels: RMS norm, gated SiLU, rotary embedding, linear.
+
+Each computes what the usual few operators compute, with sums in float32 and one rounding at the
+end. They run on the processor's kernels (:mod:`hasten.parts.kernels`) or on a GPU's
+(:mod:`hasten.parts.nn.fused_gpu`), by where a tensor lies; whether those take it is asked with
+``fits`` before. Products and attention on tiles are the processor's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten.parts.kernels import amx, rowwise
+from hasten.parts.nn import fused_gpu
+
+ROUND = 64  # rows that a piece is a multiple of
+
+
+def backend(x: Tensor) -> Any:
+    """The module whose passes run where ``x`` lies: the one place that decides."""
+    return rowwise if x.device.type == "cpu" else fused_gpu
+
+
+def fits(*tensors: Tensor) -> bool:
+    """Whether norm, gate and rotary embedding take these tensors, together."""
+    found: bool = backend(tensors[0]).fits(*tensors)
+    return found
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last side (arXiv:1910.07467)."""
+    if backend(x) is fused_gpu:
+        return fused_gpu.whole_norm(x, weight, eps)
+    found: Tensor = _RMSNorm.apply(x, weight, eps)
+    return found
+
+
+def norm_beside(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of ``x``, and ``x`` to add to later: both gradients come back in one pass."""
+    found: tuple[Tensor, Tensor] = _NormBeside.apply(x, weight, eps)
+    return found
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up``."""
+    whole = fused_gpu.whole_swiglu(gate, up) if backend(gate) is fused_gpu else None
+    found: Tensor = _SwiGLU.apply(gate, up) if whole is None else whole
+    return found
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool) -> Tensor:
+    """Rotary embedding of ``x`` (T, heads, width); see
+    :func:`hasten.parts.kernels.rowwise.rotate`."""
+    found: Tensor = _Rotate.apply(x, cos, sin, pairs_in, pairs_out)
+    return found
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias`` in bf16; the gradient of the weight is the kernels' own product."""
+    flat = x.reshape(-1, x.shape[-1])
+    found: Tensor = _Linear.apply(flat, weight, bias)
+    return found.view(*x.shape[:-1], weight.shape[0])
+
+
+def joined(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """``x @ weight.T`` for each of several weights; the gradient of ``x`` is summed in place.
+
+    Query, key and value of an attention, gate and up of an MLP: autograd would form one gradient of
+    ``x`` for each and add them up in passes of their own.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    found: tuple[Tensor, ...] = _Joined.apply(flat, *weights)
+    return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in found)
+
+
+def joinable(layer: Any, bound: Callable[..., Any]) -> bool:
+    """Whether a call of a layer is the product with its weight and nothing else.
+
+    No bias, no hooks, and no forward of its own but ``bound``, which does the same. A layer around
+    which somebody has put more (a number format, a probe) has to be called.
+    """
+    own = vars(layer).get("forward")
+    ahead = (layer._forward_hooks, layer._forward_pre_hooks)
+    back = (layer._backward_hooks, layer._backward_pre_hooks)
+    return (
+        type(layer) is nn.Linear
+        and layer.bias is None
+        and not any((*ahead, *back))
+        and (own is None or getattr(own, "func", None) is bound)
+    )
+
+
+def times(x: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
+    """``x @ matrix`` in bf16, in one or two pieces of round sizes; added to ``out`` if given.
+
+    The library behind ``torch.mm`` compiles a kernel for each shape it meets and keeps it: rows of
+    ever new lengths cost time and memory without end. The first piece has as many rows as the
+    five leading bits of their number say, so that between n and 2 n rows there are at most sixteen
+    shapes; the rest is filled up to the next multiple of 64.
+    """
+    beta = 0 if out is None else 1
+    out = x.new_empty(x.shape[0], matrix.shape[1]) if out is None else out
+    step = max(1 << max(x.shape[0].bit_length() - 5, 0), ROUND)
+    whole = x.shape[0] // step * step
+    if whole:
+        torch.addmm(out[:whole], x[:whole], matrix, beta=beta, out=out[:whole])
+    rest = x.shape[0] - whole
+    if rest:
+        filled = x.new_zeros(-(-rest // ROUND) * ROUND, x.shape[1])
+        filled[:rest] = x[whole:]
+        found = torch.mm(filled, matrix)[:rest]
+        if beta:
+            out[whole:].add_(found)
+        else:
+            out[whole:] = found
+    return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y, inverse = rowwise.rms_norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, inverse)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        dx, dw = rowwise.rms_norm_backward(grads[0], x, weight, inverse, None)
+        return dx, dw.to(weight.dtype), None
+
+
+class _NormBeside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        y, inverse = backend(x).rms_norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, inverse)
+        return y, x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        dx, dw = backend(x).rms_norm_backward(grads[0], x, weight, inverse, grads[1])
+        return dx, dw.to(weight.dtype), None
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        y: Tensor = backend(gate).swiglu(gate, up)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        dgate, dup = backend(grads[0]).swiglu_backward(grads[0], *ctx.saved_tensors)
+        return dgate, dup
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool
+    ) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.pairs = pairs_in, pairs_out
+        y: Tensor = backend(x).rotate(x, cos, sin, pairs_in, pairs_out, False)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        pairs_in, pairs_out = ctx.pairs
+        turn = backend(grads[0]).rotate
+        return turn(grads[0], *ctx.saved_tensors, pairs_out, pairs_in, True), *[None] * 4
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        y = times(x, weight.t())
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        dx = times(grad, weight) if wants_x else None
+        dw = amx.product(grad, x, True, False) if wants_weight else None
+        db = grad.sum(0, dtype=torch.float32).to(grad.dtype) if wants_bias else None
+        return dx, dw, db
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        learn = any(w.requires_grad for w in weights)
+        ctx.save_for_backward(x if learn else None, *weights)
+        return tuple(times(x, weight.t()) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        wants_x, *wants = ctx.needs_input_grad
+        dx: Tensor | None = None
+        found: list[Tensor | None] = []
+        for grad, weight, wanted in zip(grads, weights, wants, strict=True):
+            grad = grad.contiguous()
+            dx = times(grad, weight, dx) if wants_x else None
+            found.append(amx.product(grad, x, True, False) if wanted else None)
+        return dx, *found
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, starts: tuple[int, ...], scale: float
+) -> Tensor:
+    """Causal attention inside each document of a row of tokens, (T, heads, dv), bf16 on AMX.
+
+    ``query`` (T, heads, dk), ``key`` (T, groups, dk), ``value`` (T, groups, dv); document ``i`` is
+    the tokens from ``starts[i]`` to ``starts[i + 1]``.
+    """
+    found: Tensor = _Attend.apply(query, key, value, starts, scale)
+    return found
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, starts: tuple[int, ...], scale: float
+    ) -> Tensor:
+        out, lse = amx.attention(query, key, value, starts, scale)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.layout = starts, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        found = amx.attention_backward(grads[0], *ctx.saved_tensors, *ctx.layout)
+        return *found, None, None

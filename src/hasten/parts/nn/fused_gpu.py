@@ -1,0 +1,239 @@
+"""The fused operations of :mod:`hasten.parts.nn.fused_functions` on a GPU: Liger, torch, Triton.
+
+Each operation is taken from the first that has it:
+
+  1. Liger's kernels (Hsu et al., arXiv:2410.10989), where ``liger-kernel`` is installed: the plain
+     norm and the gated SiLU
+  2. torch's own: the plain norm, one kernel each way since torch 2.9
+  3. Triton kernels of hasten's own (:mod:`hasten.parts.kernels.rowwise_triton`) for what neither
+  has:
+     the norm with the residual's gradient in one pass, rotary embedding of some of the columns with
+     pairs in either layout (MLA); and the gated SiLU where Liger isn't
+
+Triton comes with torch for CUDA and ROCm. The Triton passes are torch operators under
+``hasten_gpu::`` with the signatures of :mod:`hasten.parts.kernels.rowwise`, so that compiled graphs
+keep them whole and one autograd function serves processor and GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import custom_op
+
+DTYPES = (torch.float32, torch.bfloat16)
+LEAST_CAPABILITY = (8, 0)  # what Triton supports of NVIDIA's
+WIDEST = 65_536  # numbers of a row that one program holds
+BLOCK = 1024  # numbers of one program where no row matters
+PROGRAMS = 1024  # at most, of a backward norm: each writes a row of partial sums
+ON_A_TILE = 4096  # numbers of a program that turns heads
+
+
+class Liger(NamedTuple):
+    """The autograd functions of Liger that are used here."""
+
+    norm: Any
+    silu_mul: Any
+
+
+@functools.cache
+def liger() -> Liger | None:
+    """Liger's functions, or None where it isn't installed or has them no more."""
+    try:
+        norm = importlib.import_module("liger_kernel.ops.rms_norm")
+        swiglu = importlib.import_module("liger_kernel.ops.swiglu")
+        return Liger(norm.LigerRMSNormFunction, swiglu.LigerSiLUMulFunction)
+    except (ImportError, AttributeError):
+        return None
+
+
+def _liger_now() -> Liger | None:
+    """Liger's functions, outside of graphs: a compiler can't look through them and would stop."""
+    return None if torch.compiler.is_compiling() else liger()
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    return importlib.import_module("hasten.parts.kernels.rowwise_triton")
+
+
+def _launch(name: str, programs: tuple[int, ...], x: Tensor, *others: Any, **fixed: Any) -> None:
+    """Run a kernel on the GPU of ``x``, its first argument; Triton would take the current one."""
+    with torch.cuda.device_of(x):
+        getattr(_kernels(), name)[programs](x, *others, **fixed)
+
+
+def why_not(device: str) -> str:
+    """Why these operations can't run on a device, in one sentence; empty when they can."""
+    kind = torch.device(device).type
+    if kind != "cuda":  # torch's name for ROCm too
+        return f"the fused layers are for processors and CUDA or ROCm GPUs, not for {kind}"
+    if importlib.util.find_spec("triton") is None:
+        return "the fused layers take Triton on a GPU, which isn't installed: pip install triton"
+    if torch.cuda.is_available() and torch.version.hip is None:
+        found = torch.cuda.get_device_capability(torch.device(device))
+        if found < LEAST_CAPABILITY:
+            have, need = (".".join(map(str, c)) for c in (found, LEAST_CAPABILITY))
+            return f"Triton takes compute capability {need} or later, and this GPU has {have}"
+    return ""
+
+
+def fits(*tensors: Tensor) -> bool:
+    """Whether these operations take the tensors: one format they know, on one GPU."""
+    one = tensors[0]
+    alike = all(t.dtype == one.dtype and t.device == one.device for t in tensors)
+    narrow = all(t.shape[-1] <= WIDEST for t in tensors)
+    return alike and narrow and one.dtype in DTYPES and one.device.type == "cuda"
+
+
+def whole_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm with its gradient by Liger or torch; everything in float32, one rounding."""
+    found = _liger_now()
+    if found is None:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    # In Liger's words: no offset of the weight, "gemma" rounds last, and the gradient that comes
+    # in isn't written over: autograd hands the same one to others.
+    y: Tensor = found.norm.apply(x, weight, eps, 0.0, "gemma", False)
+    return y
+
+
+def whole_swiglu(gate: Tensor, up: Tensor) -> Tensor | None:
+    """``silu(gate) * up`` with its gradient by Liger; None where it isn't installed."""
+    found = _liger_now()
+    if found is None:
+        return None
+    y: Tensor = found.silu_mul.apply(gate, up)
+    return y
+
+
+@custom_op("hasten_gpu::rms_norm", mutates_args=())
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``x`` (..., n) over its root mean square, times ``weight`` (n,); also 1 / that root."""
+    x, weight = x.contiguous(), weight.contiguous()
+    y, inverse = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    n, block = _row(x)
+    if x.numel():
+        shape = {"BLOCK": block, "num_warps": _warps(block)}
+        _launch("norm_kernel", (inverse.numel(),), x, weight, y, inverse, n, eps, **shape)
+    return y, inverse
+
+
+@rms_norm.register_fake
+def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@custom_op("hasten_gpu::rms_norm_backward", mutates_args=())
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, past: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``x``, with ``past`` added, and of ``weight``, the latter in float32."""
+    grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
+    past = None if past is None else past.contiguous()
+    n, block = _row(x)
+    rows = inverse.numel()
+    each = max(1, -(-rows // PROGRAMS))
+    programs = -(-rows // each)
+    dx, dw = torch.empty_like(x), x.new_empty((programs, n), dtype=torch.float32)
+    if x.numel():
+        tensors = (grad, x, weight, inverse, x if past is None else past, dx, dw)
+        shape = {"PAST": past is not None, "BLOCK": block, "num_warps": _warps(block)}
+        _launch("norm_back_kernel", (programs,), *tensors, rows, n, each, **shape)
+    return dx, dw.sum(0)
+
+
+@rms_norm_backward.register_fake
+def _(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, past: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=torch.float32)
+
+
+@custom_op("hasten_gpu::swiglu", mutates_args=())
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up``, all of one shape."""
+    gate, up = gate.contiguous(), up.contiguous()
+    y = torch.empty_like(gate)
+    count = y.numel()
+    if count:
+        _launch("swiglu_kernel", (-(-count // BLOCK),), gate, up, y, count, BLOCK=BLOCK)
+    return y
+
+
+@swiglu.register_fake
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@custom_op("hasten_gpu::swiglu_backward", mutates_args=())
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of ``gate`` and ``up``."""
+    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
+    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+    count = gate.numel()
+    if count:
+        tensors = (grad, gate, up, dgate, dup)
+        _launch("swiglu_back_kernel", (-(-count // BLOCK),), *tensors, count, BLOCK=BLOCK)
+    return dgate, dup
+
+
+@swiglu_backward.register_fake
+def _(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+@custom_op("hasten_gpu::rotate", mutates_args=())
+def rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, back: bool
+) -> Tensor:
+    """Rotary embedding of the last ``2 * m`` columns of ``x`` (T, heads, width); others are copied.
+
+    As :func:`hasten.parts.kernels.rowwise.rotate` has it.
+    """
+    tables_fit = cos.shape == sin.shape and cos.dtype == sin.dtype and len(cos) == len(x)
+    if not tables_fit or 2 * cos.shape[-1] > x.shape[-1]:
+        raise ValueError(
+            f"tables {tuple(cos.shape)} and {tuple(sin.shape)} can't turn {tuple(x.shape)}"
+        )
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    cos, sin = cos.contiguous(), sin.contiguous()
+    rows, heads, width = x.shape
+    m = cos.shape[-1]
+    y = x.new_empty(x.shape)
+    if not y.numel():
+        return y
+    block, plain = _power(m), _power(width - 2 * m) if width > 2 * m else 0
+    together = min(_power(heads), max(1, ON_A_TILE // max(block, plain)))
+    sizes = (x.stride(0), x.stride(1), heads, width, m, -1.0 if back else 1.0)
+    layout = {"PAIRS_IN": pairs_in, "PAIRS_OUT": pairs_out}
+    shape = {"HEADS": together, "BLOCK": block, "PLAIN": plain}
+    programs = (rows, -(-heads // together))
+    _launch("rotate_kernel", programs, x, cos, sin, y, *sizes, **layout, **shape)
+    return y
+
+
+@rotate.register_fake
+def _(x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, back: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _row(x: Tensor) -> tuple[int, int]:
+    """The length of a row, and that of the block that holds it."""
+    return x.shape[-1], _power(x.shape[-1])
+
+
+def _power(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _warps(block: int) -> int:
+    """About 8 numbers for each of a warp's 32 lanes, within what a program may have."""
+    return min(max(block // 256, 1), 16)

@@ -1,0 +1,296 @@
+"""Fused code for the layers of a Hugging Face causal LM, bound to one model instance.
+
+Every norm, linear layer, gated MLP and attention of the decoder keeps its class, its parameters and
+their names; only its ``forward`` is bound anew, on the instance, to code that runs the fused
+operations of :mod:`hasten.parts.nn.fused_functions` (as a ``partial``: a method of another module
+can't be unpickled). Other models in the process are not touched, the
+state dict is the same, and code that looks for ``nn.Linear`` (adapters, sharding) still finds it.
+A gated MLP calls its projections as modules, so that an adapter around one of them is not bypassed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hasten.parts.kernels import amx, rowwise
+from hasten.parts.nn import fused_gpu
+from hasten.parts.nn.fused_functions import (
+    fits,
+    joinable,
+    joined,
+    linear,
+    norm_beside,
+    rms_norm,
+    rotate,
+    swiglu,
+)
+from hasten.parts.nn.fused_pieces import is_cut, norm_of_piece, own_weight
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")
+LAYERS = tuple(
+    f"{name}DecoderLayer" for name in ("Llama", "Qwen2", "Qwen3", "DeepseekV2", "DeepseekV3")
+)
+FEWEST_ROWS = 64  # of a linear layer's input, below which it is left to torch
+
+
+def why_not(device: str = "cpu") -> str:
+    """Why the kernels can't run on a device, in one sentence; empty when they can."""
+    return rowwise.library().reason if _on_processor(device) else fused_gpu.why_not(device)
+
+
+def fuse_layers(model: nn.Module, device: str = "cpu") -> Counter[str]:
+    """Bind fused code to the layers of ``model`` that it fits; how many of each kind.
+
+    ``device`` is where the model will train; it may still be elsewhere. On a GPU linear layers stay
+    torch's, whose products need no help there.
+
+    Raises:
+        ValueError: no layer of the model is of a kind that is known here, or the kernels can't
+            run on the device.
+    """
+    reason = why_not(device)
+    if reason:
+        raise ValueError(reason)
+    bound: Counter[str] = Counter()
+    tile_products = _on_processor(device) and amx.library().library is not None
+    for module in model.modules():
+        kind = _kind(module, tile_products)
+        if kind:
+            module.forward = partial(_FUSED[kind], module)
+            bound[kind] += 1
+    if not bound:
+        raise ValueError(f"{type(model).__name__} has no layer that the fused code knows")
+    return bound
+
+
+def fused(model: nn.Module) -> Counter[str]:
+    """How many layers of each kind run fused code."""
+    kinds = {function: name for name, function in _FUSED.items()}
+    bound = [vars(module)["forward"] for module in model.modules() if is_fused(module)]
+    return Counter(kinds[forward.func] for forward in bound)
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether a module runs fused code."""
+    own = vars(module).get("forward")
+    return isinstance(own, partial) and own.func in _FUSED.values()
+
+
+def _on_processor(device: str) -> bool:
+    return bool(torch.device(device).type == "cpu")
+
+
+def _kind(module: nn.Module, tile_products: bool) -> str:
+    name = type(module).__name__
+    if type(module) is nn.Linear:
+        return "linear" if tile_products else ""
+    if name.endswith("RMSNorm") and isinstance(getattr(module, "variance_epsilon", None), float):
+        return "norm"
+    if name.endswith("MLP") and _is_gated(module):
+        return "mlp"
+    if name in ("LlamaAttention", "Qwen2Attention", "Qwen3Attention"):
+        return "attention"
+    if name in LAYERS:
+        return "layer"
+    if name in ("DeepseekV2Attention", "DeepseekV3Attention"):
+        return "latent attention"
+    return ""
+
+
+def _is_gated(module: nn.Module) -> bool:
+    parts = dict(module.named_children())
+    activation = type(parts.get("act_fn")).__name__
+    return {"gate_proj", "up_proj", "down_proj"} <= set(parts) and activation.startswith("SiLU")
+
+
+def _norm(self: Any, hidden_states: Tensor) -> Tensor:
+    if isinstance(hidden_states, DTensor):
+        piece = norm_of_piece(rms_norm, fits, hidden_states, self.weight, self.variance_epsilon)
+        if piece is not None:
+            return piece
+    if isinstance(hidden_states, DTensor) or not fits(hidden_states, self.weight):
+        own: Tensor = type(self).forward(self, hidden_states)
+        return own
+    return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+def _layer(self: Any, hidden_states: Tensor, **other: Any) -> Tensor:
+    """A decoder layer: attention and MLP, each of a norm, each added to what came in."""
+    norm, past = _normed(self.input_layernorm, hidden_states)
+    hidden = past + self.self_attn(hidden_states=norm, **other)[0]
+    norm, past = _normed(self.post_attention_layernorm, hidden)
+    found: Tensor = past + self.mlp(norm)
+    return found
+
+
+def _normed(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    weight = own_weight(norm.weight)
+    if fits(x, weight) and torch.is_grad_enabled():
+        return norm_beside(x, weight, norm.variance_epsilon)
+    return norm(x), x
+
+
+def _linear(self: Any, input: Tensor) -> Tensor:
+    x, weight, bias = input, self.weight, self.bias
+    if is_cut(self):
+        cut: Tensor = type(self).forward(self, input)
+        return cut
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    if not amx.fits(x, weight) or x.numel() < FEWEST_ROWS * x.shape[-1]:
+        own: Tensor = type(self).forward(self, input)
+        return own
+    return linear(x, weight, bias)
+
+
+def _projected(x: Tensor, *layers: Any) -> tuple[Tensor, ...]:
+    """``x`` through each layer: at once where all are plain and fit, else each by its own call."""
+    if (
+        amx.fits(x)
+        and not torch.is_autocast_enabled(x.device.type)
+        and x.numel() >= FEWEST_ROWS * x.shape[-1]
+        and all(joinable(layer, _linear) for layer in layers)
+        and not is_cut(*layers)
+        and amx.fits(*(layer.weight for layer in layers))
+    ):
+        return joined(x, *(layer.weight for layer in layers))
+    return tuple(layer(x) for layer in layers)
+
+
+def _mlp(self: Any, x: Tensor) -> Tensor:
+    gate, up = _projected(x, self.gate_proj, self.up_proj)
+    between = swiglu(gate, up) if fits(gate, up) else self.act_fn(gate) * up
+    found: Tensor = self.down_proj(between)
+    return found
+
+
+def _attention(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **other: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of Llama and Qwen: rotary embedding of whole heads, halves apart."""
+    batch, length, _ = hidden_states.shape
+    if past_key_values is not None or not _takes(hidden_states):
+        return _own(
+            self, hidden_states, position_embeddings, attention_mask, past_key_values, **other
+        )
+    projected = _projected(hidden_states, self.q_proj, self.k_proj, self.v_proj)
+    query, key, value = (t.view(batch, length, -1, self.head_dim) for t in projected)
+    if "q_norm" in self._modules:
+        query, key = self.q_norm(query), self.k_norm(key)
+    cos, sin = (_table(t[..., : t.shape[-1] // 2], batch) for t in position_embeddings)
+    query, key = (_rotated(t, cos, sin, False, False) for t in (query, key))
+    return _attended(self, query, key, value, attention_mask, **other)
+
+
+def _latent_attention(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **other: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Multi-head latent attention of DeepSeek V2 and V3: the last columns of a head are rotary."""
+    batch, length, _ = hidden_states.shape
+    if past_key_values is not None or not _takes(hidden_states):
+        return _own(
+            self, hidden_states, position_embeddings, attention_mask, past_key_values, **other
+        )
+    if self.q_lora_rank is None:
+        query = self.q_proj(hidden_states)
+    else:
+        query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+    query = query.view(batch, length, -1, self.qk_head_dim)
+    latent, shared = self.kv_a_proj_with_mqa(hidden_states).split(
+        [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
+    )
+    cos, sin, pairs_out = _latent_tables(position_embeddings, batch)
+    pairs_in = pairs_out or self.config.rope_interleave
+    query = _rotated(query, cos, sin, pairs_in, pairs_out)
+    shared = _rotated(shared.unsqueeze(2), cos, sin, pairs_in, pairs_out)
+    both = self.kv_b_proj(self.kv_a_layernorm(latent)).view(
+        batch, length, -1, self.qk_nope_head_dim + self.v_head_dim
+    )
+    plain, value = both.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+    key = torch.cat((plain, shared.expand(-1, -1, plain.shape[2], -1)), dim=-1)
+    return _attended(self, query, key, value, attention_mask, **other)
+
+
+def _takes(hidden: Tensor) -> bool:
+    """Whether projections of ``hidden`` will have a format that the kernels know."""
+    kind = hidden.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    return autocast in rowwise.DTYPES and fits(hidden)
+
+
+def _own(self: Any, *arguments: Any, **other: Any) -> tuple[Tensor, Tensor | None]:
+    hidden, positions, mask, past = arguments
+    found: tuple[Tensor, Tensor | None] = type(self).forward(
+        self,
+        hidden_states=hidden,
+        position_embeddings=positions,
+        attention_mask=mask,
+        past_key_values=past,
+        **other,
+    )
+    return found
+
+
+def _latent_tables(positions: Any, batch: int) -> tuple[Tensor, Tensor, bool]:
+    """Tables of V2 (complex numbers, pairs side by side) or V3 (two tables, halves apart)."""
+    if isinstance(positions, tuple):
+        cos, sin = (_table(t[..., : t.shape[-1] // 2], batch) for t in positions)
+        return cos, sin, False
+    return _table(positions.real, batch), _table(positions.imag, batch), True
+
+
+def _table(table: Tensor, batch: int) -> Tensor:
+    """(rows of the table, T, m) as (batch * T, m) in a format that the kernels read."""
+    table = table.expand(batch, -1, -1).flatten(0, 1)
+    return table if table.dtype in rowwise.DTYPES else table.float()
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool) -> Tensor:
+    return rotate(x.flatten(0, 1), cos, sin, pairs_in, pairs_out).view(x.shape)
+
+
+def _attended(
+    self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **other: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The attention that the model selected, on (B, T, heads, width), then the output layer."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    eager = sys.modules[type(self).__module__].eager_attention_forward
+    chosen = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+    window = getattr(self, "sliding_window", None)
+    if window is not None:
+        other["sliding_window"] = window
+    tensors = (t.transpose(1, 2) for t in (query, key, value))
+    dropout = self.attention_dropout if self.training else 0.0
+    out, weights = chosen(self, *tensors, mask, dropout=dropout, scaling=self.scaling, **other)
+    return self.o_proj(out.reshape(*query.shape[:2], -1)), weights
+
+
+_FUSED: dict[str, Callable[..., Any]] = {
+    "layer": _layer,
+    "linear": _linear,
+    "norm": _norm,
+    "mlp": _mlp,
+    "attention": _attention,
+    "latent attention": _latent_attention,
+}

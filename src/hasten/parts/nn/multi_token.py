@@ -1,0 +1,230 @@
+"""Tokens further ahead as a training objective: DeepSeek-V3's multi-token prediction.
+
+At each position a model predicts the token that follows. Module k of D beside it predicts the one k
+further on, from the state that the module before it has there and from the token that was to be
+predicted (DeepSeek-V3, arXiv:2412.19437, section 2.2, eq. 21 to 25):
+
+    (1) h' = M [RMSNorm(Emb(t_{i+k})); RMSNorm(h^{k-1})]    at position i; h^0 is the model's state
+    (2) h^k = Norm(Block(h'))                               a layer of the kind of the model's last
+    (3) L^k = sum over i of -log softmax(Head(h^k))[t_{i+k+1}]
+
+and what is minimised is L + weight / D x sum over k of L^k, all divided by the number of tokens
+that carry loss for the model itself (1 / T in eq. 24). Embedding and head are the model's own: the
+gradients of both come together. The order in (1), and that h^0 and h^k are taken behind their
+norms, are those of the released weights as Transformers runs them (its ``modeling_layers``).
+
+    ahead = MultiToken(model, depth=1, weight=0.3)
+    minimise_too(loss_of, ahead)          # a WholeLogitsLoss or LabelOnlyLoss of this model
+    optimizer = AdamW(loss_of.parameters())
+
+Nothing crosses from one document of a packed row to the next: where a token ahead belongs to
+another, its embedding is zero and nothing is asked. In ``eval`` mode the loss is the model's alone.
+The modules belong to the loss, not to the model, which is saved without them.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten.parts.nn.causal_lm import causal_lm, trunk
+from hasten.parts.nn.cross_entropy import IGNORED, PLAIN, LossTerms, chunk_rows, skips
+from hasten.parts.nn.losses import LabelOnlyLoss, TakesLabels, WholeLogitsLoss, head_cross_entropy
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")
+
+
+class MultiToken(nn.Module):
+    """The modules of all depths, and the loss of the tokens that they predict.
+
+    Args:
+        model: a Hugging Face causal language model, whose embedding and head are used, not owned.
+        depth: how many tokens ahead of the next one are predicted, D.
+        weight: of their mean loss; 0: the modules are there, don't learn and aren't run.
+
+    Raises:
+        ValueError: the model is of an architecture that isn't known here, or a number makes no
+            sense.
+    """
+
+    def __init__(self, model: nn.Module, depth: int = 1, weight: float = 0.3) -> None:
+        super().__init__()
+        check(depth, weight)
+        inner = causal_lm(model)
+        if inner.config.model_type not in ARCHITECTURES:
+            raise ValueError(
+                f"the layers of {inner.config.model_type} aren't known here; multi-token "
+                f"prediction is for {', '.join(ARCHITECTURES)}"
+            )
+        self.weight = weight
+        self.modules_ahead = nn.ModuleList(Ahead(trunk(model)) for _ in range(depth))
+        self.passes = 0
+        self.last: list[tuple[Tensor, Tensor]] = []  # loss sum and count of each depth, last pass
+        if not weight:
+            self.requires_grad_(False)
+
+    def forward(
+        self,
+        model: nn.Module,
+        hidden: Tensor,
+        labels: Tensor,
+        input_ids: Tensor,
+        chunk: int,
+        terms: LossTerms = PLAIN,
+        **inputs: Any,
+    ) -> Tensor:
+        """The weighted loss sum. ``hidden`` (B, T, hidden) are the model's states behind its norm;
+        ``labels`` (B, T) aligned with the position that predicts them, as the model has them."""
+        inner = causal_lm(model)
+        embed, head = inner.get_input_embeddings(), inner.lm_head
+        self.passes, self.last = self.passes + 1, []
+        total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for distance, ahead in enumerate(self.modules_ahead, start=1):
+            there = same_document(input_ids, inputs.get("position_ids"), distance)
+            tokens = input_ids.roll(-distance, dims=1)
+            wanted = labels.roll(-distance, dims=1).masked_fill(~there, IGNORED)
+            embedded = embed(tokens) * there.unsqueeze(-1).to(hidden.dtype)
+            hidden = ahead(embedded, hidden, **inputs)
+            loss = _loss(head, hidden, wanted, chunk, terms)
+            self.last.append((loss.detach(), (wanted != IGNORED).sum()))
+            total = total + loss
+        return total * (self.weight / len(self.modules_ahead))
+
+
+class Ahead(nn.Module):
+    """One module: the state of a position once the token to be predicted there is known."""
+
+    def __init__(self, decoder: Any) -> None:
+        super().__init__()
+        norm, config = decoder.norm, decoder.config
+        width, kind = config.hidden_size, type(norm)
+        self.embedding_norm = kind(width, eps=config.rms_norm_eps)
+        self.state_norm = kind(width, eps=config.rms_norm_eps)
+        self.project = nn.Linear(2 * width, width, bias=False)
+        nn.init.normal_(self.project.weight, std=config.initializer_range)
+        self.block = one_layer(decoder)  # ends with a norm of its own
+        for weight in self.parameters():  # buffers stay: angles and biases are float32 everywhere
+            weight.data = weight.data.to(norm.weight.device, norm.weight.dtype)
+        for name, buffer in self.named_buffers():
+            owner, _, last = name.rpartition(".")
+            setattr(self.get_submodule(owner), last, buffer.to(norm.weight.device))
+
+    def forward(self, embedded: Tensor, hidden: Tensor, **inputs: Any) -> Tensor:
+        """Both (B, T, hidden); ``inputs`` are those of the model's decoder but its tokens."""
+        both = torch.cat([self.embedding_norm(embedded), self.state_norm(hidden)], dim=-1)
+        found = self.block(inputs_embeds=self.project(both), use_cache=False, **inputs)
+        states: Tensor = found.last_hidden_state
+        return states
+
+
+def one_layer(decoder: Any) -> nn.Module:
+    """A fresh decoder of the same class with one layer, of the kind of the last, and no embedding.
+
+    A whole decoder, because it makes the masks and angles that its layers need.
+    """
+    config = copy.deepcopy(decoder.config)
+    for name in ("layer_types", "mlp_layer_types"):
+        kinds = getattr(config, name, None)
+        if kinds is not None:
+            setattr(config, name, list(kinds)[-1:])
+    dense = getattr(config, "first_k_dense_replace", None)  # the layers before it have no experts
+    if dense is not None:
+        config.first_k_dense_replace = int(dense >= config.num_hidden_layers)
+    config.num_hidden_layers = 1
+    config.vocab_size, config.pad_token_id = 1, None
+    made: nn.Module = type(decoder)(config)
+    made.embed_tokens = None  # it is called with embeddings
+    return made.train()
+
+
+def same_document(input_ids: Tensor, position_ids: Tensor | None, distance: int) -> Tensor:
+    """Whether the token so many places ahead belongs to the same document, (B, T).
+
+    Documents of a packed row begin where positions do; without positions each row is one.
+    """
+    places = torch.arange(input_ids.shape[1], device=input_ids.device)
+    there = (places + distance < input_ids.shape[1]).expand_as(input_ids)
+    if position_ids is None:
+        return there
+    number = (position_ids == 0).cumsum(dim=1).expand_as(input_ids)
+    return there & (number == number.roll(-distance, dims=1))
+
+
+def minimise_too(loss_of: nn.Module, ahead: MultiToken) -> None:
+    """Let the loss sum of a loss module's training passes hold the loss of the tokens ahead too.
+
+    The modules become the loss module's ``ahead``, so that whatever moves, replicates or saves its
+    parameters has theirs.
+
+    Raises:
+        ValueError: it isn't a language model's loss.
+    """
+    loss: Any = loss_of
+    model = model_of(loss)
+    loss.ahead = ahead
+    if not ahead.weight:
+        return
+    seen: list[Tensor] = []
+
+    def hear(module: nn.Module, given: Any, output: Any) -> None:
+        seen[:] = [output.last_hidden_state] if loss.training else []
+
+    def add(
+        module: nn.Module, given: Any, named: dict[str, Any], output: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
+        if not loss.training:
+            return None
+        total, count = output
+        more = ahead(model, seen.pop(), chunk=_chunk(loss), terms=loss.terms, **named)
+        return total + more, count
+
+    trunk(model).register_forward_hook(hear)
+    loss.register_forward_hook(add, with_kwargs=True)
+
+
+def model_of(loss_of: nn.Module) -> nn.Module:
+    """The language model whose loss it is.
+
+    Raises:
+        ValueError: it is another loss.
+    """
+    if not isinstance(loss_of, WholeLogitsLoss | LabelOnlyLoss):
+        raise ValueError(
+            "multi-token prediction needs the states of a language model, and this job's loss is "
+            f"{type(loss_of).__name__}"
+        )
+    model: nn.Module = loss_of.model
+    return model
+
+
+def check(depth: int, weight: float) -> None:
+    """Refuse numbers that make no sense.
+
+    Raises:
+        ValueError: one does.
+    """
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+        raise ValueError(f"depth is {depth!r}; give how many tokens ahead, 1 or more")
+    if not 0 <= weight < float("inf"):
+        raise ValueError(f"weight is {weight}; give 0 or a small number, say 0.3")
+
+
+def _chunk(loss_of: Any) -> int:
+    if isinstance(loss_of, LabelOnlyLoss):
+        return loss_of.chunk
+    return chunk_rows("auto", causal_lm(loss_of.model).config.vocab_size)
+
+
+def _loss(head: Any, hidden: Tensor, labels: Tensor, chunk: int, terms: LossTerms) -> Tensor:
+    """The summed loss of positions with a label, through a head that sees no others."""
+    rows, wanted = hidden.flatten(0, -2), labels.flatten()
+    if skips(rows):
+        positions = (wanted != IGNORED).nonzero().squeeze(1)
+        rows, wanted = rows.index_select(0, positions), wanted.index_select(0, positions)
+    if isinstance(head, TakesLabels):
+        found: Tensor = head(rows, wanted, chunk, terms)
+        return found
+    return head_cross_entropy(head, rows, wanted, chunk, terms)

@@ -1,0 +1,1 @@
+"""Optimizers, master weights and running averages."""

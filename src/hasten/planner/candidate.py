@@ -1,0 +1,233 @@
+"""One layout with all that is predicted of it: time, rate, memory, each with its parts and P10-P90.
+
+Columns are for choosing among many; a ``Candidate`` is for people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from hasten.planner.cluster import Cluster
+from hasten.planner.layout import Job, Layout, Layouts
+from hasten.planner.predict import Prediction, Step
+
+TRAINER_SCHEDULES = {  # of the planner -> what the technique pipeline calls it
+    "gpipe": "gpipe",
+    "1f1b": "1f1b",
+    "interleaved": "interleaved",
+    "zb1p": "zero_bubble",
+}
+TRAINER_CHUNKS = 2  # stages of a rank that the technique pipeline interleaves
+# Of the planner -> an entry of a plan; the trainer keeps half of the bytes layer by layer.
+_RECOMPUTES: Mapping[str, list[str]] = {
+    "none": [],
+    "full": ["recompute"],
+    "selective": ["recompute: {budget: 0.5}"],
+}
+# Formats whose weights, masters and moments are as many bytes as the planner counts, fp16's aside.
+_PRECISIONS: Mapping[str, list[str]] = {
+    "bf16": ["bf16_master_weights"],
+    "fp16": ["autocast: {dtype: fp16}"],
+    "fp8": ["float8"],
+    "fp32": [],
+}
+_WIRES: Mapping[str, list[str]] = {
+    "none": [],
+    "int8": ["quantised: {bits: 8}"],
+    "int4": ["quantised: {bits: 4}"],
+    "topk1": ["topk: {ratio: 0.01}"],
+}
+STEP_PARTS = tuple(f.name for f in fields(Step))
+
+
+@dataclass(frozen=True)
+class Span:
+    """A figure and the interval that holds 80 % of such cases."""
+
+    middle: float
+    low: float
+    high: float
+
+    def times(self, factor: float) -> Span:
+        return Span(self.middle * factor, self.low * factor, self.high * factor)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout on a cluster; ``simulated`` once its schedule was played through."""
+
+    layout: Layout
+    cluster: Cluster
+    micro_batches: int
+    step_parts: dict[str, float]  # seconds; they add up to step_seconds.middle
+    step_seconds: Span
+    tokens_per_second_per_device: Span
+    mfu: float
+    memory_parts: dict[str, float]  # bytes; they add up to memory_bytes.middle
+    memory_bytes: Span
+    fits: bool
+    simulated: bool = False
+    stage_layers: tuple[int, ...] = ()
+
+    @property
+    def devices(self) -> int:
+        return self.cluster.devices
+
+    @property
+    def mfu_span(self) -> Span:
+        """MFU with the interval of the step that it is taken of."""
+        step = self.step_seconds
+        return Span(self.mfu, *(self.mfu * step.middle / s for s in (step.high, step.low)))
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of a step in which a rank does nothing but wait for others' bytes."""
+        return sum(self.step_parts[part] for part in ("tp", "dp", "ep"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "layout": asdict(self.layout),
+            "device": self.cluster.device.name,
+            "nodes": self.cluster.nodes,
+            "devices": self.devices,
+            "micro_batches": self.micro_batches,
+            "step_seconds": asdict(self.step_seconds),
+            "step_parts": self.step_parts,
+            "exposed_communication_seconds": self.exposed,
+            "tokens_per_second_per_device": asdict(self.tokens_per_second_per_device),
+            "mfu": self.mfu,
+            "mfu_interval": [self.mfu_span.low, self.mfu_span.high],
+            "memory_bytes": asdict(self.memory_bytes),
+            "memory_parts": self.memory_parts,
+            "fits": self.fits,
+            "simulated": self.simulated,
+            "stage_layers": list(self.stage_layers),
+        }
+
+
+def candidate(
+    found: Prediction, layouts: Layouts, row: int, cluster: Cluster, job: Job
+) -> Candidate:
+    """Row ``row`` of a prediction."""
+    layout = layouts.at(row)
+
+    def span(middle: Any, low: Any, high: Any) -> Span:
+        return Span(float(middle[row]), float(low[row]), float(high[row]))
+
+    rate = found.tokens_per_second_per_device
+    return Candidate(
+        layout=layout,
+        cluster=cluster,
+        micro_batches=micro_batches_of(layout, job),
+        step_parts={name: float(getattr(found.step, name)[row]) for name in STEP_PARTS},
+        step_seconds=span(found.step_seconds, found.step_p10, found.step_p90),
+        tokens_per_second_per_device=span(rate, found.tokens_p10, found.tokens_p90),
+        mfu=float(found.mfu[row]),
+        memory_parts={f.name: float(v[row]) for f, v in _memory_columns(found)},
+        memory_bytes=span(found.memory_bytes, found.memory_p10, found.memory_p90),
+        fits=bool(found.fits[row]),
+    )
+
+
+def micro_batches_of(layout: Layout, job: Job) -> int:
+    """Micro-batches that a rank has in a step."""
+    return max(1, -(-job.global_batch // (layout.dp * layout.micro_batch)))
+
+
+def _memory_columns(found: Prediction) -> list[tuple[Any, Any]]:
+    return [(f, np.atleast_1d(getattr(found.memory, f.name))) for f in fields(found.memory)]
+
+
+def words(layout: Layout) -> str:
+    """A layout for people: what differs from one device with nothing special."""
+    said = [f"{name}={getattr(layout, name)}" for name in ("dp", "tp", "pp", "ep", "cp")]
+    said = [s for s in said if not s.endswith("=1")] or ["dp=1"]
+    if layout.dp * layout.cp > 1:
+        said.append(f"zero={layout.zero}")
+    said.append(f"micro={layout.micro_batch}")
+    if layout.pp > 1:
+        deep = f"x{layout.virtual}" if layout.virtual > 1 else ""
+        said.append(f"{layout.schedule}{deep}")
+    if layout.recompute != "none":
+        said.append(f"recompute={layout.recompute}")
+    if layout.precision not in ("bf16", "fp16"):
+        said.append(layout.precision)
+    if layout.compression != "none":
+        said.append(f"gradients={layout.compression}")
+    return " ".join(said)
+
+
+def recipe_lines(layout: Layout) -> str:
+    """The layout as lines of a recipe that the trainer runs; '' where ``beyond_trainer`` says why.
+
+    ZeRO's stages 1 and 2 keep whole weights: FSDP2 that doesn't let them go between passes.
+    """
+    if beyond_trainer(layout):
+        return ""
+    sharded = layout.zero > 0 and layout.dp > 1
+    lines: list[str] = []
+    plan: list[str] = []
+    shown: dict[str, Any]
+    if layout.pp > 1:
+        schedule = TRAINER_SCHEDULES[layout.schedule]
+        sizes = {"stages": layout.pp, "micro_batch_size": layout.micro_batch, "schedule": schedule}
+        checkpoint = {"none": "never", "full": "always"}[layout.recompute]
+        shown = {"pipeline": {**sizes, "checkpoint": checkpoint}}
+    elif layout.ep > 1:
+        shown = {"dp": layout.dp, "ep": layout.ep}
+    elif layout.tp > 1:
+        shown = {"shard" if sharded else "dp": layout.dp, "tp": layout.tp}
+        shown |= {"reshard": layout.zero == 3} if sharded else {}
+    elif sharded:
+        shown = {"fsdp2": {"reshard": layout.zero == 3}}
+    else:
+        shown = {"ddp": {}} if layout.dp > 1 else {}
+    lines += [f"layout: {_inline(shown)}"] if shown else []
+    if layout.pp == 1:
+        plan += [_inline({"accumulate": {"micro_batch_size": layout.micro_batch}})[1:-1]]
+        plan += _RECOMPUTES[layout.recompute]
+    plan += _PRECISIONS[layout.precision]
+    plan += _WIRES[layout.compression]
+    lines += [f"plan: [{', '.join(plan)}]"] if plan else []
+    return "\n".join(lines)
+
+
+def beyond_trainer(layout: Layout) -> str:
+    """What of the layout hasten's own trainer can't run, in one sentence; empty: it runs it."""
+    lacks = ["cp"] if layout.cp > 1 else []
+    others = [name for name in ("tp", "ep") if getattr(layout, name) > 1]
+    if layout.pp > 1:
+        lacks += [f"{name} beside pp" for name in others]
+        lacks += ["zero beside pp"] if layout.zero > 1 and layout.dp > 1 else []
+        lacks += [] if layout.schedule in TRAINER_SCHEDULES else [f"the schedule {layout.schedule}"]
+        chunks = layout.virtual if layout.schedule == "interleaved" else TRAINER_CHUNKS
+        lacks += [f"interleaving of {chunks} chunks a rank"] if chunks != TRAINER_CHUNKS else []
+        lacks += ["recomputation of some layers in a pipeline"] * (layout.recompute == "selective")
+    elif layout.ep > 1:
+        lacks += ["tp beside ep"] if layout.tp > 1 else []
+        lacks += ["zero beside ep"] if layout.zero > 1 else []
+        lacks += ["recomputation of some layers beside ep"] * (layout.recompute == "selective")
+    lacks += ["recomputation of norms and activations alone"] * (layout.recompute == "light")
+    lacks += [] if layout.precision in _PRECISIONS else [f"products in {layout.precision}"]
+    lacks += ["products in fp8 beside tp"] * (layout.precision == "fp8" and layout.tp > 1)
+    if layout.compression != "none":
+        cut = [name for name in ("tp", "pp", "ep") if getattr(layout, name) > 1]
+        lacks += [f"compressed gradients beside {name}" for name in cut]
+    if not lacks:
+        return ""
+    return (
+        f"hasten's own trainer has no {', no '.join(lacks)} yet: this layout is for Megatron-LM "
+        "and the like (hasten launch --target megatron writes its arguments)"
+    )
+
+
+def _inline(value: Any) -> str:
+    """YAML in one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_inline(one)}" for key, one in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else str(value)

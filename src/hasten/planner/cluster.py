@@ -1,0 +1,139 @@
+"""A cluster as the planner sees it: devices, nodes, and what their links carry one way.
+
+Bandwidths are bytes per second in one direction of one device's share, as a ring of NCCL uses them;
+a figure that a maker gives for both directions together has to be halved. Latency is that of one
+message between two neighbours, software included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hasten.errors import InputError
+from hasten.launch.cluster import TOPOLOGIES, CloudConfig
+from hasten.machine.devices import PCIE4, Device, device
+from hasten.models.architecture import load_json
+
+_G = 1e9
+INTRA_LATENCY, INTER_LATENCY = 3e-6, 8e-6
+# Topology -> bytes/s between nodes per device, each with a card of its own: 200 or 400 Gbit/s.
+_BETWEEN: Mapping[str, float] = {
+    "single_node": 25 * _G,
+    "fat_tree": 50 * _G,
+    "rail_optimized": 50 * _G,
+    "dgx_a100": 25 * _G,
+    "dgx_h100": 50 * _G,
+}
+_ETHERNET = 12.5 * _G  # of a node: one card of 100 Gbit/s, which its devices share
+_PRIORITY = {"low_latency": 1.0, "high_bandwidth": 1.0, "low_cost": 0.25}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``nodes`` of ``per_node`` devices; ``inter`` is each device's share of its node's NICs."""
+
+    device: Device
+    nodes: int
+    per_node: int
+    intra: float
+    inter: float
+    intra_latency: float = INTRA_LATENCY
+    inter_latency: float = INTER_LATENCY
+    topology: str = "fat_tree"
+
+    def __post_init__(self) -> None:
+        for field in ("nodes", "per_node", "intra", "inter"):
+            if not getattr(self, field) > 0:
+                raise InputError(f"cluster: {field} is {getattr(self, field)}; give more than 0")
+        if self.intra_latency < 0 or self.inter_latency < 0:
+            raise InputError("cluster: a latency is negative; give seconds, 0 at least")
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.per_node
+
+    @classmethod
+    def preset(cls, topology: str, nodes: int, per_node: int = 8, device_name: str = "") -> Cluster:
+        """A named topology; the device is the one that its name says, or the one given.
+
+        Raises:
+            InputError: an unknown topology or device.
+        """
+        return cls.of(
+            CloudConfig(nodes=nodes, gpus_per_node=per_node, topology=topology), device_name
+        )
+
+    @classmethod
+    def of(cls, cloud: CloudConfig, device_name: str = "") -> Cluster:
+        """The cluster that a CloudConfig describes, of devices of that name."""
+        by_topology = {"dgx_a100": "a100-80gb", "dgx_h100": "h100-80gb"}
+        name = device_name or by_topology.get(cloud.topology, "")
+        if not name:
+            raise InputError(
+                f"the topology {cloud.topology!r} doesn't say which devices: name one (h100, a100)"
+            )
+        chip = device(name)
+        joined = chip.link if cloud.gpus_per_node <= chip.per_node else PCIE4 * _G
+        between = _BETWEEN.get(cloud.topology, _ETHERNET / cloud.gpus_per_node)
+        if cloud.topology in ("fat_tree", "rail_optimized"):
+            between *= _PRIORITY[cloud.network_priority]
+        slow = cloud.topology == "ethernet" or cloud.network_priority == "low_cost"
+        return cls(
+            *(chip, cloud.nodes, cloud.gpus_per_node, joined, between),
+            inter_latency=30e-6 if slow else INTER_LATENCY,
+            topology=cloud.topology,
+        )
+
+    def with_network(self, times: float) -> Cluster:
+        """The same with the links between nodes that many times as fast."""
+        return replace(self, inter=self.inter * times)
+
+
+def own_machine(
+    source: Mapping[str, Any] | Path, *, memory_bytes: float, link: float, devices: int = 1
+) -> Cluster:
+    """One node of the user's own, its rates from a file of ``hasten bench --json``.
+
+    ``link`` is what passes between its devices, one way, in bytes per second.
+
+    Raises:
+        InputError: it isn't such a file, or has no product or no copy in it.
+    """
+    found = source if isinstance(source, Mapping) else load_json(source)
+    name = "its file" if isinstance(source, Mapping) else str(source)
+    try:
+        if found["kind"] != "hasten machine rates":
+            raise KeyError("kind")
+        best: dict[str, float] = {}
+        for product in found["products"]:
+            best[product["dtype"]] = max(best.get(product["dtype"], 0.0), float(product["best"]))
+        copies = [float(copy["best"]) for copy in found["copies"] if "memory" in copy["way"]]
+        memory_rate = max(copies or [float(copy["best"]) for copy in found["copies"]])
+        half = best.get("bf16") or best.get("fp16") or best["fp32"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{name} doesn't hold what `hasten bench --json` writes: measure this machine anew"
+        ) from error
+    single = max(best.get("fp32", 0.0), best.get("tf32", 0.0))
+    chip = Device(
+        name=str(found.get("device_name") or found.get("device") or "this machine"),
+        peak16=half,
+        memory_bytes=memory_bytes,
+        memory_rate=memory_rate,
+        link=link,
+        per_node=devices,
+        peak8=best.get("fp8", 0.0),
+        peak32=single,
+        reached16=half,
+        reached8=best.get("fp8", 0.0),
+        reached32=single,
+        gloo=str(found.get("device") or "").startswith("cpu"),
+        source=f"hasten bench, {found.get('measured_at', 'undated')}",
+    )
+    return Cluster(chip, 1, devices, link, link, topology="single_node")
+
+
+__all__ = ["TOPOLOGIES", "Cluster", "Device", "device", "own_machine"]

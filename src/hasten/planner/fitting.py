@@ -1,0 +1,195 @@
+"""Fits constants to measurements: least squares of logarithms, with priors, robust to odd rows.
+
+Levenberg-Marquardt on theta = ln(constant): the residuals are ln(measured / predicted) over their
+noise, and (theta - prior) over its spread (maximum a posteriori). After each step the rows are
+weighted anew by Cauchy's function, so that a broken row pulls less the further off it is. Every
+software stack has one more unknown, shrunk towards nothing. No random number is drawn and the
+order of rows is kept: the same rows give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hasten.planner.constants import Constants, MemoryConstants
+from hasten.planner.layout import Column, Layouts
+from hasten.planner.memory import Memory, memory
+from hasten.planner.numbers import MachineNumbers, ModelNumbers, machine, numbers, stacked
+from hasten.planner.predict import steps
+from hasten.planner.records import Record
+
+NOISE = 0.05  # of the logarithm of seconds: releases of one framework differ by 5.5 %
+MEMORY_NOISE = 0.06
+STACK_SPREAD = 0.15
+ODD = 2.5  # noises from which on a row counts less than half
+OLDER = 0.2  # weight of rows that a later release of the software has replaced
+STEPS = 25
+NUDGE = 1e-4  # of a logarithm, for derivatives by forward differences
+C = TypeVar("C", bound=Any)
+
+
+@dataclass(frozen=True)
+class Cases:
+    """Records as columns."""
+
+    records: tuple[Record, ...]
+    model: ModelNumbers
+    machine: MachineNumbers
+    layouts: Layouts
+    batch: Column
+    lora: Column
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> Cases:
+        return cls(
+            tuple(records),
+            stacked([numbers(r.architecture, r.job.sequence) for r in records]),
+            stacked([machine(r.cluster) for r in records]),
+            Layouts.of([r.layout for r in records]),
+            np.array([float(r.job.global_batch) for r in records]),
+            np.array([float(r.job.task == "lora") for r in records]),
+        )
+
+    def seconds(self, c: Constants) -> Column:
+        """Predicted seconds per step, without any stack's factor."""
+        found = steps(self.model, self.machine, self.layouts, self.batch, c, self.lora)
+        return found.total
+
+    def memory(self, c: MemoryConstants) -> Memory:
+        """Predicted resident bytes of the fullest rank, by part."""
+        count = np.maximum(1.0, np.ceil(self.batch / (self.layouts.dp * self.layouts.micro_batch)))
+        return memory(self.model, self.layouts, count, c, self.lora)
+
+    def bytes(self, c: MemoryConstants) -> Column:
+        """All of them together."""
+        return self.memory(c).total
+
+    def measured_seconds(self) -> Column:
+        """Seconds per step as measured."""
+        rates = np.array([r.tokens_per_second or np.nan for r in self.records])
+        return np.asarray(self.batch * self.model.sequence / (rates * self.layouts.devices))
+
+
+def weights(records: Sequence[Record]) -> Column:
+    """How much each row counts: near-duplicates of a group share, recalled figures count little."""
+    size: dict[str, int] = {}
+    for record in records:
+        size[record.group] = size.get(record.group, 0) + 1
+    return np.array(
+        [
+            r.confidence**2
+            * (0.25 if r.recalled else 1.0)
+            * (OLDER if r.superseded else 1.0)
+            / size[r.group] ** 0.5
+            for r in records
+        ]
+    )
+
+
+def fit_seconds(cases: Cases, start: Constants | None = None) -> tuple[Constants, dict[str, float]]:
+    """Constants and the stacks' factors from measured seconds."""
+    names = sorted({r.stack for r in cases.records})
+    place = np.array([names.index(r.stack) for r in cases.records])
+    one_hot = (place[:, None] == np.arange(len(names))[None, :]).astype(np.float64)
+    target = np.log(cases.measured_seconds())
+    found, stacks = fit(
+        start or Constants(),
+        lambda c: np.log(cases.seconds(c)),
+        target,
+        weights(cases.records),
+        NOISE,
+        one_hot,
+        at_once=True,
+    )
+    return found, {name: float(np.exp(value)) for name, value in zip(names, stacks, strict=True)}
+
+
+def fit_memory(cases: Cases, start: MemoryConstants | None = None) -> MemoryConstants:
+    """Memory's constants from measured gigabytes."""
+    target = np.log(np.array([(r.memory_gb or np.nan) * 1e9 for r in cases.records]))
+    nothing = np.zeros((len(target), 0))
+    found, _ = fit(
+        start or MemoryConstants(),
+        lambda c: np.log(cases.bytes(c)),
+        target,
+        weights(cases.records),
+        MEMORY_NOISE,
+        nothing,
+    )
+    return found
+
+
+def fit(
+    start: C,
+    predicted: Callable[[C], Column],
+    target: Column,
+    weight: Column,
+    noise: float,
+    one_hot: Column,
+    free: Sequence[str] | None = None,
+    stack_spread: float = STACK_SPREAD,
+    at_once: bool = False,
+) -> tuple[C, Column]:
+    """The constants named ``free`` (all by default), and one addend per column of ``one_hot``.
+
+    ``at_once``: ``predicted`` takes columns of constants, and gives a row for each of them.
+    """
+    chosen = [f for f in fields(start) if free is None or f.name in free]
+    prior = np.log([getattr(start, f.name) for f in chosen])
+    spread = np.array([f.metadata["spread"] for f in chosen])
+    extra = one_hot.shape[1]
+    middle = np.concatenate([prior, np.zeros(extra)])
+    scale = np.concatenate([spread, np.full(extra, stack_spread)])
+    theta, damping = middle.copy(), 1e-2
+
+    def constants(at: Column) -> C:
+        found = np.exp(at[: len(chosen)])
+        values = [v[:, None] if at.ndim > 1 else float(v) for v in found]
+        return replace(start, **{f.name: v for f, v in zip(chosen, values, strict=True)})
+
+    def residuals(at: Column) -> Column:
+        """Of one point, or a row for each column of points."""
+        return np.asarray(target - predicted(constants(at)) - (one_hot @ at[len(chosen) :]).T)
+
+    def cost(at: Column, rest: Column) -> float:
+        odd = np.log1p((rest / (ODD * noise)) ** 2) * ODD**2
+        return float(weight @ odd + np.sum(((at - middle) / scale) ** 2))
+
+    rest = residuals(theta)
+    best = cost(theta, rest)
+    for _ in range(STEPS):
+        if at_once:
+            slopes = (residuals(_moved(theta, len(chosen))) - rest).T / NUDGE
+        else:
+            moved = _moved(theta, len(chosen)).T
+            slopes = np.column_stack([residuals(at) - rest for at in moved]) / NUDGE
+        jacobian = np.column_stack([slopes, -one_hot])
+        trust = weight / (1 + (rest / (ODD * noise)) ** 2) / noise**2
+        curvature = jacobian.T @ (trust[:, None] * jacobian) + np.diag(1 / scale**2)
+        slope = jacobian.T @ (trust * rest) + (theta - middle) / scale**2
+        for _ in range(8):
+            damped = curvature + damping * np.diag(np.diag(curvature))
+            step = np.clip(np.linalg.solve(damped, -slope), -0.7, 0.7)
+            tried = residuals(theta + step)
+            value = cost(theta + step, tried)
+            if value < best:
+                break
+            damping *= 4
+        else:
+            break
+        gained, best = best - value, value
+        theta, rest, damping = theta + step, tried, max(damping / 4, 1e-6)
+        if gained < 1e-4 * best:
+            break
+    return constants(theta), theta[len(chosen) :]
+
+
+def _moved(theta: Column, constants: int) -> Column:
+    """A column for each constant, in which that one is a little larger."""
+    moved = np.repeat(theta[:, None], constants, axis=1)
+    moved[np.arange(constants), np.arange(constants)] += NUDGE
+    return moved

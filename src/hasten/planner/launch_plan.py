@@ -1,0 +1,141 @@
+"""What a launch takes from the plan: Megatron-LM's layout, and how slow a rehearsal's links are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hasten.errors import InputError
+from hasten.launch.cluster import CloudConfig
+from hasten.launch.targets.megatron import arguments
+from hasten.machine import host
+from hasten.recipe.build import warmup_steps
+from hasten.recipe.schema import Recipe
+
+RECORDS = 32  # of a step where a recipe says nothing, as in training
+TRIED = 50  # layouts, best first, until Megatron-LM can run one
+REACHED = 0.4  # of a device's peak, as a share that training reaches
+SLOWEST = 1e6  # bits a second of a rehearsal's link
+
+
+def config_of(recipe: Recipe) -> dict[str, Any]:
+    """The fields of the model's config."""
+    from hasten.models.load import read_config
+
+    found: dict[str, Any] = read_config(recipe.model).to_dict()
+    return found
+
+
+def planned(
+    recipe: Recipe, cloud: CloudConfig, gpu: str, file: Path | None
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Layout and batch: of the plan's file, or the best that Megatron-LM can run as predicted.
+
+    Raises:
+        InputError: no such file, a plan of other devices, or nothing that it can run.
+    """
+    config = config_of(recipe)
+    if file is not None:
+        layout, job = _from_file(file)
+        batch = _batch(recipe, job)
+        arguments(config, layout, batch, cloud.devices)  # refuses what can't be run, before writing
+        return layout, batch
+    from hasten.planner import plan
+    from hasten.planner.cluster import Cluster
+    from hasten.planner.layout import Job
+    from hasten.planner.space import Space
+
+    sequence = recipe.cutoff_len
+    size = recipe.global_batch_size or (recipe.global_batch_tokens or 0) // sequence or RECORDS
+    job = {"sequence": sequence, "global_batch": size, "task": recipe.finetuning_type}
+    batch = _batch(recipe, job)
+    if recipe.finetuning_type == "lora":
+        arguments(config, {}, batch, cloud.devices)  # says why not
+    found = plan(
+        recipe.model,
+        Cluster.of(cloud, gpu),
+        Job(sequence, size, "pretrain" if recipe.from_scratch else "full"),
+        space=Space(zero=(0, 1), schedules=("1f1b", "interleaved")),
+        top=TRIED,
+        fewer_nodes=False,
+    )
+    refused = ""
+    for one in found.best:
+        layout = dataclasses.asdict(one.layout)
+        try:
+            arguments(config, layout, batch, cloud.devices)
+            return layout, batch
+        except InputError as error:
+            refused = refused or str(error)
+    raise InputError(f"none of the {len(found.best)} best layouts can be launched: {refused}")
+
+
+def scaled_rate(cloud: CloudConfig, gpu: str) -> float | None:
+    """A host's link for the rehearsal, in bit/s; None where the devices aren't known.
+
+    Slower than the cluster's by as much as a rank here computes slower than its device, so that
+    exchanges take about the share of a step that they take there.
+    """
+    from hasten.planner.cluster import Cluster
+
+    if cloud.nodes == 1:
+        return None
+    try:
+        cluster = Cluster.of(cloud, gpu)
+    except InputError:
+        if gpu:
+            raise
+        return None
+    node = 8 * cluster.inter * cloud.gpus_per_node
+    cores = max(1, host.usable_cores())
+    mine = _flops() * min(1.0, cores / cloud.devices)
+    return max(SLOWEST, node * mine / (REACHED * cluster.device.peak16))
+
+
+def _flops() -> float:
+    """FLOP/s of one core, from a matrix product of some milliseconds."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        side = 512
+        one = torch.ones(side, side)
+        one @ one
+        began = time.perf_counter()
+        for _ in range(5):
+            one @ one
+        return 5 * 2 * side**3 / (time.perf_counter() - began)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _from_file(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        layout, job = found["best"][0]["layout"], found["job"]
+        if not isinstance(layout, dict) or not isinstance(job, dict):
+            raise ValueError("its layout is no object")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"--plan: {path} isn't what hasten plan --json writes ({why})") from error
+    return layout, job
+
+
+def _batch(recipe: Recipe, job: Mapping[str, Any]) -> dict[str, Any]:
+    tokens = recipe.max_tokens or job.get("tokens") or 0
+    try:
+        step = int(job["sequence"]) * int(job["global_batch"])
+        steps = recipe.max_steps or int(tokens // step)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise InputError(f"--plan: its job has no sequence or global_batch ({error})") from error
+    if not steps:
+        raise InputError("megatron: say max_steps or max_tokens, it doesn't know epochs")
+    rates = ("learning_rate", "min_lr_ratio", "lr_schedule", "adam_betas", "weight_decay")
+    values = {name: getattr(recipe, name) for name in (*rates, "max_grad_norm", "seed")}
+    values["warmup_steps"] = warmup_steps(recipe.warmup_steps, steps)
+    return {**values, **job, "task": recipe.finetuning_type, "steps": steps}

@@ -1,0 +1,182 @@
+"""Bytes that a layout keeps on its fullest rank: state, activations, logits, and the rest.
+
+Weights take 2 bytes, gradients 4 where they are summed in fp32 over micro-batches and 2 where they
+are sharded at once, AdamW 12 with its fp32 master weights (arXiv 1910.02054, section 3). In a
+pipeline three ranks may be the fullest: the first, with the embedding and the most micro-batches in
+flight; the second, with as many layers and more of them with experts; the last, with the head and
+the logits. What a layer keeps is counted in ``activations``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from hasten.planner.activations import LayerBytes, layer_bytes
+from hasten.planner.compute import FP32, tokens
+from hasten.planner.constants import MemoryConstants
+from hasten.planner.layout import SCHEDULES, Column, Layouts
+from hasten.planner.numbers import ModelNumbers, Value
+from hasten.planner.stages import DUALPIPE, ZB2P, stage_layers
+
+GPIPE, INTERLEAVED, ZB1P = (SCHEDULES.index(s) for s in ("gpipe", "interleaved", "zb1p"))
+LORA_SHARE = 0.005  # of the weights, in adapters that learn
+# What isn't known of software that nobody named: whether gradients take 2, 4, 6 bytes or more
+# (16 bits, fp32 sums, both, with buffers), so as much again; and of all else this share. Of the
+# pairs that were tried these explain the held-out errors of 85 measurements about best.
+GRADIENTS_DOUBT, REST_DOUBT = 1.0, 0.08
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Resident bytes of the fullest rank, by what they are."""
+
+    weights: Column
+    gradients: Column
+    optimizer: Column
+    activations: Column
+    logits: Column
+    overhead: Column
+
+    @property
+    def total(self) -> Column:
+        parts = (self.weights, self.gradients, self.optimizer, self.activations)
+        return np.asarray(sum(parts) + self.logits + self.overhead)
+
+    @property
+    def doubt(self) -> Column:
+        """A share of the total: the unit of its interval (``Calibration.spread``)."""
+        rest = self.total - self.gradients
+        unsure = np.hypot(GRADIENTS_DOUBT * self.gradients, REST_DOUBT * rest)
+        return np.asarray(unsure / self.total)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of a pipeline: what it holds of the model, and of micro-batches in flight."""
+
+    there: Column  # 1 where the pipeline has such a rank beside the others
+    layers: Column
+    ends: Column  # parameters of embedding and head
+    kept: Column  # bytes of activations that wait for their backward pass
+    head: Column  # 1 where it makes the logits
+
+
+def rank_parameters(
+    model: ModelNumbers, layouts: Layouts, layers: Value, ends: Value
+) -> tuple[Column, Column]:
+    """Parameters of a rank with so many layers before data parallelism shards: rest, experts."""
+    share = layers / model.layers
+    body = (model.layer_parameters * share + ends) / layouts.tp
+    return np.asarray(body), np.asarray(model.expert_parameters * share / layouts.ep)
+
+
+def first_rank(model: ModelNumbers, layouts: Layouts) -> tuple[Column, Column]:
+    """Layers of the first rank's stage, and parameters of the model's ends that it has.
+
+    DualPipe gives it the last stage as well, by a second copy of all weights.
+    """
+    dealt = stage_layers(model.layers, layouts.pp, layouts.virtual)
+    both = layouts.schedule == DUALPIPE
+    one = model.vocabulary * model.hidden * np.where(both, 2.0, 1.0)
+    ends = np.where(layouts.pp > 1, one, model.embedding_parameters)
+    return np.where(both & (layouts.pp > 1), dealt.first + dealt.last, dealt.first), ends
+
+
+def memory(
+    model: ModelNumbers, layouts: Layouts, micro_batches: Value, c: MemoryConstants, lora: Value
+) -> Memory:
+    """What stays on the fullest rank at its worst moment."""
+    one = layer_bytes(model, layouts)
+    ranks = _ranks(model, layouts, micro_batches, one)
+    held = [_held(rank, one, model, layouts, c, lora) for rank in ranks]
+    totals = np.stack([r.there * h.total for r, h in zip(ranks, held, strict=True)])
+    fullest = np.argmax(totals, axis=0)
+    parts = {f.name: np.choose(fullest, [getattr(h, f.name) for h in held]) for f in fields(Memory)}
+    return Memory(**parts)
+
+
+def in_flight(layouts: Layouts, micro_batches: Value, rank: Value = 0) -> Column:
+    """Micro-batches whose activations that rank keeps, in units of all its layers."""
+    pp, v, code = layouts.pp, layouts.virtual, layouts.schedule
+    most = pp - rank + 0 * v
+    most = np.where(code == INTERLEAVED, (2 * (pp - rank - 1) + (v - 1) * pp + 1) / v, most)
+    most = np.where(code == ZB1P, pp, most)
+    most = np.where(code == DUALPIPE, pp + 1, most)
+    most = np.where(code == ZB2P, 2 * (pp - rank) - 1, most)
+    most = np.where(code == GPIPE, micro_batches, most)
+    return np.asarray(np.minimum(np.where(pp > 1, most, 1.0), micro_batches))
+
+
+def _ranks(
+    model: ModelNumbers, layouts: Layouts, micro_batches: Value, one: LayerBytes
+) -> tuple[Rank, Rank, Rank]:
+    """The ranks that may be the fullest; the first layers are those without experts."""
+    pp, virtual = layouts.pp, layouts.virtual
+    dealt = stage_layers(model.layers, pp, virtual)
+    both, several = (layouts.schedule == DUALPIPE) & (pp > 1), pp > 1
+    plain = model.layers - model.moe_layers
+
+    def kept(layers: Column, without: Column) -> Column:
+        return np.asarray(without * one.plain + (layers - without) * one.expert)
+
+    layers, ends = first_rank(model, layouts)
+    early = np.minimum(plain, dealt.first / virtual)  # of a rank's chunks the first has them
+    early = np.where(several, np.maximum(early, dealt.first - model.moe_layers), plain)
+    flight = in_flight(layouts, micro_batches)
+    entered = np.where(both, flight - 1, flight) * kept(dealt.first, early)
+    late = np.maximum(dealt.last - model.moe_layers, 0)
+    entered = entered + np.where(both, kept(dealt.last, late), 0.0)
+    inner = np.maximum(dealt.most - model.moe_layers, 0)
+    second = in_flight(layouts, micro_batches, 1) * kept(dealt.most, inner)
+    last = in_flight(layouts, micro_batches, pp - 1) * kept(dealt.last, late)
+    always = np.ones(len(layouts))
+    return (
+        Rank(always, layers, ends, entered, np.where(several & ~both, 0.0, 1.0)),
+        Rank(
+            np.where(pp > np.where(both, 3, 2), 1.0, 0.0),
+            *(dealt.most * np.where(both, 2.0, 1.0), 0 * always, second, 0 * always),
+        ),
+        Rank(
+            np.where(several & ~both, 1.0, 0.0),
+            *(dealt.last, model.vocabulary * model.hidden * always, last, always),
+        ),
+    )
+
+
+def _held(
+    rank: Rank,
+    one: LayerBytes,
+    model: ModelNumbers,
+    layouts: Layouts,
+    c: MemoryConstants,
+    lora: Value,
+) -> Memory:
+    """What that rank keeps."""
+    body, experts = rank_parameters(model, layouts, rank.layers, rank.ends)
+    shards = layouts.dp * layouts.cp
+    spread = np.maximum(shards * layouts.tp / layouts.ep, 1.0)
+
+    def held(stage: int, copies: Value = 1.0) -> Column:
+        """The rank's share of parameters, with what that ZeRO stage shards dealt out."""
+        cut, rare = shards * copies, spread * copies
+        sharded = layouts.zero >= stage
+        return body / np.where(sharded, cut, 1) + experts / np.where(sharded, rare, 1)
+
+    learns = np.where(lora, LORA_SHARE, 1.0)
+    whole = layouts.precision == FP32
+    layer = (body + experts) / np.maximum(rank.layers, 1)
+    gathered = np.where(layouts.zero >= 3, 2 * layer, 0.0)  # one at work, the next on its way
+    # DualPipe's second copy of the weights shares the optimizer's shards with the first.
+    copies = np.where((layouts.schedule == DUALPIPE) & (layouts.pp > 1), 2.0, 1.0)
+    working = np.maximum(c.working * one.working - np.maximum(one.plain, one.expert), 0.0)
+    logits = rank.head * tokens(model, layouts) * model.vocabulary / layouts.tp * c.logits
+    return Memory(
+        weights=c.state * np.where(whole, 4.0, 2.0) * (held(3) + gathered),
+        gradients=c.state * np.where((layouts.zero >= 2) & ~whole, 2.0, 4.0) * held(2) * learns,
+        optimizer=c.state * np.where(whole, 8.0, 12.0) * held(1, copies) * learns,
+        activations=c.activations * rank.kept + working,
+        logits=logits,
+        overhead=c.context * 1e9 + 0 * rank.kept,
+    )

@@ -1,0 +1,253 @@
+"""What ``hasten plan`` is given, read: the cluster, the job, the price, runs to calibrate from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from hasten.errors import InputError
+from hasten.launch.cluster import CloudConfig
+from hasten.machine.devices import Device
+from hasten.models.architecture import Architecture
+from hasten.models.presets import PRESETS
+from hasten.planner.actual import measured_steps
+from hasten.planner.cluster import Cluster, own_machine
+from hasten.planner.constants import Calibration, calibrated
+from hasten.planner.layout import Job, Layout
+from hasten.planner.own_runs import OWN_STACK, OwnRun, calibrate_machine
+from hasten.planner.space import Space
+from hasten.planner.words import count_of
+from hasten.recipe.price import Price, price_of
+from hasten.recipe.yaml_reader import read_yaml_file
+
+if TYPE_CHECKING:
+    from hasten.recipe.schema import Recipe
+
+RECORDS = 32  # of a step where a recipe says nothing, as in training
+BATCH_TOKENS = 4e6  # of a pre-training step where nobody says: as models of some 10^9 weights have
+# Techniques that deal out the model itself, other than FSDP2, which is ZeRO 3.
+SPLIT = ("tensor_parallel", "hybrid", "pipeline", "expert_parallel", "deep_speed")
+HALF = ("autocast", "bf16_master_weights", "float8")  # techniques that don't multiply in float32
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the command line asks for; see ``plan_options``."""
+
+    cluster: str
+    gpu: str
+    nodes: int
+    gpus_per_node: int
+    memory: float | None
+    task: str | None
+    sequence: int | None
+    global_batch: int | None
+    tokens: str | None
+    price: Path | None
+    precision: str | None
+    schedules: str | None
+    lossy: bool
+    stack: str | None
+    calibrate: Sequence[Path]
+    top: int
+    why: Sequence[str]
+    what_if: Sequence[str]
+    gpus: bool
+    shapes: bool
+    measured: Path | None
+
+
+def recipe_of(name: str, overrides: Sequence[str]) -> Recipe | None:
+    """The recipe of that name; None for a model."""
+    if not name.endswith((".yaml", ".yml")):
+        if overrides:
+            raise InputError(f"{overrides[0]!r} changes a recipe, and {name} is none")
+        return None
+    from hasten.recipe.schema import load_recipe  # which brings in more than planning needs
+
+    return load_recipe(Path(name), overrides)
+
+
+def cluster_of(wishes: Wishes) -> Cluster:
+    """The cluster that the options describe."""
+    cloud = CloudConfig(wishes.nodes, wishes.gpus_per_node, wishes.cluster)
+    if not wishes.gpu.endswith(".json"):
+        return Cluster.of(cloud, wishes.gpu)
+    path = Path(wishes.gpu)
+    found = _json(path)
+    if found.get("kind") == "hasten machine rates":
+        if not wishes.memory:
+            raise InputError(f"{path} says nothing of memory: give --memory, GB of a device")
+        link = float(found.get("link") or 10e9)
+        own = own_machine(found, memory_bytes=wishes.memory * 1e9, link=link)
+        if str(found.get("device")) == "cpu":  # it takes tiles one by one, so none stand idle
+            own = dataclasses.replace(own, device=dataclasses.replace(own.device, units=1))
+        return dataclasses.replace(own, nodes=wishes.nodes, per_node=wishes.gpus_per_node)
+    like = Cluster.of(cloud, "h100")
+    chip = _device(path, found)
+    return dataclasses.replace(like, device=chip, intra=chip.link)
+
+
+def job_of(wishes: Wishes, recipe: Recipe | None, cluster: Cluster) -> tuple[Job, list[str]]:
+    """The job, and what of it nobody has said."""
+    assumed = []
+    task = wishes.task or _task(recipe)
+    sequence = wishes.sequence or (recipe.cutoff_len if recipe else None)
+    if sequence is None:
+        sequence = 4096
+        assumed.append("--sequence 4096")
+    batch = wishes.global_batch or (_batch(recipe, sequence) if recipe else None)
+    if batch is None:
+        few = BATCH_TOKENS / sequence if task == "pretrain" else 64
+        batch = cluster.devices * 2 ** max(0, round(math.log2(few / cluster.devices)))
+        assumed.append(f"--global-batch {batch}")
+    if recipe is not None and not wishes.precision and not _halves(recipe):
+        assumed.append("16-bit products (the recipe's plan names none, and would train in float32)")
+    tokens = count_of(wishes.tokens, "--tokens") if wishes.tokens else 0.0
+    if not tokens and recipe is not None:
+        tokens = float(recipe.max_tokens or (recipe.max_steps or 0) * batch * sequence)
+    return Job(sequence, batch, task, tokens), assumed
+
+
+def space_of(wishes: Wishes, cluster: Cluster) -> Space:
+    """What may vary."""
+    formats, schedules = _listed(wishes.precision), _listed(wishes.schedules)
+    space = Space.everything(cluster) if wishes.lossy else Space()
+    return dataclasses.replace(
+        space,
+        precisions=formats or space.precisions,
+        schedules=schedules or space.schedules,
+    )
+
+
+def price_from(path: Path | None) -> Price | None:
+    """The price file; InputError in one sentence for one that lacks something."""
+    if path is None:
+        return None
+    try:
+        return cast(Price, price_of(str(path)))
+    except ValueError as error:
+        raise InputError(f"--price: {error}") from error
+
+
+def calibration_of(wishes: Wishes, cluster: Cluster) -> tuple[Calibration | None, str | None]:
+    """The calibration and the stack: of runs of the user's own where they are given.
+
+    Raises:
+        InputError: a folder that isn't a run's, or runs on more devices than the cluster has.
+    """
+    known = calibrated().stacks
+    if wishes.stack is not None and wishes.stack not in known:
+        raise InputError(
+            f"no measurements of {wishes.stack!r} were fitted; leave --stack out, or take one of "
+            f"{', '.join(sorted(known))}"
+        )
+    if not wishes.calibrate:
+        return None, wishes.stack
+    runs = [own_run(folder, cluster) for folder in wishes.calibrate]
+    return calibrate_machine(runs), OWN_STACK
+
+
+def own_run(folder: Path, cluster: Cluster) -> OwnRun:
+    """A finished run as a case of the model: rows of the recipe's length, as many as were computed.
+
+    Raises:
+        InputError: the folder has no recipe or no steps in it.
+    """
+    rows = measured_steps(folder)
+    recipe = read_yaml_file(folder / "recipe.yaml", "run's recipe")
+    if not isinstance(recipe, dict) or not recipe.get("model"):
+        raise InputError(f"{folder}/recipe.yaml is no recipe: name the folder of a run")
+    model = Architecture.from_config(str(recipe["model"]))
+    if recipe["model"] in PRESETS and recipe.get("vocabulary"):
+        model = dataclasses.replace(model, vocabulary=int(recipe["vocabulary"]))
+    ranks = _ranks(folder, recipe)
+    sequence = int(recipe.get("cutoff_len") or 2048)
+    slots = statistics.median(float(row.get("slots") or 0) for row in rows)
+    share = max(1, round(slots / sequence / ranks))
+    names = {
+        str(t.get("technique") or next(iter(t), "")) if isinstance(t, dict) else str(t)
+        for t in recipe.get("plan") or ()
+    }
+    split = sorted(names & set(SPLIT))
+    if split:
+        raise InputError(
+            f"{folder}: its plan deals the model out to ranks ({split[0]}), and how isn't read "
+            "from a run yet; predict it with --why, or take a run on ddp or fsdp2"
+        )
+    layout = Layout(
+        dp=ranks,
+        zero=3 if "fsdp2" in names and ranks > 1 else 0,
+        micro_batch=share,
+        precision="bf16" if names & set(HALF) else "fp32",
+    )
+    task = "lora" if recipe.get("finetuning_type") == "lora" else "full"
+    here = cluster
+    if cluster.devices != ranks:
+        here = dataclasses.replace(cluster, nodes=1, per_node=max(ranks, 1))
+    seconds = statistics.median(float(row["step_seconds"]) for row in rows)
+    return OwnRun(model, here, Job(sequence, share * ranks, task), layout, seconds)
+
+
+def _ranks(folder: Path, recipe: Mapping[str, Any]) -> int:
+    """Of a run that is over; a launcher's ranks stand in its summary, not in its recipe."""
+    try:
+        found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        return max(1, int(found["world_size"]))
+    except (OSError, ValueError, LookupError, TypeError):
+        return int(recipe.get("nproc") or 1)
+
+
+def _listed(words: str | None) -> tuple[str, ...]:
+    return tuple(word.strip() for word in (words or "").split(",") if word.strip())
+
+
+def _halves(recipe: Recipe) -> bool:
+    return any(name in str(entry) for entry in recipe.plan for name in HALF)
+
+
+def _task(recipe: Recipe | None) -> str:
+    if recipe is None or recipe.from_scratch:
+        return "pretrain"
+    return "lora" if recipe.finetuning_type == "lora" else "full"
+
+
+def _batch(recipe: Recipe, sequence: int) -> int:
+    if recipe.global_batch_tokens:
+        return max(1, recipe.global_batch_tokens // sequence)
+    return recipe.global_batch_size or RECORDS
+
+
+def _device(path: Path, found: Mapping[str, Any]) -> Device:
+    known = {field.name: field for field in dataclasses.fields(Device)}
+    needed = ("name", "peak16", "memory_bytes", "memory_rate", "link")
+    for key in found:
+        if key not in known:
+            raise InputError(f"{path}: unknown key {key!r}; a device has {', '.join(known)}")
+    lacks = [key for key in needed if key not in found]
+    if lacks:
+        raise InputError(f"{path}: the device lacks {', '.join(lacks)} (FLOP/s, bytes, bytes/s)")
+    for key, value in found.items():
+        words = known[key].type == "str"
+        if isinstance(value, bool) or not isinstance(value, str if words else int | float):
+            raise InputError(
+                f"{path}: {key} is {value!r}; it must be a {'text' if words else 'number'}"
+            )
+    return Device(**{"source": str(path), **found})
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"--gpu: {path} can't be read: {why}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"--gpu: {path} must hold a device's figures as a JSON object")
+    return found

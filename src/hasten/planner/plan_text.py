@@ -1,0 +1,284 @@
+"""A plan in words and tables: what ``hasten plan`` prints."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hasten.models.architecture import Architecture
+from hasten.planner.advice import Change, Choice
+from hasten.planner.candidate import Candidate, Span, words
+from hasten.planner.constants import calibrated
+from hasten.planner.layout import Job, Layout
+from hasten.planner.planning import ClusterPlan
+from hasten.planner.reasons import PARTS, Rejected
+from hasten.planner.shaping import Shape
+from hasten.planner.spending import PerHour, Spending, spending
+
+BAR = 28  # characters of a waterfall's longest bar
+
+
+def heading(found: ClusterPlan, seconds: float, assumed: Sequence[str]) -> str:
+    """What was asked, and how it was looked for."""
+    here = found.cluster
+    lines = [
+        asked(found),
+        f"{here.nodes} x {here.per_node} {here.device.name}, {here.topology}: {found.layouts:,} "
+        f"layouts in {seconds:.1f} s",
+        f"brackets: P10-P90, {basis(found)}",
+    ]
+    if assumed:
+        lines.append(f"nobody said, so assumed: {' '.join(assumed)}")
+    return "\n".join(lines)
+
+
+def asked(found: ClusterPlan) -> str:
+    """Model and job in a line."""
+    model, job = found.model, found.job
+    size = f"{model.parameters() / 1e9:.3g} B parameters"
+    if model.moe:
+        size += f", {model.active_parameters() / 1e9:.3g} B active"
+    return (
+        f"{model.name} ({size}), {job.task}, {job.global_batch:,} sequences of {job.sequence:,} "
+        "tokens a step"
+    )
+
+
+def layouts_table(best: Sequence[Candidate], job: Job, price: PerHour | None) -> str:
+    """A row per layout, the quickest first."""
+    unit = "" if job.tokens else "/B tokens"
+    head = ["", "layout", "step s", "tokens/s/GPU", "MFU", "exposed", "memory GB"]
+    rows = [[*head, f"time{unit}", f"GPU hours{unit}", *([price.currency] if price else [])]]
+    for place, one in enumerate(best, 1):
+        cost = spending(one, job, price)
+        row = [f"{place}", words(one.layout), spanned(one.step_seconds)]
+        row += [spanned(one.tokens_per_second_per_device), shares(one.mfu_span)]
+        row += [f"{one.exposed / one.step_seconds.middle:.0%}"]
+        row += [spanned(one.memory_bytes.times(1e-9))]
+        row += [lasting(cost.seconds), spanned(cost.device_hours)]
+        rows.append([*row, *([spanned(cost.money)] if cost.money else [])])
+    return "\n" + aligned(rows)
+
+
+def waterfalls(one: Candidate) -> str:
+    """Where the first layout's step and memory go."""
+    how = "pipeline simulated" if one.simulated else "closed forms"
+    lines = [f"\nstep of 1 ({how}; {one.micro_batches} micro-batches a rank)"]
+    lines += _bars({PARTS[k]: v for k, v in one.step_parts.items()}, 1.0, "s")
+    if len(set(one.stage_layers)) > 1:
+        runs = [(n, len(list(same))) for n, same in itertools.groupby(one.stage_layers)]
+        dealt = ", ".join(f"{count} x {n}" for n, count in runs)
+        lines.append(f"  layers per stage, so that none is slow: {dealt}")
+    has = one.cluster.device.memory_bytes
+    lines.append(
+        f"memory of its fullest rank: {(has - one.memory_bytes.high) / 1e9:.1f} of "
+        f"{has / 1e9:.0f} GB stay free at P90"
+    )
+    lines += _bars(one.memory_parts, 1e9, "GB")
+    return "\n".join(lines)
+
+
+def spent(cost: Spending, one: Candidate) -> str:
+    """Device hours, money, energy: of the first layout."""
+    what = f"{cost.tokens:.4g} tokens"
+    lines = [
+        f"\n1 takes {lasting(cost.seconds)}, {spanned(cost.device_hours)} GPU hours for {what}"
+    ]
+    if cost.money is None:
+        lines[0] += "; money: no price given (--price FILE)"
+    else:
+        lines[0] += f", {spanned(cost.money)} {cost.currency}"
+    if cost.kwh_at_most is None:
+        lines.append(f"energy: the power limit of {one.cluster.device.name} isn't known here")
+    else:
+        lines.append(
+            f"energy: {cost.kwh_at_most:.3g} kWh at most, GPUs at their power limit throughout; "
+            "hosts, network and cooling come on top"
+        )
+    lines.append("not in it: evaluations, checkpoints, failures and restarts")
+    return "\n".join(lines)
+
+
+def front(found: Sequence[Candidate], job: Job, price: PerHour | None) -> str:
+    """What nothing beats in time, memory and device hours at once."""
+    rows = [["nodes", "layout", "step s", "memory P90 GB", "time", "GPU hours"]]
+    rows[0] += [price.currency] if price else []
+    for one in found:
+        cost = spending(one, job, price)
+        row = [str(one.cluster.nodes), words(one.layout), spanned(one.step_seconds)]
+        row += [
+            f"{one.memory_bytes.high / 1e9:.1f}",
+            lasting(cost.seconds),
+            spanned(cost.device_hours),
+        ]
+        rows.append([*row, *([spanned(cost.money)] if cost.money else [])])
+    return "\nnothing beats these in time, memory and GPU hours together\n" + aligned(rows)
+
+
+def rejections(nearest: Sequence[Rejected], counted: Sequence[str]) -> str:
+    """Why not the next ones."""
+    lines = ["\nwhy not"]
+    lines += [f"  {words(r.layout)}: {r.reason}" for r in nearest]
+    return "\n".join([*lines, *(f"  left out: {said}" for said in counted)])
+
+
+def changes_table(changes: Sequence[Change]) -> str:
+    """What would change the rate of 1, and whether another layout would then be better.
+
+    Ratios of two predictions, in which what both get wrong cancels: they have no interval.
+    """
+    rows = [["what would change it (ratios of predictions)", "rate of 1", "of the best then", ""]]
+    for change in changes:
+        note = change.note if change.layout is None else words(change.layout)
+        rows.append([change.what, percent(change.same_layout), percent(change.best_layout), note])
+    return "\n" + aligned(rows) + "\n"
+
+
+def why_text(layout: Layout, said: Sequence[str], one: Candidate | None) -> str:
+    """The answer to ``--why``, with what is predicted of the layout where it can be."""
+    if not said:
+        return f"{words(layout)}: that is the plan's first"
+    lines = [f"why not {words(layout)}:", *(f"  {sentence}" for sentence in said)]
+    if one is not None:
+        lines.append(
+            f"  predicted: step {spanned(one.step_seconds)} s, "
+            f"{spanned(one.tokens_per_second_per_device)} tokens/s/GPU, MFU "
+            f"{shares(one.mfu_span)}, memory {spanned(one.memory_bytes.times(1e-9))} GB"
+        )
+    return "\n".join(lines)
+
+
+def what_if_text(change: str, now: ClusterPlan, then: ClusterPlan) -> str:
+    """The answer to ``--what-if``."""
+    one, other = now.best[0], then.best[0]
+    rate = one.step_seconds.middle / other.step_seconds.middle
+    hours = [spending(found, now.job).device_hours.middle for found in (one, other)]
+    return (
+        f"with {change}: {words(other.layout)}, step {spanned(other.step_seconds)} s, "
+        f"{percent(rate)} in rate, {hours[1] / hours[0]:.2f} x the GPU hours "
+        f"({spanned(spending(other, now.job).device_hours)})"
+    )
+
+
+def devices_table(choices: Sequence[Choice], job: Job) -> str:
+    """The same job on as many devices of each kind."""
+    rows = [["device", "layout", "step s", "GPU hours", "worth, of the plan's price per hour"]]
+    for choice in choices:
+        one = choice.found
+        if one is None:
+            rows.append([choice.device, "none", "-", "-", choice.reason.partition("; ")[0]])
+            continue
+        hours = spanned(spending(one, job).device_hours)
+        worth = f"{choice.price_ratio:.2f} x"
+        rows.append([choice.device, words(one.layout), spanned(one.step_seconds), hours, worth])
+    return aligned(rows)
+
+
+def shapes_text(found: Sequence[Shape], model: Architecture) -> str:
+    """Neighbours of the config that train faster."""
+    if not found:
+        return f"no neighbour of {model.name} within 2 % of its parameters trains 1 % faster"
+    lines = ["shapes of the same size that train faster (whether they learn as well isn't told)"]
+    for shape in found:
+        lines.append(
+            f"  {shape.changed}: {shape.gain:+.1%} in rate at {shape.parameters_ratio:.1%} of the "
+            f"parameters; {shape.reason}"
+        )
+    return "\n".join(lines)
+
+
+def evaluation_text(found: Mapping[str, Any]) -> str:
+    """The summary of ``--evaluate``, a line per figure."""
+    lines = [f"{len(found['records'])} records predicted, {len(found['skipped'])} left out"]
+    lines += _outline(found["summary"], "  ")
+    return "\n".join(lines)
+
+
+def basis(found: ClusterPlan) -> str:
+    """What the intervals are made of."""
+    known = provenance(found)
+    if known.get("own_runs"):
+        return f"fitted to {known['own_runs']} runs of your own"
+    if not known.get("records"):
+        return "believed, not fitted to any measurement"
+    return (
+        f"errors on held-out groups of {known['records']} published measurements "
+        f"({known.get('groups')} groups, {known.get('date')})"
+    )
+
+
+def provenance(found: ClusterPlan) -> dict[str, Any]:
+    """Where the constants and intervals are from."""
+    return dict((found.calibration or calibrated()).provenance)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Columns side by side."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def spanned(span: Span | None) -> str:
+    """``12.0 [10.1, 14.2]``."""
+    if span is None:
+        return "-"
+    return f"{figure(span.middle)} [{figure(span.low)}, {figure(span.high)}]"
+
+
+def shares(span: Span) -> str:
+    """``41 [36, 45] %``."""
+    return f"{spanned(span.times(100))} %"
+
+
+def lasting(span: Span) -> str:
+    """Seconds in the unit that suits them: ``3.4 [2.9, 4.5] days``."""
+    for unit, seconds in (("days", 86_400), ("h", 3_600), ("min", 60)):
+        if span.middle >= 2 * seconds:
+            return f"{spanned(span.times(1 / seconds))} {unit}"
+    return f"{spanned(span)} s"
+
+
+def figure(value: float) -> str:
+    """Three digits that count, thousands apart."""
+    if value >= 1e7:
+        return f"{value:.3g}"
+    if value >= 100:
+        return f"{float(f'{value:.3g}'):,.0f}"
+    return f"{value:.3g}"
+
+
+def percent(ratio: float) -> str:
+    """A ratio of rates as a change: ``+7 %``."""
+    if math.isnan(ratio):
+        return "doesn't fit"
+    change = round(100 * (ratio - 1))
+    return f"{change:+d} %" if change else "0 %"
+
+
+def _bars(parts: Mapping[str, float], unit: float, name: str) -> list[str]:
+    most = max(parts.values()) or 1.0
+    whole = sum(parts.values()) or 1.0
+    wide = max(map(len, parts))
+    lines = []
+    for label, value in parts.items():
+        if abs(value) < 0.0005 * whole:
+            continue
+        bar = "#" * max(0, round(BAR * value / most))
+        lines.append(
+            f"  {label.ljust(wide)}  {value / unit:8.3g} {name} {value / whole:4.0%}  {bar}"
+        )
+    return lines
+
+
+def _outline(value: Mapping[str, Any], indent: str) -> list[str]:
+    lines = []
+    for key, inner in value.items():
+        if isinstance(inner, Mapping):
+            lines += [f"{indent}{key}", *_outline(inner, indent + "  ")]
+        else:
+            shown = f"{inner:.4g}" if isinstance(inner, float) else inner
+            lines.append(f"{indent}{key}: {shown}")
+    return lines

@@ -1,0 +1,253 @@
+"""The plan: which layouts a job has on a cluster, what each costs, and which are worth having.
+
+  1. every layout within the rules (``space``), on all nodes and on fewer
+  2. all predicted at once (``predict``)
+  3. the best few with their pipelines simulated (``resimulate``)
+  4. of those that fit, the ones that nothing beats in time, memory and device hours together
+
+Answers are for people who are about to rent machines: ``ClusterPlan`` holds the best layouts with
+their intervals, and enough of the rest to say why each of them isn't among the best (``reasons``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hasten.errors import InputError
+from hasten.launch.cluster import CloudConfig
+from hasten.models.architecture import Architecture
+from hasten.planner.candidate import Candidate, candidate
+from hasten.planner.cluster import Cluster
+from hasten.planner.constants import Calibration
+from hasten.planner.layout import Job, Layouts
+from hasten.planner.predict import Prediction, predict
+from hasten.planner.resimulate import resimulated
+from hasten.planner.space import Enumeration, Space, enumerate_layouts
+from hasten.planner.wayout import nothing_fits
+
+CHUNK = 100_000  # layouts predicted at a time
+SAME_TIME, SAME_MEMORY = 1.02, 1.10  # differences below are none to choose by
+DEAR = 2.0  # times the cheapest's device hours: nobody's choice
+Model = Architecture | Mapping[str, Any] | str | Path
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Considered:
+    """All layouts on one cluster, with what was predicted of them."""
+
+    cluster: Cluster
+    job: Job
+    enumeration: Enumeration
+    found: Prediction
+
+    @property
+    def layouts(self) -> Layouts:
+        return self.enumeration.layouts
+
+    def candidate(self, row: int) -> Candidate:
+        return candidate(self.found, self.layouts, row, self.cluster, self.job)
+
+    def order(self) -> NDArray[np.int64]:
+        """Rows that fit, the quickest first; of equally quick ones the leanest."""
+        rows = np.flatnonzero(self.found.fits)
+        seconds = np.round(np.log(self.found.step_seconds[rows]), 3)
+        return np.asarray(rows[np.lexsort((self.found.memory_p90[rows], seconds))])
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """What was found; ``best`` by time on all nodes, ``pareto`` also on fewer."""
+
+    model: Architecture
+    cluster: Cluster
+    job: Job
+    considered: tuple[Considered, ...]  # all nodes first
+    best: tuple[Candidate, ...]
+    pareto: tuple[Candidate, ...]
+    calibration: Calibration | None
+    stack: str | None
+    space: Space | None = None
+
+    @property
+    def layouts(self) -> int:
+        """How many layouts were predicted."""
+        return sum(len(each.layouts) for each in self.considered)
+
+
+def plan(
+    model: Model,
+    cluster: Cluster | CloudConfig,
+    job: Job,
+    *,
+    device: str = "",
+    space: Space | None = None,
+    top: int = 5,
+    fewer_nodes: bool = True,
+    calibration: Calibration | None = None,
+    stack: str | None = None,
+) -> ClusterPlan:
+    """The best layouts of a job on a cluster.
+
+    Args:
+        model: an architecture, a config's fields or file, or a preset's name.
+        cluster: a ``Cluster``, or a ``CloudConfig`` whose devices ``device`` names.
+        job: tokens per sequence, sequences per step, tokens in all.
+        space: what may vary; formats and compression that change the mathematics only if named.
+        top: how many layouts ``best`` holds, each dealing out the devices in its own way.
+        fewer_nodes: whether halves of the cluster are looked at too, which are slower and cheaper.
+        calibration: fitted constants; those of the package if left out.
+        stack: the software whose measurements are to be believed (``Calibration.stacks``).
+
+    Raises:
+        InputError: unknown names, or no layout that fits: the sentence says what would.
+    """
+    known = model if isinstance(model, Architecture) else Architecture.from_config(model)
+    machines = Cluster.of(cluster, device) if isinstance(cluster, CloudConfig) else cluster
+    if top < 1:
+        raise InputError(f"top is {top}: ask for 1 layout at least")
+    lora = job.task == "lora"
+    whole = consider(known, machines, job, space, calibration, stack)
+    if not np.any(whole.found.fits):
+        raise InputError(nothing_fits(known, machines, job, whole, _tried(space, calibration)))
+    best = [resimulated(known, c, lora) for c in distinct(whole, 3 * top, by_schedule=True)]
+    best = _each_deal_once(sorted(best, key=lambda c: c.step_seconds.middle))[:top]
+    considered = [whole]
+    for fewer in _fewer(machines) if fewer_nodes else ():
+        try:
+            considered.append(consider(known, fewer, job, space, calibration, stack))
+        except InputError:  # the batch suits all nodes and not half of them
+            continue
+    corners = pareto([c for each in considered for c in _corners(each)])
+    front = pareto([*best, *(resimulated(known, c, lora) for c in corners)])
+    return ClusterPlan(
+        *(known, machines, job, tuple(considered), tuple(best), tuple(front)),
+        *(calibration, stack, space),
+    )
+
+
+def consider(
+    model: Architecture,
+    cluster: Cluster,
+    job: Job,
+    space: Space | None = None,
+    calibration: Calibration | None = None,
+    stack: str | None = None,
+) -> Considered:
+    """All layouts on that cluster, predicted.
+
+    Raises:
+        InputError: the rules allow none.
+    """
+    all_of_them = enumerate_layouts(model, cluster, job, space)
+    rows = all_of_them.layouts
+    if not len(rows):
+        raise InputError(
+            f"no layout of {cluster.devices} devices suits a global batch of {job.global_batch} "
+            f"sequences: give a multiple of {cluster.devices}, or of a large share of it"
+        )
+    parts = [
+        predict(model, cluster, job, rows.take(chunk), calibration, stack)
+        for chunk in np.array_split(np.arange(len(rows)), -(-len(rows) // CHUNK))
+    ]
+    return Considered(cluster, job, all_of_them, joined(parts))
+
+
+def distinct(found: Considered, count: int, by_schedule: bool = False) -> list[Candidate]:
+    """The quickest that fit, one for each way to deal out devices (and to schedule)."""
+    chosen: dict[tuple[float, ...], int] = {}
+    rows = found.layouts
+    columns = [rows.dp, rows.tp, rows.pp, rows.ep, rows.cp]
+    columns += [rows.schedule, rows.virtual] if by_schedule else []
+    for row in found.order():
+        chosen.setdefault(tuple(float(c[row]) for c in columns), int(row))
+        if len(chosen) == count:
+            break
+    return [found.candidate(row) for row in chosen.values()]
+
+
+def pareto(candidates: list[Candidate]) -> list[Candidate]:
+    """Those that no other beats in time, memory and device hours, small differences ignored.
+
+    What takes twice the device hours of the cheapest is left out, however little memory it needs.
+    """
+    kept: list[Candidate] = []
+    least = min((c.step_seconds.middle * c.devices for c in candidates), default=0.0)
+    candidates = [c for c in candidates if c.step_seconds.middle * c.devices <= DEAR * least]
+    for one in sorted(candidates, key=lambda c: (c.step_seconds.middle, c.memory_bytes.high)):
+        if not any(_as_good(other, one) for other in kept):
+            kept.append(one)
+    return kept
+
+
+def joined(parts: list[T]) -> T:
+    """Predictions of several chunks as one."""
+    first: Any = parts[0]
+    if not is_dataclass(first):
+        columns: Any = parts
+        return np.concatenate(columns)  # type: ignore[return-value]
+    names = [f.name for f in fields(first)]
+    whole: dict[str, Any] = {n: joined([getattr(p, n) for p in parts]) for n in names}
+    kind: Any = type(first)
+    made: T = kind(**whole)
+    return made
+
+
+def _corners(found: Considered, steps: int = 12) -> list[Candidate]:
+    """For each of some limits of memory the quickest layout below it."""
+    order = found.order()
+    if not len(order):
+        return []
+    held = found.found.memory_p90[order]
+    limits = np.geomspace(held.min() * 1.0001, max(held.max(), held.min() * 1.001), steps)
+    rows = {int(order[np.flatnonzero(held <= limit)[0]]) for limit in limits}
+    return [found.candidate(row) for row in sorted(rows)]
+
+
+def _as_good(one: Candidate, other: Candidate) -> bool:
+    hours = one.step_seconds.middle * one.devices
+    return (
+        one.step_seconds.middle <= SAME_TIME * other.step_seconds.middle
+        and one.memory_bytes.high <= SAME_MEMORY * other.memory_bytes.high
+        and hours <= SAME_TIME * other.step_seconds.middle * other.devices
+    )
+
+
+def _each_deal_once(found: list[Candidate]) -> list[Candidate]:
+    seen: dict[tuple[int, ...], Candidate] = {}
+    for one in found:
+        way = one.layout
+        seen.setdefault((way.dp, way.tp, way.pp, way.ep, way.cp), one)
+    return list(seen.values())
+
+
+def _fewer(cluster: Cluster) -> list[Cluster]:
+    """A half, a quarter ... of the nodes, while there are whole ones."""
+    found: list[Cluster] = []
+    nodes = cluster.nodes
+    while nodes % 2 == 0 and len(found) < 3:
+        nodes //= 2
+        found.append(replace(cluster, nodes=nodes))
+    return found
+
+
+def _tried(space: Space | None, calibration: Calibration | None) -> Any:
+    """Whether a model fits somewhere else: for the sentence of a job that fits nowhere here."""
+
+    def fits(model: Architecture, cluster: Cluster, job: Job) -> bool:
+        try:
+            there = consider(model, cluster, job, space, calibration)
+        except InputError:
+            return False
+        return bool(np.any(there.found.fits))
+
+    return fits
+
+
+__all__ = ["ClusterPlan", "Considered", "consider", "distinct", "pareto", "plan"]

@@ -1,0 +1,276 @@
+"""What layouts would cost: seconds of a step, tokens per second and memory, with their intervals.
+
+  1. a micro-batch through all layers: products, attention, the rest (``compute``)
+  2. what ranks tell each other, and how much of it nothing hides (``communication``)
+  3. the slowest stage sets the pace of a pipeline; its closed form gives the bubble
+  4. once per step: the optimizer on its shard, the fixed part
+  5. the software's factor, and the interval that held-out errors of such predictions had
+
+All of it is arithmetic on columns: one layout or a hundred thousand cost the same few calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hasten.models.architecture import Architecture
+from hasten.planner import compute
+from hasten.planner.cluster import Cluster
+from hasten.planner.communication import Wire, wire
+from hasten.planner.constants import Calibration, Constants, calibrated
+from hasten.planner.layout import PRECISIONS, Column, Job, Layouts
+from hasten.planner.memory import LORA_SHARE, Memory, first_rank, memory, rank_parameters
+from hasten.planner.numbers import MachineNumbers, ModelNumbers, Value, machine, numbers
+from hasten.planner.stages import DUALPIPE, bubble_stages, stage_seconds
+
+# DualPipe sends tokens to experts while others compute, and gives 20 of an H800's 132
+# multiprocessors to sending (arXiv 2412.19437, section 3.2).
+SENDING = 20 / 132
+# Why a layout can't run, as bits of ``Prediction.reasons``.
+REASONS = (
+    "memory: the fullest rank needs more than the device has",
+    "devices: dp x tp x pp x cp is more than the cluster has",
+    "batch: the global batch isn't a multiple of dp x micro-batch",
+    "heads: tp doesn't divide the attention heads",
+    "layers: fewer layers than pipeline stages",
+    "experts: ep doesn't divide the experts, or the ranks that could share them",
+    "format: the device has no unit for this precision",
+    "nodes: tensor parallelism reaches beyond a node",
+)
+FATAL = 0b0111_1111  # tensor parallelism over nodes is slow, not impossible
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step by cause; they add up to ``total``."""
+
+    compute: Column  # products, elementwise work and fixed costs of the layers
+    attention: Column
+    head: Column
+    recompute: Column
+    tp: Column  # exposed, with context parallelism's
+    dp: Column  # exposed, with encoding
+    pp: Column  # bubble, uneven stages and exposed sends
+    ep: Column
+    optimizer: Column
+    other: Column
+
+    @property
+    def total(self) -> Column:
+        layers = self.compute + self.attention + self.head + self.recompute
+        return np.asarray(
+            layers + self.tp + self.dp + self.pp + self.ep + self.optimizer + self.other
+        )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Columns, one entry per layout; ``p10`` and ``p90`` are (low, high) of 80 % of such cases."""
+
+    step: Step
+    step_seconds: Column
+    step_p10: Column
+    step_p90: Column
+    tokens_per_second_per_device: Column
+    tokens_p10: Column
+    tokens_p90: Column
+    mfu: Column
+    memory: Memory
+    memory_bytes: Column
+    memory_p10: Column
+    memory_p90: Column
+    fits: NDArray[np.bool_]  # can run, and its memory's P90 lies within the device's
+    reasons: NDArray[np.int64]  # bits; see ``why``
+
+
+def why(bits: int) -> list[str]:
+    """The sentences behind a row of ``Prediction.reasons``."""
+    return [sentence for place, sentence in enumerate(REASONS) if int(bits) >> place & 1]
+
+
+def predict(
+    architecture: Architecture,
+    cluster: Cluster,
+    job: Job,
+    layouts: Layouts,
+    calibration: Calibration | None = None,
+    stack: str | None = None,
+) -> Prediction:
+    """Every layout's step on that cluster.
+
+    ``stack`` names the software where measurements of it were fitted (``Calibration.stacks``);
+    without, the interval is that of software never seen before.
+    """
+    known = calibration or calibrated()
+    model, here = numbers(architecture, job.sequence), machine(cluster)
+    lora = job.task == "lora"
+    seconds = steps(model, here, layouts, float(job.global_batch), known.constants, lora)
+    kind = "moe" if architecture.moe else "dense"
+    kind += "" if stack in known.stacks else "_new_stack"
+    count = _micro_batches(layouts, job.global_batch)
+    held = memory(model, layouts, count, known.memory, lora)
+    return finish(
+        *(model, here, layouts, job, seconds, held),
+        factor=known.stack(stack),
+        time_spread=known.quantiles(kind),
+        memory_spread=known.quantiles("memory"),
+    )
+
+
+def finish(
+    model: ModelNumbers,
+    here: MachineNumbers,
+    layouts: Layouts,
+    job: Job,
+    step: Step,
+    held: Memory,
+    *,
+    factor: float,
+    time_spread: tuple[float, float],
+    memory_spread: tuple[float, float],
+) -> Prediction:
+    """Rates, intervals and reasons from seconds and bytes."""
+    scaled = Step(**{name: value * factor for name, value in vars(step).items()})
+    total, used = scaled.total, held.total
+    low, high = (total * np.exp(q) for q in time_spread)
+    least, most = (used * np.exp(q * held.doubt) for q in memory_spread)
+    tokens = job.global_batch * model.sequence
+    rate = tokens / layouts.devices
+    reasons = _reasons(model, here, layouts, job.global_batch)
+    reasons = reasons | (most > here.memory_bytes).astype(np.int64)
+    learned = 2 / 3 if job.task == "lora" else 1.0
+    return Prediction(
+        step=scaled,
+        step_seconds=total,
+        step_p10=low,
+        step_p90=high,
+        tokens_per_second_per_device=rate / total,
+        tokens_p10=rate / high,
+        tokens_p90=rate / low,
+        mfu=learned * rate / total * model.training_flops / _peak(here, layouts),
+        memory=held,
+        memory_bytes=used,
+        memory_p10=least,
+        memory_p90=most,
+        fits=(reasons & FATAL) == 0,
+        reasons=reasons,
+    )
+
+
+def steps(
+    model: ModelNumbers,
+    here: MachineNumbers,
+    layouts: Layouts,
+    global_batch: Value,
+    c: Constants,
+    lora: Value = False,
+) -> Step:
+    """Seconds of a step before the software's factor."""
+    M = _micro_batches(layouts, global_batch)
+    part = compute.forward(model, here, layouts, c, lora)
+    sent = wire(model, here, layouts, c, lora)
+    back, back_attention = compute.passes(lora)
+    core = part.products + part.experts
+    work = core * (1 + back) + part.elementwise * 3 + part.fixed
+    attention = part.attention * (1 + back_attention)
+    again = compute.again(part, layouts, c)
+    # An all-reduce stops everything; the gathers and scatters of sequence parallelism can be cut
+    # into pieces that travel while others are multiplied.
+    waits = np.where(layouts.sequence_parallel > 0, c.tp_exposed, c.tp_waits)
+    tensor = waits * sent.tp + c.cp_exposed * sent.cp
+    experts = _expert_seconds(sent.ep, work + attention + again, layouts, c)
+    layers = work + attention + again + tensor + experts
+    slow, mean = stage_seconds(model, layouts, layers, part.head)
+    sends = (c.pp_exposed * sent.pp + c.stage_seconds) * layouts.virtual
+    bubble = c.bubble * bubble_stages(layouts) * (mean + sends)
+    backward = core * back + attention * back_attention / (1 + back_attention)
+    exposed = _exposed(sent, backward / layouts.pp, work / layouts.pp, M, c)
+    share = M / layouts.pp
+    return Step(
+        compute=work * share,
+        attention=attention * share,
+        head=part.head * share,
+        recompute=again * share,
+        tp=tensor * share,
+        dp=exposed + sent.encode * np.where(sent.dp_each > 0, M, 1.0),
+        pp=M * (slow - mean) + np.where(layouts.pp > 1, M * sends, 0.0) + bubble,
+        ep=experts * share,
+        optimizer=_owned(model, layouts, lora) * c.optimizer_bytes / here.memory_rate,
+        other=c.step_seconds + 0 * M,
+    )
+
+
+def _expert_seconds(seconds: Column, work: Column, layouts: Layouts, c: Constants) -> Column:
+    """Expert parallelism's exchanges that nothing hides; where all hide, what hiding them costs."""
+    waited = c.ep_exposed * seconds
+    hidden = np.maximum(waited - work, 0) + work * SENDING / (1 - SENDING)
+    overlaps = (layouts.schedule == DUALPIPE) & (layouts.pp > 1) & (seconds > 0)
+    return np.where(overlaps, hidden, waited)
+
+
+def _owned(model: ModelNumbers, layouts: Layouts, lora: Value) -> Column:
+    """Parameters that one rank's optimizer updates."""
+    body, rare = rank_parameters(model, layouts, *first_rank(model, layouts))
+    sharded = layouts.zero >= 1
+    copies = np.where((layouts.schedule == DUALPIPE) & (layouts.pp > 1), 2.0, 1.0)
+    ranks = layouts.dp * layouts.cp
+    spread = np.maximum(ranks * layouts.tp / layouts.ep, 1)
+    owned = body / np.where(sharded, ranks * copies, 1)
+    owned = owned + rare / np.where(sharded, spread * copies, 1)
+    return np.asarray(owned * np.where(lora, LORA_SHARE, 1.0))
+
+
+def _micro_batches(layouts: Layouts, global_batch: Value) -> Column:
+    return np.asarray(np.maximum(1.0, np.ceil(global_batch / (layouts.dp * layouts.micro_batch))))
+
+
+def _exposed(sent: Wire, backward: Column, work: Column, M: Column, c: Constants) -> Column:
+    """Data parallelism's share that nothing hides, and what the hidden share costs the compute.
+
+    Once a step it hides behind the last micro-batch's backward pass; per micro-batch, behind both
+    passes. Its last bucket starts when there is nothing left to hide behind.
+    """
+    each = sent.dp_each > 0
+    window = c.dp_window * np.where(each, backward + work / 3, backward)
+    hidden = np.minimum(sent.dp * (1 - sent.dp_last), window)
+    one = sent.dp - hidden + c.dp_contention * hidden
+    return one * np.where(each, M, 1.0)
+
+
+def _peak(here: MachineNumbers, layouts: Layouts) -> Column:
+    """FLOP/s that MFU is taken of, in the format of the layers' products."""
+    p = layouts.precision
+    eight = (p == PRECISIONS.index("fp8")) | (p == PRECISIONS.index("mxfp8"))
+    eight &= np.asarray(here.peak8) > 0
+    four = (p == PRECISIONS.index("nvfp4")) & (np.asarray(here.peak4) > 0)
+    peak = np.where(eight, here.peak8, here.peak16 * np.ones(len(layouts)))
+    peak = np.where(four, here.peak4, peak)
+    return np.asarray(np.where(p == PRECISIONS.index("fp32"), here.peak32, peak))
+
+
+def _reasons(
+    model: ModelNumbers, here: MachineNumbers, layouts: Layouts, global_batch: Value
+) -> NDArray[np.int64]:
+    """Bits of ``REASONS`` beside memory."""
+    eight = compute.low_bits(layouts) > 0
+    four = layouts.precision == compute.NVFP4
+    lacks = (eight & ~four & (here.peak8 <= 0)) | (four & (here.peak4 <= 0))
+    shared = layouts.dp * layouts.cp * layouts.tp
+    uneven = (np.mod(model.experts, layouts.ep) > 0) | (np.mod(shared, layouts.ep) > 0)
+    found = (
+        layouts.devices > here.devices,
+        np.mod(global_batch, layouts.dp * layouts.micro_batch) > 0,
+        np.mod(model.heads, layouts.tp) > 0,
+        # Input and output may be stages of their own, as in Llama 3 405B: 126 layers, 128 stages.
+        layouts.pp * layouts.virtual > model.layers + 2,
+        uneven,
+        lacks,
+        layouts.tp > here.per_node,
+    )
+    bits = np.zeros(len(layouts), dtype=np.int64)
+    for place, wrong in enumerate(found, start=1):
+        bits |= np.asarray(wrong).astype(np.int64) << place
+    return bits

@@ -1,0 +1,201 @@
+"""Why a layout isn't the plan: it can't be, doesn't fit by so much, or another does better.
+
+Every sentence has the numbers that it speaks of. ``why_not`` answers for one layout that somebody
+asks about, ``rejected`` for each way to deal out the devices, by its best variant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hasten.models.architecture import Architecture
+from hasten.planner.candidate import Candidate, candidate, micro_batches_of
+from hasten.planner.cluster import Cluster
+from hasten.planner.layout import Job, Layout, Layouts
+from hasten.planner.planning import ClusterPlan, Considered
+from hasten.planner.predict import FATAL, REASONS, predict
+from hasten.planner.resimulate import resimulated
+from hasten.planner.schedules import SIMULATED, impossible
+from hasten.planner.words import layout_fields
+
+MEMORY = 1
+SAME = 0.0005  # of a step: less wouldn't be seen in what is printed
+PARTS = {
+    "compute": "products",
+    "attention": "attention",
+    "head": "head and loss",
+    "recompute": "recomputation",
+    "tp": "tensor-parallel communication",
+    "dp": "exposed gradient exchange",
+    "pp": "pipeline bubble and uneven stages",
+    "ep": "expert exchange",
+    "optimizer": "optimizer",
+    "other": "fixed costs",
+}
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A layout that isn't among the best, and why."""
+
+    layout: Layout
+    reason: str
+    seconds: float
+    fits: bool
+
+
+def why_not(found: ClusterPlan, layout: Layout) -> list[str]:
+    """Why that layout isn't the best of the plan, a sentence each; empty: it is."""
+    model, job = found.model, found.job
+    against = impossibilities(model, found.cluster, job, layout)
+    if against:
+        return against
+    rows = Layouts.of([layout])
+    told = predict(model, found.cluster, job, rows, found.calibration, found.stack)
+    one = resimulated(model, candidate(told, rows, 0, found.cluster, job), job.task == "lora")
+    bits = int(told.reasons[0])
+    said = [too_much(one)] if bits & MEMORY else []
+    said += [
+        sentence.partition(": ")[2]
+        for place, sentence in enumerate(REASONS)
+        if bits >> place & 1 and place and FATAL >> place & 1
+    ]
+    best = found.best[0]
+    if said or layout == best.layout:
+        return said
+    return [dominated(one, best)]
+
+
+def impossibilities(model: Architecture, cluster: Cluster, job: Job, layout: Layout) -> list[str]:
+    """What numbers alone forbid, each with the nearest that would do."""
+    said = []
+    if layout.devices != cluster.devices:
+        said.append(
+            f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp} x cp {layout.cp} are "
+            f"{layout.devices} devices, the cluster has {cluster.devices}"
+        )
+    share = layout.dp * layout.micro_batch
+    if job.global_batch % share:
+        near = max(share, round(job.global_batch / share) * share)
+        said.append(
+            f"a global batch of {job.global_batch} isn't a multiple of dp {layout.dp} x "
+            f"micro-batch {layout.micro_batch}: {near} would be"
+        )
+    if model.heads % layout.tp:
+        said.append(f"{model.heads} attention heads can't be shared by tp {layout.tp}")
+    if layout.pp * layout.virtual > model.layers + 2:  # input and output may be stages
+        said.append(
+            f"{model.layers} layers can't make {layout.pp * layout.virtual} stages (pp "
+            f"{layout.pp} x {layout.virtual})"
+        )
+    ranks = layout.dp * layout.cp * layout.tp
+    experts = model.moe.count if model.moe else 1
+    if layout.ep > 1 and (experts % layout.ep or ranks % layout.ep):
+        said.append(
+            f"ep {layout.ep} must divide the {experts} routed experts and the {ranks} ranks of a "
+            "stage"
+        )
+    if layout.pp > 1 and layout.schedule in SIMULATED and not job.global_batch % share:
+        told = impossible(layout.schedule, layout.pp, micro_batches_of(layout, job), layout.virtual)
+        said += [told] if told else []
+    return said
+
+
+def too_much(one: Candidate) -> str:
+    """By how much it doesn't fit, and what takes the most."""
+    has, needs = one.cluster.device.memory_bytes, one.memory_bytes.high
+    part = max(one.memory_parts, key=one.memory_parts.__getitem__)
+    return (
+        f"needs {needs / 1e9:.1f} GB (P90) of {has / 1e9:.1f}, {(needs - has) / 1e9:.1f} too many; "
+        f"the middle is {one.memory_bytes.middle / 1e9:.1f}, {one.memory_parts[part] / 1e9:.1f} of "
+        f"it {part}"
+    )
+
+
+def dominated(one: Candidate, best: Candidate) -> str:
+    """By how much another is quicker, and in which part of the step."""
+    slower = one.step_seconds.middle / best.step_seconds.middle - 1
+    if slower <= -SAME:
+        return f"{-slower:.1%} quicker than the best that the search has played through: try it"
+    if slower < SAME:
+        return "as quick as the best by this prediction: either will do"
+    gaps = {name: one.step_parts[name] - best.step_parts[name] for name in PARTS}
+    worst = max(gaps, key=gaps.__getitem__)
+    lean = one.memory_bytes.high < 0.9 * best.memory_bytes.high
+    saves = (best.memory_bytes.high - one.memory_bytes.high) / 1e9
+    memory = f", though it needs {saves:.1f} GB less" if lean else ""
+    return (
+        f"{slower:.1%} slower than the best, most of it {PARTS[worst]} "
+        f"(+{gaps[worst]:.3g} s){memory}"
+    )
+
+
+def rejected(found: ClusterPlan, limit: int | None = None) -> list[Rejected]:
+    """Each way to deal out all devices that isn't among the best, the nearest to them first."""
+    whole, best = found.considered[0], found.best[0]
+    shown = {_deal(c.layout) for c in found.best}
+    rows = best_of_each_deal(whole)
+    rows = sorted(rows, key=lambda row: float(whole.found.step_seconds[row]))
+    said: list[Rejected] = []
+    for row in rows:
+        if limit is not None and len(said) == limit:
+            break
+        one = whole.candidate(row)
+        if _deal(one.layout) in shown:
+            continue
+        bits = int(whole.found.reasons[row]) & FATAL
+        if not bits:
+            one = resimulated(found.model, one, found.job.task == "lora")
+            reason = dominated(one, best)
+        elif bits & MEMORY:
+            reason = too_much(one)
+        else:
+            reason = "; ".join(REASONS[p] for p in range(len(REASONS)) if bits >> p & 1)
+        said.append(Rejected(one.layout, reason, one.step_seconds.middle, one.fits))
+    return sorted(said, key=lambda r: r.seconds)
+
+
+def refusals(found: ClusterPlan) -> list[str]:
+    """How many ways to deal out the devices each rule has left out, and how many didn't fit."""
+    whole = found.considered[0]
+    said = [f"{count} x {rule}" for rule, count in whole.enumeration.refused.items()]
+    bits = whole.found.reasons & FATAL
+    full = int(np.count_nonzero(bits & MEMORY))
+    if full:
+        said.append(f"{full:,} of {len(bits):,} layouts don't fit into memory")
+    return said
+
+
+def best_of_each_deal(whole: Considered) -> list[int]:
+    """For each way to deal out the devices the row of its quickest that fits, or leanest."""
+    rows, told = whole.layouts, whole.found
+    deals = np.stack([rows.dp, rows.tp, rows.pp, rows.ep, rows.cp], axis=1)
+    # Those that fit come first, by time; those that don't, by memory.
+    value = np.where(told.fits, told.step_seconds, told.memory_p90)
+    order = np.lexsort((value, ~told.fits))
+    _, first = np.unique(deals[order], axis=0, return_index=True)
+    return [int(row) for row in order[first]]
+
+
+def read_layout(words_: Sequence[str], like: Layout) -> Layout:
+    """``dp=4 tp=8 micro=2 recompute=full`` as a layout; what isn't said is as in ``like``.
+
+    Where it has no pipeline, or another schedule, the schedule or the chunks of ``like`` aren't
+    taken over.
+
+    Raises:
+        InputError: by ``Layout``, for values that can't be.
+    """
+    said = layout_fields(words_)
+    if said.get("pp", like.pp) == 1:
+        said = {"schedule": "1f1b", "virtual": 1} | said
+    elif said.get("schedule", like.schedule) != like.schedule:
+        said = {"virtual": 1} | said
+    return replace(like, **said)
+
+
+def _deal(layout: Layout) -> tuple[int, ...]:
+    return layout.dp, layout.tp, layout.pp, layout.ep, layout.cp

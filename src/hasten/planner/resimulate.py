@@ -1,0 +1,144 @@
+"""The pipeline of one candidate played through: uneven stages instead of a closed form.
+
+A prediction of many layouts at once takes the schedule's closed form. For the few that matter the
+order itself is simulated, with layers dealt to stages so that the slowest is as quick as can be;
+the last stage has the head and the loss, which weigh as much as several layers where the vocabulary
+is long. What was predicted of the rest of the step stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hasten.models.architecture import Architecture
+from hasten.planner.candidate import Candidate, Span
+from hasten.planner.layout import Layout
+from hasten.planner.schedules import StageSeconds, idle_seconds, impossible, orders, simulate
+from hasten.planner.stages import stage_layers
+
+PLAYED = 2, 3  # of many micro-batches so many times twice the stages are played
+PIPELINE = ("compute", "attention", "head", "recompute", "tp", "pp", "ep")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Seconds of one micro-batch: through all layers, the head, and handing over on one rank."""
+
+    forward: float
+    inputs: float
+    weights: float
+    head: float
+    sends: float
+
+    @property
+    def layers(self) -> float:
+        return self.forward + self.inputs + self.weights
+
+
+def resimulated(model: Architecture, found: Candidate, lora: bool = False) -> Candidate:
+    """The candidate with its pipeline simulated; as it is where it has none, or ends as stages."""
+    layout, count = found.layout, found.micro_batches
+    if layout.pp == 1 or layout.pp * layout.virtual > model.layers:
+        return found
+    if impossible(layout.schedule, layout.pp, count, layout.virtual):
+        return found
+    one = micro_batch(model, found, lora)
+    layers, seconds = stages(model, layout, one)
+    pipeline = pipeline_seconds(layout, count, seconds)
+    before = sum(found.step_parts[part] for part in PIPELINE)
+    parts = found.step_parts | {"pp": found.step_parts["pp"] + pipeline - before}
+    ratio = sum(parts.values()) / found.step_seconds.middle
+    rate = found.tokens_per_second_per_device
+    return replace(
+        found,
+        step_parts=parts,
+        step_seconds=found.step_seconds.times(ratio),
+        tokens_per_second_per_device=Span(*(v / ratio for v in (rate.middle, rate.low, rate.high))),
+        mfu=found.mfu / ratio,
+        simulated=True,
+        stage_layers=layers,
+    )
+
+
+def pipeline_seconds(layout: Layout, count: int, seconds: StageSeconds) -> float:
+    """Seconds of a step's pipeline.
+
+    Once full, a pipeline does the same over and over: of many micro-batches two shorter steps are
+    played, and their difference tells what each further one costs.
+    """
+
+    def played(micro_batches: int) -> float:
+        order = orders(layout.schedule, layout.pp, micro_batches, layout.virtual)
+        return simulate(order, seconds).seconds
+
+    few, more = (2 * times * layout.pp for times in PLAYED)
+    if count <= more:
+        return played(count)
+    one, other = played(few), played(more)
+    return one + (count - few) * (other - one) / (more - few)
+
+
+def micro_batch(model: Architecture, found: Candidate, lora: bool) -> MicroBatch:
+    """One micro-batch's seconds out of those of a step.
+
+    Products and attention have passes of 1:2 and 1:2.5 forward to backward, half of the backward
+    products are weights' gradients (none of frozen weights), recomputation precedes backward.
+    """
+    layout, count = found.layout, found.micro_batches
+    part = {name: value * layout.pp / count for name, value in found.step_parts.items()}
+    products, attention, told = part["compute"], part["attention"], part["tp"] + part["ep"]
+    weights = 0.0 if lora else products / 3
+    forward = products / (2 if lora else 3) + attention / 3.5 + told / 2
+    whole = products + attention + told + part["recompute"]
+    # Taken apart as the prediction put it together: uneven stages, handing over, bubble.
+    mean = (whole + part["head"]) / layout.pp
+    slow = max(mean, _slowest(model, layout, whole, part["head"]))
+    backward = mean * 2 / 3
+    bubble = idle_seconds(
+        layout.schedule, layout.pp, mean - backward, backward / 2, backward / 2, layout.virtual
+    )
+    waits = found.step_parts["pp"] - count * (slow - mean) - bubble
+    sends = max(0.0, waits / (count + bubble / mean))
+    return MicroBatch(forward, whole - forward - weights, weights, part["head"], sends)
+
+
+def _slowest(model: Architecture, layout: Layout, layers: float, head: float) -> float:
+    """The slowest stage where layers are dealt evenly, as the closed form has it."""
+    dealt_evenly = stage_layers(model.layers, layout.pp, layout.virtual)
+    one = layers / model.layers
+    return float(np.maximum(dealt_evenly.most * one, dealt_evenly.last * one + head))
+
+
+def stages(
+    model: Architecture, layout: Layout, one: MicroBatch
+) -> tuple[tuple[int, ...], StageSeconds]:
+    """Layers per stage (of every chunk where stages are interleaved), and their seconds."""
+    chunks = layout.pp * layout.virtual
+    layers = dealt(model.layers, chunks, one.head / (one.layers / model.layers))
+    send = one.sends / layout.virtual / 2
+    forward, inputs, weights = (
+        [getattr(one, name) / model.layers * n for n in layers]
+        for name in ("forward", "inputs", "weights")
+    )
+    for part in (forward, inputs, weights):
+        part[-1] += one.head / 3
+    return tuple(layers), StageSeconds(
+        tuple(s + send for s in forward), tuple(s + send for s in inputs), tuple(weights)
+    )
+
+
+def dealt(layers: int, stages: int, head: float) -> list[int]:
+    """Layers of each stage, the last of which also has a head as long as ``head`` layers.
+
+    One layer at a time to the stage that is least loaded: the largest load is then the least
+    possible, since all layers are alike.
+    """
+    counts = [1] * stages
+    loads = [1.0] * (stages - 1) + [1.0 + head]
+    for _ in range(layers - stages):
+        least = min(range(stages), key=loads.__getitem__)
+        counts[least] += 1
+        loads[least] += 1
+    return counts

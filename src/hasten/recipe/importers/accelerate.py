@@ -1,0 +1,85 @@
+"""accelerate's YAML (``accelerate config``): how processes start, and in which number format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hasten.recipe.importers.common import half
+from hasten.recipe.importers.draft import Draft, Handler, drafted, named, needless, unmapped
+
+NAME = "accelerate"
+MARKS = ("compute_environment", "distributed_type", "num_machines", "mixed_precision")
+
+
+def draft_of(given: dict[str, Any], ranks: int) -> Draft:
+    return drafted(given, KEYS)
+
+
+def precision(draft: Draft, key: str, value: Any) -> None:
+    if value in ("bf16", "fp16"):
+        half(str(value))(draft, key, True)
+    elif value == "fp8":
+        draft.use(key, "float8")
+    else:
+        draft.note(key, "needless", "it is off")
+
+
+def kind(draft: Draft, key: str, value: Any) -> None:
+    if value == "FSDP":
+        draft.say(key, "layout", "fsdp2")
+    elif value in ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", None):
+        draft.note(key, "mapped", "replicas (ddp) where the plan names no layout")
+    else:
+        draft.note(key, "unmapped", f"there is no layout for {value!r}")
+
+
+def machines(draft: Draft, key: str, value: Any) -> None:
+    if int(value or 1) > 1:
+        draft.note(key, "unmapped", "several hosts are started by `hasten launch`")
+    else:
+        draft.note(key, "needless", "this machine")
+
+
+def deepspeed(draft: Draft, key: str, value: Any) -> None:
+    found = value.get("deepspeed_config_file") if isinstance(value, dict) else None
+    if found:
+        draft.say(key, "deepspeed", str(found))
+    elif value:
+        words = "write it as a ds_config.json and name that file as `deepspeed`"
+        draft.note(key, "unmapped", words)
+
+
+def dynamo(draft: Draft, key: str, value: Any) -> None:
+    backend = value.get("dynamo_backend") if isinstance(value, dict) else value
+    if backend and str(backend).upper() != "NO":
+        draft.use(key, "compiled")
+    else:
+        draft.note(key, "needless", "it is off")
+
+
+STARTED = needless("hasten starts its own processes, or joins the launcher's")
+KEYS: dict[str, Handler] = {
+    "compute_environment": STARTED,
+    "distributed_type": kind,
+    "num_processes": named("nproc", int),
+    "num_machines": machines,
+    "machine_rank": STARTED,
+    "main_process_ip": STARTED,
+    "main_process_port": STARTED,
+    "main_training_function": STARTED,
+    "rdzv_backend": STARTED,
+    "same_network": STARTED,
+    "gpu_ids": STARTED,
+    "enable_cpu_affinity": needless("the technique threads gives each rank its own cores"),
+    "mixed_precision": precision,
+    "downcast_bf16": needless("for TPUs"),
+    "use_cpu": lambda d, k, v: d.say(k, "device", "cpu") if v else d.note(k, "needless", "off"),
+    "fsdp_config": needless("full shards, wrapped by layer (layout: fsdp2)"),
+    "deepspeed_config": deepspeed,
+    "dynamo_backend": dynamo,
+    "dynamo_config": dynamo,
+    "tpu_use_cluster": unmapped("hasten has no TPUs"),
+    "tpu_use_sudo": unmapped("hasten has no TPUs"),
+    "tpu_env": unmapped("hasten has no TPUs", off=(None, False, [])),
+    "debug": needless("it prints more there"),
+}

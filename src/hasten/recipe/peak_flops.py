@@ -1,0 +1,171 @@
+"""What MFU refers to: the rate a recipe's ``ceiling`` names, and the model's FLOPs, as a meter.
+
+``auto`` takes the makers' figure for a GPU that is known by name and nothing on a processor, of
+which no datasheet tells a matrix rate. ``measure`` takes two seconds before the first step and
+keeps the result in the run's folder, where ranks, arms and later runs find it. Anything else is a
+file that ``hasten bench --json`` wrote on this machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from hasten.core.facts import Facts
+from hasten.core.meter import Meter
+from hasten.errors import InputError
+from hasten.machine.datasheet import datasheet
+from hasten.machine.machine_rates import MachineRates, measure
+from hasten.models.flops import CONVENTION, model_flops
+from hasten.recipe.schema import Recipe
+
+SECONDS = 2.0
+LARGEST_FILE = 1 << 20  # bytes
+KEPT = "ceiling.json"
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """FLOP/s of one device, and where the figure comes from."""
+
+    rate: float
+    source: str
+
+
+def settle(recipe: Recipe, known: Facts, tell: Callable[[str], None] = lambda text: None) -> None:
+    """Before anything is trained: read the file the recipe names, or measure if it says so.
+
+    Raises:
+        InputError: the file can't be used.
+    """
+    if recipe.ceiling == "measure":
+        if known.world.size == 1 and _kept(recipe, known) is None:
+            tell(f"measuring this machine's matrix products for MFU, about {SECONDS:.0f} s")
+            _measure(recipe, known)
+    elif recipe.ceiling != "auto":
+        read_rates(Path(recipe.ceiling), known)
+
+
+def meter_of(recipe: Recipe, known: Facts, model: nn.Module) -> Meter:
+    """The run's meter; what it isn't told (an uncounted model, no ceiling) it doesn't know."""
+    try:
+        flops = model_flops(model)
+    except ValueError:
+        return Meter()
+    found, devices = ceiling_of(recipe, known), _devices(recipe, known)
+    if found is None or not devices:
+        return Meter(flops.per_token, flops.per_pair, convention=CONVENTION)
+    many = f"{devices} x " if devices > 1 else ""
+    return Meter(
+        per_token=flops.per_token,
+        per_pair=flops.per_pair,
+        ceiling=devices * found.rate,
+        source=many + found.source,
+        convention=CONVENTION,
+    )
+
+
+def ceiling_of(recipe: Recipe, known: Facts) -> Ceiling | None:
+    """One device's ceiling as the recipe wants it; None where nobody knows it."""
+    if recipe.ceiling == "auto":
+        row = datasheet(device_name(known)) if known.on_gpu else None
+        if row is None:
+            return None
+        return Ceiling(row.bf16, f"{_tera(row.bf16)}, datasheet of {row.name}: {row.source}")
+    if recipe.ceiling == "measure":
+        rates = _kept(recipe, known)
+    else:
+        rates = read_rates(Path(recipe.ceiling), known)
+    best = rates.best() if rates else None
+    if rates is None or best is None:
+        return None
+    threads = "" if known.on_gpu else f", threads: {rates.threads}"
+    shape = f"{best.dtype} {best.m}x{best.k} by {best.k}x{best.n}"
+    day = rates.measured_at[:10]
+    return Ceiling(best.best, f"{_tera(best.best)}, measured: {shape}{threads}, {day}")
+
+
+def mfu_words(recipe: Recipe, known: Facts) -> str | None:
+    """What an MFU of this recipe means, in a sentence; None without a ceiling."""
+    found = ceiling_of(recipe, known)
+    return f"MFU of {found.source}; {CONVENTION}" if found else None
+
+
+def device_name(known: Facts) -> str:
+    """The training device as its driver or the system names it."""
+    if not known.on_gpu:
+        return known.hardware.cpu
+    gpus = known.hardware.accelerators
+    index = int(known.device.partition(":")[2] or 0)
+    return gpus[index].name if index < len(gpus) else known.device
+
+
+def read_rates(path: Path, known: Facts) -> MachineRates:
+    """A file of ``hasten bench --json`` that was measured on this training device.
+
+    Raises:
+        InputError: no such file, not of that kind, or of another device.
+    """
+    advice = "write one here with `hasten bench --json FILE`"
+    try:
+        with path.open("rb") as file:
+            rates = MachineRates.from_dict(json.loads(file.read(LARGEST_FILE)))
+    except OSError as error:
+        raise InputError(f"ceiling: {path}: {error.strerror or error}; {advice}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"ceiling: {path} can't be used: {error}; {advice}") from error
+    here = device_name(known)
+    if rates.device_name != here or (rates.device == "cpu") == known.on_gpu:
+        raise InputError(
+            f"ceiling: {path} was measured on {rates.device_name or rates.device} and here "
+            f"{here} trains; {advice}"
+        )
+    return rates
+
+
+def _kept(recipe: Recipe, known: Facts) -> MachineRates | None:
+    """What an earlier process measured in the run's folder, if it was on this device."""
+    try:
+        return read_rates(Path(recipe.output) / "data" / KEPT, known)
+    except InputError:
+        return None
+
+
+def _measure(recipe: Recipe, known: Facts) -> None:
+    rates = measure(
+        device=known.device,
+        device_name=device_name(known),
+        dtypes=("bf16",) if known.on_gpu else ("bf16", "fp32"),
+        seconds=SECONDS,
+        memory_bytes=known.hardware.memory_limit_bytes,
+    )
+    write_rates(rates, Path(recipe.output) / "data" / KEPT)
+
+
+def write_rates(rates: MachineRates, path: Path) -> None:
+    """The file appears complete or not at all."""
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(rates.to_dict(), indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise InputError(
+            f"{path} can't be written: {error.strerror or error}; name another file"
+        ) from error
+
+
+def _devices(recipe: Recipe, known: Facts) -> int:
+    """Devices that one ceiling stands for; 0: processors of machines that weren't measured."""
+    if known.on_gpu:
+        return known.world.size
+    return 1 if known.world.size in (1, recipe.nproc) else 0
+
+
+def _tera(rate: float) -> str:
+    return f"{rate / 1e12:.4g} TFLOP/s"

@@ -1,0 +1,250 @@
+"""Before the first step: what ranks tell each other, where they go on, how long it took."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hasten.core.evaluate import Evaluation
+from hasten.core.facts import Facts
+from hasten.core.job_record import batch_record, check_same_job
+from hasten.core.plan import Plan
+from hasten.core.session import Session
+from hasten.core.step import StepMetrics
+from hasten.data.onewriter import only_run_in
+from hasten.data.token_store import inspect
+from hasten.errors import InputError
+from hasten.launch.joining import backend_for
+from hasten.machine import environment
+from hasten.machine.environment import World
+from hasten.machine.pulse import started_by_hasten
+from hasten.models.adapters import adapted_table, parameter_counts
+from hasten.parts.checkpoint import checkpoints
+from hasten.parts.checkpoint.manifest import read_manifest
+from hasten.recipe.build import batch_of, facts_of, job_of, plan_of
+from hasten.recipe.faults import check_faults
+from hasten.recipe.material import Material, gather
+from hasten.recipe.overlap import tell_overlap
+from hasten.recipe.peak_flops import settle
+from hasten.recipe.schema import Recipe
+from hasten.recipe.terms import words_of
+from hasten.techniques.checkpoint import Checkpoints
+
+SHOWN_CHARACTERS = 500  # of a record, at the start
+Tell = Callable[[str], None]
+OWN = ("nproc", "output", "min_nproc")  # a rank may have its own
+
+
+def promised(recipe: Recipe, known: Facts) -> dict[str, dict[str, Any]]:
+    """What must be the same on every rank, for :func:`hasten.launch.joining.agree`."""
+    keys = recipe.model_dump(mode="json")
+    return {
+        "recipe": {key: value for key, value in keys.items() if key not in OWN},
+        "version": dict(known.versions),
+        "set of records": asdict(known.records),
+        "model": asdict(known.model),
+    }
+
+
+def noting_first_step(
+    began: float,
+    on_start: Callable[[Session], None],
+    on_step: Callable[[StepMetrics], None],
+) -> tuple[Callable[[Session], None], Callable[[StepMetrics], None]]:
+    """The two, and beside them the seconds from ``began`` to the end of the first step."""
+    waiting: list[Session] = []
+
+    def start(session: Session) -> None:
+        waiting.append(session)
+        on_start(session)
+
+    def step(metrics: StepMetrics) -> None:
+        if waiting:
+            seconds = waiting.pop().startup_seconds
+            seconds["until_first_step"] = time.perf_counter() - began + seconds["imports"]
+        on_step(metrics)
+
+    return start, step
+
+
+def resume_from(session: Session, what: str, tell: Callable[[str], None]) -> None:
+    """Go on from a checkpoint: the newest, or the one of a path."""
+    found = session.setup.checkpoint.resume(session, None if what == "auto" else Path(what))
+    if found is None:
+        tell("no checkpoint to resume from, starting at the beginning")
+    else:
+        changed = "".join(f"; {phrase}" for phrase in session.changes)
+        tell(f"resuming from {found}, step {session.progress.step}{changed}")
+
+
+def check_resumable(recipe: Recipe, plan: Plan) -> None:
+    """Refuse another training's checkpoint before data is prepared and a model is built.
+
+    A first look at the newest manifest: what it doesn't find, or can't read, is checked later.
+
+    Raises:
+        InputError: the recipe's own words differ from those that the checkpoint notes.
+    """
+    job: Any = None
+    if recipe.resume != "never" and (path := _newest(recipe, plan)) is not None:
+        with contextlib.suppress(ValueError, LookupError, OSError):
+            job = read_manifest(path)["meta"]["job"]
+    words = {
+        **words_of(recipe),
+        **batch_record(batch_of(recipe)),
+        "seed": recipe.seed,
+        "max_grad_norm": recipe.max_grad_norm,
+    }
+    check_same_job(job if isinstance(job, dict) else {}, words, step=0)
+
+
+def _newest(recipe: Recipe, plan: Plan) -> Path | None:
+    """The checkpoint that is gone on from, where it is on this machine's disks."""
+    if recipe.resume != "auto":
+        return Path(recipe.resume)
+    asked = next((t.folder for t in plan if isinstance(t, Checkpoints)), None)
+    place = Path(asked or Path(recipe.output) / "checkpoints")
+    return next(reversed(checkpoints(place)), None)
+
+
+def tell_what_trains(session: Session, material: Material, tell: Callable[[str], None]) -> None:
+    """Model, machine and plan in a line, what was adapted, and the first record as it is seen."""
+    learns, total = parameter_counts(session.model)
+    setup = session.setup
+    tell(
+        f"{setup.facts.model.architecture}, {total / 1e6:.1f} M parameters of which "
+        f"{learns / 1e6:.1f} M learn, on {setup.facts.hardware.short}; plan: {setup.plan}"
+    )
+    for row in adapted_table(session.model):
+        tell(f"  adapted {row.modules} x {row.count}, rank {row.rank}, {row.parameters:,} weights")
+    tell(first_record(material))
+
+
+def first_record(material: Material) -> str:
+    """The first record decoded, for a look at template and loss mask before hours are spent."""
+    text = inspect(material.tokenizer, material.train[0])
+    shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."
+    return f"the first record, trained parts in [[ ]]:\n{shown}"
+
+
+def evaluations_before(session: Session, file: Path) -> list[Evaluation]:
+    """What attempts before this one measured up to the step that it goes on from.
+
+    The first rank reads the file, and all get the same; the user's own metrics stay behind.
+    """
+    rows = _rows(file, session.progress.step) if session.setup.facts.world.is_main else []
+    everywhere = session.setup.layout.everywhere
+    count = int(everywhere(torch.tensor([len(rows)], dtype=torch.float64)).item())
+    if not count:
+        return []
+    mine = torch.tensor(rows or [[0.0] * 3] * count, dtype=torch.float64)
+    found = everywhere(mine.flatten()).reshape(count, 3).tolist()
+    return [Evaluation(int(step), int(tokens), loss) for step, tokens, loss in found]
+
+
+def _rows(file: Path, last: int) -> list[list[float]]:
+    """Step, tokens and held-out loss of each whole line with a loss."""
+    rows: list[list[float]] = []
+    with contextlib.suppress(OSError):
+        for line in file.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                said = json.loads(line)
+                row = [float(said[key]) for key in ("step", "tokens", "held_out_loss")]
+                rows += [row] if row[0] <= last else []
+    return rows
+
+
+# Name in the recipe -> the package that it needs, and the extra that brings it; None: none.
+PACKAGES: Mapping[str, tuple[str, str] | None] = {
+    "tensorboard": None,
+    "wandb": ("wandb", "wandb"),
+    "mlflow": ("mlflow", "mlflow"),
+}
+
+
+def check_writers(names: Iterable[str]) -> None:
+    """Raise InputError where a writer's package isn't installed."""
+    for name in names:
+        needed = PACKAGES[name]
+        if needed is not None and importlib.util.find_spec(needed[0]) is None:
+            raise InputError(
+                f"log_to: {name} needs the package {needed[0]}, which isn't installed: "
+                f"pip install 'hasten[{needed[1]}]', or leave {name} out"
+            )
+
+
+def check_folder(output: Path) -> None:
+    """Raise InputError unless the folder is there, or can be made, and takes files."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):  # ranks do this at the same time
+            pass
+    except OSError as error:
+        raise InputError(
+            f"output: can't write into {output}: {error.strerror or error}; choose another folder"
+        ) from error
+
+
+def check_space(output: Path, known: Facts) -> None:
+    """The saved model, once more while it takes its final name, and some room for the lines."""
+    needed = 2 * 4 * known.model.parameters + 64 * 2**20
+    free = shutil.disk_usage(output).free
+    if free < needed:
+        raise InputError(
+            f"output: the run needs about {needed / 1e9:.1f} GB in {output} and {free / 1e9:.1f} "
+            "GB are free; make room or choose another folder"
+        )
+
+
+def ready(
+    recipe: Recipe,
+    tell: Tell,
+    on_tokens: Callable[[int, int], None] | None = None,
+    ranks: int = 1,
+    held: ExitStack | None = None,
+) -> tuple[Facts, Plan, Material]:
+    """Everything that can be wrong with a recipe, found out before anything is trained.
+
+    ``ranks``: so many are about to be started, where this process is none of them. ``held``: takes
+    the run's folder, before anything is written there; None: for a look, without a run.
+    """
+    output = Path(recipe.output)
+    # The cheap part first: names, slots, architecture.
+    first_look = facts_of(recipe)
+    world = World(size=ranks) if ranks > 1 else first_look.world
+    backend_for(
+        first_look.device, recipe.backend, max(ranks, environment.ranks_here(first_look.world))
+    )
+    plan = plan_of(recipe, replace(first_look, world=world))
+    check_faults(recipe, plan)
+    check_writers(recipe.log_to)
+    check_folder(output)
+    if held is not None:
+        _take_folder(held, output, first_look.world)
+        check_resumable(recipe, plan)
+    material = gather(recipe, output / "data", tell, on_tokens)
+    known = facts_of(recipe, material)
+    plan = plan_of(recipe, replace(known, world=world), tell)
+    job_of(recipe, material, replace(known, world=world), plan)
+    check_space(output, known)
+    settle(recipe, known, tell)
+    tell_overlap(material, tell)
+    return known, plan, material
+
+
+def _take_folder(held: ExitStack, output: Path, world: World) -> None:
+    """Refuse another run; a rank that hasten started has the folder through who started it."""
+    if not started_by_hasten():
+        start = environment.meeting()[1] if world.size > 1 else ""
+        held.enter_context(only_run_in(output, start, world.is_main))

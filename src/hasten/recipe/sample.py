@@ -1,0 +1,60 @@
+"""What the trained model writes: greedy answers to the prompts of held-out records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hasten.core.evaluate import evaluating
+from hasten.core.job import Indexed
+from hasten.core.session import Session
+from hasten.parts.data.records import TokenRecord
+from hasten.parts.nn.causal_lm import causal_lm
+
+LONGEST_PROMPT = 200  # tokens; a sample is to be read
+ANSWER_TOKENS = 60
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A held-out prompt and what the model made of it."""
+
+    prompt: str
+    answer: str
+
+
+def write_samples(
+    session: Session, tokenizer: Any, held_out: Indexed, count: int = 1
+) -> list[Sample]:
+    """Answers to the first held-out prompts that are short enough; [] without held-out records.
+
+    The model gets its own attention back, so call this when training is over.
+    """
+    model = causal_lm(session.model)
+    model.set_attn_implementation("sdpa")
+    prompts = (prompt_of(held_out[i]) for i in range(len(held_out)))
+    short = [ids for ids in prompts if 0 < len(ids) <= LONGEST_PROMPT][:count]
+    found = []
+    with evaluating(session.model):
+        for ids in short:
+            inputs = torch.tensor([ids], device=model.device)
+            written = session.model.generate(
+                input_ids=inputs,
+                attention_mask=torch.ones_like(inputs),
+                max_new_tokens=ANSWER_TOKENS,
+                do_sample=False,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+            answer = tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True)
+            found.append(Sample(tokenizer.decode(ids, skip_special_tokens=True), answer))
+    return found
+
+
+def prompt_of(record: TokenRecord) -> list[int]:
+    """The tokens before the first trained one; the first quarter where all are trained."""
+    untrained = (~record.trained).astype(int)
+    first = int(record.trained.argmax()) if untrained.any() else record.length // 4
+    prompt: list[int] = record.input_ids[: max(first, 1)].tolist()
+    return prompt

@@ -1,0 +1,36 @@
+"""What every switch gains on the user's own job: trials, statistics, guard, cost, report.
+
+`ablate` and `gradual_optimize` measure a recipe's techniques; `compare` measures two training loops
+of anybody's against each other. All are imported on first use: a trial's process needs none of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hasten.measure.ablation import Design
+    from hasten.measure.loops import Comparison, compare
+    from hasten.report.climb import Climb
+
+# What starts from a recipe lives above this room, in `hasten.measure.experiment`.
+_HOMES = {
+    "Climb": "hasten.report.climb",
+    "Comparison": "hasten.measure.loops",
+    "Design": "hasten.measure.ablation",
+    "ablate": "hasten.measure.experiment",
+    "compare": "hasten.measure.loops",
+    "gradual_optimize": "hasten.measure.experiment",
+}
+__all__ = ["Climb", "Comparison", "Design", "ablate", "compare", "gradual_optimize"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'hasten.report' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

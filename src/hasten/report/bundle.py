@@ -1,0 +1,245 @@
+"""A bundle: an experiment as one file that can be done again elsewhere, or later.
+
+    bundle.json   recipe, plans, design, the raw rounds, versions, machine, stamps of the data
+    report.json   the report, for people; nothing of it is needed to repeat the experiment
+
+The data stays where it is: a **stamp** (size and SHA-256) says which files it was. A bundle may
+come from a stranger, so an archive is never unpacked: one file is read in memory, by name, up to a
+limit, as JSON. An experiment's own folder, which holds ``bundle.json`` too, is read likewise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from hasten.errors import InputError
+from hasten.measure.ablation import Arm, Design
+from hasten.report.runs import number, read_object
+
+NAME = "bundle.json"
+LARGEST = 64 << 20  # bytes of one file, unpacked
+MOST_FILES = 16
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One arm's raw rounds: its own tokens per second, and the baseline's in the same rounds."""
+
+    rounds: tuple[float, ...] = ()
+    beside: tuple[float, ...] = ()
+    idle: tuple[str, ...] = ()  # techniques that did not act
+    failed: str | None = None
+
+    @property
+    def ratios(self) -> list[float]:
+        """Against the baseline, round by round."""
+        return [own / base for own, base in zip(self.rounds, self.beside, strict=False)]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What is needed to do an experiment again and to compare."""
+
+    recipe: Mapping[str, Any]
+    plans: Mapping[str, Sequence[Any]]
+    kinds: Mapping[str, str]
+    design: Mapping[str, Any]
+    measured: Mapping[str, Measurement]
+    versions: Mapping[str, Any] = field(default_factory=dict)
+    hardware: Mapping[str, Any] = field(default_factory=dict)
+    data: Sequence[Mapping[str, Any]] = ()
+
+    def to_design(self, rounds: int | None = None) -> Design:
+        """The same design, with another number of rounds if one is given; no budget cuts it short.
+
+        Raises:
+            InputError: the design has a key or value that this version doesn't know.
+        """
+        known = {f.name for f in fields(Design)}
+        other = sorted(set(self.design) - known)
+        if other:
+            raise InputError(f"the bundle's design has {other[0]!r}, which this version lacks")
+        values = {**self.design, "budget_seconds": None}
+        try:
+            return Design(**(values | ({"rounds": rounds} if rounds else {})))
+        except TypeError as error:
+            raise InputError(f"the bundle's design can't be used: {error}") from error
+
+
+def measurements(arms: Iterable[Arm]) -> dict[str, Measurement]:
+    """The raw rounds of measured arms; the first is the baseline."""
+    listed = list(arms)
+    base = listed[0]
+    return {
+        arm.name: Measurement(
+            rounds=tuple(arm.rounds),
+            beside=tuple(() if base.failed else arm.beside or base.rounds[: len(arm.rounds)]),
+            idle=tuple(str(a["technique"]) for a in arm.acted if a["acted"] is False),
+            failed=arm.failed,
+        )
+        for arm in listed
+    }
+
+
+def bundle_of(
+    arms: Sequence[Arm],
+    design: Design,
+    report: Mapping[str, Any],
+    data: Sequence[Mapping[str, Any]],
+) -> Bundle:
+    """The bundle of an experiment that has been measured."""
+    return Bundle(
+        recipe=report["recipe"],
+        plans={arm.name: arm.plan.to_list() for arm in arms},
+        kinds={arm.name: arm.kind for arm in arms},
+        design=asdict(design),
+        measured=measurements(arms),
+        versions=report["versions"],
+        hardware=report["hardware"],
+        data=data,
+    )
+
+
+def write_bundle(bundle: Bundle, report: Mapping[str, Any], path: Path) -> Path:
+    """Write the archive, or into a folder ``bundle.json`` alone; whole or not at all.
+
+    Raises:
+        InputError: the place can't be written.
+    """
+    text = json.dumps({"bundle": 1, **asdict(bundle)}, indent=1) + "\n"
+    target = path / NAME if path.is_dir() else path
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            draft.write_text(text, encoding="utf-8")
+        else:
+            with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as archive:
+                archive.writestr(NAME, text)
+                archive.writestr("report.json", json.dumps(report) + "\n")
+        return draft.replace(target)
+    except OSError as error:
+        raise InputError(f"{target} can't be written: {error.strerror or error}") from error
+    finally:
+        with contextlib.suppress(OSError):  # the place itself may not be
+            draft.unlink(missing_ok=True)
+
+
+def pack(folder: Path, archive: Path) -> Path:
+    """An experiment's folder as one archive.
+
+    Raises:
+        InputError: the folder holds no experiment, or the archive can't be written.
+    """
+    report = folder / "report.json"
+    return write_bundle(read_bundle(folder), read_object(report), archive)
+
+
+def read_bundle(path: Path) -> Bundle:
+    """A bundle from an archive, from an experiment's folder, or from its ``bundle.json``.
+
+    Raises:
+        InputError: it can't be read or isn't a bundle.
+    """
+    if path.is_dir():
+        path /= NAME
+    try:
+        raw = _from_archive(path) if zipfile.is_zipfile(path) else _bounded(path)
+        found = json.loads(raw)
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, InputError):
+            raise
+        why = getattr(error, "strerror", None) or str(error)[:120]
+        raise InputError(
+            f"{path} can't be read: {why}; give the file of `hasten speedup --bundle`, or the "
+            "folder of an experiment"
+        ) from error
+    return _checked(found, path)
+
+
+def stamp(path: Path) -> dict[str, Any]:
+    """Which file (or folder of files) it is: path, bytes and SHA-256; null of what isn't there."""
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    if not all(file.is_file() for file in files):
+        return {"path": str(path), "bytes": None, "sha256": None}
+    digest, size = hashlib.sha256(), 0
+    for file in files:
+        if len(files) > 1:
+            digest.update(file.relative_to(path).as_posix().encode() + b"\0")
+        with file.open("rb") as opened:
+            while piece := opened.read(1 << 20):
+                digest.update(piece)
+                size += len(piece)
+    return {"path": str(path), "bytes": size, "sha256": digest.hexdigest()}
+
+
+def _from_archive(path: Path) -> bytes:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            listed = archive.namelist()
+            if len(listed) > MOST_FILES or any(_leaves(name) for name in listed):
+                raise InputError(f"{path} is not a bundle: it holds {len(listed)} odd files")
+            if NAME not in listed:
+                raise InputError(f"{path} is not a bundle: it holds no {NAME}")
+            with archive.open(NAME) as file:
+                raw = file.read(LARGEST + 1)
+    except (zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError, EOFError) as error:
+        raise InputError(f"{path} is damaged: {str(error)[:120]}") from error
+    return _limited(raw, path)
+
+
+def _leaves(name: str) -> bool:
+    """Whether a name would lead out of the folder that an archive is unpacked in."""
+    place = PurePosixPath(name.replace("\\", "/"))
+    return place.is_absolute() or ".." in place.parts or ":" in name
+
+
+def _bounded(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return _limited(file.read(LARGEST + 1), path)
+
+
+def _limited(raw: bytes, path: Path) -> bytes:
+    if len(raw) > LARGEST:
+        raise InputError(f"{path} holds more than {LARGEST} bytes; that is not a bundle")
+    return raw
+
+
+def _checked(found: Any, path: Path) -> Bundle:
+    """Every value of the kind it must be; a speed is a positive number."""
+    if not isinstance(found, dict) or found.get("bundle") != 1:
+        raise InputError(f'{path} is not a bundle of this version: it lacks "bundle": 1')
+    values: dict[str, Any] = {f.name: found.get(f.name) for f in fields(Bundle)}
+    for name in ("recipe", "plans", "kinds", "design", "measured", "versions", "hardware"):
+        if not isinstance(values[name], dict):
+            raise InputError(f"{path} is damaged: {name!r} is not an object")
+    stamps, plans = values["data"], values["plans"]
+    if not isinstance(stamps, list) or not all(isinstance(s, dict) for s in stamps):
+        raise InputError(f"{path} is damaged: 'data' is not a list of stamps")
+    if not plans or not all(isinstance(plan, list) for plan in plans.values()):
+        raise InputError(f"{path} is damaged: 'plans' are not lists of techniques")
+    values["measured"] = {n: _measurement(n, m, path) for n, m in values["measured"].items()}
+    if set(values["measured"]) != set(plans):
+        raise InputError(f"{path} is damaged: its plans and what was measured don't agree")
+    return Bundle(**values)
+
+
+def _measurement(name: str, value: Any, path: Path) -> Measurement:
+    if isinstance(value, dict):
+        rounds, beside, idle = (value.get(key) for key in ("rounds", "beside", "idle"))
+        failed = value.get("failed")
+        if isinstance(rounds, list) and isinstance(beside, list) and isinstance(idle, list):
+            speeds = [number(v) or 0.0 for v in (*rounds, *beside)]
+            if all(v > 0 for v in speeds):
+                words = None if failed is None else str(failed)
+                return Measurement(tuple(rounds), tuple(beside), tuple(map(str, idle)), words)
+    raise InputError(f"{path} is damaged: the rounds of {name[:60]!r} can't be read")

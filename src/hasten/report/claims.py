@@ -1,0 +1,114 @@
+"""What was promised of each technique, beside what adding it changed here.
+
+A claim belongs to one technique, so it is judged by two arms that differ by this technique alone:
+on a ladder by neighbouring rungs, else by the technique alone against the baseline. The claims of
+one experiment are judged together, with the same noise floor and the same correction for their
+number as its arms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hasten.core.technique import Claim, Technique
+from hasten.measure.ablation import Arm
+from hasten.measure.significance import LEAST_FLOOR, holm, p_beyond
+from hasten.measure.statistics import Interval, verdict
+from hasten.report.comparisons import floor_of, ratio_between
+from hasten.report.judgement import idle
+from hasten.report_words import span
+
+MEMORY_NOISE = 0.01  # a change of peak memory that nobody should act on
+SPEED, MEMORY = "tokens_per_second", "peak_memory_bytes"
+Pair = tuple[Arm, Arm]  # without the technique, with it
+Measured = tuple[Interval, float | None]  # of a speed claim: its ratio and corrected p-value
+
+
+def claims_of(arms: Sequence[Arm]) -> list[dict[str, str]]:
+    """Every claim of the last arm's techniques with its measurement and its verdict."""
+    final = arms[-1]
+    if final is arms[0]:
+        return []
+    floor = floor_of(arms)
+    pairs = {technique: _pair_for(technique, arms) for technique in final.plan}
+    speeds = _speeds(pairs, arms[0], floor)
+    found = []
+    for technique, pair in pairs.items():
+        for claim in technique.claims:
+            measured, word = _checked(claim, pair, speeds.get(technique), floor)
+            if pair is not None and technique.name() in idle(pair[1]):
+                word = "no effect: it did not act"
+            found.append(
+                {
+                    "technique": str(technique),
+                    "metric": claim.metric,
+                    "claimed": f"{claim.ratio:.2f}×",
+                    "source": claim.source,
+                    "measured": measured,
+                    "verdict": word,
+                }
+            )
+    return found
+
+
+def _speeds(
+    pairs: dict[Technique, Pair | None], base: Arm, floor: float
+) -> dict[Technique, Measured]:
+    """What each technique with a claim on speed did to it, corrected for their number."""
+    found: dict[Technique, tuple[Interval, list[float]]] = {}
+    for technique, pair in pairs.items():
+        if pair is None or all(claim.metric != SPEED for claim in technique.claims):
+            continue
+        ratio = ratio_between(pair[1], pair[0], base)
+        if ratio is not None:
+            found[technique] = ratio
+    # Arms of different groups have an interval and no rounds in common; it decides alone.
+    paired = [technique for technique, (_, rounds) in found.items() if rounds]
+    corrected = holm([p_beyond(found[t][1], floor, base.luck) for t in paired])
+    p_values = dict(zip(paired, corrected, strict=True))
+    return {technique: (ratio, p_values.get(technique)) for technique, (ratio, _) in found.items()}
+
+
+def _checked(
+    claim: Claim, pair: Pair | None, speed: Measured | None, floor: float
+) -> tuple[str, str]:
+    """What was measured of one claim, and the verdict on it."""
+    if pair is None:
+        return "not measured apart", "inconclusive"
+    if claim.metric == SPEED and speed is not None:
+        ratio, p_value = speed
+        word = verdict(ratio, claim.ratio, floor, nothing=LEAST_FLOOR, p_value=p_value)
+        return span(ratio.summary(), "times"), word
+    if claim.metric == MEMORY:
+        before, after = (arm.peak_memory_bytes for arm in pair)
+        return memory_claim(before, after, claim.ratio)
+    return "not measured", "inconclusive"
+
+
+def _pair_for(technique: Technique, arms: Sequence[Arm]) -> Pair | None:
+    """The first two arms with a result that differ by this technique alone."""
+    measured = [arm for arm in arms if arm.failed is None and arm.rounds]
+    for one in measured:
+        for other in measured:
+            without = set(other.plan.techniques) - {technique}
+            if technique in other.plan.techniques and set(one.plan.techniques) == without:
+                return one, other
+    return None
+
+
+def memory_claim(before: float | None, after: float | None, claimed: float) -> tuple[str, str]:
+    """What was measured of a claim on peak memory, and the verdict on it.
+
+    Peak memory of a fixed shape repeats itself, so one value per arm is enough. The words are those
+    of `statistics.verdict`, for a ratio of which less is better.
+    """
+    if not before or not after:
+        return "not measured", "inconclusive"
+    found = after / before
+    if found <= claimed:
+        word = "held"
+    elif found > 1 + MEMORY_NOISE:
+        word = "harmed"
+    else:
+        word = "fell short" if found < 1 - MEMORY_NOISE else "no effect"
+    return f"{found:.2f}×", word

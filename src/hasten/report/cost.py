@@ -1,0 +1,147 @@
+"""What training costs, what an experiment costs, and when the experiment has paid for itself.
+
+Two figures are easily mixed, so each has its own function here. The **ratio** of two rates says how
+much more work is done in an hour: 1.5. The **time saved** says how much less time the same work
+takes: 1 - 1/1.5 = 33 %. Half as much time is twice the rate; no amount of speed saves 100 %.
+
+Money is device hours times the price of one. Kilowatt-hours are those that a counter showed
+(`hasten.measure.energy`), never an estimate from a datasheet; without a counter they're null.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hasten.errors import InputError
+
+JOULES_PER_KWH = 3.6e6
+BAD = ("harmed", "no effect", "failed")  # verdicts of a plan that saves nothing
+
+
+def time_saved(ratio: float) -> float:
+    """The share of time that the same work takes less at `ratio` times the rate (1.5: 0.333)."""
+    _require_positive(ratio, "a ratio of rates")
+    return 1 - 1 / ratio
+
+
+def ratio_of(saved: float) -> float:
+    """The ratio of rates of work that takes the share `saved` less time (0.333: 1.5)."""
+    if not (math.isfinite(saved) and saved < 1):
+        raise InputError(f"a share of time saved is below 1 (all of it), not {saved}")
+    return 1 / (1 - saved)
+
+
+def speed_words(ratio: float) -> str:
+    """A ratio of rates with the time it saves, each named: ``1.50× the speed, 33 % less time``."""
+    saved = round(100 * time_saved(ratio))
+    change = f"{saved} % less time" if saved > 0 else f"{-saved} % more time"
+    return f"{ratio:.2f}× the speed, {change if saved else 'the same time'}"
+
+
+def money(per_device_hour: float, devices: int, seconds: float) -> float:
+    """Device hours times the price of one: 4 devices, 0.6 an hour, 1.8 hours: 4.32."""
+    return per_device_hour * devices * seconds / 3600
+
+
+def per_million_tokens(per_device_hour: float, devices: int, tokens_per_second: float) -> float:
+    """The price of a million tokens, padding not among them, at a rate."""
+    _require_positive(tokens_per_second, "a rate")
+    return money(per_device_hour, devices, 1e6 / tokens_per_second)
+
+
+def payback(ratio: Mapping[str, float | None], seconds: float, good: bool = True) -> dict[str, Any]:
+    """After how many hours of training with the winner an experiment of `seconds` has paid off.
+
+    An hour with a plan of ratio r does what the baseline does in r hours, so it saves r - 1 hours
+    of the same machine; the experiment has cost seconds / 3600. `ratio` is a span (median, low,
+    high); `good` is false where the plan didn't win (harmed, worse quality, no effect).
+
+    Returns:
+        ``hours`` (None: never, or not known) and ``text``.
+    """
+    middle, low = ratio.get("median"), ratio.get("low")
+    if middle is None:
+        return {"hours": None, "text": "not measured"}
+    if not good or middle <= 1:
+        return {"hours": None, "text": "never: nothing was saved"}
+    hours = seconds / 3600 / (middle - 1)
+    text = f"after {_hours(hours)} of training with it: {speed_words(middle)}"
+    if low is None or low <= 1:
+        return {"hours": hours, "text": f"{text}; the interval allows that it never does"}
+    if low < middle:
+        text += f"; after {_hours(seconds / 3600 / (low - 1))} at the interval's lower end"
+    return {"hours": hours, "text": text}
+
+
+def cost_of_experiment(
+    report: Mapping[str, Any],
+    price: Mapping[str, Any] | None,
+    joules_per_token: Mapping[str, float | None] | None = None,
+    joules: float | None = None,
+    source: str = "not measured",
+    earlier_seconds: float = 0.0,
+) -> dict[str, Any] | None:
+    """A report's ``cost``, as docs/report-schema.md has it; None without a price.
+
+    Args:
+        report: with ``arms``, and as far as they're known ``design.seconds`` and ``quality``.
+        price: ``currency``, ``per_device_hour``, ``devices`` and ``per_kwh`` (may be None).
+        joules_per_token: of each arm, as far as they were counted.
+        joules: of the whole experiment.
+        source: which counter gave them, or why there is none.
+        earlier_seconds: of the experiments that led to this one, which are a part of its cost.
+    """
+    if price is None:
+        return None
+    arms: Sequence[Mapping[str, Any]] = report["arms"]
+    seconds = (report.get("design") or {}).get("seconds")
+    quality = (report.get("quality") or {}).get("verdict")
+    used = joules_per_token or {}
+    hour, devices = price["per_device_hour"], price.get("devices") or 1
+    energy = {name: each * 1e6 / JOULES_PER_KWH for name, each in used.items() if each}
+    cost: dict[str, Any] = {
+        "currency": price["currency"],
+        "per_device_hour": hour,
+        "per_million_tokens": _per_million(arms, hour, devices, price.get("per_kwh"), energy),
+        "energy": {"kwh_per_million_tokens": energy, "source": source},
+    }
+    if seconds is None:
+        return cost
+    seconds += earlier_seconds
+    final = arms[-1]
+    good = final["verdict"].partition(":")[0] not in BAD and quality != "worse"
+    kwh = None if joules is None else joules / JOULES_PER_KWH
+    spent = money(hour, devices, seconds) + (price.get("per_kwh") or 0.0) * (kwh or 0.0)
+    cost["experiment"] = {"seconds": seconds, "money": spent, "kwh": kwh}
+    cost["payback"] = payback(final["ratio"], seconds, good)
+    return cost
+
+
+def _per_million(
+    arms: Sequence[Mapping[str, Any]],
+    hour: float,
+    devices: int,
+    per_kwh: float | None,
+    energy: Mapping[str, float],
+) -> dict[str, float]:
+    """Money per million tokens of every arm with a rate; energy joins in where it's known."""
+    found = {}
+    for arm in arms:
+        rate = arm["tokens_per_second"]["median"]
+        if rate and arm["verdict"].partition(":")[0] != "failed":
+            used = (per_kwh or 0.0) * energy.get(arm["name"], 0.0)
+            found[arm["name"]] = per_million_tokens(hour, devices, rate) + used
+    return found
+
+
+def _hours(hours: float) -> str:
+    if hours < 1 / 60:
+        return f"{3600 * hours:.0f} s"
+    return f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.0f} min"
+
+
+def _require_positive(value: float, what: str) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise InputError(f"{what} is positive and finite, not {value}")

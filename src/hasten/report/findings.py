@@ -1,0 +1,159 @@
+"""From measured arms, and what guard, ledger and prices found, to the report's dictionary.
+
+Verdicts come from ``judgement``, ratios from ``comparisons``, promises from ``claims``; here they
+are laid out under the keys that docs/report-schema.md describes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from hasten.measure.ablation import Arm
+from hasten.measure.statistics import spread
+from hasten.report.claims import claims_of
+from hasten.report.comparisons import NOT_MEASURED, interaction_of, noise_of, ratio_to, rebuilt_of
+from hasten.report.judgement import Guard, Judgement, judge, last_loss, quality
+
+
+def report_of(
+    arms: Sequence[Arm],
+    *,
+    title: str,
+    command: str,
+    hardware: Mapping[str, Any],
+    versions: Mapping[str, str],
+    recipe: Mapping[str, Any],
+    currency: str | None = None,
+    per_device_hour: float = 0.0,
+    devices: int = 1,
+    mfu: str | None = None,
+    design: Mapping[str, Any] | None = None,
+    invariance: Sequence[Mapping[str, Any]] | None = None,
+    guard: Guard | None = None,
+    cost: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The report as ``docs/report-schema.md`` describes it; the first arm is the baseline.
+
+    Args:
+        arms: as measured; the last one is the result that the head of the page names.
+        mfu: what the arms' MFU refers to and counts.
+        design: how the experiment was run, as ``report.design``.
+        invariance: what the self-test before the run found, as ``report.invariance``.
+        guard: the proofs of equal quality, as ``report.guard``; a technique that is worse there
+            has harmed, however fast it is.
+        cost: more keys for ``report.cost`` (energy, the experiment itself, payback), or others in
+            the place of those computed here from ``currency``, ``per_device_hour``, ``devices``.
+    """
+    base, final = arms[0], arms[-1]
+    judgements = judge(arms, guard or ())
+    price = _cost(arms, currency, per_device_hour, devices)
+    return {
+        "schema": 1,
+        "title": title,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "arms": [_arm(arm, base, said) for arm, said in zip(arms, judgements, strict=True)],
+        "claims": claims_of(arms),
+        "quality": quality(final, base, guard or ()),
+        "noise": noise_of(arms),
+        "interaction": interaction_of(arms),
+        "design": _plain(design),
+        "invariance": None if invariance is None else [dict(entry) for entry in invariance],
+        "guard": None if guard is None else [dict(entry) for entry in guard],
+        "samples": [{**s, "arm": arm.name} for arm in (base, final) for s in arm.samples],
+        "hardware": dict(hardware),
+        "versions": dict(versions),
+        "recipe": dict(recipe),
+        "seed": recipe["seed"],
+        "cost": None if price is None and cost is None else {**(price or {}), **(cost or {})},
+        "mfu": mfu,
+    }
+
+
+def _plain(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    return None if found is None else dict(found)
+
+
+def _arm(arm: Arm, base: Arm, said: Judgement) -> dict[str, Any]:
+    seconds = [s["step_seconds"] for s in arm.steps]
+    slots, tokens = (sum(s[k] for s in arm.steps) for k in ("slots", "tokens"))
+    measured = arm.failed is None and arm.rounds
+    found: dict[str, Any] = {
+        "name": arm.name,
+        "kind": arm.kind,
+        "techniques": [str(t) for t in arm.plan],
+        "tokens_per_second": spread(arm.rounds).summary() if measured else NOT_MEASURED,
+        "ratio": _ratio(arm, base),
+        "verdict": said.verdict,
+        "p_value": said.p_value,
+        "corrected": said.corrected,
+        "rounds_needed": said.rounds_needed,
+        "rebuilt": rebuilt_of(arm, base),
+        "luck": None if arm.luck is None else asdict(arm.luck),
+        "peak_memory_bytes": _peak(arm),
+        "held_out_loss": last_loss(arm),
+        "held_out_curve": [list(point) for point in arm.held_out],
+        "loss_curve": [list(point) for point in arm.losses],
+        "rounds": arm.rounds,
+        "beside": arm.beside or None,
+        "foreign_load": arm.foreign_load or None,
+        "warmup": arm.warmup or None,
+        "padding_share": 1 - tokens / slots if slots else None,
+        "mfu": _mfu(arm),
+        "ledger": arm.ledger,
+        "startup_seconds": {k: arm.startup_seconds.get(k) for k in ("imports", "data", "model")},
+        "acted": arm.acted or _unknown(arm),
+    }
+    if len(seconds) > 1:
+        cuts = statistics.quantiles(seconds, n=100, method="inclusive")
+        found["step_seconds"] = {"p50": cuts[49], "p99": cuts[98]}
+    return found
+
+
+def _ratio(arm: Arm, base: Arm) -> dict[str, float | None]:
+    ratio = ratio_to(arm, base)
+    if ratio is None:
+        return NOT_MEASURED
+    return {"median": 1.0, "low": 1.0, "high": 1.0} if arm is base else ratio.summary()
+
+
+def _mfu(arm: Arm) -> float | None:
+    """Over all measured steps, each weighed by its time; None if any step's isn't known."""
+    known = [(s.get("mfu"), s["step_seconds"]) for s in arm.steps]
+    if not known or arm.failed is not None or any(share is None for share, _ in known):
+        return None
+    return float(sum(share * taken for share, taken in known) / sum(taken for _, taken in known))
+
+
+def _unknown(arm: Arm) -> list[dict[str, Any]]:
+    """One row per technique of an arm that ran, but couldn't say what its techniques did."""
+    if arm.unfinished is None:
+        return []
+    return [{"technique": t.name(), "acted": None, "evidence": arm.unfinished} for t in arm.plan]
+
+
+def _peak(arm: Arm) -> int | None:
+    """What a failed arm had used by then says nothing of what it needs."""
+    return arm.peak_memory_bytes if arm.failed is None else None
+
+
+def _cost(
+    arms: Sequence[Arm], currency: str | None, per_device_hour: float, devices: int
+) -> dict[str, Any] | None:
+    """Money per million tokens at each arm's median rate; None without a price."""
+    if currency is None:
+        return None
+    per_million = {
+        arm.name: per_device_hour * devices / 3600 / statistics.median(arm.rounds) * 1e6
+        for arm in arms
+        if arm.rounds and arm.failed is None
+    }
+    return {
+        "currency": currency,
+        "per_device_hour": per_device_hour,
+        "per_million_tokens": per_million,
+    }

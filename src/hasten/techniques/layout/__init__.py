@@ -1,0 +1,1 @@
+"""Techniques of the slot LAYOUT: which rank holds which part."""

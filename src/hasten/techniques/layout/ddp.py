@@ -1,0 +1,147 @@
+"""LAYOUT: which rank holds which part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hasten.core.agreement import Agreement
+from hasten.core.facts import Facts
+from hasten.core.layout import gradients_of, total_norm
+from hasten.core.session import Session
+from hasten.core.setup import Setup, Wire
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Proof, Technique, knob
+from hasten.core.traffic import Traffic, traffic_of
+from hasten.machine.environment import World
+from hasten.parts.comm.bucket_size import by_link
+from hasten.parts.comm.collectives import TopoAwareCollective
+from hasten.parts.distributed.late_reduction import reduce_now
+from hasten.parts.distributed.replica_buffers import leave_constants
+from hasten.techniques.wire.traffic import OfReplicas
+
+
+@dataclass(frozen=True)
+class DDP(Technique):
+    """Every rank holds the whole model and its own records; gradients are averaged in buckets."""
+
+    slot = Slot.LAYOUT
+    bucket_cap_mb: int = knob(
+        25, "size of a gradient bucket in MB; 0: by the link, measured", low=1, high=256, log=True
+    )
+
+    def __post_init__(self) -> None:
+        if self.bucket_cap_mb < 0:
+            raise ValueError(
+                f"bucket_cap_mb is {self.bucket_cap_mb}; it is at least 1, or 0 to measure the link"
+            )
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.ROUNDING
+
+    def apply(self, setup: Setup) -> None:
+        world = setup.facts.world
+        if world.size > 1:
+            setup.layout = Replicas(world, self.bucket_cap_mb, setup.job.device)
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        if facts.world.size > 1 and not dist.is_available():
+            return ("this torch was built without torch.distributed",)
+        return ()
+
+    def probe(self, session: Session) -> Proof:
+        replicated = isinstance(session.module, DistributedDataParallel)
+        size, steps = session.setup.layout.size, session.progress.step
+        if session.setup.agreement.apart:
+            return Proof(size > 1 and steps > 0, f"{size} rank(s) that train apart, {steps} steps")
+        layout = session.setup.layout
+        buckets = layout.buckets if isinstance(layout, Replicas) else ""
+        # What torch counts of the reducer misses gradients that travel late (adaptive_batch).
+        return Proof(
+            replicated and steps > 0,
+            f"{size} rank(s), {'' if replicated else 'not '}replicated, {steps} steps{buckets}",
+        )
+
+
+class Replicas:
+    """The model on every rank, in torch's DistributedDataParallel."""
+
+    whole = True
+
+    def __init__(self, world: World, bucket_cap_mb: int, device: str) -> None:
+        self.size = self.data_size = self.averages = world.size
+        self.data_rank = world.rank
+        self._bucket_cap_mb = bucket_cap_mb
+        self._device = device
+        self.buckets = ""  # what was found out about their size
+        self._watched: OfReplicas | None = None
+        self._wire: Wire | None = None
+
+    def split(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def within(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def across(self, module: nn.Module, wire: Wire) -> nn.Module:
+        self._wire = wire
+        if isinstance(wire, Agreement) and wire.apart:  # gradients stay where they are
+            wire.attach(module)
+            return module
+        gpu = None if self._device == "cpu" else [torch.device(self._device)]
+        cap = self._bucket_cap_mb or self._by_link()
+        wrapped = DistributedDataParallel(
+            module, device_ids=gpu, bucket_cap_mb=cap, gradient_as_bucket_view=False
+        )
+        leave_constants(wrapped)
+        wire.attach(wrapped)
+        self._watched = OfReplicas(wrapped, wire)
+        return wrapped
+
+    def _by_link(self) -> int:
+        """The size for the link as it is now; all ranks measure together and take one answer."""
+        backend = "gloo" if self._device == "cpu" else "nccl"
+        choice = by_link(TopoAwareCollective(backend, "measure").topology)
+        self.buckets = f"; buckets of {choice.reason}"
+        return choice.megabytes
+
+    def traffic(self) -> Traffic | None:
+        """What the step's gradients, or the weights in their place, took on their way."""
+        return traffic_of(self._watched or self._wire)
+
+    def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        if last or not isinstance(module, DistributedDataParallel):
+            return nullcontext()
+        quiet: AbstractContextManager[Any] = module.no_sync()
+        return quiet
+
+    def alone(self, module: nn.Module) -> nn.Module:
+        return module.module if isinstance(module, DistributedDataParallel) else module
+
+    def send(self, module: nn.Module) -> None:
+        if isinstance(module, DistributedDataParallel):
+            reduce_now(module)
+        if self._watched is not None:
+            self._watched.late = True
+
+    def sum(self, values: Tensor) -> Tensor:
+        moved = values.to(self._device, copy=True)
+        dist.all_reduce(moved)
+        return moved.cpu()
+
+    def everywhere(self, values: Tensor) -> Tensor:
+        return self.sum(values)
+
+    def norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        return total_norm(gradients_of(parameters))
+
+    def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
+        return nullcontext(True)

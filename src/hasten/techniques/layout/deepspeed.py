@@ -1,0 +1,265 @@
+"""LAYOUT: DeepSpeed's ZeRO, run by DeepSpeed itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hasten.core.batch import MicroBatch
+from hasten.core.clock import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER
+from hasten.core.engine import Assembly
+from hasten.core.facts import Facts
+from hasten.core.session import Session
+from hasten.core.setup import Setup, Wire
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.errors import InputError
+from hasten.machine import environment
+from hasten.parts.distributed.deepspeed_engine import ZeroTrainer, why_not
+from hasten.parts.distributed.zero_config import (
+    BATCH_KEYS,
+    Known,
+    batch_sizes,
+    enabled,
+    filled,
+    read_config,
+)
+
+EXTENSIONS = "TORCH_EXTENSIONS_DIR"
+# What DeepSpeed decides itself, and where it does.
+OWN = {
+    Slot.PRECISION: "its number format is its config's (bf16, fp16), or this technique's dtype",
+    Slot.WIRE: "gradients travel in ZeRO's own reduce-scatter; its own way of making them small is "
+    "zero_quantized_gradients in its config (ZeRO++)",
+    Slot.OPTIMIZER: "it hands the job's AdamW flat pieces of many weights, which other rules can't "
+    "tell apart",
+    Slot.AVERAGE: "true weights lie in pieces that it keeps",
+    Slot.CHECKPOINT: "its state isn't written by hasten yet",
+}
+JOBS = ("optimizer", "scheduler", *BATCH_KEYS)
+DTYPES = ("float32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class DeepSpeed(Technique):
+    """ZeRO-1, 2 or 3 of DeepSpeed, which is installed beside hasten, from a config of its own."""
+
+    slot = Slot.LAYOUT
+    config: str = setting("", "a ds_config.json; without one, ZeRO at this stage")
+    stage: int = knob(2, "1 deals out optimizer state, 2 gradients, 3 weights", choices=(1, 2, 3))
+    offload: bool = setting(False, "optimizer state in host memory; without a config")
+    dtype: str = setting("float32", "float32, bf16 or fp16, where the config doesn't say")
+
+    def __post_init__(self) -> None:
+        if self.stage not in (1, 2, 3):
+            raise ValueError(f"stage is {self.stage}; it is 1, 2 or 3 (0 is ddp)")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; it is one of {', '.join(DTYPES)}")
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.ROUNDING
+
+    def settings_of(self, known: Known) -> dict[str, Any]:
+        """The config without any "auto".
+
+        Raises:
+            InputError: the file can't be used, or has no ZeRO stage.
+        """
+        zero: dict[str, Any] = {"stage": self.stage}
+        if self.offload:
+            zero["offload_optimizer"] = {"device": "cpu"}
+        config: dict[str, Any] = {"zero_optimization": zero}
+        try:
+            if self.config:
+                config = read_config(Path(self.config))
+            said = {name: enabled(config, name) for name in DTYPES[1:]}
+            if self.dtype != "float32" and said[self.dtype] is None and True not in said.values():
+                config[self.dtype] = {"enabled": True}
+            batch_sizes(config, known)  # the rest of what the job decides isn't DeepSpeed's
+            found = filled({k: v for k, v in config.items() if k not in JOBS}, known)
+        except ValueError as error:
+            raise InputError(f"{self.name()}: {error}") from error
+        if not (found.get("zero_optimization") or {}).get("stage"):
+            raise InputError(
+                f"{self.name()}: {self.config} has no zero_optimization stage above 0; say 1, 2 "
+                "or 3, or take ddp as the layout"
+            )
+        return found
+
+    def apply(self, setup: Setup) -> None:
+        if setup.facts.world.size == 1:
+            return
+        for technique in setup.plan:
+            if technique.slot in OWN:
+                raise InputError(
+                    f"plan: {self.name()} can't go with {technique.name()}, as under DeepSpeed "
+                    f"{OWN[technique.slot]}; leave {technique.name()} out, or take fsdp2"
+                )
+        if not setup.job.counted:
+            raise InputError(
+                f"plan: {self.name()} needs to know a step's trained tokens before its passes; "
+                "take ddp or fsdp2 with a loss of your own"
+            )
+        config = self.settings_of(self._known(setup))
+        _check_clipping(self.name(), config, setup.job.max_grad_norm)
+        setup.layout = Zero(setup)
+        setup.engine = lambda assembly: ZeroEngine(assembly, config)
+
+    def _known(self, setup: Setup) -> Known:
+        return Known(
+            world=setup.facts.world.size,
+            batch=setup.job.batch.records,
+            clipping=setup.job.max_grad_norm,
+            hidden=setup.facts.model.hidden_size,
+            fp16=self.dtype == "fp16",
+            bf16=self.dtype == "bf16",
+        )
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        reason = why_not(not facts.on_gpu, _extensions(facts))
+        return (f"{reason} (to train this {facts.model.architecture} under it)",) if reason else ()
+
+    def forecast(self, facts: Facts) -> Forecast:
+        ranks, stage = facts.world.size, self._stage()
+        dealt = {1: 8.0, 2: 12.0, 3: 16.0}[stage]  # bytes of state per weight
+        gone = dealt * facts.model.parameters * (1 - 1 / ranks)
+        return Forecast(wire_bytes=1.5 if stage == 3 else 1.0, resident_bytes=-gone)
+
+    def _stage(self) -> int:
+        """The config's, or this one's where none can be read (``apply`` says why it can't)."""
+        if not self.config:
+            return self.stage
+        try:
+            zero = read_config(Path(self.config)).get("zero_optimization") or {}
+        except ValueError:
+            return self.stage
+        return int(zero.get("stage") or self.stage)
+
+    def probe(self, session: Session) -> Proof:
+        engine, steps = session.engine, session.progress.step
+        if not isinstance(engine, ZeroEngine):
+            return Proof(False, "one rank holds everything")
+        held = engine.zero.held()
+        return Proof(
+            steps > 0 and session.setup.layout.size > 1,
+            f"ZeRO-{engine.zero.stage} on {session.setup.layout.size} ranks; the optimizer of this "
+            f"one moves {held:,} weights; {steps} steps",
+        )
+
+
+def _check_clipping(name: str, config: dict[str, Any], max_norm: float | None) -> None:
+    said = config.get("gradient_clipping")
+    if said is not None and said != (max_norm or 0.0):
+        raise InputError(
+            f"{name}: gradient_clipping is {said} and max_grad_norm {max_norm}; say auto, or both "
+            "the same"
+        )
+
+
+def _extensions(facts: Facts) -> Path:
+    """Where DeepSpeed's operators are compiled: a folder of their own for each torch."""
+    given = environment.variable(EXTENSIONS)
+    name = f"torch-{facts.versions.get('torch', torch.__version__)}"
+    return Path(given) if given else Path.home() / ".cache" / "hasten" / "deepspeed" / name
+
+
+class Zero:
+    """Ranks among which ZeRO deals out the model's state; each has its own records."""
+
+    whole = False
+
+    def __init__(self, setup: Setup) -> None:
+        world = setup.facts.world
+        self.size = self.data_size = self.averages = world.size
+        self.data_rank = world.rank
+        self._device = setup.job.device
+        self.zero: ZeroTrainer | None = None  # once the engine is built
+
+    def split(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def within(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def across(self, module: nn.Module, wire: Wire) -> nn.Module:
+        return module
+
+    def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def sum(self, values: Tensor) -> Tensor:
+        moved = values.to(self._device, copy=True)
+        dist.all_reduce(moved)
+        return moved.cpu()
+
+    def everywhere(self, values: Tensor) -> Tensor:
+        return self.sum(values)
+
+    def norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        assert self.zero is not None  # the engine asks it itself
+        return torch.tensor(self.zero.norm())
+
+    def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
+        if self.zero is None:
+            return nullcontext(True)
+        return self.zero.plain(model, mine=self.data_rank == 0)
+
+
+class ZeroEngine:
+    """The step's three verbs, over DeepSpeed's engine."""
+
+    def __init__(self, assembly: Assembly, config: dict[str, Any]) -> None:
+        setup = assembly.setup
+        assert isinstance(setup.layout, Zero)  # the technique has set both
+        missing = {EXTENSIONS: str(_extensions(setup.facts))}
+        if not setup.facts.on_gpu:
+            missing["DS_ACCELERATOR"] = "cpu"  # it would take a GPU that the job leaves alone
+        environment.take_over({k: v for k, v in missing.items() if environment.variable(k) is None})
+        self.setup, self.optimizer = setup, assembly.optimizer
+        self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.zero = ZeroTrainer(
+            assembly.module, assembly.optimizer, config, setup.job.max_grad_norm
+        )
+        setup.layout.zero = self.zero
+        self._loss = torch.zeros(())
+
+    def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
+        scale, last = self.setup.layout.averages / (denominator or 1.0), len(micro_batches)
+        total = torch.zeros(())
+        for index, micro_batch in enumerate(micro_batches, start=1):
+            loss, _ = self.setup.routing.forward(self.zero.engine, micro_batch)
+            self.setup.clock.mark(FORWARD)
+            self.zero.backward(loss * scale, index == last)
+            self.setup.clock.mark(BACKWARD)
+            total = total.to(loss.device) + loss.detach()
+        self._loss = total
+        return total
+
+    def norm(self) -> tuple[float, bool]:
+        value = self.zero.norm()
+        self.setup.clock.mark(OPTIMIZER)
+        good = math.isfinite(value) and math.isfinite(self._loss.item())  # the device is done
+        wrong = torch.tensor([0.0 if good else 1.0], dtype=torch.float64)
+        finite = not self.setup.agreement.sum(wrong).item()
+        self.setup.clock.mark(COMMUNICATION)
+        return value, finite
+
+    def update(self, rate_factor: float) -> None:
+        for group, peak in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
+            group["lr"] = peak * rate_factor
+        self.zero.update()
+        self.setup.routing.after_update(self.setup.agreement.sum)
+        self.setup.routing.discard()
+
+    def discard(self) -> None:
+        self.setup.routing.discard()
+        self.zero.give_up()

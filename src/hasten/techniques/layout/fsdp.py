@@ -1,0 +1,88 @@
+"""LAYOUT: each rank keeps a piece of every weight (FSDP2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hasten.core.facts import Facts
+from hasten.core.session import Session
+from hasten.core.setup import Setup
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.models.memory import ADAMW_FLOAT32
+from hasten.parts.distributed.mesh import MeshSizes
+from hasten.parts.distributed.sharding import Sharding, groups, is_sharded
+from hasten.techniques.layout.layout_mesh import How, Meshed, lay_out, no_ranks
+
+
+@dataclass(frozen=True)
+class FSDP2(Technique):
+    """Weights, gradients and moments in pieces; a block's weights come together for its pass."""
+
+    slot = Slot.LAYOUT
+    reshard: bool = knob(
+        True, "let a block's weights go between its two passes", choices=(True, False)
+    )
+    whole_gradients: bool = knob(
+        False,
+        "keep whole gradients until a step's last micro-batch: fewer messages, more memory",
+        choices=(True, False),
+    )
+    replicas: int = setting(
+        1, "copies of the sharded model, say one a host; gradients are averaged between them"
+    )
+    offload: bool = setting(False, "pieces lie in host memory, where the optimizer runs (GPU)")
+    build_once: bool = setting(
+        True, "one rank of a host builds the model and sends the others what they keep of it"
+    )
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ValueError(f"replicas is {self.replicas}; it must be at least 1")
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.ROUNDING
+
+    def apply(self, setup: Setup) -> None:
+        world = setup.facts.world.size
+        sharding = Sharding(self.reshard, self.offload)
+        how = How(self.name(), sharding, self.whole_gradients, once=self.build_once)
+        lay_out(setup, MeshSizes(dp=self.replicas, shard=max(world // self.replicas, 1)), how)
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        found = list(no_ranks(facts))
+        if facts.world.size % self.replicas:
+            found.append(
+                f"{facts.world.size} ranks can't be dealt into {self.replicas} copies of equal size"
+            )
+        if self.offload and not facts.on_gpu:
+            found.append(
+                f"the weights of {facts.model.architecture} are in host memory already on a "
+                "processor; leave offload out"
+            )
+        return tuple(found)
+
+    def forecast(self, facts: Facts) -> Forecast:
+        """Communication is an all-gather more for each pass: 3/2 of an all-reduce, or 1.
+
+        What is offloaded isn't on the device at all.
+        """
+        shards = max(facts.world.size // self.replicas, 1)
+        if shards == 1:
+            return Forecast()
+        here = 0.0 if self.offload and facts.on_gpu else 1 / shards
+        gone = ADAMW_FLOAT32 * facts.model.parameters * (1 - here)
+        return Forecast(wire_bytes=1.5 if self.reshard else 1.0, resident_bytes=-gone)
+
+    def probe(self, session: Session) -> Proof:
+        layout, steps = session.setup.layout, session.progress.step
+        if not isinstance(layout, Meshed) or not is_sharded(session.module):
+            return Proof(False, "one rank holds everything")
+        held = sum(p.numel() for p in layout.weights.parameters())
+        whole = sum(p.numel() for p in session.module.parameters() if p.requires_grad)
+        return Proof(
+            steps > 0 and (held < whole or layout.sizes.shard == 1),
+            f"{layout.sizes.dp} x {layout.sizes.shard} rank(s), {groups(session.module)} groups; "
+            f"this rank holds {held:,} of {whole:,} trained weights; {steps} steps",
+        )

@@ -1,0 +1,118 @@
+"""LAYOUT: several layouts on one mesh, their product the number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hasten.core.facts import Facts
+from hasten.core.session import Session
+from hasten.core.setup import Setup
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.parts.distributed.mesh import MeshSizes
+from hasten.parts.distributed.sharding import Sharding
+from hasten.techniques.layout import layout_experts
+from hasten.techniques.layout.layout_experts import ExpertParallel
+from hasten.techniques.layout.layout_experts_sharded import SharedAndSharded
+from hasten.techniques.layout.layout_mesh import no_ranks
+from hasten.techniques.layout.layout_pipeline import Pipeline
+from hasten.techniques.layout.layout_stages_pieces import StagesInPieces
+from hasten.techniques.layout.tensor import cut, forecast, no_plan, proof
+
+
+@dataclass(frozen=True)
+class Hybrid(Technique):
+    """Copies, shards and pieces of layers, pipelines of these, or shared experts beside shards."""
+
+    slot = Slot.LAYOUT
+    dp: int = setting(1, "copies that average their gradients")
+    shard: int = setting(1, "pieces of each weight, brought together for a block's pass (FSDP2)")
+    tp: int = setting(1, "pieces of each layer (tensor parallel)")
+    pp: int = setting(1, "pipeline stages, each on ranks of its own")
+    ep: int = setting(1, "ranks that share the experts, a divisor of dp x shard; not beside tp, pp")
+    reshard: bool = knob(
+        True, "let a block's weights go between its two passes", choices=(True, False)
+    )
+    whole_gradients: bool = knob(
+        False,
+        "keep whole gradients until a step's last micro-batch: fewer messages, more memory",
+        choices=(True, False),
+    )
+    sequence: bool = knob(
+        True, "cut the sequence between attention and MLP too", choices=(True, False)
+    )
+    parallel_loss: bool = knob(
+        True, "deal embedding, head and loss out by vocabulary", choices=(True, False)
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("pp", "ep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        others = [n for n in ("tp", "pp") if getattr(self, n) > 1]
+        if self.ep > 1 and others:
+            raise ValueError(
+                f"ep stands beside dp and shard alone, and {others[0]} is given too: its ranks see "
+                "the same tokens, or hold other layers"
+            )
+        if self.dp * self.shard % self.ep:
+            raise ValueError(
+                f"ep is {self.ep} and must divide dp x shard, which is {self.dp * self.shard}"
+            )
+        self._sizes()
+
+    def _sizes(self) -> MeshSizes:
+        return MeshSizes(self.dp, self.shard, self.tp)
+
+    def _other(self) -> Technique | None:
+        """What holds stages or experts; by itself it makes copies of the ranks that are left."""
+        if self.pp > 1:
+            return Pipeline(stages=self.pp)
+        return ExpertParallel(size=self.ep) if self.ep > 1 else None
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.ROUNDING
+
+    def apply(self, setup: Setup) -> None:
+        other, sizes = self._other(), self._sizes()
+        alone = sizes.shard == sizes.tp == 1 or setup.facts.world.size == 1
+        if isinstance(other, Pipeline) and not alone:
+            other.fill(setup, StagesInPieces(setup, other.settings_on(self.pp), sizes))
+        elif other is not None and not alone:
+            gradients = self.whole_gradients
+            setup.layout = SharedAndSharded(setup, sizes, self.ep, self.reshard, gradients)
+        elif other is not None:
+            other.apply(setup)
+        if other is not None:
+            return
+        sharding = Sharding(reshard=self.reshard and self.shard > 1)
+        pieces = self.sequence, self.parallel_loss
+        cut(setup, sizes, self.name(), pieces, sharding, self.whole_gradients)
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        size, world = self._sizes().size * self.pp, facts.world.size
+        if size != world:
+            axes = [f"{n} {getattr(self, n)}" for n in ("dp", "shard", "tp", "pp")]
+            return (
+                f"{' x '.join(axes)} is {size} ranks and {world} are running; change the sizes, "
+                "or nproc",
+            )
+        other = self._other()
+        found = other.obstacles(facts) if other else no_ranks(facts)
+        return (*found, *no_plan(facts, self.tp))
+
+    def forecast(self, facts: Facts) -> Forecast:
+        other, sizes = self._other(), self._sizes()
+        if self.pp > 1 and sizes.shard * sizes.tp > 1:
+            return forecast(facts, replace(sizes, shard=sizes.shard * self.pp))
+        if self.ep > 1:
+            return layout_experts.forecast(facts, self.ep, self.shard)
+        return other.forecast(facts) if other else forecast(facts, sizes)
+
+    def probe(self, session: Session) -> Proof:
+        other, layout = self._other(), session.setup.layout
+        if isinstance(layout, SharedAndSharded) and layout.shared is not None:
+            held = sum(p.numel() for p in layout.weights.parameters())
+            return layout_experts.proof(layout.shared, f"; this rank holds {held:,} weights")
+        return other.probe(session) if other else proof(session)

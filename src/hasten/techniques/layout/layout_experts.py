@@ -1,0 +1,251 @@
+"""LAYOUT: the experts of a layer lie on several ranks, everything else on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hasten.core.agreement import Agreement
+from hasten.core.facts import Facts
+from hasten.core.layout import gradients_of, total_norm
+from hasten.core.session import Session
+from hasten.core.setup import Setup, Wire
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.errors import InputError
+from hasten.machine.environment import World
+from hasten.models.memory import ADAMW_FLOAT32, routed_weights
+from hasten.parts.distributed.expert_parallel import (
+    ExpertGradients,
+    SharedExperts,
+    expert_groups,
+    holds_part,
+    layer_of,
+    replicated,
+    share_experts,
+)
+from hasten.parts.distributed.replica_buffers import leave_constants
+from hasten.parts.nn.recompute import BlockRecompute
+from hasten.techniques.experts import ARCHITECTURES
+
+
+@dataclass(frozen=True)
+class ExpertParallel(Technique):
+    """Each rank holds a part of every layer's experts, tokens travel to theirs; the rest is whole.
+
+    Ranks keep their own records, and what isn't an expert is averaged as under ``ddp``.
+    """
+
+    slot = Slot.LAYOUT
+    size: int = setting(0, "neighbouring ranks that share the experts out; 0: all ranks")
+    bucket_cap_mb: int = knob(
+        25, "size of a gradient bucket of the rest in MB", low=1, high=256, log=True
+    )
+
+    def __post_init__(self) -> None:
+        if self.size < 0 or self.bucket_cap_mb < 1:
+            raise ValueError(
+                f"size is {self.size} and bucket_cap_mb {self.bucket_cap_mb}; give a number of "
+                "ranks, or 0 for all, and at least 1 MB"
+            )
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.ROUNDING
+
+    def apply(self, setup: Setup) -> None:
+        if setup.facts.world.size == 1:
+            return
+        refuse_own_choices(setup)
+        world, ranks = setup.facts.world, self._ranks(setup.facts)
+        setup.layout = SharedOut(world, ranks, self.bucket_cap_mb, setup.job.device)
+
+    def _ranks(self, facts: Facts) -> int:
+        return self.size or facts.world.size
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        model, ranks, world = facts.model, self._ranks(facts), facts.world.size
+        if model.architecture not in ARCHITECTURES or not model.experts:
+            return (
+                f"{model.architecture} has no experts to share out here; it is for models with "
+                f"experts of {', '.join(ARCHITECTURES)}",
+            )
+        if world > 1 and not dist.is_available():
+            return ("this torch was built without torch.distributed",)
+        if world > 1 and world % ranks:
+            return (
+                f"{world} ranks can't form groups of {ranks}; give a size that divides {world}",
+            )
+        if model.experts % ranks:
+            return (
+                f"{model.experts} experts of a layer can't be shared evenly by {ranks} ranks; give "
+                f"a size that divides {model.experts}",
+            )
+        return ()
+
+    def forecast(self, facts: Facts) -> Forecast:
+        return forecast(facts, self._ranks(facts))
+
+    def probe(self, session: Session) -> Proof:
+        layout = session.setup.layout
+        shared = layout.shared if isinstance(layout, SharedOut) else None
+        return Proof(False, "every rank holds all experts") if shared is None else proof(shared)
+
+
+def routed(facts: Facts) -> float:
+    """About how many of the model's weights belong to routed experts."""
+    model = facts.model
+    if not model.experts:
+        return 0.0
+    sizes = model.hidden_size, model.layers, model.vocabulary
+    return routed_weights(model.parameters, *sizes, model.tied_head)
+
+
+def forecast(facts: Facts, ranks: int, shards: int = 1) -> Forecast:
+    """State of experts on so many ranks, the rest in so many pieces."""
+    if facts.world.size == 1:
+        return Forecast()
+    experts = routed(facts)
+    rest = facts.model.parameters - experts
+    gone = ADAMW_FLOAT32 * (experts * (1 - 1 / ranks) + rest * (1 - 1 / shards))
+    return Forecast(resident_bytes=-gone)
+
+
+def proof(shared: SharedExperts, more: str = "") -> Proof:
+    """What became of the experts, and how far tokens went."""
+    layers, sent = list(shared.layers.values()), shared.traffic
+    gone = sent.rows / ((sent.rows + sent.kept) or 1)
+    return Proof(
+        sent.rows > 0,
+        f"{layers[0].here} of {layers[0].total} experts of each of {len(layers)} layers on a "
+        f"rank; {sent.rows} rows ({gone:.0%}) went to other ranks, {sent.bytes / 1e6:.2f} MB "
+        f"with what came back, in {sent.messages} exchanges{more}",
+    )
+
+
+class SharedOut:
+    """Experts on ``ranks`` neighbours each, the rest in DistributedDataParallel over all."""
+
+    whole = False
+    pieces = False
+
+    def __init__(self, world: World, ranks: int, bucket_cap_mb: int, device: str) -> None:
+        self.size = self.data_size = self.averages = world.size
+        self.data_rank = world.rank
+        self.shared: SharedExperts | None = None
+        self._ranks, self._bucket_cap_mb, self._device = ranks, bucket_cap_mb, device
+        self._replicas: Any = None
+        self._gradients: ExpertGradients | None = None
+
+    def split(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def within(self, module: nn.Module) -> nn.Module:
+        try:
+            group, self._replicas = expert_groups(self._ranks, self._device)
+            self.shared = share_experts(module, group)
+        except ValueError as error:
+            raise InputError(f"expert_parallel: {error}") from error
+        return module
+
+    def across(self, module: nn.Module, wire: Wire) -> nn.Module:
+        if isinstance(wire, Agreement) and wire.apart:
+            raise InputError(
+                "expert_parallel: tokens travel between ranks in every pass, so ranks can't train "
+                "apart; choose a wire that compresses gradients, or none"
+            )
+        shared = self._held()
+        self._gradients = ExpertGradients(shared.parameters(), self._replicas, self.averages)
+        gpu = None if self._device == "cpu" else [torch.device(self._device)]
+        wrapped = replicated(module, shared, device_ids=gpu, bucket_cap_mb=self._bucket_cap_mb)
+        leave_constants(wrapped)
+        wire.attach(wrapped)
+        return wrapped
+
+    @contextmanager
+    def sync(self, module: nn.Module, last: bool) -> Iterator[None]:
+        if last or self._gradients is None or not isinstance(module, DistributedDataParallel):
+            yield
+            return
+        self._gradients.reduces = False
+        try:
+            with module.no_sync():
+                yield
+        finally:
+            self._gradients.reduces = True
+
+    def sum(self, values: Tensor) -> Tensor:
+        moved = values.to(self._device, copy=True)
+        dist.all_reduce(moved)
+        return moved.cpu()
+
+    def everywhere(self, values: Tensor) -> Tensor:
+        return self.sum(values)
+
+    def norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Each expert once: its copies in other groups have the same gradient."""
+        rest = total_norm(gradients_of([p for p in parameters if not holds_part(p)]))
+        parts = gradients_of([p for p in parameters if holds_part(p)])
+        if not parts:
+            return rest
+        square = total_norm(parts).double().square()
+        dist.all_reduce(square, group=self._held().group)
+        return (square + rest.double().square()).sqrt().to(rest.dtype)
+
+    def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
+        return self._held().gathered()
+
+    def whole_of(self, weight: Tensor, value: Tensor) -> Tensor:
+        return whole_of(weight, value)
+
+    def part_of(self, weight: Tensor, whole: Tensor) -> Tensor:
+        return part_of(weight, whole)
+
+    def _held(self) -> SharedExperts:
+        if self.shared is None:
+            raise InputError("expert_parallel: the experts aren't shared out before `within`")
+        return self.shared
+
+
+def whole_of(weight: Tensor, value: Tensor) -> Tensor:
+    """What belongs to a weight, of all experts where it holds some; all ranks call it.
+
+    Raises:
+        InputError: the value isn't laid out like its weight.
+    """
+    if not holds_part(weight) or not value.ndim:  # an optimizer counts steps in a number
+        return value
+    if value.shape != weight.shape:
+        raise InputError(
+            "expert_parallel: this optimizer keeps its state in another shape than weights have, "
+            "so the ranks' parts don't make a whole; leave checkpoints out, or choose another "
+            "optimizer"
+        )
+    whole = layer_of(weight).whole(value)
+    return value if whole is None else whole.cpu()  # a device holds one at a time
+
+
+def part_of(weight: Tensor, whole: Tensor) -> Tensor:
+    """This rank's experts' part of what belongs to a weight of all."""
+    if not holds_part(weight):
+        return whole
+    layer = layer_of(weight)
+    dealt = whole.shape == (layer.total, *weight.shape[1:])
+    return layer.own(whole) if dealt else whole
+
+
+def refuse_own_choices(setup: Setup) -> None:
+    """InputError where ranks would make passes of their own, in which tokens can't travel."""
+    recompute = setup.recompute
+    if isinstance(recompute, BlockRecompute) and recompute.budget is not None:
+        raise InputError(
+            "expert_parallel: recompute with a budget lets each rank choose its own blocks, and "
+            "tokens travel in all of them; leave budget out"
+        )

@@ -1,0 +1,197 @@
+"""The layout behind fsdp2, tensor_parallel and hybrid: one mesh, layers cut, weights sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hasten.core.facts import Facts
+from hasten.core.routing import AsTheModelDoes
+from hasten.core.setup import AsGiven, Dense, Setup, Wire, on_device
+from hasten.core.slot import Slot
+from hasten.core.traffic import Traffic
+from hasten.errors import InputError
+from hasten.parts.comm.settings import Settings
+from hasten.parts.distributed.local_shards import LocalShards, whole_on_first
+from hasten.parts.distributed.mesh import MeshSizes, data_mesh
+from hasten.parts.distributed.sharding import Sharding, is_sharded, send_gradients, shard
+from hasten.parts.distributed.weight_broadcast import Arrival
+from hasten.parts.optim.master_weights import MasterWeights
+from hasten.techniques.layout import layout_dealt
+from hasten.techniques.wire.wire_compressed import Compressed
+from hasten.techniques.wire.wire_sharded import Exchange, exchange_for
+
+Split = Callable[[nn.Module, DeviceMesh], nn.Module]  # cut layers over a mesh's tp axis
+
+
+@dataclass(frozen=True)
+class How:
+    """What a technique says of its layout beside the sizes.
+
+    Args:
+        name: of the technique, for messages.
+        whole_gradients: between the micro-batches of a step each rank keeps whole gradients.
+        cut: how layers are split over the ``tp`` axis; None: they aren't.
+        once: one rank of a host builds the model, if the job knows its skeleton.
+    """
+
+    name: str
+    sharding: Sharding
+    whole_gradients: bool = False
+    cut: Split | None = None
+    once: bool = False
+
+
+class Meshed:
+    """Ranks on a mesh of copies, shards and pieces of layers."""
+
+    whole = False
+    pieces = True
+
+    def __init__(self, setup: Setup, sizes: MeshSizes, how: How) -> None:
+        world = setup.facts.world
+        self.sizes, self.how = sizes, how
+        self.size, self.data_size = world.size, sizes.data_size
+        self.data_rank = sizes.data_rank(world.rank)
+        self.averages = sizes.data_size
+        self.weights = _weights(setup)
+        setup.precision = self.weights
+        self._first, self._device = world.is_main, setup.job.device
+        self._module = nn.Module()
+        self._scale = setup.loss_scale
+        self._exchange: Exchange | None = None
+        self._counted = 0  # bytes that the exchange had sent when a step was asked for
+        self.arrived_bytes = 0  # of weights that one rank of a host sent to the others
+        self._sends = how.once and _can_send(setup)
+        self.builds = not self._sends or world.local_rank == 0
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        return self.sizes.build(torch.device(self._device).type)
+
+    def split(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def within(self, module: nn.Module) -> nn.Module:
+        if self.how.cut is None or self.sizes.tp == 1:
+            return module
+        try:
+            return self.how.cut(module, self.mesh["tp"])
+        except ValueError as error:
+            raise InputError(f"{self.how.name}: {error}") from error
+
+    def across(self, module: nn.Module, wire: Wire) -> nn.Module:
+        self._module, sharding = module, self.how.sharding
+        self._exchange = None if isinstance(wire, Dense) else self._entered(wire)
+        if self.data_size > 1 or self.weights.dtype is not None:
+            how = Sharding(sharding.reshard, sharding.offload, self.weights.dtype)
+            arrival = Arrival(self.builds) if self._sends else None
+            mesh = data_mesh(self.mesh, self._exchange is None)
+            try:
+                shard(module, mesh, how, arrival or _nothing)
+            except ValueError as error:
+                raise InputError(f"{self.how.name}: {error}") from error
+            self.arrived_bytes = 0 if arrival is None else arrival.sent_bytes
+        if self._exchange is not None:
+            self._exchange.attach(module)
+        return module
+
+    def _entered(self, wire: Wire) -> Exchange:
+        """What makes gradients small on their way; it knows the mesh, and the wire its settings."""
+        compressed = wire if isinstance(wire, Compressed) else None
+        settings = None if compressed is None else Settings(**compressed.compressor.settings())
+        scale = self._scale
+        found = exchange_for(
+            self.how.name, self.sizes, self.mesh, wire, settings, lambda: scale.value
+        )
+        if compressed is not None:
+            compressed.enter(found, merges=self.sizes.dp == self.sizes.tp == 1)
+        return found
+
+    def place(self, module: nn.Module) -> None:
+        """Shards are there already: FSDP2 moves a group as it cuts it. What it hasn't cut moves."""
+        if not is_sharded(module):
+            on_device(module, self._device)
+
+    def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        if self._exchange is not None:
+            self._exchange.passes(last)
+        send_gradients(module, last or not self.how.whole_gradients)
+        return nullcontext()
+
+    def traffic(self) -> Traffic | None:
+        """Bytes of a step's gradients where a wire counts them; of seconds nothing is known."""
+        if self._exchange is None:
+            return None
+        before, self._counted = self._counted, self._exchange.sent_bytes
+        return Traffic(None, sent_bytes=self._counted - before)
+
+    def sum(self, values: Tensor) -> Tensor:
+        return self.everywhere(values) / self.sizes.tp
+
+    def everywhere(self, values: Tensor) -> Tensor:
+        moved = values.to(self._device, copy=True)
+        dist.all_reduce(moved)
+        return moved.cpu()
+
+    def norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        return self.weights.norm(parameters, self.size, self.everywhere)
+
+    def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
+        return whole_on_first(self._module, model, self._first)
+
+    def whole_of(self, weight: Tensor, value: Tensor) -> Tensor:
+        return layout_dealt.whole_of(self.how.name, self.weights, weight, value, self._first)
+
+    def part_of(self, weight: Tensor, whole: Tensor) -> Tensor:
+        return layout_dealt.part_of(self.weights, weight, whole)
+
+
+def _weights(setup: Setup) -> LocalShards:
+    """PRECISION as it works on shards: float32 pieces are masters already."""
+    if isinstance(setup.precision, MasterWeights):
+        return LocalShards(AsGiven(), setup.precision.dtype)
+    return LocalShards(setup.precision)
+
+
+def _can_send(setup: Setup) -> bool:
+    """Whether ranks may begin with a skeleton: the job knows one, and nothing looks at weights
+    before they are there, as routing that is balanced, a base in few bits and DoRA do."""
+    adapters = [t.settings() for t in setup.plan if t.slot is Slot.ADAPTER]
+    looks = any(given.get("base") or given.get("dora") for given in adapters)
+    plain = isinstance(setup.routing, AsTheModelDoes) and not looks
+    return plain and setup.job.skeleton is not None and setup.facts.world.size > 1
+
+
+def _nothing(part: nn.Module) -> None:
+    return None
+
+
+def lay_out(setup: Setup, sizes: MeshSizes, how: How) -> None:
+    """Fill LAYOUT; one rank needs none.
+
+    Raises:
+        InputError: the sizes don't make up the ranks that run.
+    """
+    if setup.facts.world.size == 1 and sizes.size == 1:
+        return
+    try:
+        sizes.check(setup.facts.world.size)
+    except ValueError as error:
+        raise InputError(f"{how.name}: {error}; change the sizes, or nproc") from error
+    setup.layout = Meshed(setup, sizes, how)
+
+
+def no_ranks(facts: Facts) -> tuple[str, ...]:
+    """Why a layout for several ranks can't work here at all."""
+    if facts.world.size > 1 and not dist.is_available():
+        return ("this torch was built without torch.distributed",)
+    return ()

@@ -1,0 +1,122 @@
+"""LAYOUT: each rank holds some of the layers, and micro-batches travel from rank to rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hasten.core.facts import Facts
+from hasten.core.session import Session
+from hasten.core.setup import Setup
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.models.memory import ADAMW_FLOAT32
+from hasten.parts.data import cut
+from hasten.parts.distributed.pipeline.pipeline_stages import KNOWN
+from hasten.parts.distributed.pipeline.pipeline_work import CHECKPOINTS, Settings
+from hasten.parts.distributed.pipeline.schedules import SCHEDULES, missing, virtual
+from hasten.techniques.layout.layout_pipeline_engine import PipelineEngine
+from hasten.techniques.layout.layout_stages import Stages
+from hasten.techniques.layout.layout_stages_pieces import StagesInPieces
+
+
+@dataclass(frozen=True)
+class Pipeline(Technique):
+    """The layers in stages, a rank each; several micro-batches are on their way at a time.
+
+    Of more ranks than ``stages`` every ``stages`` neighbours are one pipeline, and gradients are
+    averaged between the pipelines.
+    """
+
+    slot = Slot.LAYOUT
+    stages: int = setting(0, "ranks of one pipeline; 0: all there are")
+    micro_batch_size: int = knob(
+        1, "records of a micro-batch; 0: as BATCH and SAMPLER cut them", low=1, high=64, log=True
+    )
+    schedule: str = knob("1f1b", "order of passes on a rank", choices=SCHEDULES)
+    checkpoint: str = knob(
+        "never", "micro-batches whose passes are computed again in backward", choices=CHECKPOINTS
+    )
+
+    def __post_init__(self) -> None:
+        if self.stages < 0 or self.micro_batch_size < 0:
+            raise ValueError(
+                f"stages is {self.stages} and micro_batch_size {self.micro_batch_size}; neither "
+                "can be negative, and 0 leaves it to the ranks and to BATCH"
+            )
+        Settings(self.schedule, max(self.stages, 1), self.checkpoint)  # refuses what doesn't fit
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.ROUNDING
+
+    def apply(self, setup: Setup) -> None:
+        world = setup.facts.world
+        if world.size == 1 and self.stages <= 1:
+            return
+        self.fill(setup, Stages(setup, self.settings_on(world.size)))
+
+    def settings_on(self, world_size: int) -> Settings:
+        return Settings(self.schedule, self.ranks(world_size), self.checkpoint)
+
+    def fill(self, setup: Setup, layout: Stages | StagesInPieces) -> None:
+        """Put a layout of stages in its slot, with what runs them."""
+        setup.layout, setup.engine = layout, PipelineEngine
+        if not self.micro_batch_size:
+            return
+        before = setup.cut
+
+        def smaller(records: Sequence[Any]) -> list[list[Any]]:
+            pieces = before(records)
+            return [p for piece in pieces for p in cut.by_count(piece, self.micro_batch_size)]
+
+        setup.cut = smaller
+
+    def ranks(self, world_size: int) -> int:
+        """Ranks of one pipeline in a world of a size."""
+        return self.stages or world_size
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        ranks, layers = self.ranks(facts.world.size), facts.model.layers
+        architecture, found = facts.model.architecture, []
+        if architecture not in KNOWN:
+            found.append(
+                f"{architecture} can't be cut into pipeline stages here; known are "
+                f"{', '.join(KNOWN)}"
+            )
+        if reason := missing(self.schedule):
+            found.append(reason)
+        if facts.world.size % ranks:
+            found.append(
+                f"{facts.world.size} ranks can't be dealt into pipelines of {ranks} stages; make "
+                "nproc a multiple of stages"
+            )
+        wanted = ranks * virtual(self.schedule)
+        if 0 < layers < wanted:
+            found.append(
+                f"{self.schedule} on {ranks} ranks needs {wanted} stages and {architecture} has "
+                f"{layers} layers here; take fewer stages"
+            )
+        return tuple(found)
+
+    def forecast(self, facts: Facts) -> Forecast:
+        """The rank's part of the weights; hidden states travel instead of gradients."""
+        share = 1 - 1 / self.ranks(facts.world.size)
+        return Forecast(resident_bytes=-ADAMW_FLOAT32 * facts.model.parameters * share)
+
+    def probe(self, session: Session) -> Proof:
+        engine = session.engine
+        if not isinstance(engine, PipelineEngine):
+            return Proof(False, "one rank holds all layers")
+        layout = engine.layout
+        layers, schedule = "+".join(map(str, layout.cut.sizes)), layout.settings.schedule
+        held = sum(p.numel() for p in session.module.parameters())
+        if isinstance(layout, StagesInPieces):
+            held = sum(p.numel() for p in layout.weights.parameters())
+        return Proof(
+            engine.passes > 0 and session.progress.step > 0,
+            f"{layout.data_size} pipeline(s) of {layers} layers, {schedule}; this rank holds "
+            f"{held:,} weights; {engine.passes} micro-batches, {engine.filler} of them filler, in "
+            f"{session.progress.step} steps",
+        )

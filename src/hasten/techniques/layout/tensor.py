@@ -1,0 +1,159 @@
+"""LAYOUT: each rank computes a piece of every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hasten.core.facts import Facts
+from hasten.core.session import Session
+from hasten.core.setup import Setup
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.errors import InputError
+from hasten.models.memory import ADAMW_FLOAT32
+from hasten.models.tensor_plans import TENSOR_PLANS
+from hasten.parts.distributed.mesh import MeshSizes
+from hasten.parts.distributed.sharding import Sharding
+from hasten.parts.distributed.tensor_parallel import split_layers, split_vocabulary
+from hasten.parts.nn.causal_lm import causal_lm
+from hasten.parts.nn.losses import LabelOnlyLoss, WholeLogitsLoss
+from hasten.techniques.compile import Bucketed
+from hasten.techniques.layout.layout_experts import routed
+from hasten.techniques.layout.layout_mesh import How, Meshed, lay_out, no_ranks
+from hasten.techniques.precision import AutocastRegion
+
+
+@dataclass(frozen=True)
+class TensorParallel(Technique):
+    """Heads, MLP widths and vocabulary are dealt out; all ranks see the same records."""
+
+    slot = Slot.LAYOUT
+    size: int | None = setting(None, "ranks that share each layer; none: all of them")
+    sequence: bool = knob(
+        True, "cut the sequence between attention and MLP too", choices=(True, False)
+    )
+    parallel_loss: bool = knob(
+        True, "deal embedding, head and loss out by vocabulary", choices=(True, False)
+    )
+
+    def __post_init__(self) -> None:
+        if self.size is not None and self.size < 1:
+            raise ValueError(f"size is {self.size}; it must be at least 1")
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.ROUNDING
+
+    def apply(self, setup: Setup) -> None:
+        size = self.size or setup.facts.world.size
+        cut(setup, MeshSizes(tp=size), self.name(), (self.sequence, self.parallel_loss))
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        size = self.size or facts.world.size
+        found = [*no_ranks(facts), *no_plan(facts, size)]
+        if self.size is not None and self.size != facts.world.size:
+            found.append(
+                f"{size} ranks share each layer and {facts.world.size} are running; say "
+                f"hybrid with tp: {size}, or change nproc"
+            )
+        return tuple(found)
+
+    def forecast(self, facts: Facts) -> Forecast:
+        return forecast(facts, MeshSizes(tp=self.size or facts.world.size))
+
+    def probe(self, session: Session) -> Proof:
+        return proof(session)
+
+
+def no_plan(facts: Facts, size: int) -> tuple[str, ...]:
+    """Why this model's layers can't be cut so often."""
+    if size == 1:
+        return ()
+    name, model = facts.model.architecture, facts.model
+    if name not in TENSOR_PLANS:
+        return (f"how to cut the layers of {name} isn't known; it is of {', '.join(TENSOR_PLANS)}",)
+    for heads, what in ((model.heads, "attention"), (model.key_value_heads, "key and value")):
+        if heads % size:
+            return (
+                f"the {heads} {what} heads of this {name} can't be dealt out evenly over {size} "
+                "ranks; take a number that divides them",
+            )
+    return ()
+
+
+def cut(
+    setup: Setup,
+    sizes: MeshSizes,
+    name: str,
+    pieces: tuple[bool, bool],
+    sharding: Sharding | None = None,
+    whole_gradients: bool = False,
+) -> None:
+    """Fill LAYOUT for the technique ``name``; ``pieces``: are sequence and vocabulary cut too?"""
+    sequence, parallel_loss = pieces
+    if sizes.tp > 1:
+        refuse_other_code(setup, name)
+    split = partial(_split, sequence=sequence, parallel_loss=parallel_loss)
+    lay_out(setup, sizes, How(name, sharding or Sharding(), whole_gradients, split))
+    if isinstance(setup.layout, Meshed) and sizes.tp > 1 and sequence:
+        setup.collate = Bucketed(setup.collate or setup.job.collate, sizes.tp)
+
+
+def refuse_other_code(setup: Setup, name: str) -> None:
+    """What reads a layer's weight by itself would see a piece of it."""
+    precision = setup.precision
+    taken = {
+        "float8": isinstance(precision, AutocastRegion) and precision.layers is not None,
+    }
+    for other, there in taken.items():
+        if there:
+            raise InputError(
+                f"plan: {name} cuts torch's own layers, and {other} puts code of its own in their "
+                "place; leave one of them out"
+            )
+
+
+def _split(module: nn.Module, mesh: DeviceMesh, sequence: bool, parallel_loss: bool) -> nn.Module:
+    """The loss module with its model's layers cut over ``mesh``."""
+    if not isinstance(module, WholeLogitsLoss | LabelOnlyLoss):
+        raise ValueError(
+            f"only language models can be cut, and the loss is {type(module).__name__}; take ddp "
+            "or fsdp2 as the layout"
+        )
+    model = module.model
+    plan = TENSOR_PLANS.get(causal_lm(model).config.model_type)
+    if plan is None:
+        raise ValueError(f"how to cut the layers of {type(model).__name__} isn't known")
+    split_layers(model, mesh, plan, sequence)
+    if not parallel_loss:
+        return module
+    if isinstance(module, WholeLogitsLoss):  # whole rows of logits don't exist on any rank
+        module = LabelOnlyLoss(model, terms=module.terms)
+    split_vocabulary(model, mesh, plan)
+    return module
+
+
+def forecast(facts: Facts, sizes: MeshSizes) -> Forecast:
+    """Pieces of layers hold what shards do, save for what stays whole: routed experts, and of small
+    things norms, routers, latents."""
+    pieces = sizes.shard * sizes.tp
+    if facts.world.size == 1 or pieces == 1:
+        return Forecast()
+    experts = routed(facts)
+    rest = facts.model.parameters - experts
+    gone = ADAMW_FLOAT32 * (rest * (1 - 1 / pieces) + experts * (1 - 1 / sizes.shard))
+    return Forecast(flops=1 / sizes.tp, resident_bytes=-gone)
+
+
+def proof(session: Session) -> Proof:
+    layout, steps = session.setup.layout, session.progress.step
+    if not isinstance(layout, Meshed):
+        return Proof(False, "one rank holds everything")
+    held = sum(p.numel() for p in layout.weights.parameters())
+    whole = sum(p.numel() for p in session.module.parameters() if p.requires_grad)
+    said = f"{layout.sizes}: this rank holds {held:,} of {whole:,} trained weights; {steps} steps"
+    return Proof(steps > 0 and (held < whole or layout.sizes.dp > 1), said)

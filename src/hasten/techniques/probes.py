@@ -1,0 +1,113 @@
+"""What probes look at: operators that a pass really runs, and how records really lie.
+
+A setting proves nothing; a fused kernel may be bound to every layer and refuse every tensor. So a
+probe runs one forward pass of the finished session on a few of its records and counts the operators
+that torch dispatches, kernels of hasten's own included (they are operators under ``hasten::``).
+Compiled graphs step aside for that pass, random state and counters of the run stay as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hasten.core.batch import Collate, Counts
+from hasten.core.order import Sampler
+from hasten.core.session import Session
+from hasten.parts.nn.losses import LabelOnlyLoss
+from hasten.parts.nn.multi_token import MultiToken
+from hasten.techniques.compile import Compiling
+
+RECORDS = 4  # of the pass that is looked at
+STEPS = 8  # of the order that are laid out again
+
+
+class _Counting(TorchDispatchMode):
+    """Counts operators by name, ``aten::mm`` for example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators(session: Session) -> Counter[str] | None:
+    """Operators of one forward pass over a few records; None where the records are a stream."""
+    setup, job = session.setup, session.setup.job
+    if not len(job.records):
+        return None
+    records = [job.records[i] for i in range(min(RECORDS, len(job.records)))]
+    batch = (setup.collate or job.collate)(records).to(job.device)
+    gpu = [] if job.device == "cpu" else [torch.device(job.device)]
+    counting = _Counting()
+    with contextlib.ExitStack() as around:
+        around.enter_context(_uncounted(session))
+        around.enter_context(torch.random.fork_rng(devices=gpu))
+        around.enter_context(torch.compiler.set_stance("force_eager"))
+        around.enter_context(setup.precision.region())
+        around.enter_context(counting)
+        session.loss_module(**batch.inputs)
+    return counting.seen
+
+
+@contextlib.contextmanager
+def _uncounted(session: Session) -> Iterator[None]:
+    """What is run inside isn't part of the run: other probes' counters don't see it."""
+    compiling, loss = session.setup.compile, session.loss_module
+    held: list[tuple[Any, dict[str, Any]]] = []
+    if isinstance(compiling, Compiling):
+        blocks = compiling.blocks
+        shapes = {name: set(found) for name, found in blocks.seen.items()}
+        held.append((blocks, {"passes": blocks.passes, "eager_passes": blocks.eager_passes}))
+    if isinstance(loss, LabelOnlyLoss):
+        sizes = {"largest_logits": loss.largest_logits, "largest_slots": loss.largest_slots}
+        held.append((loss, sizes))
+    ahead = getattr(loss, "ahead", None)
+    if isinstance(ahead, MultiToken):
+        held.append((ahead, {"passes": ahead.passes, "last": ahead.last}))
+    try:
+        yield
+    finally:
+        for holder, values in held:
+            for name, value in values.items():
+                setattr(holder, name, value)
+        if isinstance(compiling, Compiling):
+            for name, found in compiling.blocks.seen.items():
+                found &= shapes[name]
+
+
+def count(seen: Counter[str], *prefixes: str) -> int:
+    """How many of the operators begin with one of these."""
+    return sum(number for name, number in seen.items() if name.startswith(prefixes))
+
+
+def laid_out(session: Session, sampler: Sampler | None, collate: Collate) -> Counts | None:
+    """Counts of the first steps that were trained, in another order or laid out otherwise.
+
+    None where there is no order to follow: before the first step, or with a stream of batches.
+    """
+    setup, layout = session.setup, session.setup.layout
+    steps = min(session.progress.step, STEPS)
+    if sampler is None or not steps or not len(setup.job.records):
+        return None
+    found = Counts()
+    for pieces in islice(sampler.local_steps(0, layout.data_rank, layout.data_size), steps):
+        found = sum((collate(part).counts for part in _parts(session, pieces)), found)
+    return found
+
+
+def _parts(session: Session, pieces: Iterable[Sequence[int]]) -> Iterable[Sequence[Any]]:
+    """The micro-batches of a step as BATCH cuts them."""
+    records = session.setup.job.records
+    for piece in pieces:
+        if piece:
+            yield from (part for part in session.setup.cut([records[i] for i in piece]) if part)

@@ -1,0 +1,1 @@
+"""Techniques of the slot WIRE: what travels between ranks."""

@@ -1,0 +1,206 @@
+"""WIRE by topology: gradients that travel hierarchically, and a choice made on the user's link."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hasten.core.facts import Facts
+from hasten.core.session import Session
+from hasten.core.setup import Setup
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.errors import InputError
+from hasten.parts.comm import route_choice
+from hasten.parts.comm.codecs import codec
+from hasten.parts.comm.collective_plan import CODECS, Route
+from hasten.parts.comm.collectives import TopoAwareCollective
+from hasten.parts.comm.hierarchical import RoutedBuckets
+from hasten.parts.comm.route_choice import WireChoice
+from hasten.parts.comm.topology import check_name
+
+NUMBERS = 2**20  # of which a forecast takes a codec's ratio
+
+
+@dataclass(frozen=True)
+class Hierarchical(Technique):
+    """Gradients are summed within each host first; only a share per rank travels between hosts."""
+
+    slot = Slot.WIRE
+    within: str = knob("none", "codec within a host", choices=("none", "bf16"))
+    between: str = knob("none", "codec between hosts", choices=CODECS)
+    feedback: bool = setting(True, "add what a codec left out between hosts to the next step")
+    topology: str = setting("detect", "detect, measure, or a name such as dgx_a100")
+    timeout: float = setting(120.0, "seconds a collective may take before the ranks are called")
+    check_every: int = setting(100, "steps between two comparisons of all ranks' weights; 0: never")
+
+    def __post_init__(self) -> None:
+        for name in ("within", "between"):
+            if getattr(self, name) not in CODECS:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; give {', '.join(CODECS)}")
+        _check(self.topology, self.timeout, self.check_every)
+
+    @property
+    def fidelity(self) -> Fidelity:
+        plain = self.within == self.between == "none"
+        return Fidelity.ROUNDING if plain else Fidelity.LOSSY
+
+    def apply(self, setup: Setup) -> None:
+        if setup.facts.world.size > 1:
+            route = Route("hierarchical", self.within, self.between)
+            setup.wire = Hierarchy(_buckets(setup, route, self), self.check_every)
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        return _obstacles(facts)
+
+    def forecast(self, facts: Facts) -> Forecast:
+        """Of what a host with one rank sends; with more ranks less than a flat ring does."""
+        if facts.world.size == 1:
+            return Forecast()
+        return Forecast(wire_bytes=codec(self.between).message_bytes(NUMBERS) / (4 * NUMBERS))
+
+    def probe(self, session: Session) -> Proof:
+        wire = session.setup.wire
+        if not isinstance(wire, Hierarchy):
+            return Proof(False, "one rank: nothing travels")
+        return Proof(wire.buckets.routed > 0, _seen(wire.buckets))
+
+
+@dataclass(frozen=True)
+class Automatic(Technique):
+    """Tries, in the first steps, whether hierarchy or a codec makes them shorter on this link."""
+
+    slot = Slot.WIRE
+    lossy: bool = setting(True, "codecs may be tried, not hierarchy alone")
+    topology: str = setting("measure", "detect, measure, or a name such as dgx_a100")
+    timeout: float = setting(120.0, "seconds a collective may take before the ranks are called")
+    check_every: int = setting(100, "steps between two comparisons of all ranks' weights; 0: never")
+
+    def __post_init__(self) -> None:
+        _check(self.topology, self.timeout, self.check_every)
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.LOSSY if self.lossy else Fidelity.ROUNDING
+
+    def apply(self, setup: Setup) -> None:
+        if setup.facts.world.size > 1:
+            buckets = _buckets(setup, Route(), self)
+            choice = WireChoice(buckets, route_choice.CODECS if self.lossy else ())
+            setup.wire = Choosing(choice, self.check_every)
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        return _obstacles(facts)
+
+    def probe(self, session: Session) -> Proof:
+        wire = session.setup.wire
+        if not isinstance(wire, Choosing):
+            return Proof(False, "one rank: nothing travels")
+        choice = wire.choice
+        return Proof(choice.decided, f"{choice.reason}; {_seen(choice.buckets)}")
+
+
+class Checks:
+    """Compares the ranks' weights now and then, so that they never drift apart unseen."""
+
+    def __init__(self, buckets: RoutedBuckets, every: int) -> None:
+        self._buckets, self._every, self._updates = buckets, every, 0
+
+    def updated(self, parameters: Sequence[Tensor]) -> None:
+        self._updates += 1
+        if self._every and self._updates % self._every == 0:
+            self._buckets.check(parameters)
+
+
+class Hierarchy:
+    """WIRE: buckets on one route."""
+
+    def __init__(self, buckets: RoutedBuckets, check_every: int) -> None:
+        self.buckets = buckets
+        self._checks = Checks(buckets, check_every)
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.buckets.sent_bytes
+
+    def attach(self, module: nn.Module) -> None:
+        try:
+            self.buckets.attach(module)
+        except ValueError as error:  # hosts or settings that don't go together
+            raise InputError(f"hierarchical: {error}") from error
+
+    def before_update(self, parameters: Sequence[Tensor]) -> None:
+        return None
+
+    def after_update(self, parameters: Sequence[Tensor]) -> None:
+        self.buckets.commit()
+        self._checks.updated(parameters)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.buckets.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.buckets.load_state_dict(state)
+
+
+class Choosing:
+    """WIRE: buckets on the route that proves to be shorter."""
+
+    def __init__(self, choice: WireChoice, check_every: int) -> None:
+        self.choice = choice
+        self._checks = Checks(choice.buckets, check_every)
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.choice.buckets.sent_bytes
+
+    def attach(self, module: nn.Module) -> None:
+        self.choice.attach(module)
+
+    def before_update(self, parameters: Sequence[Tensor]) -> None:
+        return None
+
+    def after_update(self, parameters: Sequence[Tensor]) -> None:
+        self.choice.step()
+        self._checks.updated(parameters)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.choice.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.choice.load_state_dict(state)
+
+
+def _buckets(setup: Setup, route: Route, asked: Hierarchical | Automatic) -> RoutedBuckets:
+    backend = "nccl" if setup.facts.on_gpu else "gloo"
+    collective = TopoAwareCollective(backend, asked.topology, timeout=asked.timeout)
+    feedback = asked.feedback if isinstance(asked, Hierarchical) else True
+    return RoutedBuckets(collective, route, feedback, lambda: setup.loss_scale.value)
+
+
+def _seen(buckets: RoutedBuckets) -> str:
+    last = buckets.last
+    sent = buckets.collective.bytes_sent / max(buckets.steps, 1)
+    return (
+        f"{buckets.routed} buckets routed in {buckets.steps} steps, {sent / 1e6:.3g} MB a step "
+        f"from this rank to other hosts; last step: {last.exposed:.3g} s of traffic exposed, "
+        f"{last.hidden:.3g} s hidden"
+    )
+
+
+def _check(topology: str, timeout: float, check_every: int) -> None:
+    check_name(topology)
+    if check_every < 0:
+        raise ValueError(f"check_every is {check_every}; give a number of steps, or 0 for never")
+    if not timeout > 0:
+        raise ValueError(f"timeout is {timeout}; it must be more than 0 seconds")
+
+
+def _obstacles(facts: Facts) -> tuple[str, ...]:
+    if facts.world.size > 1 and not dist.is_available():
+        return ("this torch was built without torch.distributed",)
+    return ()

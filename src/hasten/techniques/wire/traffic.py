@@ -1,0 +1,80 @@
+"""What a step's exchange took, told from what the parts count: replicas' gradients, or weights."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from torch.nn.parallel import DistributedDataParallel
+
+from hasten.core.clock import OPTIMIZER
+from hasten.core.setup import Dense, Wire
+from hasten.core.traffic import Traffic
+from hasten.parts.distributed.ddp_traffic import ring_bytes, under_way, watch
+
+
+@runtime_checkable
+class Counts(Protocol):
+    """A wire that knows how many bytes this rank has sent so far."""
+
+    @property
+    def sent_bytes(self) -> int: ...
+
+
+class OfReplicas:
+    """Asks DDP's reducer for the seconds and the wire for the bytes; all of it in one step.
+
+    ``late`` is set where the passes were over before the first bucket left: nothing hid it then.
+    """
+
+    def __init__(self, module: DistributedDataParallel, wire: Wire) -> None:
+        self.late = False
+        self._module, self._wire, self._before = module, wire, 0
+        self._dense = ring_bytes(module) if isinstance(wire, Dense) else None
+        self._known = watch(module)
+
+    def traffic(self) -> Traffic | None:
+        """Of the step that has just run; None where the reducer's clock can't be asked."""
+        found = under_way(self._module) if self._known else None
+        late, self.late, sent = self.late, False, self._sent()
+        if found is None:
+            return None
+        hidden = 0.0 if late else found.hidden
+        return Traffic(found.exposed + found.hidden - hidden, hidden, sent)
+
+    def _sent(self) -> int | None:
+        if not isinstance(self._wire, Counts):
+            return self._dense
+        total = self._wire.sent_bytes
+        sent, self._before = total - self._before, total
+        return sent
+
+
+class Exchanges(Protocol):
+    """A part that sends weights, with counts of what it has done so far."""
+
+    waited_seconds: float
+    hidden_seconds: float | None
+    sent_bytes: int
+
+
+class OfWeights:
+    """The differences of a part's counts from step to step; waiting falls into the update."""
+
+    def __init__(self, part: Exchanges) -> None:
+        self._part = part
+        self.begin()
+
+    def begin(self) -> None:
+        """What was counted up to here belongs to no step."""
+        self._waited = self._part.waited_seconds
+        self._hidden, self._sent = self._part.hidden_seconds, self._part.sent_bytes
+
+    def traffic(self) -> Traffic:
+        part, hidden = self._part, None
+        if part.hidden_seconds is not None and self._hidden is not None:
+            hidden = part.hidden_seconds - self._hidden
+        found = Traffic(
+            part.waited_seconds - self._waited, hidden, part.sent_bytes - self._sent, OPTIMIZER
+        )
+        self.begin()
+        return found

@@ -1,0 +1,1 @@
+"""The life of one training run: folder, metrics, saving, live tuning."""

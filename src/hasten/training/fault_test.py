@@ -1,0 +1,299 @@
+"""``hasten doctor --faults``: the recipe's own job is killed, damaged and resumed, then compared.
+
+    undisturbed   some steps with a checkpoint every second one
+    kills         the same, killed at random moments and started again until it is done
+    a flipped bit in the newest checkpoint: the one before has to be used
+    a full disk   no file may grow to the size of a checkpoint: training has to go on
+
+Whatever happened, the losses and the saved model have to be those of the undisturbed run, bit for
+bit. All of it happens in ``output/faults``, which goes away if every check holds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hasten.data.onewriter import only_run_in
+from hasten.errors import FAILED, InputError
+from hasten.machine import environment
+from hasten.parts.checkpoint import checkpoints
+from hasten.recipe.checkpoint_keys import is_checkpoints
+from hasten.recipe.prepare import check_folder
+from hasten.recipe.schema import Recipe, load_recipe
+
+STEPS, EVERY, KILLS = 8, 2, 3
+PLAIN: dict[str, Any] = dict.fromkeys(("max_restarts", "eval_every", "patience"), 0)
+PLAIN |= {"max_steps": STEPS, "auto": False}  # auto goes by clocks, and bits are compared here
+PLAIN |= dict.fromkeys(("epochs", "max_tokens", "leave_file", "leave_command"))
+PATIENCE_SECONDS = 1800.0  # for one start of the job
+NO_ROOM = (
+    "import resource, runpy, sys; n = int(sys.argv[1]); "
+    "resource.setrlimit(resource.RLIMIT_FSIZE, (n, n)); "
+    "sys.argv = ['hasten', *sys.argv[2:]]; runpy.run_module('hasten', run_name='__main__')"
+)
+
+
+class BrokenError(Exception):
+    """A check that didn't hold, in one sentence."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What the undisturbed run left."""
+
+    losses: list[float]
+    model: dict[str, bytes]
+    step_seconds: float
+
+
+def doctor_faults(path: Path, overrides: Sequence[str], seed: int | None = None) -> int:
+    """Run the checks and print a line for each; the exit code is 4 if one failed."""
+    recipe = load_recipe(path, overrides)
+    check_folder(Path(recipe.output))
+    with only_run_in(Path(recipe.output)):  # another self-test would remove this one's folder
+        return _self_test(recipe, path, int(time.time()) if seed is None else seed)
+
+
+def _self_test(recipe: Recipe, path: Path, seed: int) -> int:
+    place = Path(recipe.output) / "faults"
+    if place.exists() and not (place / "by-hasten").is_file():
+        raise InputError(f"output: {place} is not of an earlier self-test; move it away")
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    (place / "by-hasten").touch()
+    failed = 0
+    print(f"{STEPS} steps of {path}, a checkpoint every {EVERY}; kills by seed {seed}", flush=True)
+    for name, check in SelfTest(recipe, place, random.Random(seed)).checks():
+        began = time.monotonic()
+        try:
+            said, good = check(), True
+        except BrokenError as error:
+            said, good = str(error), False
+        failed += not good
+        took = time.monotonic() - began
+        print(f"{'ok  ' if good else 'FAIL'} {name:<12} {said} ({took:.0f} s)", flush=True)
+        if not good and name == "undisturbed":
+            break
+    if failed:
+        print(f"what happened lies in {place}")
+        return FAILED
+    shutil.rmtree(place)
+    return 0
+
+
+class SelfTest:
+    """The checks, each on the job of one recipe.
+
+    Args:
+        recipe: of the user.
+        place: a folder of the test's own.
+        draw: decides the moments of the kills and the bit that is flipped.
+    """
+
+    def __init__(self, recipe: Recipe, place: Path, draw: random.Random) -> None:
+        self._recipe, self._place, self._draw = recipe, place, draw
+        self._truth: Truth | None = None
+
+    def checks(self) -> list[tuple[str, Callable[[], str]]]:
+        found = [("undisturbed", self.undisturbed), ("kills", self.kills), ("bit flip", self.flip)]
+        return [*found, ("full disk", self.full_disk)] if sys.platform != "win32" else found
+
+    def undisturbed(self) -> str:
+        """The run that the others are held against."""
+        output = self._folder("undisturbed")
+        self._train(output)
+        lines = _lines(output)
+        if len(lines) != STEPS:
+            raise BrokenError(f"the job ended after {len(lines)} of {STEPS} steps: it is too short")
+        seconds = statistics.median(line["step_seconds"] for line in lines)
+        self._truth = Truth([line["loss"] for line in lines], _model(output), seconds)
+        first, *_, last = self._truth.losses
+        return f"{STEPS} steps, {seconds:.2f} s each, loss {first:.3f} to {last:.3f}"
+
+    def kills(self) -> str:
+        """SIGKILL to all ranks at once, at moments nobody has prepared for."""
+        output, moments = self._folder("killed"), sorted(self._draw.sample(range(1, STEPS), KILLS))
+        died = [self._killed_at(output, step) for step in moments]
+        self._train(output)
+        self._compare(output)
+        return f"killed after steps {', '.join(map(str, died))}, resumed, same bits at the end"
+
+    def flip(self) -> str:
+        """One bit of the newest checkpoint; its hash has to tell."""
+        output = self._place / "killed"
+        found = checkpoints(output / "checkpoints")
+        if len(found) < 2:
+            raise BrokenError(f"there are {len(found)} checkpoints and two are needed")
+        files = sorted(p for p in found[-1].rglob("*") if p.is_file() and p.stat().st_size)
+        file = self._draw.choices(files, [p.stat().st_size for p in files])[0]
+        where = self._draw.randrange(file.stat().st_size)
+        with file.open("r+b") as opened:
+            opened.seek(where)
+            byte = opened.read(1)[0]
+            opened.seek(where)
+            opened.write(bytes([byte ^ (1 << self._draw.randrange(8))]))
+        shutil.rmtree(output / "model", ignore_errors=True)
+        shutil.rmtree(output / "adapter", ignore_errors=True)
+        said = self._train(output)
+        self._compare(output)
+        if f"resuming from {found[-1]}" in said:
+            raise BrokenError(f"{found[-1].name} was used although byte {where} of it had changed")
+        return f"{found[-1].name}/{file.name}, byte {where}: the one before was used, same bits"
+
+    def full_disk(self) -> str:
+        """A limit on the size of files stands for it: the model fits, a checkpoint doesn't."""
+        before = self._place / "undisturbed"
+        least = _largest(*_model_files(before), before / "data")
+        most = _largest(*checkpoints(before / "checkpoints"))
+        if most <= 1.1 * least:
+            return f"not tested: a checkpoint ({most:,} bytes) is as small as what must be written"
+        output = self._folder("full")
+        said = self._train(output, limit=(least + most) // 2)
+        self._compare(output)
+        if checkpoints(output / "checkpoints"):
+            raise BrokenError("a checkpoint was committed that can't have been written")
+        if "training goes on" not in said:
+            raise BrokenError("no word was said of the checkpoints that couldn't be written")
+        return "no checkpoint could be written: training went on and said so, same bits"
+
+    # One start of the job
+
+    def _folder(self, name: str) -> Path:
+        """Where a run goes, with the prepared data of the first."""
+        output = self._place / name
+        output.mkdir()
+        for data in (self._place / "undisturbed" / "data", Path(self._recipe.output) / "data"):
+            if data.is_dir():
+                shutil.copytree(data, output / "data")
+                break
+        plan = [entry for entry in self._recipe.plan if not is_checkpoints(entry)]
+        plan.append({"checkpoints": {"interval": EVERY}})
+        own = {"output": str(output), "plan": plan, "resume": "auto"}
+        recipe = self._recipe.model_copy(update=PLAIN | own)
+        (self._place / f"{name}.yaml").write_text(recipe.to_yaml())
+        return output
+
+    def _start(self, output: Path, limit: int | None = None) -> subprocess.Popen[bytes]:
+        program = ["-m", "hasten"] if limit is None else ["-c", NO_ROOM, str(limit)]
+        command = [sys.executable, *program, "train", str(output.with_suffix(".yaml"))]
+        with output.with_suffix(".log").open("ab") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment.child_environment({}),
+            )
+
+    def _train(self, output: Path, limit: int | None = None) -> str:
+        """To the end; what it said."""
+        log = output.with_suffix(".log")
+        before = log.stat().st_size if log.exists() else 0
+        process = self._start(output, limit)
+        try:
+            code = process.wait(PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise BrokenError(f"it wasn't done after {PATIENCE_SECONDS:.0f} s") from error
+        finally:
+            _kill(process)
+        said = log.read_bytes()[before:].decode(errors="replace")
+        if code:
+            last = (said.strip().splitlines() or ["it said nothing"])[-1]
+            raise BrokenError(f"training ended with exit code {code}: {last}")
+        return said
+
+    def _killed_at(self, output: Path, step: int) -> int:
+        """Start, and kill within a step's time after so many are written; the steps there are."""
+        began, deadline = time.time(), time.monotonic() + PATIENCE_SECONDS
+        process = self._start(output)
+        try:
+            while _last_step(output, began) < step:
+                if process.poll() is not None:
+                    raise BrokenError(f"it ended by itself with exit code {process.returncode}")
+                if time.monotonic() > deadline:
+                    raise BrokenError(f"no step {step} after {PATIENCE_SECONDS:.0f} s")
+                time.sleep(0.01)
+            truth = self._truth
+            time.sleep(self._draw.uniform(0, truth.step_seconds if truth else 0.1))
+        finally:
+            _kill(process)
+        return _last_step(output, began)
+
+    def _compare(self, output: Path) -> None:
+        """Every loss of every start, and the saved model, are those of the undisturbed run."""
+        assert self._truth is not None  # the first check, without which no other runs
+        seen: set[int] = set()
+        for folder in (*output.glob("previous/*"), output):
+            for line in _lines(folder):
+                seen.add(line["step"])
+                if line["loss"] != self._truth.losses[line["step"] - 1]:
+                    raise BrokenError(f"the loss of step {line['step']} differs{self._repeats()}")
+        if seen != set(range(1, STEPS + 1)):
+            raise BrokenError(f"{STEPS - len(seen)} of {STEPS} steps were never done")
+        model = _model(output)
+        wrong = [name for name, content in self._truth.model.items() if model.get(name) != content]
+        if wrong:
+            raise BrokenError(f"the saved model differs in {wrong[0]}{self._repeats()}")
+
+    def _repeats(self) -> str:
+        """Whether the job itself gives the same bits twice, asked only where bits differ."""
+        output = self._folder("again")
+        self._train(output)
+        same = [line["loss"] for line in _lines(output)] == (self._truth and self._truth.losses)
+        shutil.rmtree(output)
+        return "" if same else "; but two undisturbed runs of this job differ as well"
+
+
+def _lines(output: Path) -> list[dict[str, Any]]:
+    """The steps that are written, a line that isn't complete left out."""
+    file = output / "metrics.jsonl"
+    text = file.read_text() if file.is_file() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def _last_step(output: Path, since: float) -> int:
+    """The last step that was written since a moment, 0 before the first."""
+    file = output / "metrics.jsonl"
+    try:
+        if file.stat().st_mtime < since:
+            return 0  # of the start before
+        return max((line["step"] for line in _lines(output)), default=0)
+    except FileNotFoundError:  # it moves away when a run begins
+        return 0
+
+
+def _largest(*places: Path) -> int:
+    """Bytes of the largest file in these places."""
+    files = [p for place in places for p in (place, *place.rglob("*")) if p.is_file()]
+    return max((p.stat().st_size for p in files), default=0)
+
+
+def _model_files(output: Path) -> list[Path]:
+    return [p for kind in ("model", "adapter") for p in (output / kind).glob("*.safetensors")]
+
+
+def _model(output: Path) -> dict[str, bytes]:
+    found = {path.name: path.read_bytes() for path in _model_files(output)}
+    if not found:
+        raise BrokenError("no model was saved")
+    return found
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """All ranks at once: they are a session of their own."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

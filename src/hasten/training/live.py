@@ -1,0 +1,266 @@
+"""Switches of a running session, tried in turns: what pays is kept, what doesn't is taken back.
+
+A try is two blocks of steps, one with the value that stands and one with another, in an order drawn
+anew; its result is the log ratio of their tokens per second, the mean over ranks. Which value is
+tried next is drawn by Thompson's rule (Thompson, On the likelihood that one unknown probability
+exceeds another, Biometrika 25, 1933): from what is believed of each one's gain, the largest. A
+value is kept when the Student interval of its tries lies above 1, and its neighbour is tried next;
+it is dropped when no gain worth having can be expected, or when `MOST` tries have told nothing. All
+ranks draw alike and see the same results, so they take the same decisions.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hasten.core.session import Session
+from hasten.core.slot import Slot
+from hasten.core.step import StepMetrics
+from hasten.core.switch import Switch
+from hasten.errors import InputError
+from hasten.measure.statistics import DOUBT, mean_and_error
+from hasten.measure.students_t import student_quantile
+
+BLOCK = 3  # steps of a block, beside those that still have the old value
+BEFORE = 3  # steps before anything is tried: the first ones prepare much
+LOOKS = (4, 8, 16)  # tries after which a value is judged
+MOST = LOOKS[-1]
+HOPELESS = (2, math.log(0.9))  # so many tries, all of them below this: no more of it
+WORTH = math.log(1.005)
+BELIEF = 0.05  # how far a gain may be from none before anything is known, as a log ratio
+FASTER = "faster"
+Note = Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class Candidate:
+    """A value that may be better than the one that stands, and what its tries gave."""
+
+    switch: Switch
+    value: Any
+    ratios: list[float] = field(default_factory=list)  # logarithms, against the standing value
+
+    def drawn(self, draw: random.Random) -> float:
+        """A gain as it may be, from what is believed of it."""
+        if len(self.ratios) < 2:
+            return draw.gauss(statistics.fmean(self.ratios or [0.0]), BELIEF)
+        return draw.gauss(*mean_and_error(self.ratios))
+
+    def interval(self, doubt: float) -> tuple[float, float, float]:
+        """Low end, mean and high end of the gain, as log ratios."""
+        mean, error = mean_and_error(self.ratios)
+        half = student_quantile(1 - doubt / 2, len(self.ratios) - 1) * error
+        return mean - half, mean, mean + half
+
+    def verdict(self, doubt: float) -> str | None:
+        """`FASTER`, `not faster`, `no difference seen`, or None while it isn't known."""
+        count, bound = HOPELESS
+        if len(self.ratios) >= count and max(self.ratios) < bound:
+            return "not faster"
+        if len(self.ratios) not in LOOKS:
+            return None
+        low, _, high = self.interval(doubt / len(LOOKS))
+        if low > 0:
+            return FASTER
+        if high < WORTH:
+            return "not faster"
+        return "no difference seen" if len(self.ratios) >= MOST else None
+
+
+@dataclass
+class _Try:
+    """One comparison under way: the blocks that are left, and the rates of those that are done."""
+
+    candidate: Candidate
+    order: list[bool]  # of each block that is left: whether it has the candidate's value
+    waiting: int = 0  # steps to leave out
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    rates: dict[bool, float] = field(default_factory=dict)
+
+
+class Live:
+    """Tries the switches that a session's techniques offer; call ``after_step`` on every rank.
+
+    Args:
+        session: the run.
+        seed: of the draws; the same on all ranks.
+        note: called with a dictionary for every decision, for the log.
+
+    Raises:
+        InputError: the run's ranks train apart, or its blocks are compiled for what stands.
+    """
+
+    def __init__(self, session: Session, seed: int, note: Note) -> None:
+        if session.setup.agreement.apart:
+            raise InputError(
+                "auto: ranks of this plan train apart and can't agree on a setting between two "
+                "steps; leave auto out, or the wire that lets them"
+            )
+        if Slot.COMPILE in session.setup.plan:
+            raise InputError(
+                "auto: another setting would be compiled anew, which costs more than it shows; "
+                "leave auto out, or compiled"
+            )
+        self._session, self._note = session, note
+        self._draw = random.Random(seed)
+        self._plan: dict[str, Any] = {}  # values as the plan has them, by the switch's name
+        self._standing: dict[str, Any] = {}  # as they are outside a try
+        self._candidates: list[Candidate] | None = None  # None: not asked for yet
+        self._try: _Try | None = None
+        self._seen = 0
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing is left to try."""
+        return self._candidates is not None and not self._candidates
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """Values that were kept and aren't the plan's, by the switch's name."""
+        standing = self._standing.items()
+        return {name: value for name, value in standing if value != self._plan.get(name, value)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"standing": dict(self._standing)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin with the values that an earlier part of the run had kept; tries begin afresh."""
+        if self._candidates is None:
+            self._standing = dict(state["standing"])
+
+    def after_step(self, metrics: StepMetrics) -> None:
+        """Count a step, and set what the next one shall have."""
+        self._seen += 1
+        if self._seen < BEFORE or self.at_rest:
+            return
+        now = self._try
+        if now is None:
+            self._candidates = self._offered()
+            self._begin(metrics.step)
+        elif now.waiting:
+            now.waiting -= 1
+        elif not metrics.skipped:
+            now.steps += 1
+            now.tokens += metrics.tokens
+            now.seconds += metrics.step_seconds
+            if now.steps == BLOCK:
+                self._end_block(now, metrics.step)
+
+    def _offered(self) -> list[Candidate]:
+        """The neighbours of every switch's value; of a resumed run, of the value it had kept."""
+        found: list[Candidate] = []
+        for technique in self._session.setup.plan:
+            for switch in technique.switches(self._session):
+                self._plan[switch.name] = switch.now()
+                if self._standing.get(switch.name) not in switch.values:
+                    self._standing[switch.name] = switch.now()
+                switch.set(self._standing[switch.name])
+                place = switch.values.index(switch.now())
+                found += _at(switch, place - 1) + _at(switch, place + 1)
+        return found
+
+    def _begin(self, step: int, waiting: int = 0) -> None:
+        """Draw the next try, or say that there is none."""
+        if not self._candidates:
+            self._try = None
+            self._note({"step": step, "switch": None, "why": self._nothing()})
+            return
+        chosen = max(self._candidates, key=lambda c: c.drawn(self._draw))
+        order = [True, False] if self._draw.random() < 0.5 else [False, True]
+        self._try = _Try(chosen, order)
+        self._begin_block(self._try, waiting)
+
+    def _nothing(self) -> str:
+        if self._plan:
+            return "nothing is left to try"
+        return "no technique of this plan has a setting that may change while it trains"
+
+    def _begin_block(self, now: _Try, waiting: int = 0) -> None:
+        """Set the value of the block that comes next; steps that can't have it yet don't count."""
+        switch = now.candidate.switch
+        value = now.candidate.value if now.order[0] else self._standing[switch.name]
+        now.steps = now.tokens = 0
+        now.seconds, now.waiting = 0.0, max(waiting, self._give(switch, value))
+
+    def _give(self, switch: Switch, value: Any) -> int:
+        """Set a value; how many steps are to be left out then, on the rank that needs most."""
+        if switch.now() == value:
+            return 0
+        world = self._session.setup.facts.world
+        delays = torch.zeros(world.size, dtype=torch.float64)
+        delays[world.rank] = switch.delay()
+        switch.set(value)
+        slowest = int(self._session.setup.layout.everywhere(delays).max().item())
+        return slowest + 1  # the first step with it pays for the change
+
+    def _end_block(self, now: _Try, step: int) -> None:
+        now.rates[now.order.pop(0)] = now.tokens / now.seconds
+        if now.order:
+            self._begin_block(now)
+            return
+        mine = torch.tensor([math.log(now.rates[True] / now.rates[False])], dtype=torch.float64)
+        total = self._session.setup.agreement.sum(mine).item()
+        now.candidate.ratios.append(total / self._session.setup.facts.world.size)
+        self._judge(now.candidate, step)
+        switch = now.candidate.switch
+        self._begin(step, self._give(switch, self._standing[switch.name]))
+
+    def _judge(self, candidate: Candidate, step: int) -> None:
+        """Keep the candidate, drop it, or leave it for another try."""
+        assert self._candidates is not None
+        why = candidate.verdict(DOUBT / len(self._candidates))
+        if why is None:
+            return
+        switch, before = candidate.switch, self._standing[candidate.switch.name]
+        self._candidates.remove(candidate)
+        if why == FASTER:
+            self._standing[switch.name] = candidate.value
+            self._candidates = [c for c in self._candidates if c.switch is not switch]
+            self._candidates += _beyond(switch, before, candidate.value)
+        self._note(_line(candidate, before, step, why))
+
+
+def _beyond(switch: Switch, before: Any, value: Any) -> list[Candidate]:
+    """What lies further on in the direction that paid."""
+    place = switch.values.index(value)
+    return _at(switch, 2 * place - switch.values.index(before))
+
+
+def _at(switch: Switch, place: int) -> list[Candidate]:
+    return [Candidate(switch, switch.values[place])] if 0 <= place < len(switch.values) else []
+
+
+def _line(candidate: Candidate, before: Any, step: int, why: str) -> dict[str, Any]:
+    low, mean, high = (math.exp(v) for v in candidate.interval(DOUBT))
+    return {
+        "step": step,
+        "switch": candidate.switch.name,
+        "from": before,
+        "to": candidate.value,
+        "kept": why == FASTER,
+        "why": why,
+        "ratio": {"mean": mean, "low": low, "high": high},
+        "tries": len(candidate.ratios),
+    }
+
+
+def sentence(line: dict[str, Any]) -> str:
+    """A decision for people."""
+    if line["switch"] is None:
+        return f"step {line['step']}: auto: {line['why']}"
+    ratio = line["ratio"]
+    span = f"{ratio['mean']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+    did = "is kept" if line["kept"] else f"is taken back ({line['why']})"
+    return (
+        f"step {line['step']}: {line['switch']} {line['to']} in place of {line['from']} {did}: "
+        f"{span} tokens/s in {line['tries']} tries"
+    )

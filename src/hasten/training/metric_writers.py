@@ -1,0 +1,209 @@
+"""The numbers of a run for other tools: TensorBoard, Weights & Biases, MLflow, as they happen.
+
+Everything but W&B's own debug log stays in the run's folder: hasten itself writes TensorBoard's
+event file, W&B is told to stay offline (``wandb sync`` uploads later, if somebody wants that),
+MLflow gets a database of its own. Each takes the same names: ``train/loss`` of metrics.jsonl,
+``eval/held_out_loss`` of evaluations.jsonl. Nothing these tools do may end a training: after an
+error they are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from hasten.formatting import number
+from hasten.training.event_file import EventFile
+
+WAITING = 10_000  # lines
+CLOSE_SECONDS = 60.0
+BESIDE = frozenset({"step", "epoch"})  # of a line: the axis, not a number of its own
+
+
+class Writer(Protocol):
+    """Takes numbers by tag."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """An event file in ``RUN/tensorboard``."""
+
+    def __init__(self, folder: Path, start: Mapping[str, Any]) -> None:
+        self._file = EventFile(folder / "tensorboard")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._file.scalars(step, values)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class WeightsAndBiases:
+    """An offline run in ``RUN/wandb``."""
+
+    def __init__(self, folder: Path, start: Mapping[str, Any]) -> None:
+        import wandb
+
+        settings = wandb.Settings(
+            console="off",
+            disable_git=True,
+            disable_code=True,
+            silent=True,
+            x_disable_stats=True,  # the monitor measures the machine
+        )
+        self._run = wandb.init(
+            dir=str(folder),
+            mode="offline",
+            project="hasten",
+            name=folder.name,
+            config=dict(start),
+            settings=settings,
+        )
+        for kind in ("train/*", "eval/*"):  # else it counts calls, evaluations among them
+            self._run.define_metric(kind, step_metric="step")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({**values, "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """A run in the database ``RUN/mlflow/mlflow.db``: MLflow 3.17 refuses its store of files."""
+
+    def __init__(self, folder: Path, start: Mapping[str, Any]) -> None:
+        _without_telemetry()
+        from mlflow.entities import Metric
+        from mlflow.tracking import MlflowClient
+
+        self._metric = Metric
+        place = folder.resolve() / "mlflow"
+        place.mkdir(parents=True, exist_ok=True)
+        self._client = MlflowClient(f"sqlite:///{place / 'mlflow.db'}")
+        found = self._client.get_experiment_by_name("hasten")
+        experiment = (
+            found.experiment_id
+            if found
+            else self._client.create_experiment("hasten", (place / "artifacts").as_uri())
+        )
+        self._id = self._client.create_run(experiment, run_name=folder.name).info.run_id
+        for name, value in start.items():
+            self._client.log_param(self._id, name, str(value)[:500])
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        rows = [self._metric(name, value, now, step) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics=rows)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def _without_telemetry() -> None:
+    """From 3.2 on MLflow tells its makers how it is used; a training tells nobody anything.
+
+    Source: MLflow's page "Usage Tracking".
+    """
+    try:
+        from mlflow.environment_variables import MLFLOW_DISABLE_TELEMETRY
+        from mlflow.telemetry import set_telemetry_client
+    except ImportError:  # an older one
+        return
+    MLFLOW_DISABLE_TELEMETRY.set(True)
+    set_telemetry_client()  # asks the variable again, and ends what has begun
+
+
+MAKERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Writer]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+}
+
+
+class Writers:
+    """All writers of a run, on a thread of their own: some take long for a line, MLflow 50 ms.
+
+    One that fails is named once and left out from then on. Where lines come faster than they can
+    be written they are dropped, and it is said at the end how many.
+    """
+
+    def __init__(self, names: Sequence[str], folder: Path, start: Mapping[str, Any]) -> None:
+        self._names, self._folder, self._start = list(names), folder, start
+        self._open: dict[str, Writer] = {}
+        self._waiting: queue.Queue[tuple[str, Mapping[str, Any]] | None] = queue.Queue(WAITING)
+        self._dropped = 0
+        self._thread: threading.Thread | None = None
+        if self._names:
+            self._thread = threading.Thread(target=self._work, daemon=True, name="writers")
+            self._thread.start()
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        self._put(("train", line))
+
+    def evaluation(self, line: Mapping[str, Any]) -> None:
+        self._put(("eval", line))
+
+    def close(self) -> None:
+        """Write what is waiting, and end; a tool that hangs is waited for a minute."""
+        if self._thread is None:
+            return
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=CLOSE_SECONDS)
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            _warn(f"{', '.join(self._names)} did not end after {CLOSE_SECONDS:.0f} s")
+        if self._dropped:
+            _warn(f"{self._dropped} lines came faster than they could be written")
+        self._thread = None
+
+    def _put(self, item: tuple[str, Mapping[str, Any]]) -> None:
+        if self._thread is None:
+            return
+        try:
+            self._waiting.put_nowait(item)
+        except queue.Full:
+            self._dropped += 1
+
+    def _work(self) -> None:
+        for name in self._names:
+            self._guarded(name, partial(self._make, name))
+        while (item := self._waiting.get()) is not None:
+            self._write(*item)
+        for name, writer in list(self._open.items()):
+            self._guarded(name, writer.close)
+
+    def _make(self, name: str) -> None:
+        self._open[name] = MAKERS[name](self._folder, self._start)
+
+    def _write(self, kind: str, line: Mapping[str, Any]) -> None:
+        values = {
+            f"{kind}/{name}": found
+            for name, value in line.items()
+            if name not in BESIDE and (found := number(value)) is not None
+        }
+        step = int(number(line.get("step")) or 0)
+        for name, writer in list(self._open.items()):
+            self._guarded(name, partial(writer.write, step, values))
+
+    def _guarded(self, name: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:  # another project's code, in the middle of a training
+            self._open.pop(name, None)
+            words = str(error).strip().splitlines() or [type(error).__name__]
+            _warn(f"{name} failed and is left out: {words[0]}")
+
+
+def _warn(text: str) -> None:
+    print(f"warning: log_to: {text}", file=sys.stderr)

@@ -1,0 +1,178 @@
+"""What a run writes for those who watch it, besides its lines of steps and evaluations.
+
+    run.json       when it began, how many steps it will have, its plan, price and process
+    machine.jsonl  every ten seconds: how busy, warm and full devices, host and disk are
+    ranks/R.json   with several ranks, every ten seconds: how long a rank's own work takes
+
+A thread reads the machine, so the step waits for nothing; the first rank's machine speaks for it.
+A rank's own work is what it does before it must wait for others: data, copy, forward. In backward
+all ranks wait for the slowest, so their whole steps take equally long and don't tell who it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hasten.machine.gpu import Gpus, Reading
+from hasten.training.metric_writers import Writers
+
+EVERY_SECONDS = 10.0
+OWN = ("data", "copy", "forward")
+Steps = Sequence[Mapping[str, float]]
+
+
+class Recording:
+    """Around a run's steps, on every rank; ``step`` and ``evaluation`` are told of each.
+
+    Args:
+        folder: the run's.
+        start: what ``run.json`` holds besides time and process.
+        rank: this one's number, of ``ranks``.
+        parts: seconds of each part of each step so far, as the step's clock keeps them.
+        log_to: names of writers for other tools.
+        gpus: UUIDs of the GPUs that train on this machine.
+        every: seconds between two looks.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        start: Mapping[str, Any],
+        rank: int = 0,
+        ranks: int = 1,
+        parts: Steps = (),
+        log_to: Sequence[str] = (),
+        gpus: Sequence[str] = (),
+        every: float = EVERY_SECONDS,
+    ) -> None:
+        self._folder, self._start, self._rank, self._ranks = folder, start, rank, ranks
+        self._parts, self._names, self._uuids, self._every = parts, log_to, gpus, every
+        self._step = 0
+        self._told = time.monotonic()
+        self._own: list[float] = []
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._writers: Writers | None = None
+
+    def __enter__(self) -> Recording:
+        if self._rank:
+            return self
+        process = {"host": platform.node(), "pid": os.getpid(), "began": time.time()}
+        with contextlib.suppress(OSError):  # to be watched isn't worth a training
+            write_json(self._folder / "run.json", {**process, **self._start})
+        self._writers = Writers(self._names, self._folder, self._start)
+        self._thread = threading.Thread(target=self._sample, daemon=True, name="recording")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(timeout=2.0)  # a disk that hangs must not keep the run
+        if self._writers is not None:
+            self._writers.close()
+
+    def step(self, metrics: Any) -> None:
+        """A step is done; its metrics have ``step`` and ``to_dict()``."""
+        self._step = metrics.step
+        if self._ranks > 1:
+            self._note_rank()
+        if self._writers is not None and self._names:
+            self._writers.step(metrics.to_dict())
+
+    def evaluation(self, found: Any) -> None:
+        """An evaluation is done."""
+        if self._writers is not None and self._names:
+            self._writers.evaluation(found.to_dict())
+
+    def _note_rank(self) -> None:
+        if self._parts:
+            last = self._parts[-1]
+            self._own.append(sum(last.get(part, 0.0) for part in OWN))
+        now = time.monotonic()
+        if not self._own or now - self._told < self._every:
+            return
+        mean, self._own, self._told = sum(self._own) / len(self._own), [], now
+        line = {"step": self._step, "time": time.time(), "own_seconds": mean}
+        with contextlib.suppress(OSError):
+            folder = self._folder / "ranks"
+            folder.mkdir(exist_ok=True)
+            write_json(folder / f"{self._rank}.json", {**line, "host": platform.node()})
+
+    def _sample(self) -> None:
+        gpus = Gpus(self._uuids) if self._uuids else None
+        psutil.cpu_percent()  # counts from here on
+        while not self._over.wait(self._every):
+            with contextlib.suppress(OSError):  # a disk that is full now may have room later
+                line = {"step": self._step, "time": time.time(), **sample(self._folder, gpus)}
+                with (self._folder / "machine.jsonl").open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+
+
+def sample(folder: Path, gpus: Gpus | None = None) -> dict[str, float | None]:
+    """How devices, host and the folder's disk are now; None where nobody says.
+
+    Without GPUs the device is the processor, and its power isn't known.
+    """
+    memory = psutil.virtual_memory()
+    busy = psutil.cpu_percent() / 100
+    readings = gpus.readings() if gpus is not None else []
+    found = (
+        of_gpus(readings)
+        if readings
+        else {
+            "device_utilisation": busy,
+            "device_temperature": _processor_temperature(),
+            "device_power_watts": None,
+            "device_memory_bytes": memory.total - memory.available,
+        }
+    )
+    return {
+        **found,
+        "host_utilisation": busy,
+        "host_memory_bytes": memory.total - memory.available,
+        "disk_free_bytes": psutil.disk_usage(str(folder)).free,
+    }
+
+
+def of_gpus(readings: Sequence[Reading]) -> dict[str, float | None]:
+    """All GPUs as one: mean utilisation, the hottest, power and memory together."""
+    use = [r.utilisation for r in readings if r.utilisation is not None]
+    heat = [r.temperature for r in readings if r.temperature is not None]
+    power = [r.power_watts for r in readings if r.power_watts is not None]
+    memory = [r.memory_used_bytes for r in readings if r.memory_used_bytes is not None]
+    return {
+        "device_utilisation": sum(use) / len(use) if use else None,
+        "device_temperature": max(heat, default=None),
+        "device_power_watts": sum(power) if power else None,
+        "device_memory_bytes": sum(memory) if memory else None,
+    }
+
+
+def _processor_temperature() -> float | None:
+    read = getattr(psutil, "sensors_temperatures", None)  # not on every system
+    if read is None:
+        return None
+    found = read()
+    for name in ("coretemp", "k10temp", "zenpower", "cpu_thermal"):
+        values = [each.current for each in found.get(name, ()) if each.current]
+        if values:
+            return float(max(values))
+    return None
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """The file appears whole or not at all."""
+    temporary = path.with_name(f".{path.name}.part")
+    temporary.write_text(json.dumps(value, default=str))
+    temporary.replace(path)

@@ -1,0 +1,256 @@
+"""The life of one training run: folder, data, model, steps, and what it leaves behind.
+
+    output/
+      recipe.yaml       the resolved recipe          metrics.jsonl     a line per step
+      evaluations.jsonl held-out loss and metrics    summary.json      the whole run in one object
+      model/ or adapter/  Hugging Face or PEFT form   data/             tokens, mapped by later runs
+      model_average/ or adapter_average/  their running mean, where the plan keeps one
+      best/             weights of the lowest held-out loss, where the recipe evaluates on the way
+      quarantined.jsonl, spikes.jsonl, restarts.jsonl   what went wrong, where anything did
+      run.json, machine.jsonl, ranks/   for those who watch; tensorboard/, wandb/, mlflow/ as asked
+      rejected.jsonl    records left out, and why     checkpoints/      where the plan writes them
+      adjustments.jsonl settings that were tried while training, where the recipe says ``auto``
+
+An earlier run in the same folder is not overwritten: its results move to ``previous/1`` and so on.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hasten.core.clock import clock_on
+from hasten.core.evaluate import Evaluation
+from hasten.core.facts import Facts
+from hasten.core.leaving import patient
+from hasten.core.plan import Plan
+from hasten.core.session import Session, assemble
+from hasten.core.setup import prepare
+from hasten.core.slow_link import SlowLink
+from hasten.core.step import StepMetrics
+from hasten.core.trainer import Outcome, Watch, fit
+from hasten.launch.joining import agree
+from hasten.launch.naming_ranks import naming_ranks
+from hasten.launch.ranks import process_group
+from hasten.machine import host
+from hasten.machine.pulse import Pulse, attempt, attempt_folder, telling
+from hasten.measure.energy import meter_of_run
+from hasten.recipe.build import job_of
+from hasten.recipe.faults import set_guards, watch_notices
+from hasten.recipe.material import Material, write_rejected
+from hasten.recipe.memory_check import advising, settle_memory
+from hasten.recipe.peak_flops import meter_of
+from hasten.recipe.prepare import (
+    Tell,
+    evaluations_before,
+    noting_first_step,
+    promised,
+    ready,
+    resume_from,
+    tell_what_trains,
+)
+from hasten.recipe.price import cost_of
+from hasten.recipe.sample import Sample
+from hasten.recipe.schema import Recipe
+from hasten.report.card import write_card
+from hasten.training.adjusting import adjust, adjusted
+from hasten.training.recorded import both, machine, recorded
+from hasten.training.run_folder import Lines, clear_the_way, keep_lines_until
+from hasten.training.saving import form, save_all, save_weights
+
+EVALUATED = "evaluations.jsonl"
+OnStep = Callable[[StepMetrics], None]
+OnEvaluation = Callable[[Evaluation], None]
+
+
+def train(
+    recipe: Recipe,
+    *,
+    import_seconds: float = 0.0,
+    tell: Tell = print,
+    on_tokens: Callable[[int, int], None] | None = None,
+    on_start: Callable[[Session], None] = lambda session: None,
+    on_step: OnStep = lambda metrics: None,
+    on_evaluation: OnEvaluation = lambda evaluation: None,
+) -> dict[str, Any]:
+    """Train as the recipe says and return what ``summary.json`` holds.
+
+    Raises:
+        InputError: anything of the recipe can't be used; nothing was trained.
+        StoppedError: a guard ended the run, or a rank can't be reached.
+    """
+    live: list[Session] = []
+
+    def start(session: Session) -> None:
+        live.append(session)
+        on_start(session)
+
+    with telling(), patient(lambda: next(iter(live), None)), ExitStack() as held:
+        return _prepare_and_train(
+            recipe, held, import_seconds, tell, on_tokens, (start, on_step, on_evaluation)
+        )
+
+
+def _prepare_and_train(
+    recipe: Recipe,
+    held: ExitStack,
+    import_seconds: float,
+    tell: Tell,
+    on_tokens: Callable[[int, int], None] | None,
+    hooks: tuple[Callable[[Session], None], OnStep, OnEvaluation],
+) -> dict[str, Any]:
+    began = time.perf_counter()
+    output = Path(recipe.output)
+    known, plan, material = ready(recipe, tell, on_tokens, held=held)
+    seconds = {"imports": import_seconds, "data": time.perf_counter() - began}
+    host.reset_memory_peak(known.device)
+    world, met = known.world, time.perf_counter()
+    timeout = datetime.timedelta(seconds=recipe.link_seconds)
+    group = process_group(world, known.device, timeout, recipe.backend)
+    with group, telling(), naming_ranks(world):
+        agree(world, promised(recipe, known))
+        seconds["meeting"] = time.perf_counter() - met
+        run = _Run(recipe, known, plan, material, output, tell if world.is_main else _silent)
+        noting = noting_first_step(began, *hooks[:2])
+        return _train(run, seconds, *noting, hooks[2])
+
+
+def _open_folder(recipe: Recipe, material: Material, tell: Tell) -> None:
+    """Make room for this run, and leave there what it was asked for and what it left out."""
+    output = Path(recipe.output)
+    if attempt() == 1:  # a later attempt goes on in the same files
+        if unfinished := clear_the_way(output, keep_checkpoints=recipe.resume != "never"):
+            tell(unfinished)
+        (output / "recipe.yaml").write_text(recipe.to_yaml())
+    if material.note.rejected:
+        write_rejected(material.note, output / "rejected.jsonl")
+        tell(f"{len(material.note.rejected)} records left out: {output / 'rejected.jsonl'}")
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a run starts from."""
+
+    recipe: Recipe
+    known: Facts
+    plan: Plan
+    material: Material
+    output: Path
+    tell: Tell
+
+
+def _train(
+    run: _Run,
+    seconds: dict[str, float],
+    on_start: Callable[[Session], None],
+    on_step: OnStep,
+    on_evaluation: OnEvaluation,
+) -> dict[str, Any]:
+    recipe, main = run.recipe, run.known.world.is_main
+    job = job_of(recipe, run.material, run.known, run.plan)
+    setup = prepare(job, run.plan, run.known, run.output / "checkpoints")
+    helps = settle_memory(recipe, setup, run.tell)
+    with advising(helps):
+        session = assemble(setup)
+    set_guards(session, recipe, run.output)
+    adjust(session, recipe, run.output, run.tell)
+    if recipe.resume != "never":
+        resume_from(session, recipe.resume, run.tell)
+    if main:  # after all that may be refused
+        _open_folder(recipe, run.material, run.tell)
+    session.startup_seconds |= seconds
+    session.meter = meter_of(recipe, run.known, session.model)
+    session.setup.clock = clock_on(run.known.device)
+    tell_what_trains(session, run.material, run.tell)
+    on_start(session)
+    pulse = Pulse(attempt_folder(), run.known.world.rank)
+    watch = _watch(run, session, pulse, on_step, on_evaluation)
+    energy = meter_of_run(run.known) if main else None
+    if energy is not None:
+        watch = replace(watch, on_step=both(watch.on_step, energy.note))
+    keeping = recorded(watch, session, recipe, run.output)
+    with advising(helps), watch_notices(session, recipe), keeping as watch:
+        outcome = fit(session, watch)
+    pulse.beat(session.progress.step, over=True)
+    used = energy.found() if energy is not None else {}
+    proofs = {t.name(): asdict(t.probe(session)) for t in run.plan}
+    session.finish()
+    samples = save_all(session, run.material, run.output)
+    return _leave(run, session, outcome, (proofs, used, samples)) if main else {}
+
+
+def _watch(
+    run: _Run, session: Session, pulse: Pulse, on_step: OnStep, on_evaluation: OnEvaluation
+) -> Watch:
+    """Every rank shows its pulse; the first writes the lines and keeps the best model."""
+    pulse.beat(session.progress.step)
+    watch = Watch(
+        every_steps=run.recipe.eval_every,
+        patience=run.recipe.patience,
+        earlier=evaluations_before(session, run.output / EVALUATED) if attempt() > 1 else (),
+        on_step=lambda metrics: pulse.beat(metrics.step),
+        on_evaluation=lambda evaluation: pulse.beat(evaluation.step),
+    )
+
+    def keep_best(evaluation: Evaluation) -> None:
+        pulse.beat(evaluation.step)
+        save_weights(session, run.material, run.output / "best")
+
+    watch = replace(watch, on_best=keep_best if run.recipe.eval_every else _silent)
+    if not run.known.world.is_main:
+        return watch
+    if attempt() > 1:
+        keep_lines_until(run.output, session.progress.step)
+    lines = Lines(run.output)
+    watch = replace(watch, on_step=both(watch.on_step, SlowLink(run.tell).note))
+    return replace(
+        watch,
+        on_step=both(watch.on_step, both(lambda m: lines.step(m.to_dict()), on_step)),
+        on_evaluation=both(
+            watch.on_evaluation, both(lambda e: lines.evaluation(e.to_dict()), on_evaluation)
+        ),
+    )
+
+
+def _leave(
+    run: _Run,
+    session: Session,
+    outcome: Outcome,
+    noted: tuple[dict[str, Any], dict[str, Any], Sequence[Sample]],
+) -> dict[str, Any]:
+    recipe, material, output, known = run.recipe, run.material, run.output, run.known
+    seconds = outcome.seconds
+    proofs, energy, samples = noted
+    summary = {
+        **outcome.summary(session),
+        "startup_seconds": session.startup_seconds,
+        "saved": str(output / form(session)),
+        "plan": session.setup.plan.to_list(),
+        "acted": proofs,
+        "adjusted": adjusted(session),
+        "samples": [asdict(s) for s in samples],
+        "cost": cost_of(recipe, seconds, outcome.tokens(session), known.world.size, energy["kwh"]),
+        "energy": energy,
+        "corpus_sha256": material.note.corpus_sha256,
+        "rejected": len(material.note.rejected),
+        "hardware": asdict(known.hardware),
+        "machine": machine(),
+        "versions": dict(known.versions),
+        "seed": recipe.seed,
+    }
+    temporary = output / ".summary.json"
+    temporary.write_text(json.dumps(summary, indent=1))
+    temporary.replace(output / "summary.json")
+    for folder in output.glob(f"{form(session)}*"):
+        write_card(folder, recipe.model_dump(mode="json"), summary)
+    return summary
+
+
+def _silent(value: Any) -> None:
+    return None

@@ -1,0 +1,298 @@
+"""A tuning from its beginning to its end: trials, duel, the winner, and what is left on the disk.
+
+    output/studies/KEY/
+      record.jsonl   every trial; a second start goes on from it
+      best.yaml      the best settings so far, replaced as a whole after every better trial
+      study.json, study.html   the study; history and importance drawn
+
+KEY stands for everything that decides the numbers: recipe, data, space, machine, versions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hasten.data.files import replace_file
+from hasten.data.onewriter import one_writer
+from hasten.errors import InputError
+from hasten.machine import host
+from hasten.measure.budget import seconds_of
+from hasten.measure.experiment import prepared
+from hasten.measure.loops import Job, reference
+from hasten.measure.record import Record, key_of
+from hasten.progress import Audience, Silence
+from hasten.recipe.schema import Recipe
+from hasten.tune.belief import Belief, importance
+from hasten.tune.bench import Bench
+from hasten.tune.choosing import proposer_of
+from hasten.tune.duel import winner_of
+from hasten.tune.earlier import learnt, similar_trials
+from hasten.tune.loops import LoopSubject
+from hasten.tune.proposers import Proposer
+from hasten.tune.recipes import Prove, RecipeSubject
+from hasten.tune.report import document, lead, page, proven
+from hasten.tune.search import Search
+from hasten.tune.space import Point, of_values
+from hasten.tune.study import Study
+from hasten.tune.subject import Subject, Wishes
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A tuning's result; `str` says it in a sentence.
+
+    ``settings`` are those to use: the winner's, or the start's where nothing was better beyond
+    doubt; ``text`` is the recipe with them (of a loop: its arguments as JSON).
+    """
+
+    report: dict[str, Any]
+    settings: dict[str, Any]
+    text: str
+    folder: Path
+
+    @property
+    def better(self) -> bool:
+        """Whether something was better beyond doubt."""
+        return self.report["winner"] is not None
+
+    def __str__(self) -> str:
+        return lead(self.report)
+
+
+def tune(
+    job: Recipe | Job | Path,
+    budget: str | float = "8m",
+    wishes: Wishes | None = None,
+    *,
+    space: Mapping[str, Sequence[Any]] | None = None,
+    folder: Path | str = "runs/tune",
+    audience: Audience | None = None,
+    prove: Prove | None = None,
+) -> Tuned:
+    """Search for the best settings of a job within a budget of time.
+
+    Args:
+        job: a recipe or its path; or the factory of a training loop, which takes the settings as
+            arguments and returns a step function (see `hasten.measure.loops`).
+        budget: 90s, 8m, 1h30m or seconds: for trials and duel together.
+        wishes: how.
+        space: of a loop: the values of each argument, the first ones being the start.
+        folder: where studies of a loop are kept.
+        audience: is told how it goes on.
+        prove: finds what the guard has against a plan with lossy techniques.
+
+    Raises:
+        InputError: the budget is too short, the job fails, or every trial does.
+    """
+    began = time.monotonic()
+    wishes, audience = wishes or Wishes(), audience or Silence()
+    seconds = seconds_of(str(budget))
+    subject: Subject
+    if isinstance(job, Recipe | Path) or (isinstance(job, str) and _is_yaml(job)):
+        if space is not None:
+            raise InputError("space: a recipe's knobs come from its techniques; leave it out")
+        recipe = job if isinstance(job, Recipe) else Path(job)
+        subject = RecipeSubject(prepared(recipe, audience, ranks=True), wishes, audience, prove)
+    else:
+        if space is None:
+            raise InputError("space: say which arguments of the loop may have which values")
+        if wishes.objective != "tokens":
+            raise InputError("objective: of a loop only its speed is known; leave it at tokens")
+        subject = LoopSubject(reference(job), of_values(space), Path(folder), wishes)
+    return _Tuning(subject, seconds, wishes, audience, began).run()
+
+
+class _Tuning:
+    """A tuning while it goes on."""
+
+    def __init__(
+        self, subject: Subject, seconds: float, wishes: Wishes, audience: Audience, began: float
+    ) -> None:
+        self._subject, self._seconds, self._wishes = subject, seconds, wishes
+        self._audience, self._began = audience, began
+        asked = dataclasses.asdict(wishes)
+        for name in ("trials", "fresh"):  # how much, not what
+            asked.pop(name)
+        self._key = key_of({"subject": subject.key(), "wishes": asked})
+        self._folder = subject.folder / self._key
+        self._best = 0.0
+
+    def run(self) -> Tuned:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with one_writer(self._folder / "lock", self._audience.tell):
+                return self._run()
+        except OSError as error:
+            raise InputError(
+                f"output: can't write into {self._folder}: {error.strerror or error}; choose "
+                "another folder"
+            ) from error
+
+    def _run(self) -> Tuned:
+        path, kept = self._folder / "record.jsonl", self._folder / "study.json"
+        if self._wishes.fresh:
+            path.unlink(missing_ok=True)
+        with Record(path, self._key) as record:
+            if record.done and kept.is_file():
+                self._audience.tell(f"tuned before: {self._folder} (--fresh measures anew)")
+                return self._result(json.loads(kept.read_text()))
+            if any(e["event"] == "tried" for e in record.events):
+                self._audience.tell(f"going on with {self._folder}")
+            else:
+                record.append("about", what=self._subject.about)
+            self._audience.begin()
+            with self._subject.opened(self._folder):
+                study, left = self._search(record)
+                found = self._judge(study, left)
+            found["said"] = lead(found)
+            result = self._result(found)
+            replace_file(kept, json.dumps(found, indent=1))
+            text = page(found, self._subject.title, lead(found))
+            replace_file(self._folder / "study.html", text)
+            if proven(found):
+                record.append("done")  # else a second start has the duel
+        return result
+
+    def _search(self, record: Record) -> tuple[Study, float]:
+        subject, wishes = self._subject, self._wishes
+        trials = similar_trials(subject.folder, subject.about, but=self._key)
+
+        def proposer(noise: float, memory: float | None) -> Proposer:
+            known = subject.known(noise, memory)
+            gain = learnt(subject.space, trials, known.gain)
+            if gain is not known.gain:
+                self._audience.tell(f"{len(trials)} trials of similar jobs are taken as a forecast")
+            known = dataclasses.replace(known, gain=gain)
+            return proposer_of(
+                wishes.sampler, subject.space, known, wishes.seed, self._audience.tell
+            )
+
+        cores, together = host.hardware().usable_cores, subject.together
+        first, steps, seed = subject.space.start, wishes.steps, wishes.seed
+        with Bench(subject.start, first, cores, steps, seed, together=together) as bench:
+            search = Search(
+                subject.space,
+                proposer,
+                bench,
+                record,
+                objective=wishes.objective,
+                budget_seconds=self._seconds,
+                most=wishes.trials,
+                seed=wishes.seed,
+                tell=self._audience.show,
+                found=self._keep,
+                began=self._began,
+                room=lambda: subject.known(0.0, None).limit or math.inf,
+            )
+            study = search.run()
+            return study, search.left
+
+    def _keep(self, study: Study) -> None:
+        """The best so far, on the disk before the next trial begins."""
+        leader = next(iter(study.leaders(1)), None)
+        value = study.tried[-1].value
+        if leader is None or value is None or leader != study.tried[-1].point:
+            return
+        words = [f"Best of {len(study.rows)} trials so far, not proven by a duel."]
+        replace_file(self._folder / "best.yaml", self._subject.text(leader, words))
+
+    def _judge(self, study: Study, left: float) -> dict[str, Any]:
+        """The duel, and of its winners the best that nothing speaks against."""
+        subject, leaders = self._subject, study.leaders()
+        found: dict[str, Any] | None = None
+        winner = None
+        if leaders:
+            self._audience.show(f"duel of {len(leaders)} with the start", 1 - left / self._seconds)
+            found = subject.duel(leaders, left, study.step_seconds, self._show_duel)
+            for place, leader in enumerate(leaders, start=2):
+                found["arms"][place]["settings"] = subject.space.settings(leader)
+            winner = self._winner(study, found, leaders)
+        noise = max(study.noise, 0.01)
+        seen = [(t.point, t.value) for t in study.tried if t.value is not None]
+        points, values = [p for p, _ in seen], [v for _, v in seen]
+        believed = Belief(subject.space, noise=noise).after(points, values)
+        shares = importance(subject.space, lambda wanted: believed(wanted).mean.tolist())
+        about = {
+            "title": subject.title,
+            "unit": subject.unit,
+            "sampler": self._wishes.sampler,
+            "budget_seconds": self._seconds,
+            "seconds": round(time.monotonic() - self._began, 1),
+            "about": subject.about,
+        }
+        return document(study, subject.space, found, winner, shares, about)
+
+    def _show_duel(self, text: str) -> None:
+        self._audience.show(text, 0.99)
+
+    def _winner(
+        self, study: Study, found: dict[str, Any], leaders: Sequence[Point]
+    ) -> dict[str, Any] | None:
+        rows = found["arms"]
+        while (place := self._best_arm(study, rows)) is not None:
+            point = leaders[place - 2]
+            against = self._subject.refusal(point)
+            if against is None:
+                space = self._subject.space
+                kept, lost = self._subject.without(point, rows[place]["idle"])
+                return {
+                    "settings": space.settings(kept),
+                    "changes": space.changes(kept),
+                    "measured": space.changes(point),
+                    "idle": lost,
+                    "ratio": rows[place]["ratio"],
+                    "of": _of(study.objective, found),
+                    "verdict": rows[place]["verdict"],
+                    "peak_memory_bytes": rows[place]["peak_memory_bytes"],
+                }
+            rows[place]["verdict"] = f"harmed: {against}"
+        return None
+
+    def _best_arm(self, study: Study, rows: Sequence[dict[str, Any]]) -> int | None:
+        """By speed beyond doubt; for memory, the least that isn't harmed and needs less."""
+        if study.objective != "memory":
+            return winner_of(rows)
+        base = rows[0]["peak_memory_bytes"] or study.memory
+        fine = [
+            i
+            for i, row in enumerate(rows)
+            if i >= 2
+            and not _worse(row)
+            and base
+            and (row["peak_memory_bytes"] or base) < 0.99 * base
+        ]
+        return min(fine, key=lambda i: rows[i]["peak_memory_bytes"], default=None)
+
+    def _result(self, found: dict[str, Any]) -> Tuned:
+        space = self._subject.space
+        winner = found["winner"]
+        settings = winner["settings"] if winner else found["start"]["settings"]
+        text = self._subject.text(space.point(settings), [lead(found)])
+        if proven(found):
+            replace_file(self._folder / "best.yaml", text)
+        return Tuned(found, settings, text, self._folder)
+
+
+def _is_yaml(name: str) -> bool:
+    return name.endswith((".yaml", ".yml"))
+
+
+def _worse(row: Mapping[str, Any]) -> bool:
+    """Whether an arm failed, or its model is worse; that it is slower alone is neither."""
+    slower = f"harmed: {', '.join(row['idle'])} did not act"
+    verdict: str = row["verdict"]
+    return verdict.startswith(("harmed:", "failed")) and verdict != slower
+
+
+def _of(objective: str, duel: Mapping[str, Any]) -> str:
+    """What a winner's ratio is a ratio of."""
+    if objective == "time-to-loss":
+        return f"of the speed to a held-out loss of {duel['target_loss']:.4f}"
+    return "of the speed, for less memory" if objective == "memory" else "of the speed"

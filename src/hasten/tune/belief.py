@@ -1,0 +1,206 @@
+"""What is believed of points that weren't measured: a Gaussian process over the choices made.
+
+The logarithm of a point's value is taken to be its forecast, plus a contribution of every choice,
+plus a smaller one of every pair of choices; how large these are is itself chosen by the likelihood
+of what was measured (Duvenaud, Nickisch and Rasmussen 2011, "Additive Gaussian Processes"). So two
+trials that share a choice tell of each other, and ten trials can order a few hundred points. How
+far the forecast itself is right is learnt in the same way, by a weight for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hasten.tune.space import Point, Space
+
+Array = NDArray[np.float64]
+NEAR = 0.6  # likeness of neighbours in an ordered dimension; two apart 0.36
+SCALES = (0.01, 0.03, 0.1, 0.3)  # of a choice's contribution, as a logarithm
+USUAL, SPREAD = 0.2, 0.7  # of that scale before any trial: its median, its own logarithm's spread
+NEGLIGIBLE = 0.02  # share of the likeliest scales, below which others aren't asked
+KNOB = 0.3  # a knob's contribution, as a share of that of a technique it belongs to
+PAIRS = (0.15, 0.4, 0.8)  # of a pair's, as a share of the former
+APARTS = (0.01, 0.03, 0.08)
+TRUST = 0.5  # in the forecast: its weight is 1, give or take this
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """Mean and standard deviation of the points asked for."""
+
+    mean: Array
+    deviation: Array
+
+
+class Belief:
+    """A process over the points of a space.
+
+    Args:
+        space: its points.
+        forecast: of a point's value beforehand, as a logarithm; 0 where nothing is known.
+        noise: standard deviation of one measurement, as a logarithm.
+        aparts: considered standard deviations of what is a point's own, no sum of its choices.
+        scales: considered standard deviations of a choice's contribution.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        forecast: Callable[[Point], float] = lambda point: 0.0,
+        noise: float = 0.02,
+        aparts: Sequence[float] = APARTS,
+        scales: Sequence[float] = SCALES,
+    ) -> None:
+        self._space, self._forecast = space, forecast
+        self.noise, self._aparts, self._scales = max(noise, 1e-3), aparts, scales
+        self._known: dict[Point, tuple[Array, float]] = {}
+        own = [KNOB**2 if d.needs else 1.0 for d in space.dimensions]
+        self._weights: Array = np.array(own)
+
+    def at(
+        self,
+        wanted: Sequence[Point],
+        seen: Sequence[Point],
+        values: Sequence[float],
+        noises: Sequence[float] | None = None,
+    ) -> Posterior:
+        """What is believed of the wanted points after these measurements (see `after`)."""
+        return self.after(seen, values, noises)(wanted)
+
+    def after(
+        self,
+        seen: Sequence[Point],
+        values: Sequence[float],
+        noises: Sequence[float] | None = None,
+    ) -> Callable[[Sequence[Point]], Posterior]:
+        """What is believed after these measurements, to be asked of any points.
+
+        Args:
+            seen: measured points; one may stand there several times.
+            values: theirs.
+            noises: of each value; the usual noise if left out.
+        """
+        if not seen:
+            return self._vague
+        rows, before = self._levels(seen)
+        rest = np.asarray(values, dtype=np.float64) - before
+        alike_ss = self._alike(rows, rows)
+        own = np.full(len(rest), self.noise) if noises is None else np.asarray(noises)
+        ways = list(itertools.product(self._scales, PAIRS, self._aparts))
+        trusted = TRUST**2 * np.outer(before, before)
+        fits = [
+            self._fit(_mixed(*alike_ss, *way[:2]) + trusted, rest, own**2 + way[2] ** 2)
+            for way in ways
+        ]
+        usual = [-0.5 * (math.log(way[0] / USUAL) / SPREAD) ** 2 for way in ways]
+        logs = np.array([fit[0] + more for fit, more in zip(fits, usual, strict=True)])
+        shares = np.exp(logs - logs.max())
+        likely = [i for i, share in enumerate(shares) if share > NEGLIGIBLE]
+
+        def believed(wanted: Sequence[Point]) -> Posterior:
+            levels, first = self._levels(wanted)
+            alike = self._alike(levels, rows)
+            total, mean, square = 0.0, np.zeros(len(first)), np.zeros(len(first))
+            for i in likely:
+                scale, share, apart = ways[i]
+                _, lower, solved = fits[i]
+                across = _mixed(*alike, scale, share) + TRUST**2 * np.outer(first, before)
+                half = np.linalg.solve(lower, across.T)  # (seen, wanted)
+                spread: Array = self._prior(scale, share) + TRUST**2 * first**2
+                variance = np.maximum(spread - (half**2).sum(0), 0.0) + apart**2
+                middle = first + half.T @ solved
+                total += shares[i]
+                mean += shares[i] * middle
+                square += shares[i] * (variance + middle**2)
+            mean /= total
+            return Posterior(mean, np.sqrt(np.maximum(square / total - mean**2, 0.0)))
+
+        return believed
+
+    def _vague(self, wanted: Sequence[Point]) -> Posterior:
+        """Before any measurement: the forecast, give or take much."""
+        _, first = self._levels(wanted)
+        middle = self._scales[len(self._scales) // 2]
+        width = math.hypot(middle * math.sqrt(self._weights.sum()), self._aparts[-1])
+        return Posterior(first, np.full(len(wanted), width))
+
+    def _fit(self, covariance: Array, rest: Array, own: Array) -> tuple[float, Any, Any]:
+        """Log likelihood of the measurements, and what a prediction needs of them."""
+        lower = np.linalg.cholesky(covariance + np.diag(own))
+        solved = np.linalg.solve(lower, rest)
+        likelihood = -0.5 * float(solved @ solved) - float(np.log(np.diag(lower)).sum())
+        return likelihood, lower, solved
+
+    def _prior(self, scale: float, share: float) -> float:
+        single = float(self._weights.sum())
+        pairs = (single**2 - float((self._weights**2).sum())) / 2
+        return scale**2 * (single + share**2 * pairs)
+
+    def _levels(self, points: Sequence[Point]) -> tuple[Array, Array]:
+        """Indices with -1 where a dimension doesn't matter, (points, dimensions); forecasts."""
+        for p in points:
+            if p not in self._known:
+                marks = zip(p, self._space.active(p), strict=True)
+                row = np.array([i if on else -1 for i, on in marks], dtype=np.float64)
+                self._known[p] = (row, self._forecast(p))
+        rows = [self._known[p] for p in points]
+        return np.stack([r for r, _ in rows]), np.array([f for _, f in rows], dtype=np.float64)
+
+    def _alike(self, one: Array, two: Array) -> tuple[Array, Array]:
+        """Sum over choices of their likeness, and sum over pairs of the products."""
+        total = np.zeros((len(one), len(two)))
+        squares = np.zeros_like(total)
+        for place, d in enumerate(self._space.dimensions):
+            a, b = one[:, place][:, None], two[:, place][None, :]
+            same = (a == b).astype(np.float64)
+            if d.ordered:
+                both = (a >= 0) & (b >= 0)
+                same = np.where(both, NEAR ** np.abs(a - b), same)
+            same *= self._weights[place]
+            total += same
+            squares += same**2
+        return total, (total**2 - squares) / 2
+
+
+def _mixed(single: Array, pairs: Array, scale: float, share: float) -> Array:
+    return scale**2 * (single + share**2 * pairs)
+
+
+def expected_improvement(found: Posterior, best: float) -> Array:
+    """By how much a point is expected to beat ``best`` (Jones, Schonlau and Welch 1998)."""
+    distance = (found.mean - best) / found.deviation
+    density = np.exp(-0.5 * distance**2) / math.sqrt(2 * math.pi)
+    return found.deviation * (distance * below(distance) + density)
+
+
+def below(z: Array) -> Array:
+    """The normal distribution function."""
+    found: Array = 0.5 * (1 + np.vectorize(math.erf, otypes=[np.float64])(z / math.sqrt(2)))
+    return found
+
+
+def importance(
+    space: Space, means: Callable[[Sequence[Point]], Sequence[float]]
+) -> dict[str, float]:
+    """How much each decision moves the believed value: the spread of its values' means, a share."""
+    points = space.points()
+    believed = means(points)
+    spreads: dict[str, float] = {}
+    for place, d in enumerate(space.dimensions):
+        groups: dict[int, list[float]] = {}
+        for point, value in zip(points, believed, strict=True):
+            if space.active(point)[place]:
+                groups.setdefault(point[place], []).append(value)
+        middle = [statistics.fmean(g) for g in groups.values()]
+        spreads[d.name] = max(middle) - min(middle) if middle else 0.0
+    total = math.fsum(spreads.values()) or 1.0
+    found = {name: round(s / total, 4) for name, s in spreads.items()}
+    return dict(sorted(found.items(), key=lambda pair: -pair[1]))

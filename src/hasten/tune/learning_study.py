@@ -1,0 +1,202 @@
+"""A recipe's learning rate, warm-up and batch, chosen by the held-out loss of whole trainings.
+
+    output/studies/KEY/
+      record.jsonl   every training and every pair; a second start goes on from it
+      best.yaml      the best recipe so far, replaced as a whole after every better training
+      study.json, study.html   the study; history and importance drawn
+
+What a training is: `whole_trainings`; how the search goes: `hasten.tune.learning`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hasten.data.files import replace_file
+from hasten.data.onewriter import one_writer
+from hasten.errors import InputError
+from hasten.measure.budget import seconds_of
+from hasten.measure.experiment import prepared
+from hasten.measure.record import Record, key_of
+from hasten.progress import Audience, Silence
+from hasten.recipe.recipe_text import recipe_text
+from hasten.recipe.schema import Recipe
+from hasten.tune.learning import Learning, Learnt
+from hasten.tune.learnt_report import document, said
+from hasten.tune.report import page
+from hasten.tune.space import Point
+from hasten.tune.whole_trainings import RecipeTrainings
+
+
+@dataclass(frozen=True)
+class LearningWishes:
+    """How to study.
+
+    Args:
+        only: learning_rate, warmup, batch: those that are tuned; all, if left out.
+        trials: trainings at most, the pairs not counted; None: as many as the budget holds.
+        fresh: train anew, whatever an earlier start has left.
+
+    Raises:
+        InputError: an unknown name in ``only``, or no trial.
+    """
+
+    only: tuple[str, ...] = ()
+    trials: int | None = None
+    fresh: bool = False
+
+    def __post_init__(self) -> None:
+        known = ("learning_rate", "warmup", "batch")
+        for name in self.only:
+            if name not in known:
+                raise InputError(
+                    f"only: there is no {name!r} to learn; there are {', '.join(known)}"
+                )
+        if self.trials is not None and self.trials < 2:
+            raise InputError(
+                f"trials is {self.trials}; the recipe's own training and one other are 2"
+            )
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A study's result; `str` says it in a sentence.
+
+    ``settings`` are those to use: the best ones, or the recipe's own where nothing was better
+    beyond doubt; ``text`` is the recipe with them.
+    """
+
+    report: dict[str, Any]
+    settings: dict[str, Any]
+    text: str
+    folder: Path
+
+    @property
+    def better(self) -> bool:
+        """Whether something was better beyond doubt."""
+        return self.report["winner"] is not None
+
+    def __str__(self) -> str:
+        return said(self.report)
+
+
+def learn(
+    recipe: Recipe | Path | str,
+    budget: str | float = "1h",
+    wishes: LearningWishes | None = None,
+    *,
+    audience: Audience | None = None,
+) -> Learned:
+    """Search for a lower held-out loss at the same tokens within a budget of time.
+
+    Args:
+        recipe: a recipe or its path; it says how long each training is.
+        budget: 30m, 2h or seconds: for trainings and pairs together.
+        wishes: how.
+        audience: is told how it goes on.
+
+    Raises:
+        InputError: the budget is too short, nothing is held out, or the job fails as it is.
+    """
+    began = time.monotonic()
+    wishes, audience = wishes or LearningWishes(), audience or Silence()
+    seconds = seconds_of(str(budget))
+    given = prepared(recipe if isinstance(recipe, Recipe) else Path(recipe), audience)
+    return _Study(RecipeTrainings(given, wishes.only), seconds, wishes, audience, began).run()
+
+
+class _Study:
+    """A study while it goes on."""
+
+    def __init__(
+        self,
+        job: RecipeTrainings,
+        seconds: float,
+        wishes: LearningWishes,
+        audience: Audience,
+        began: float,
+    ) -> None:
+        self._job, self._seconds, self._wishes = job, seconds, wishes
+        self._audience, self._began = audience, began
+        self._key = key_of(job.key())
+        self._folder = job.folder / self._key
+
+    def run(self) -> Learned:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with one_writer(self._folder / "lock", self._audience.tell):
+                return self._run()
+        except OSError as error:
+            raise InputError(
+                f"output: can't write into {self._folder}: {error.strerror or error}; choose "
+                "another folder"
+            ) from error
+
+    def _run(self) -> Learned:
+        path, kept, job = self._folder / "record.jsonl", self._folder / "study.json", self._job
+        if self._wishes.fresh:
+            path.unlink(missing_ok=True)
+        with Record(path, self._key) as record:
+            if record.done and kept.is_file():
+                self._audience.tell(f"studied before: {self._folder} (--fresh trains anew)")
+                return self._result(json.loads(kept.read_text()))
+            if any(e["event"] == "trained" for e in record.events):
+                self._audience.tell(f"going on with {self._folder}")
+            (self._folder / "recipe.yaml").write_text(job.given.recipe.to_yaml())
+            self._audience.begin()
+            search = Learning(
+                job.space,
+                lambda point, seed: job.begin(point, seed, self._folder),
+                record,
+                budget_seconds=self._seconds,
+                looks=job.looks,
+                most=self._wishes.trials,
+                seed=job.given.recipe.seed,
+                tell=self._audience.show,
+                found=self._keep,
+                began=self._began,
+            )
+            learnt = search.run()
+            about = {
+                "title": f"Learning of {job.given.recipe.model}",
+                "budget_seconds": self._seconds,
+                "seconds": round(time.monotonic() - self._began, 1),
+            }
+            found = document(learnt, job.space, about)
+            found["said"] = said(found)
+            result = self._result(found)
+            replace_file(kept, json.dumps(found, indent=1))
+            replace_file(self._folder / "study.html", page(found, found["title"], said(found)))
+            if learnt.unproven is None:
+                record.append("done")  # else a second start has the pairs that are missing
+        return result
+
+    def _keep(self, learnt: Learnt) -> None:
+        """The best so far, on the disk before the next training begins."""
+        last = learnt.rows[-1]
+        losses = [r["loss"] for r in learnt.rows if r["loss"] is not None]
+        if last["loss"] is None or last["loss"] > min(losses, default=math.inf):
+            return
+        words = [f"Best of {len(learnt.rows)} trainings so far, not proven by pairs."]
+        self._write(self._job.space.point(last["settings"]), words)
+
+    def _write(self, point: Point, words: Sequence[str]) -> str:
+        text = recipe_text(self._job.recipe_at(point), self._job.given.plan, words)
+        replace_file(self._folder / "best.yaml", text)
+        return text
+
+    def _result(self, found: dict[str, Any]) -> Learned:
+        winner = found["winner"]
+        settings = winner["settings"] if winner else found["start"]["settings"]
+        point = self._job.space.point(settings)
+        if found["unproven"]:  # best.yaml keeps what the trainings found
+            text = recipe_text(self._job.recipe_at(point), self._job.given.plan, [said(found)])
+        else:
+            text = self._write(point, [said(found)])
+        return Learned(found, settings, text, self._folder)

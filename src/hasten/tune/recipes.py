@@ -1,0 +1,285 @@
+"""A recipe as a subject: its plan's decisions are the settings, its own job is what is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hasten.core.plan import Plan
+from hasten.core.technique import Fidelity
+from hasten.errors import InputError
+from hasten.machine import processes
+from hasten.measure.ablation import AGAIN, BASELINE, Design, check_turns
+from hasten.measure.experiment import Subject, measured
+from hasten.measure.grouping import SHARE
+from hasten.measure.turns import Runner, duel_steps
+from hasten.progress import Audience
+from hasten.recipe.build import batch_of, catalogue
+from hasten.recipe.mesh_choices import mixed_layouts
+from hasten.recipe.recipe_text import recipe_text
+from hasten.recipe.schema import Recipe
+from hasten.tune.duel import judged
+from hasten.tune.plans import plan_space
+from hasten.tune.proposers import Beforehand
+from hasten.tune.race import LOOKS, races
+from hasten.tune.space import Point
+from hasten.tune.starter import Starter
+from hasten.tune.subject import Wishes
+from hasten.tune.whole_trainings import TrainingProcess, begun, steps_of
+
+Prove = Callable[[Subject, Plan], Sequence[str]]
+RACERS = 2  # leaders in a race of whole trainings, beside the start
+FINISH = 0.9  # of the time that is left goes into the duel; the rest is for its end
+LOAD = 0.35  # share of the machine that others may take in a round of the duel
+
+
+class RecipeSubject:
+    """A recipe whose data is ready.
+
+    Args:
+        given: the recipe and what is known of it.
+        wishes: how.
+        audience: is told how it goes on.
+        prove: finds what the guard has against a plan.
+    """
+
+    unit = "tokens/s"
+
+    def __init__(
+        self, given: Subject, wishes: Wishes, audience: Audience, prove: Prove | None = None
+    ) -> None:
+        recipe, known = given.recipe, given.known
+        _check(given, wishes.objective)
+        self._given, self._wishes, self._audience = given, wishes, audience
+        self._prove, self._device = prove, known.device
+        self._plans = plan_space(
+            catalogue(),
+            given.plan,
+            known,
+            _bounds(recipe),
+            wishes.lossy,
+            wishes.only,
+            mixed_layouts(recipe.nproc),
+        )
+        self.space = dataclasses.replace(self._plans.space, refuse=self._refused)
+        self.folder = Path(recipe.output) / "studies"
+        self.title = f"Tuning of {recipe.model}"
+        self.about = {
+            "architecture": known.model.architecture,
+            "device": known.device,
+            "objective": wishes.objective,
+            **({"ranks": recipe.nproc} if recipe.nproc > 1 else {}),
+        }
+        # Exchanges between ranks fall on whole turns.
+        self.together = 1 if recipe.nproc == 1 else wishes.steps
+        self._starter = Starter(given, self.folder)
+
+    def key(self) -> dict[str, Any]:
+        given = self._given
+        return {
+            "recipe": given.recipe.model_dump(mode="json", exclude={"price", "output"}),
+            "data": given.data_key,
+            "space": [(d.name, [str(v) for v in d.values]) for d in self.space.dimensions],
+            "hardware": {**asdict(given.known.hardware), "device": self._device},
+            "versions": dict(given.known.versions),
+        }
+
+    def opened(self, folder: Path) -> AbstractContextManager[None]:
+        likely = self.space.summit(self._plans.gain, self._wishes.seed)
+        return self._starter.opened(folder, self._plans.plan(likely))
+
+    def known(self, noise: float, memory: float | None) -> Beforehand:
+        """Forecasts of the techniques; the memory that is left beside the start's process."""
+        hardware = self._given.known.hardware
+        free = processes.available_bytes(hardware.memory_limit_bytes)
+        free //= self._given.recipe.nproc  # a peak is that of one rank, and ranks share a host
+        if not self._device.startswith("cpu"):
+            free = min((g.memory_bytes for g in hardware.accelerators), default=free)
+            free -= int(memory or 0)
+        limit = SHARE * free
+        if memory is None:
+            return Beforehand(self._plans.gain, None, limit, noise, self._effort)
+        first = self._plans.resident(self.space.start)
+
+        def peak(point: Point) -> float:
+            return max(memory + self._plans.resident(point) - first, 0.1 * memory)
+
+        return Beforehand(self._plans.gain, peak, limit, noise, self._effort)
+
+    def start(self, point: Point) -> Runner:
+        return self._starter.start(self._plans.plan(point))
+
+    def _effort(self, point: Point) -> float:
+        return self._starter.effort(self._plans.plan(point))
+
+    def duel(
+        self,
+        leaders: Sequence[Point],
+        seconds: float,
+        step_seconds: float,
+        tell: Callable[[str], None],
+    ) -> dict[str, Any]:
+        """As `hasten speedup` measures: held-out losses, proofs of what acted, a record.
+
+        For the time to a loss, races of whole trainings take its place.
+        """
+        if self._wishes.objective == "time-to-loss":
+            return self._races(leaders, seconds, tell)
+        base = self._plans.plan(self.space.start)
+        choices = {f"choice {n}": self._plans.plan(p) for n, p in enumerate(leaders, start=1)}
+        # The budget drops the second baseline last, and never the last arm, which is the result.
+        ordered = dict(reversed(choices.items()))
+        plans: dict[str, Plan] = {BASELINE: base, AGAIN: base, **ordered}
+        kinds: dict[str, Any] = {BASELINE: "baseline", AGAIN: "again"}
+        kinds |= dict.fromkeys(choices, "other")
+        design = Design(
+            rounds=20,
+            steps=duel_steps(self._wishes.steps, step_seconds, self.together),
+            warmup=2,
+            longest_warmup=8,
+            evaluations=1,
+            seed=self._wishes.seed,
+            noise=True,
+            foreign_load=LOAD,
+            budget_seconds=max(FINISH * seconds, 1.0),
+        )
+        try:
+            found = measured(
+                self._given,
+                plans,
+                kinds,
+                design,
+                self._wishes.fresh,
+                _Quietly(self._audience, tell),
+                self._starter.nursery,
+            )
+        except InputError as error:  # the budget left no room for two rounds
+            reason = f"no duel: {error}"
+            names = [BASELINE, AGAIN, *choices]
+            return {"noise_floor": None, "arms": [_unmeasured(name, reason) for name in names]}
+        rows = judged(found.arms)
+        by_name = {row["name"]: row for row in rows["arms"]}
+        every = [by_name.get(n) or _unmeasured(n) for n in (BASELINE, AGAIN, *choices)]
+        return {**rows, "arms": every, "design": found.design}
+
+    def _races(
+        self, leaders: Sequence[Point], seconds: float, tell: Callable[[str], None]
+    ) -> dict[str, Any]:
+        given, wishes = self._given, self._wishes
+        deadline = time.monotonic() + FINISH * seconds
+        steps = steps_of(given)
+
+        def begin(point: Point, seed: int) -> TrainingProcess:
+            log = self._starter.log("race")
+            return begun(given, self._plans.plan(point), {"seed": seed}, steps, LOOKS, log)
+
+        found = races(
+            begin,
+            self.space.start,
+            leaders[:RACERS],
+            deadline,
+            wishes.target_loss,
+            given.recipe.seed,
+            LOOKS,
+            tell,
+        )
+        base, *rows = found["arms"]
+        names = [f"choice {n}" for n in range(len(rows) + 1, len(leaders) + 1)]
+        rows += [_unmeasured(name, "no place in the race") for name in names]
+        return {**found, "arms": [base, _unmeasured(AGAIN, "a race has none"), *rows]}
+
+    def refusal(self, point: Point) -> str | None:
+        """What the guard has against a plan with lossy techniques that the recipe hadn't.
+
+        A race was to the same held-out loss: that is the proof of its winner.
+        """
+        if self._wishes.objective == "time-to-loss":
+            return None
+        plan = self._plans.plan(point)
+        own = set(self._given.plan)
+        new = [t for t in plan if t.fidelity is Fidelity.LOSSY and t not in own]
+        if not new:
+            return None
+        if self._prove is None:
+            return f"{new[0]} is other mathematics, and nobody was asked to prove its quality"
+        try:
+            return next(iter(self._prove(self._given, plan)), None)
+        except InputError as error:  # the study is not lost for it
+            return f"{new[0]} is other mathematics, and can't be proven here: {error}"
+
+    def _refused(self, point: Point) -> str | None:
+        """What the plans refuse; on ranks also turns that would hide what an exchange costs."""
+        said = self._plans.space.refuse(point)
+        if said is not None or self._given.recipe.nproc == 1:
+            return said
+        try:
+            check_turns({"trial": self._plans.plan(point)}, self._wishes.steps)
+        except InputError as error:
+            return str(error)
+        return None
+
+    def without(self, point: Point, idle: Sequence[str]) -> tuple[Point, list[str]]:
+        return self._plans.without(point, idle)
+
+    def text(self, point: Point, words: Sequence[str]) -> str:
+        """The recipe with a point's plan; every line of it that isn't a default."""
+        return recipe_text(self._given.recipe, self._plans.plan(point), words)
+
+
+class _Quietly:
+    """Hands a duel's progress on without its own share, which is that of another budget."""
+
+    def __init__(self, audience: Audience, tell: Callable[[str], None]) -> None:
+        self._audience, self._tell = audience, tell
+
+    def tell(self, text: str) -> None:
+        self._audience.tell(text)
+
+    def begin(self) -> None:
+        pass
+
+    def show(self, text: str, share: float) -> None:
+        self._tell(f"duel: {text}")
+
+
+def _check(given: Subject, objective: str) -> None:
+    """Refuse an objective that the recipe doesn't allow."""
+    recipe = given.recipe
+    if objective == "money" and recipe.price is None:
+        raise InputError("objective: money needs a price; give price in the recipe")
+    if objective != "time-to-loss":
+        return
+    if recipe.nproc > 1:
+        raise InputError("objective: time-to-loss races single processes; set nproc: 1")
+    if not recipe.held_out:
+        raise InputError("held_out: time-to-loss needs held-out records; hold some out")
+    if steps_of(given) < LOOKS:
+        raise InputError(f"a training of fewer than {LOOKS} steps is no race; give it more")
+
+
+def _bounds(recipe: Recipe) -> dict[str, tuple[float, float]]:
+    """What follows from the job: a micro-batch is no larger than a step; cut by records alone."""
+    batch = batch_of(recipe)
+    most = max((batch.records or 64) // 2, 1)
+    return {
+        "accumulate.micro_batch_size": (1, most),
+        "accumulate.micro_batch_tokens": (1, 0),  # the same cut in another unit
+    }
+
+
+def _unmeasured(name: str, why: str = "no time for it") -> dict[str, Any]:
+    return {
+        "name": name,
+        "verdict": f"inconclusive: {why}",
+        "p_value": None,
+        "ratio": {"median": None, "low": None, "high": None},
+        "rounds": [],
+        "peak_memory_bytes": None,
+        "failed": None,
+        "idle": [],
+    }

@@ -1,0 +1,183 @@
+"""Whole trainings of a recipe with other hyper-parameters, each in a process of its own.
+
+All have the tokens, the data and the plan of the recipe: another batch has as many more or fewer
+steps, and warm-up is a share of these. Each waits at its looks for its held-out loss to be taken.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hasten.core.plan import Plan
+from hasten.errors import InputError
+from hasten.measure.experiment import Subject, environment
+from hasten.measure.trial import Trial, TrialFailedError
+from hasten.measure.turns import RunnerFailedError
+from hasten.recipe.build import batch_of, job_of, warmup_steps
+from hasten.recipe.material import gather
+from hasten.recipe.schema import Recipe
+from hasten.tune.learning import LOOKS
+from hasten.tune.space import Dimension, Point, Space
+
+ENTRY = ("-m", "hasten.tune.training")
+RATE, WARMUP = "learning_rate", "warmup_share"
+TIMES = [2 ** (k / 2) for k in range(-6, 7)]  # the own rate, from an eighth of it to eight times
+WARMUPS = (0.0, 0.01, 0.03, 0.1)
+BATCHES = (0.5, 1, 2)  # times the own batch
+FEWEST_STEPS = 4
+APART = 0.01  # of the tokens: by so much a training of whole steps may miss the recipe's
+
+
+class RecipeTrainings:
+    """A recipe whose data is ready, as trainings with other hyper-parameters.
+
+    Args:
+        given: the recipe and what is known of it.
+        only: what is tuned, see `LearningWishes`.
+    """
+
+    def __init__(self, given: Subject, only: Sequence[str] = ()) -> None:
+        recipe = given.recipe
+        self.given, self.folder = given, Path(recipe.output) / "studies"
+        self._material = gather(recipe, Path(recipe.output) / "data")
+        if not len(self._material.held_out):
+            raise InputError("held_out: the study compares held-out losses; hold some records out")
+        self._batch = "global_batch_tokens" if recipe.global_batch_tokens else "global_batch_size"
+        batch = batch_of(recipe)
+        self._own = batch.tokens if recipe.global_batch_tokens else batch.records
+        steps = self._steps_of(recipe)
+        self.space = self._space(steps, only)
+        sizes = [d.values for d in self.space.dimensions if d.name == self._batch]
+        fewest = int(steps * (self._own or 1) / max(*sizes[0], 1)) if sizes else steps
+        if fewest < FEWEST_STEPS:
+            raise InputError(f"the training has {steps} steps, too few to study; give it more")
+        self.looks = min(LOOKS, fewest)
+        self._logs = 0
+
+    def key(self) -> dict[str, Any]:
+        """Everything that decides the losses."""
+        given = self.given
+        return {
+            "study": "learning",
+            "recipe": given.recipe.model_dump(mode="json", exclude={"price", "output"}),
+            "data": given.data_key,
+            "space": [(d.name, [str(v) for v in d.values]) for d in self.space.dimensions],
+            "device": given.known.device,
+            "versions": dict(given.known.versions),
+        }
+
+    def recipe_at(self, point: Point) -> Recipe:
+        """The recipe with a point's values, for as many tokens as before."""
+        recipe, chosen = self.given.recipe, self.space.settings(point)
+        changed: dict[str, Any] = {RATE: chosen.get(RATE, recipe.learning_rate)}
+        batch = chosen.get(self._batch)
+        if batch is not None and batch != self._own:
+            changed[self._batch] = batch
+            if recipe.max_steps:
+                changed["max_steps"] = max(1, round(recipe.max_steps * (self._own or 1) / batch))
+        found = recipe.model_copy(update=changed)
+        if WARMUP in chosen and point != self.space.start:
+            warm = round(chosen[WARMUP] * self._steps_of(found))
+            found = found.model_copy(update={"warmup_steps": warm})
+        return found
+
+    def begin(self, point: Point, seed: int, folder: Path) -> TrainingProcess:
+        """The training of a point, begun."""
+        changed = self.recipe_at(point)
+        values = {name: getattr(changed, name) for name in (RATE, self._batch, "warmup_steps")}
+        values["seed"] = seed
+        self._logs += 1
+        log = folder / f"training-{self._logs}.log"
+        steps = self._steps_of(changed)
+        return begun(self.given, self.given.plan, values, steps, self.looks, log)
+
+    def _steps_of(self, recipe: Recipe) -> int:
+        given = self.given
+        return job_of(recipe, self._material, given.known, given.plan).schedule.total_steps
+
+    def _space(self, steps: int, only: Sequence[str]) -> Space:
+        recipe, own = self.given.recipe, self._own or 1
+        warm = warmup_steps(recipe.warmup_steps, steps)
+        share = warm / steps
+        rates = {float(f"{recipe.learning_rate * t:.3g}") for t in TIMES if t != 1}
+        steps_of = {round(s * steps): s for s in WARMUPS}  # those that make a difference
+        steps_of[warm] = share
+        train = self._material.train
+        most = int(train.lengths.sum()) if recipe.global_batch_tokens else len(train)
+        batches = {own, *(b for t in BATCHES if 1 <= (b := round(own * t)) <= most)}
+        batches = {b for b in batches if _as_long(recipe.max_steps, b / own)}
+        every: dict[str, tuple[str, list[Any], Any]] = {
+            "learning_rate": (RATE, sorted({recipe.learning_rate, *rates}), recipe.learning_rate),
+            "warmup": (WARMUP, sorted(steps_of.values()), share),
+            "batch": (self._batch, sorted(batches), own),
+        }
+        chosen = [every[n] for n in every if not only or n in only]
+        chosen = [(name, values, first) for name, values, first in chosen if len(values) > 1]
+        dimensions = tuple(Dimension(n, tuple(v), ordered=True) for n, v, _ in chosen)
+        return Space(dimensions, tuple(v.index(first) for _, v, first in chosen))
+
+
+def _as_long(steps: int | None, times: float) -> bool:
+    """Whether whole steps so many times as large make a training of the same tokens."""
+    if not steps:
+        return True  # it ends by tokens or epochs, whatever its steps
+    return abs(round(steps / times) * times / steps - 1) <= APART
+
+
+def begun(
+    given: Subject, plan: Plan, changes: Mapping[str, Any], steps: int, looks: int, log: Path
+) -> TrainingProcess:
+    """A training of a plan with changes to the recipe's keys, to so many steps.
+
+    Its recipe lies beside ``log``. It ends by steps, where its looks end: a number of tokens ends
+    within a step.
+    """
+    ends = {"max_steps": steps, "epochs": None, "max_tokens": None}
+    plain = json.dumps({**changes, **ends})
+    variables = environment(plan, given.known, given.recipe.transport)
+    trial = Trial(log.with_name("recipe.yaml"), plan, variables, log, (*ENTRY, plain))
+    return TrainingProcess(trial, [round(steps * n / looks) for n in range(looks + 1)])
+
+
+class TrainingProcess:
+    """A training that waits at its looks.
+
+    Args:
+        trial: its process, just started.
+        steps: done before each look, the first of them 0.
+    """
+
+    def __init__(self, trial: Trial, steps: Sequence[int]) -> None:
+        self._trial, self._steps, self._begun = trial, steps, False
+        self.seconds = 0.0  # of its own steps so far
+
+    def loss_at(self, look: int, patience: float) -> float:
+        deadline = time.monotonic() + patience
+
+        def left() -> float:
+            return max(deadline - time.monotonic(), 0.0)
+
+        try:
+            if not self._begun:
+                self._trial.answer(left())
+                self._begun = True
+            count = self._steps[look] - self._steps[look - 1]
+            answer = self._trial.ask("steps", patience=left(), count=count)
+            self.seconds += sum(step["step_seconds"] for step in answer["steps"])
+            return float(self._trial.ask("evaluate", patience=left())["held_out_loss"])
+        except TrialFailedError as error:
+            raise RunnerFailedError(str(error)) from error
+
+    def end(self, at_once: bool = False) -> None:
+        self._trial.end(at_once)
+
+
+def steps_of(given: Subject) -> int:
+    """How many steps the recipe's own training has."""
+    recipe = given.recipe
+    material = gather(recipe, Path(recipe.output) / "data")
+    return job_of(recipe, material, given.known, given.plan).schedule.total_steps
