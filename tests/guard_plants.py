@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from hasten.core.batch import with_language_counts
+from hasten.core.contracts import Dense
 from hasten.core.job import Job, Stop
 from hasten.core.plan import Plan
 from hasten.core.session import Session
-from hasten.core.setup import Dense, Setup
+from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique
 from hasten.machine.environment import World

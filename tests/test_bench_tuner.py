@@ -22,7 +22,7 @@ from hasten.measure.controller import Measured
 from hasten.measure.experiment import Subject, prepared
 from hasten.measure.turns import RunnerFailedError, Step
 from hasten.progress import Silence
-from hasten.recipe.build import catalogue
+from hasten.recipe.catalogue import catalogue
 from hasten.recipe.schema import recipe_from
 
 KINDS = {kind.name(): kind for kind in catalogue()}

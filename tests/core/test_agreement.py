@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hasten.core.agreement import Agreement, EachStep
 from hasten.core.batch import Counts
-from hasten.core.setup import Dense
+from hasten.core.contracts import Dense
 from hasten.parts.comm import streaming_local_sgd as parts
 from hasten.parts.comm.codecs import codec
 from hasten.techniques.wire.local import Apart, Stream

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hasten.core.batch import MicroBatch
+from hasten.core.contracts import Wire
 from hasten.core.engine import Assembly, PlainEngine
 from hasten.core.layout import OneProcess
-from hasten.core.setup import Setup, Wire
+from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique
 from hasten.parts.nn.causal_lm import causal_lm

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.core.setup import NoAverage
+from hasten.core.contracts import NoAverage
 from hasten.core.state import restore, state_of
 from hasten.core.technique import Technique
 from hasten.errors import InputError

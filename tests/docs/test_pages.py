@@ -11,8 +11,8 @@ import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from hasten.core.meter import StepMetrics
 from hasten.core.slot import Slot
-from hasten.core.step import StepMetrics
 from hasten.core.technique import Technique
 from hasten.models.presets import PRESETS
 from hasten.recipe.schema import Price, Recipe

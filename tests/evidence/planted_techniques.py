@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hasten.core.batch import MicroBatch, StepBatch, language_counts
-from hasten.core.engine import Engine
+from hasten.core.contracts import Engine
 from hasten.core.evaluate import evaluate
 from hasten.core.session import Session
 from hasten.core.setup import Setup

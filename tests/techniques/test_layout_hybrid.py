@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.core.setup import Dense
+from hasten.core.contracts import Dense
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.techniques.layout import layout_experts_sharded

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hasten.core.setup import Dense
+from hasten.core.contracts import Dense
 from hasten.errors import InputError
 from hasten.integrations.optimized_trainer import OptimizedTrainer
 from hasten.parts.comm.gradient_compressor import GradientCompressor

@@ -20,8 +20,8 @@ from hasten.cli.report_table import print_table
 from hasten.cli.speedup import design_line
 from hasten.cli.train import StepLine
 from hasten.core.leaving import ask_to_leave
+from hasten.core.meter import StepMetrics
 from hasten.core.session import Session
-from hasten.core.step import StepMetrics
 from hasten.formatting import duration
 from hasten.machine import host
 from hasten.measure.ablation import Design, Which

@@ -32,22 +32,6 @@ class Assembly:
     optimizer: Optimizer
 
 
-class Engine(Protocol):
-    """Three verbs, in this order, once per step."""
-
-    def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
-        """Gradients of (loss summed over all ranks / denominator); returns this rank's loss sum."""
-
-    def norm(self) -> tuple[float, bool]:
-        """The gradients' L2 norm over all ranks; whether all saw finite ones, and a finite loss."""
-
-    def update(self, rate_factor: float) -> None:
-        """Clip, move the weights at ``rate_factor`` x the peak learning rate, forget gradients."""
-
-    def discard(self) -> None:
-        """Forget the gradients without moving anything (a step that wasn't finite)."""
-
-
 @runtime_checkable
 class SendsLate(Protocol):
     """A layout whose ranks can run a step's passes each for itself and send gradients after."""

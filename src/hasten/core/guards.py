@@ -15,17 +15,14 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hasten.core.batch import StepBatch
+from hasten.core.meter import StepMetrics
 from hasten.errors import InputError, StoppedError
-
-if TYPE_CHECKING:
-    from hasten.core.batch import StepBatch
-    from hasten.core.session import Session
-    from hasten.core.step import StepMetrics
 
 MAX_SKIPPED = 10  # steps in a row without finite gradients, after which a run is lost
 PIECES, PIECE_BITS = 4, 16  # a fingerprint travels in numbers that float64 adds exactly
@@ -69,7 +66,7 @@ class Guards:
         """A step moves nothing; ``loss_sum`` is this rank's."""
         self._own_loss = loss_sum.item()  # the device is done: the norm has waited for it
 
-    def after_step(self, session: Session, batch: StepBatch, metrics: StepMetrics) -> None:
+    def after_step(self, session: Any, batch: StepBatch, metrics: StepMetrics) -> None:
         """Look at a step that is done.
 
         Raises:
@@ -84,7 +81,7 @@ class Guards:
             compare_replicas(session, self.compared_at)
             self.compared_at = metrics.step
 
-    def _skipped(self, session: Session, batch: StepBatch, metrics: StepMetrics) -> None:
+    def _skipped(self, session: Any, batch: StepBatch, metrics: StepMetrics) -> None:
         """A step given up while the loss scale falls is neither a failure nor a success; one whose
         loss itself wasn't finite is a failure at any scale."""
         if session.setup.loss_scale.searching and math.isfinite(metrics.loss):
@@ -100,7 +97,7 @@ class Guards:
                 + (f" in {self.quarantine}" if self.quarantine is not None else "")
             )
 
-    def _about(self, session: Session, batch: StepBatch, metrics: StepMetrics) -> dict[str, Any]:
+    def _about(self, session: Any, batch: StepBatch, metrics: StepMetrics) -> dict[str, Any]:
         own = math.isfinite(self._own_loss)
         return {
             "step": metrics.step,
@@ -113,7 +110,7 @@ class Guards:
         }
 
 
-def records_of_last_step(session: Session) -> list[int] | None:
+def records_of_last_step(session: Any) -> list[int] | None:
     """Indices of this rank's records of the step before; None where the user's loader brings them.
 
     The order is a pure function of seed, epoch and position: nothing has to be remembered.
@@ -123,7 +120,7 @@ def records_of_last_step(session: Session) -> list[int] | None:
         return None
     layout, position = setup.layout, progress.step_in_epoch - 1
     steps = setup.sampler.local_steps(progress.epoch, layout.data_rank, layout.data_size)
-    pieces = next(itertools.islice(steps, position, None), [])
+    pieces: Sequence[Sequence[int]] = next(itertools.islice(steps, position, None), [])
     return [index for piece in pieces for index in piece]
 
 
@@ -145,7 +142,7 @@ def append_line(path: Path, found: dict[str, Any]) -> None:
         os.close(handle)
 
 
-def check_comparable(session: Session, every: int) -> None:
+def check_comparable(session: Any, every: int) -> None:
     """Raise InputError where ranks don't hold the same weights by design."""
     if every and session.setup.agreement.apart:
         raise InputError(
@@ -159,7 +156,7 @@ def check_comparable(session: Session, every: int) -> None:
         )
 
 
-def compare_replicas(session: Session, compared_at: int = 0) -> None:
+def compare_replicas(session: Any, compared_at: int = 0) -> None:
     """Compare the weights of all ranks bit by bit; every rank calls it after the same step.
 
     Raises:
@@ -207,7 +204,7 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
     return [v % (1 << 64) for v in torch.cat(sums).tolist()]  # the one wait for the device
 
 
-def _gathered(session: Session, mine: Sequence[int]) -> list[list[int]]:
+def _gathered(session: Any, mine: Sequence[int]) -> list[list[int]]:
     """The numbers of every rank, through a sum in which each has places of its own."""
     world = session.setup.facts.world
     rows = torch.zeros(world.size, len(mine), PIECES, dtype=torch.float64)

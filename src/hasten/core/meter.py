@@ -7,7 +7,9 @@ ceiling, is decided outside; a meter that wasn't told says None and never guesse
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from hasten.core.batch import Counts
 
@@ -36,3 +38,47 @@ class Meter:
         if flops is None or not self.ceiling or seconds <= 0:
             return None
         return flops / seconds / self.ceiling
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What one step did and cost, over all ranks; a line of ``metrics.jsonl``.
+
+    ``grad_norm`` is the norm before clipping; a step that was ``skipped`` moved nothing;
+    ``model_flops`` and ``mfu`` are None where the session's meter doesn't know them, and the
+    seconds of the step's parts, on this rank, where its clock doesn't count. What the wire took is
+    this rank's too, None where it isn't known; on one rank nothing travels.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    tokens: int
+    trained_tokens: int
+    slots: int
+    records: int
+    step_seconds: float
+    tokens_per_second: float
+    padding_share: float
+    peak_memory_bytes: int
+    model_flops: float | None
+    mfu: float | None
+    skipped: bool = False
+    expert_load_ratio: float | None = None
+    data_seconds: float | None = None
+    passes_seconds: float | None = None
+    optimizer_seconds: float | None = None
+    wire_seconds: float | None = None
+    exposed_communication_seconds: float | None = None
+    hidden_communication_seconds: float | None = None
+    wire_bytes: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; a number that isn't finite becomes None, which JSON can say."""
+        found = asdict(self)
+        return {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in found.items()
+        }

@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 from hasten.core.batch import Counts, MicroBatch, StepBatch
 from hasten.core.checkpointing import NoCheckpoint
 from hasten.core.clock import CHECKPOINT, COMMUNICATION, DATA
-from hasten.core.engine import Assembly, Engine
+from hasten.core.contracts import Engine
+from hasten.core.engine import Assembly, PlainEngine
 from hasten.core.layout import PlacesParts, SendsWeights
 from hasten.core.meter import Meter
 from hasten.core.setup import Setup, on_device
@@ -128,7 +129,7 @@ def assemble(setup: Setup) -> Session:
         setup.precision.own(optimizer)
     except ValueError as error:
         raise InputError(f"plan: {error}") from error
-    engine = setup.engine(Assembly(setup, module, optimizer))
+    engine = (setup.engine or PlainEngine)(Assembly(setup, module, optimizer))
     seconds = {"model": built - began, "assembly": time.perf_counter() - built}
     # Ranks share the weights' seed; dropout must differ between those with different records.
     torch.manual_seed(job.seed + 1 + setup.layout.data_rank)

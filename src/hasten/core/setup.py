@@ -6,19 +6,30 @@ Defaults are the plain way, so the step needs no ``if``; parts satisfy the proto
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from hasten.core.agreement import Agreement, EachStep
 from hasten.core.batch import Collate, MicroBatch, StepBatch
 from hasten.core.checkpointing import Checkpointing, NoCheckpoint
 from hasten.core.clock import Clock, Unclocked
+from hasten.core.contracts import (
+    Adjusting,
+    AsGiven,
+    AsSet,
+    Average,
+    Dense,
+    Engine,
+    NoAverage,
+    NoSpikes,
+    Precision,
+    SpikeWatching,
+    Wire,
+)
 from hasten.core.facts import Facts
 from hasten.core.guards import Guards
 from hasten.core.job import Job, OptimizerFactory
@@ -27,122 +38,12 @@ from hasten.core.loss_scaling import LossScaling, Unscaled
 from hasten.core.order import Sampler, ShuffledOrder
 from hasten.core.plan import Plan
 from hasten.core.routing import AsTheModelDoes, Routing
-from hasten.core.spikes import NoSpikes, SpikeWatching
-from hasten.core.switch import Adjusting, AsSet
 from hasten.errors import InputError
-
-if TYPE_CHECKING:
-    from hasten.core.engine import Assembly, Engine
 
 Edit = Callable[[nn.Module], None]
 Cut = Callable[[Sequence[Any]], list[list[Any]]]
-Attempt = Callable[["Engine", StepBatch], tuple[Tensor, StepBatch]]
+Attempt = Callable[[Engine, StepBatch], tuple[Tensor, StepBatch]]
 Feed = Callable[[Iterator[tuple[MicroBatch, ...]], str], Iterator[tuple[MicroBatch, ...]]]
-
-
-class Precision(Protocol):
-    """PRECISION: the number format of weights and computation, and who holds the true weights."""
-
-    def prepare(self, module: nn.Module) -> None:
-        """Bring the module into its working format, in place."""
-
-    def region(self) -> AbstractContextManager[Any]:
-        """The context of every forward pass."""
-
-    def own(self, optimizer: Optimizer) -> None:
-        """Make the optimizer update what this precision holds as the true weights."""
-
-    def before_backward(self, reduces: bool) -> None:
-        """Called before each backward pass; ``reduces``: its gradients go over the wire."""
-
-    def collect(self) -> None:
-        """Called after each backward pass, to take the gradients over."""
-
-    def parameters(self) -> list[Tensor]:
-        """The true weights, their ``.grad`` complete once all micro-batches are done."""
-
-    def publish(self) -> None:
-        """Called after each update: working weights follow the true ones."""
-
-    def finish(self, module: nn.Module) -> None:
-        """Give the module its true weights back, for saving."""
-
-
-class Wire(Protocol):
-    """WIRE: what travels between ranks; three seams."""
-
-    def attach(self, module: nn.Module) -> None:
-        """Gradients ready: hook into the wrapped module."""
-
-    def before_update(self, parameters: Sequence[Tensor]) -> None:
-        """All gradients are there, the weights have not moved."""
-
-    def after_update(self, parameters: Sequence[Tensor]) -> None:
-        """The weights have moved (local steps average here)."""
-
-
-class Average(Protocol):
-    """AVERAGE: a running average of the weights."""
-
-    def after_update(self, parameters: Sequence[Tensor]) -> None:
-        """The weights have moved."""
-
-    def versions(self, parameters: Sequence[Tensor]) -> Iterator[str]:
-        """Suffixes of the folders to save, the weights in place while each is out."""
-
-
-class AsGiven:
-    """The number format the model came in; parameters are their own true weights."""
-
-    def __init__(self) -> None:
-        self._parameters: list[Tensor] = []
-
-    def prepare(self, module: nn.Module) -> None:
-        return None
-
-    def region(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def own(self, optimizer: Optimizer) -> None:
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-
-    def before_backward(self, reduces: bool) -> None:
-        return None
-
-    def collect(self) -> None:
-        return None
-
-    def parameters(self) -> list[Tensor]:
-        return self._parameters
-
-    def publish(self) -> None:
-        return None
-
-    def finish(self, module: nn.Module) -> None:
-        return None
-
-
-class Dense:
-    """Gradients travel as they are."""
-
-    def attach(self, module: nn.Module) -> None:
-        return None
-
-    def before_update(self, parameters: Sequence[Tensor]) -> None:
-        return None
-
-    def after_update(self, parameters: Sequence[Tensor]) -> None:
-        return None
-
-
-class NoAverage:
-    """Only the weights themselves are kept."""
-
-    def after_update(self, parameters: Sequence[Tensor]) -> None:
-        return None
-
-    def versions(self, parameters: Sequence[Tensor]) -> Iterator[str]:
-        yield ""
 
 
 def in_one_piece(records: Sequence[Any]) -> list[list[Any]]:
@@ -165,13 +66,6 @@ def straight(
 
 def leave(module: nn.Module) -> None:
     """The default edit of a model: none."""
-
-
-def plain_engine(assembly: Assembly) -> Engine:
-    """The engine for a model that one process runs from end to end."""
-    from hasten.core.engine import PlainEngine
-
-    return PlainEngine(assembly)
 
 
 @dataclass
@@ -205,7 +99,7 @@ class Setup:
     checkpoint: Checkpointing = field(default_factory=NoCheckpoint)
     threads: Callable[[], None] = lambda: None
     allocator: Callable[[], None] = lambda: None
-    engine: Callable[[Assembly], Engine] = plain_engine  # a LAYOUT may bring its own
+    engine: Callable[[Any], Engine] | None = None  # of an Assembly; a LAYOUT may bring its own
     clock: Clock = field(default_factory=Unclocked)  # counts what a step's time goes into
     guards: Guards = field(default_factory=Guards)  # what each step is checked for
     spikes: SpikeWatching = field(default_factory=NoSpikes)  # what follows from a loss that rises

@@ -16,15 +16,13 @@ import statistics
 from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from hasten.core.checkpointing import NoCheckpoint
 from hasten.core.guards import append_line
+from hasten.core.meter import StepMetrics
+from hasten.core.session import Session
 from hasten.errors import InputError, StoppedError
-
-if TYPE_CHECKING:
-    from hasten.core.session import Session
-    from hasten.core.step import StepMetrics
 
 FEWEST = 8  # losses before anything is called unusual
 NORMAL = 1.4826  # median absolute deviation to standard deviation, for a normal distribution
@@ -40,29 +38,6 @@ class SpikeError(StoppedError):
     """The loss shot up again and again."""
 
     code = 5
-
-
-class SpikeWatching(Protocol):
-    """What a run asks of its policy."""
-
-    rate: float  # the schedule's learning rate is multiplied by it
-
-    @property
-    def suspects(self) -> bool:
-        """Losses are unusual just now: no state of it should be kept."""
-
-    def goes_back(self, session: Session, metrics: StepMetrics) -> bool:
-        """Look at a step; True where the session is at an earlier one now."""
-
-
-class NoSpikes:
-    """Losses are as they are."""
-
-    rate = 1.0
-    suspects = False
-
-    def goes_back(self, session: Session, metrics: StepMetrics) -> bool:
-        return False
 
 
 @dataclass(frozen=True)

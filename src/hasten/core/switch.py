@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from hasten.core.step import StepMetrics
+from typing import Any
 
 
 def at_once() -> int:
@@ -36,17 +33,3 @@ class Switch:
     now: Callable[[], Any]
     set: Callable[[Any], None]
     delay: Callable[[], int] = at_once
-
-
-class Adjusting(Protocol):
-    """Who changes the settings of a run while it goes on."""
-
-    def after_step(self, metrics: StepMetrics) -> None:
-        """A step is done, the next one hasn't begun; called on every rank."""
-
-
-class AsSet:
-    """Every setting stays as the plan has it."""
-
-    def after_step(self, metrics: StepMetrics) -> None:
-        return None

@@ -13,15 +13,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from hasten.core.facts import Facts
 from hasten.core.slot import Slot
-
-if TYPE_CHECKING:
-    from hasten.core.facts import Facts
-    from hasten.core.session import Session
-    from hasten.core.setup import Setup
-    from hasten.core.switch import Switch
+from hasten.core.switch import Switch
 
 
 class Fidelity(Enum):
@@ -114,8 +110,8 @@ class Technique(ABC):
         return ()
 
     @abstractmethod
-    def apply(self, setup: Setup) -> None:
-        """Put yourself into your slot of the setup; nothing runs yet."""
+    def apply(self, setup: Any) -> None:
+        """Put yourself into your slot of the `core.setup.Setup`; nothing runs yet."""
 
     def environ(self, facts: Facts) -> Mapping[str, str]:
         """Variables that must stand before the process starts; whoever starts it sets them."""
@@ -130,10 +126,10 @@ class Technique(ABC):
         return Forecast()
 
     @abstractmethod
-    def probe(self, session: Session) -> Proof:
-        """What you did in this session, after at least one step."""
+    def probe(self, session: Any) -> Proof:
+        """What you did in this `core.session.Session`, after at least one step."""
 
-    def switches(self, session: Session) -> tuple[Switch, ...]:
+    def switches(self, session: Any) -> tuple[Switch, ...]:
         """What of you may change between two steps of this session, which has done some."""
         return ()
 

@@ -12,8 +12,9 @@ from typing import Any
 from hasten.core.clock import data_stall, split, stability
 from hasten.core.evaluate import Evaluation, evaluate
 from hasten.core.leaving import asked, interruptible
+from hasten.core.meter import StepMetrics
 from hasten.core.session import Progress, Session
-from hasten.core.step import StepMetrics, training
+from hasten.core.step import training
 from hasten.machine import host
 
 

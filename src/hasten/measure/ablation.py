@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from hasten.core.plan import Plan, did_you_mean
 from hasten.core.slot import Slot
 from hasten.errors import InputError
-
-if TYPE_CHECKING:
-    from hasten.measure.luck import Luck
+from hasten.measure.statistics import Luck
 
 Kind = Literal["baseline", "again", "alone", "left out", "ladder", "all", "other"]
 Which = Literal["plan", "ladder", "alone", "left-out", "all"]

@@ -34,11 +34,12 @@ from hasten.core.clock import (
     data_stall,
     split,
 )
+from hasten.core.contracts import Dense
 from hasten.core.engine import PlainEngine, SendsLate
 from hasten.core.layout import OneProcess
+from hasten.core.meter import StepMetrics
 from hasten.core.session import Progress, Session
-from hasten.core.setup import Dense
-from hasten.core.step import StepMetrics, training
+from hasten.core.step import training
 from hasten.errors import InputError
 from hasten.measure.ledger import ledger_of
 from hasten.measure.profile_operators import operators, table

@@ -11,8 +11,7 @@ import math
 from collections.abc import Sequence
 
 from hasten.errors import InputError
-from hasten.measure.luck import Luck
-from hasten.measure.statistics import DOUBT, Interval, mean_and_error, require_positive
+from hasten.measure.statistics import DOUBT, Interval, Luck, mean_and_error, require_positive
 from hasten.measure.students_t import student_quantile, student_tail
 
 LEAST_FLOOR = 0.01  # a change of one per cent is nothing that anybody should act on

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hasten.errors import InputError
-from hasten.measure.students_t import student_quantile  # part of its face
+from hasten.measure.students_t import student_quantile, student_tail
 
 Verdict = Literal["held", "fell short", "harmed", "inconclusive", "no effect"]
 
@@ -227,3 +227,43 @@ def require_positive(values: Sequence[float], arm: str) -> None:
 
 def _exp(x: float) -> float:
     return math.exp(x) if x < 709 else math.inf  # math.exp raises just above
+
+
+@dataclass(frozen=True)
+class Luck:
+    """The standard error of an arm's mean log speed that its processes bring, and how well known.
+
+    Args:
+        error: of one arm, over all of its builds.
+        freedom: degrees of freedom behind it.
+        builds: fresh builds of each arm.
+    """
+
+    error: float
+    freedom: float
+    builds: int
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of one process."""
+        return self.error * math.sqrt(self.builds)
+
+    def half(self, confidence: float = 0.95, arms: float = 2.0) -> float:
+        """Half the width of an interval of log speeds; ``arms``: squared weights of those in it."""
+        quantile = student_quantile((1 + confidence) / 2, self.freedom)
+        return quantile * self.error * math.sqrt(arms)
+
+    def chance(self, distance: float) -> float:
+        """Of two arms that far apart in log speed, either way, by their processes alone."""
+        return 2 * student_tail(abs(distance) / (self.error * math.sqrt(2)), self.freedom)
+
+    def widened(self, found: Interval, confidence: float = 0.95, arms: float = 2.0) -> Interval:
+        """The interval, at least as wide as processes make it."""
+        if not (found.low > 0 and math.isfinite(found.high)):
+            return found
+        factor = math.exp(self.half(confidence, arms))
+        low, high = (
+            min(found.low, found.estimate / factor),
+            max(found.high, found.estimate * factor),
+        )
+        return Interval(found.estimate, found.median, low, high, found.rounds)

@@ -34,7 +34,6 @@ from hasten.parts.optim.parameter_groups import decayed_groups
 from hasten.recipe.material import Material
 from hasten.recipe.schema import Recipe
 from hasten.recipe.terms import terms_of
-from hasten.techniques import CATALOGUE
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.layout.ddp import DDP
 
@@ -72,14 +71,9 @@ def model_facts(recipe: Recipe, material: Material | None) -> ModelFacts:
     )
 
 
-def catalogue() -> tuple[type[Technique], ...]:
-    """Every technique there is, for those above this room that name none."""
-    return CATALOGUE
-
-
 def requested_plan(recipe: Recipe, more: Iterable[type[Technique]] = ()) -> Plan:
     """The recipe's techniques as they are written, whether they can work here or not."""
-    plan = Plan.from_list(recipe.plan, (*CATALOGUE, *more))
+    plan = Plan.from_list(recipe.plan, (*catalogue(), *more))
     if recipe.finetuning_type == "lora" and Slot.ADAPTER in plan:
         raise InputError(
             "finetuning_type: lora and a technique of the plan both decide which parameters learn; "

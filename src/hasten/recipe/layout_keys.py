@@ -34,7 +34,7 @@ def with_layout_key(values: Mapping[str, Any], plan: list[Any]) -> dict[str, Any
 
 def _entry(asked: Any) -> Any:
     """A line of the plan."""
-    from hasten.recipe.build import catalogue  # torch, which reading a recipe can do without
+    from hasten.recipe.catalogue import catalogue  # torch, which reading a recipe can do without
     from hasten.techniques.layout.hybrid import Hybrid
 
     layouts = tuple(kind.name() for kind in catalogue() if kind.slot is Slot.LAYOUT)

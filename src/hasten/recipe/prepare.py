@@ -19,9 +19,9 @@ import torch
 from hasten.core.evaluate import Evaluation
 from hasten.core.facts import Facts
 from hasten.core.job_record import batch_record, check_same_job
+from hasten.core.meter import StepMetrics
 from hasten.core.plan import Plan
 from hasten.core.session import Session
-from hasten.core.step import StepMetrics
 from hasten.data.onewriter import only_run_in
 from hasten.data.token_store import inspect
 from hasten.errors import InputError

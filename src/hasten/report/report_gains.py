@@ -13,10 +13,9 @@ from itertools import pairwise
 from typing import Any
 
 from hasten.formatting import NOT_MEASURED
-from hasten.measure.luck import Luck
 from hasten.measure.quality.guard_rows import FAILED
 from hasten.measure.significance import LEAST_FLOOR
-from hasten.measure.statistics import Interval, paired_ratio, verdict
+from hasten.measure.statistics import Interval, Luck, paired_ratio, verdict
 from hasten.report_words import span, words
 
 Arm = Mapping[str, Any]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from hasten.core.batch import MicroBatch, StepBatch
-from hasten.core.engine import Engine, PlainEngine, SendsLate
+from hasten.core.contracts import Engine
+from hasten.core.engine import PlainEngine, SendsLate
 from hasten.core.facts import Facts
 from hasten.core.session import Session
 from hasten.core.setup import Setup

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from hasten.core.meter import StepMetrics
 from hasten.core.session import Session
 from hasten.core.slot import Slot
-from hasten.core.step import StepMetrics
 from hasten.core.switch import Switch
 from hasten.errors import InputError
 from hasten.measure.statistics import DOUBT, mean_and_error

@@ -29,11 +29,11 @@ from hasten.core.clock import clock_on
 from hasten.core.evaluate import Evaluation
 from hasten.core.facts import Facts
 from hasten.core.leaving import patient
+from hasten.core.meter import StepMetrics
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.slow_link import SlowLink
-from hasten.core.step import StepMetrics
 from hasten.core.trainer import Outcome, Watch, fit
 from hasten.launch.joining import agree
 from hasten.launch.naming_ranks import naming_ranks

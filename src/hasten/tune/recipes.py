@@ -19,7 +19,8 @@ from hasten.measure.experiment import Subject, measured
 from hasten.measure.grouping import SHARE
 from hasten.measure.turns import Runner, duel_steps
 from hasten.progress import Audience
-from hasten.recipe.build import batch_of, catalogue
+from hasten.recipe.build import batch_of
+from hasten.recipe.catalogue import catalogue
 from hasten.recipe.mesh_choices import mixed_layouts
 from hasten.recipe.recipe_text import recipe_text
 from hasten.recipe.schema import Recipe

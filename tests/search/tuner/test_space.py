@@ -13,7 +13,7 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Knob
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.recipe.build import catalogue
+from hasten.recipe.catalogue import catalogue
 from hasten.recipe.mesh_choices import mixed_layouts
 from hasten.tune.plans import NONE, plan_space, values_of
 from hasten.tune.space import Dimension, Space, of_values

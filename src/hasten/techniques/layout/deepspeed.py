@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from hasten.core.batch import MicroBatch
 from hasten.core.clock import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER
+from hasten.core.contracts import Wire
 from hasten.core.engine import Assembly
 from hasten.core.facts import Facts
 from hasten.core.session import Session
-from hasten.core.setup import Setup, Wire
+from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.errors import InputError

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hasten.core.contracts import Dense, Wire
 from hasten.core.layout import gradients_of, total_norm
-from hasten.core.setup import Dense, Setup, Wire
+from hasten.core.setup import Setup
 from hasten.errors import InputError
 from hasten.parts.distributed.expert_parallel import (
     ExpertGradients,

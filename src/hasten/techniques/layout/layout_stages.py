@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from hasten.core.contracts import Dense, Wire
 from hasten.core.layout import gradients_of, total_norm
-from hasten.core.setup import Dense, Setup, Wire
+from hasten.core.setup import Setup
 from hasten.errors import InputError
 from hasten.parts.distributed.late_reduction import reduce_now
 from hasten.parts.distributed.pipeline.pipeline_tied import is_end

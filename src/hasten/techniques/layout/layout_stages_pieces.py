@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hasten.core.setup import Dense, Setup, Wire, on_device
+from hasten.core.contracts import Dense, Wire
+from hasten.core.setup import Setup, on_device
 from hasten.errors import InputError
 from hasten.models.tensor_plans import TENSOR_PLANS
 from hasten.parts.distributed.local_shards import LocalShards, whole_on_first

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.clock import OPTIMIZER
-from hasten.core.setup import Dense, Wire
+from hasten.core.contracts import Dense, Wire
 from hasten.core.traffic import Traffic
 from hasten.parts.distributed.ddp_traffic import ring_bytes, under_way, watch
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from hasten.core.contracts import Wire
 from hasten.core.session import Session
-from hasten.core.setup import Wire
 from hasten.core.technique import Proof
 from hasten.errors import InputError
 from hasten.parts.comm.settings import Settings
