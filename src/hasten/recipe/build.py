@@ -31,6 +31,7 @@ from hasten.parts.nn.cross_entropy import LossTerms
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.parts.nn.token_accuracy import token_accuracy
 from hasten.parts.optim.parameter_groups import decayed_groups
+from hasten.recipe.catalogue import catalogue
 from hasten.recipe.material import Material
 from hasten.recipe.schema import Recipe
 from hasten.recipe.terms import terms_of

@@ -9,8 +9,8 @@ diloco and stream send weights in the place of gradients (:mod:`hasten.parts.com
 :mod:`hasten.parts.comm.streaming_local_sgd`); auto tries routes for DDP's buckets
 (:mod:`hasten.parts.comm.route_choice`). All have to know when weights have moved: torch calls them
 after each step of the optimizer that has the model's first weight, and a warning comes where that
-never happens. All ranks must take the same steps. Where a step may be left out on one rank (a GradScaler of its own), use the part itself and
-call its ``after_step`` in every step.
+never happens. All ranks must take the same steps. Where a step may be left out on one rank (a
+GradScaler of its own), use the part itself and call its ``after_step`` in every step.
 """
 
 from __future__ import annotations
