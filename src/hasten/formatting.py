@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import math
-from typing import Any
+import os
+import re
+import stat
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
 
 
 def duration(seconds: float) -> str:
@@ -32,3 +39,113 @@ def number(value: Any) -> float | None:
 
 
 NOT_MEASURED = "not measured"
+
+
+# The report's words: numbers as people read them, and JSON as YAML to read and to copy.
+#
+# Byte units are those of the command line (GB and MB, decimal), so that one run has one number
+# wherever it is printed.
+
+_LARGEST = 1e18  # larger numbers are written with an exponent and without a unit
+
+UNITS: dict[str, Callable[[float], str]] = {
+    "amount": lambda v: f"{v:,.0f}" if abs(v) >= 99.95 else f"{v:.3g}",
+    "times": lambda v: f"{v:.2f}×",
+    "memory": lambda v: f"{v / 1e9:.2f} GB" if v >= 1e9 else f"{v / 1e6:.0f} MB",
+    "loss": lambda v: f"{v:.4f}",
+    "loss_change": lambda v: signed(v, 4),
+    "seconds": lambda v: f"{v:.2f} s" if v >= 1 else _milliseconds(1000 * v),
+    "duration": lambda v: _duration(v),
+    "percent": lambda v: f"{100 * v:.1f} %",
+    "change": lambda v: f"{signed(100 * v, 1)} %",
+    "tokens": lambda v: f"{v / 1e6:.3g} M" if v >= 1e5 else f"{v:,.0f}",
+    "price": lambda v: f"{v:,.4f}",
+    "short": lambda v: f"{v:.3g}",
+    "found": lambda v: f"{v:.4g}",
+}
+
+
+def words(value: float | None, unit: str) -> str:
+    """A number as people read it; None is said, never replaced by a number."""
+    if value is None or not math.isfinite(value):
+        return NOT_MEASURED
+    return UNITS[unit](value) if abs(value) < _LARGEST else f"{value:.3g}"
+
+
+def measure(value: float | None, unit: str) -> str:
+    """A number in a unit that a prediction names: s, bytes, or any other behind it."""
+    known = {"s": "seconds", "bytes": "memory"}.get(unit)
+    if known or value is None or not math.isfinite(value):
+        return words(value, known or "amount")
+    return f"{words(value, 'amount')} {unit}"
+
+
+def signed(value: float, places: int) -> str:
+    """A change with its sign; one that rounds to nothing has none."""
+    text = f"{value:+.{places}f}".replace("-", "−")
+    return text if re.search("[1-9]", text) else text[1:]
+
+
+def span(value: Mapping[str, float | None], unit: str) -> str:
+    """A median with its interval, as in 1.62× [1.55, 1.70].
+
+    A single round has none, nor has a baseline against itself.
+    """
+    low, high = value["low"], value["high"]
+    if value["median"] is None or low is None or high is None or low == high:
+        return words(value["median"], unit)
+    ends = (words(end, unit).rstrip("×") for end in (low, high))
+    return f"{words(value['median'], unit)} [{', '.join(ends)}]"
+
+
+def _milliseconds(count: float) -> str:
+    """A part of a step may take microseconds, which is not the same as nothing."""
+    return f"{count:.2g} ms" if 0 < abs(count) < 9.5 else f"{count:.0f} ms"
+
+
+def _duration(seconds: float) -> str:
+    if abs(seconds) < 90:
+        return UNITS["seconds"](seconds)
+    return f"{seconds / 60:.0f} min" if abs(seconds) < 5400 else f"{seconds / 3600:,.1f} h"
+
+
+def outline(value: Any, indent: str = "") -> str:
+    """A JSON object or list, not empty, as YAML with one line per value, to read and to copy."""
+    items = value.items() if isinstance(value, dict) else [(None, item) for item in value]
+    lines = []
+    for key, item in items:
+        head = indent + ("-" if key is None else f"{_scalar(key)}:")
+        if isinstance(item, dict | list) and item:
+            lines += [head, outline(item, indent + "  ")]
+        else:
+            lines.append(f"{head} {_scalar(item)}")
+    return "\n".join(lines)
+
+
+def _scalar(value: Any) -> str:
+    """One value in YAML: JSON, with the quotes left away where a word can mean nothing else."""
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z_/][\w./+-]*", value, re.ASCII):
+        meant = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
+        return f'"{value}"' if value.lower() in meant else value
+    text = json.dumps(value, ensure_ascii=False)
+    # YAML 1.1 takes 1e-05 for text; with a point it is a number everywhere.
+    return re.sub(r"^(-?\d+)e", r"\1.0e", text)
+
+
+# Files and texts of others: no pipe is waited for, and no terminal obeys a text.
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A file's bytes; raises OSError for a pipe, whose writer may never come, or a device."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(handle, "rb")
+
+
+def shown(text: str) -> str:
+    """The text with control characters other than tabs and line ends as `\\x1b`."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found.group()):02x}", text)

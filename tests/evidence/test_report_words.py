@@ -2,8 +2,7 @@
 
 import pytest
 
-from hasten.formatting import size
-from hasten.report_words import outline, span, words
+from hasten.formatting import outline, size, span, words
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from hasten.data.chatformats import template_file
 from hasten.data.readers import read_records
 from hasten.errors import InputError
-from hasten.foreign import open_regular, shown
+from hasten.formatting import open_regular, shown
 
 
 def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:

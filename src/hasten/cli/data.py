@@ -16,7 +16,7 @@ from hasten.data.statistics import Layout, Statistics, advice, layouts, statisti
 from hasten.data.token_store import inspect as rendered
 from hasten.data.toolturns import split_tools, template_turns
 from hasten.errors import InputError
-from hasten.foreign import shown
+from hasten.formatting import shown
 from hasten.recipe.build import DEFAULT_BATCH
 from hasten.recipe.material import Material, gather
 from hasten.recipe.schema import Recipe, load_recipe

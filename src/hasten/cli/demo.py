@@ -22,7 +22,7 @@ from hasten.cli.train import StepLine
 from hasten.core.leaving import ask_to_leave
 from hasten.core.meter import StepMetrics
 from hasten.core.session import Session
-from hasten.formatting import duration
+from hasten.formatting import duration, span
 from hasten.machine import host
 from hasten.measure.ablation import Design, Which
 from hasten.recipe.schema import Recipe
@@ -30,7 +30,6 @@ from hasten.report.report import write_report
 from hasten.report.report_gains import fastest_of_equal_quality
 from hasten.report.report_schema import read_report
 from hasten.report.speedup import ablate
-from hasten.report_words import span
 from hasten.training.run import train
 
 TINY, SMALL, LARGE = "deepseek-llm-tiny", "deepseek-llm-small", "deepseek-llm-1b"

@@ -10,8 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from hasten.foreign import shown
-from hasten.formatting import duration
+from hasten.formatting import duration, shown
 
 PLAIN_EVERY_SECONDS = 10.0
 

@@ -26,7 +26,7 @@ from hasten.cli.plan_options import plan
 from hasten.cli.speedup_options import speedup
 from hasten.cli.tune_options import tune
 from hasten.errors import INTERRUPTED, AgreedError, InputError, StoppedError
-from hasten.foreign import shown
+from hasten.formatting import shown
 
 STARTED = time.perf_counter()
 

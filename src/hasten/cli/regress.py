@@ -10,6 +10,7 @@ from typing import Any
 from hasten.cli.display import Display
 from hasten.core.plan import Plan
 from hasten.errors import InputError
+from hasten.formatting import span
 from hasten.machine import host
 from hasten.measure.experiment import measured, prepared
 from hasten.measure.statistics import Interval
@@ -20,7 +21,6 @@ from hasten.recipe.yaml_reader import read_overrides
 from hasten.report.bundle import Bundle, measurements, read_bundle, stamp
 from hasten.report.compared_runs import MACHINE
 from hasten.report.regress import Change, changes, lost
-from hasten.report_words import span
 
 LOST = 4  # the exit code
 MAY_CHANGE = ("dataset", "held_out", "model", "tokenizer", "price", "data_workers", "ceiling")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from hasten.data import renderer
 from hasten.data.render import check_syntax
 from hasten.errors import InputError
-from hasten.foreign import open_regular
+from hasten.formatting import open_regular
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

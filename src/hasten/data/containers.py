@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple
 import pyarrow as pa
 
 from hasten.errors import InputError
-from hasten.foreign import open_regular
+from hasten.formatting import open_regular
 
 RATIO = 200
 FLOOR = 1 << 28  # bytes

@@ -27,7 +27,7 @@ from hasten.data.spool import Indexed, packed
 from hasten.data.templates import NOT_THE_RECORDS_FAULT, TooLong
 from hasten.data.worker import Work
 from hasten.errors import InputError
-from hasten.foreign import shown
+from hasten.formatting import shown
 from hasten.parts.data.records import TokenRecord
 
 if TYPE_CHECKING:

@@ -30,9 +30,9 @@ from types import TracebackType
 from typing import IO, Any
 
 from hasten.errors import InputError
+from hasten.formatting import span, words
 from hasten.measure.crew import Crew, CrewFailedError, interpreter
 from hasten.measure.statistics import Interval, Verdict, paired_ratio, spread, verdict
-from hasten.report_words import span, words
 
 Job = str | Callable[[], Callable[[], Any]]
 ENTRY = "hasten.measure.loop_process"

@@ -17,8 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hasten.foreign import open_regular
-from hasten.formatting import number
+from hasten.formatting import number, open_regular
 from hasten.monitor import events as told
 from hasten.monitor.events import Event, Events
 from hasten.monitor.following import Following

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hasten.core.technique import Claim, Technique
+from hasten.formatting import span
 from hasten.measure.ablation import Arm
 from hasten.measure.significance import LEAST_FLOOR, holm, p_beyond
 from hasten.measure.statistics import Interval, verdict
 from hasten.report.comparisons import floor_of, ratio_between
 from hasten.report.judgement import idle
-from hasten.report_words import span
 
 MEMORY_NOISE = 0.01  # a change of peak memory that nobody should act on
 SPEED, MEMORY = "tokens_per_second", "peak_memory_bytes"

@@ -19,11 +19,11 @@ from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
+from hasten.formatting import span
 from hasten.measure.ablation import Arm
 from hasten.measure.statistics import Interval, paired_ratio
 from hasten.report.comparisons import ratio_to, ratios_of
 from hasten.report.judgement import idle, quality
-from hasten.report_words import span
 
 DOUBT = 0.05  # of all decisions of a climb together
 FLOOR = 0.01  # a gain that nobody should act on

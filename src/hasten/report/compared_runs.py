@@ -11,9 +11,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hasten.formatting import words
 from hasten.report.charts import visible
 from hasten.report.runs import Point, RunFacts
-from hasten.report_words import words
 
 STRETCH = 0.1  # of the way up to the common end: the losses that are averaged
 CLOSE = 0.005  # share by which tokens may differ, a last step being more or less full

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hasten.formatting import span
 from hasten.measure.ablation import Arm
 from hasten.measure.significance import LEAST_FLOOR, noise_floor
 from hasten.measure.statistics import Interval, joint_ratio, paired_ratio, unpaired_ratio
-from hasten.report_words import span
 
 SAME_LOSS = 1e-5  # relative: what the order of float32 sums changes, and no more
 NOT_MEASURED: dict[str, float | None] = {"median": None, "low": None, "high": None}

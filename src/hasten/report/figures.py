@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from hasten.formatting import UNITS, span, words
 from hasten.measure.statistics import Interval
 from hasten.report.charts import (
     NOT_MEASURED,
@@ -35,7 +36,6 @@ from hasten.report.report_gains import (
     switches,
     word_of,
 )
-from hasten.report_words import UNITS, span, words
 
 WIDTHS = (800, 324)  # pixels of a drawing for wide and for narrow screens
 _CURVES = (390, 250)  # pixels, width and height

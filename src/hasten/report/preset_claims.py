@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hasten.formatting import span, words
 from hasten.measure.significance import LEAST_FLOOR
 from hasten.measure.statistics import Interval, verdict
 from hasten.report.claims import MEMORY, SPEED, memory_claim
-from hasten.report_words import span, words
 
 QUALITY = "quality"  # a claim of any measure of it: here it is the held-out loss
 Row = dict[str, str]

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from hasten.formatting import NOT_MEASURED
+from hasten.formatting import NOT_MEASURED, span, words
 from hasten.measure.quality.guard_rows import FAILED
 from hasten.measure.significance import LEAST_FLOOR
 from hasten.measure.statistics import Interval, Luck, paired_ratio, verdict
-from hasten.report_words import span, words
 
 Arm = Mapping[str, Any]
 GOOD = ("held", "fell short")

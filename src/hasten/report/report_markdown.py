@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hasten.formatting import span, words
 from hasten.report.report_gains import GUILTY, head, result_of, unpaid
 from hasten.report.report_rows import priced
 from hasten.report.report_schema import read_report
-from hasten.report_words import span, words
 
 _LONGEST = 400  # characters of a reason; report.json has it whole
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from hasten.formatting import measure, outline, span, words
 from hasten.report.charts_svg import thin
 from hasten.report.figures import drawings
 from hasten.report.report_gains import (
@@ -30,7 +31,6 @@ from hasten.report.report_gains import (
     unpaid,
 )
 from hasten.report.report_rows import fastest, has_cost, machine, priced, proofs, steadiness, terms
-from hasten.report_words import measure, outline, span, words
 
 LARGEST = 490_000  # bytes of the page
 _SAMPLES, _SAMPLE = 6, 2_000  # how many samples the page shows, how many characters of each

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hasten.formatting import words
 from hasten.report.report_gains import GOOD, Arm, any_known, head, result_of
-from hasten.report_words import words
 
 
 def machine(hardware: Mapping[str, Any]) -> str:
