@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from hasten.data import preparing
-from hasten.data.shapes import Conversation, Message
+from hasten.data import tokenize as preparing
+from hasten.data.conversation import Conversation, Message
 from hasten.data.token_store import tokenize
 from offspring import children
 

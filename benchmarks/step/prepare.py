@@ -21,8 +21,8 @@ import torch
 
 from hasten.core.order import GlobalBatch, ShuffledOrder
 from hasten.data.corpus import Corpus, Portion, stdlib_corpus
-from hasten.data.shapes import Conversation
-from hasten.data.templates import encode_all
+from hasten.data.conversation import Conversation
+from hasten.data.chat_template import encode_all
 from hasten.data.tokenizer import train_bpe
 from hasten.models.adapters import add_lora
 from hasten.models.load import quiet

@@ -46,7 +46,7 @@ from hasten.tune.runners import PlanRunner
 from hasten.measure.turns import RunnerFailedError
 from hasten.techniques import CATALOGUE
 from hasten.tune.api import Tuned, tune
-from hasten.data.files import replace_file
+from hasten.data.file_lock import replace_file
 from hasten.tune.subject import Wishes
 
 WITHIN = 0.03  # of each other: what repeated winners are wanted to be

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hasten.data.onewriter import only_run_in
+from hasten.data.file_lock import only_run_in
 from hasten.errors import FAILED, InputError
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.training import fault_test as module

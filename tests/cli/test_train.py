@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from hasten.cli import train
 from hasten.cli.main import app
 from hasten.cli.train import StepLine
-from hasten.data.onewriter import only_run_in
+from hasten.data.file_lock import only_run_in
 from hasten.parts.checkpoint import checkpoints
 from hasten.parts.checkpoint.manifest import read_manifest
 from hasten.recipe.schema import Recipe

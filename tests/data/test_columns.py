@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.data.columns import Columns, columns_of
+from hasten.data.conversation import SHAPES, Columns, columns_of, conversation
 from hasten.data.readers import read_records, read_sources
-from hasten.data.shapes import SHAPES, conversation
 from hasten.data.sources import Source, source_of, weighted
 from hasten.errors import InputError
 

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hasten.data import containers, jsonscan
-from hasten.data.jsonscan import scan_lines
+from hasten.data import containers, json_reader
+from hasten.data.conversation import UnfitError, conversation, shape_of
+from hasten.data.json_reader import scan_lines
 from hasten.data.readers import Reading, read_records
-from hasten.data.shapes import UnfitError, conversation, shape_of
 from hasten.errors import InputError
 
 Rows = list[dict[str, str]]
@@ -207,7 +207,7 @@ def test_a_decompression_bomb_is_refused_before_it_has_grown(
 
 
 def test_a_line_without_end_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsonscan, "LONGEST_LINE", 1 << 10)
+    monkeypatch.setattr(json_reader, "LONGEST_LINE", 1 << 10)
     path = put(tmp_path, "a.jsonl", lines(GOOD[:1]) + b"x" * 5000 + b"\n" + lines(GOOD[1:3]))
     reading = read_records([path], max_rejected=1)
     assert len(reading.conversations) == 3

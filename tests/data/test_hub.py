@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from hasten.data.hub import HubName, hub_files, hub_name
 from hasten.data.readers import Reading, read_records
+from hasten.data.sources import HubName, hub_files, hub_name
 from hasten.errors import InputError
 
 ROWS = [{"question": f"q{n}", "answer": f"a{n}"} for n in range(7)]

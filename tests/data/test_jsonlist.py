@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.data import jsonlist
-from hasten.data.jsonlist import scan_json
-from hasten.data.jsonscan import FaultError, Found
+from hasten.data import json_reader
+from hasten.data.json_reader import FaultError, Found, scan_json
 
 TEXTS = st.text(st.sampled_from('aé你\U0001f600"\\{}[],: \n'), max_size=12)
 WHOLE = st.integers(-(2**63), 2**64 - 1)
@@ -53,23 +52,23 @@ def test_a_small_window_finds_what_a_large_one_finds(
     if not faults:
         assert [one.value for one in whole] == records
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jsonlist, "_LEAST", least)
-        patch.setattr(jsonlist, "_READ", read)
+        patch.setattr(json_reader, "_LEAST", least)
+        patch.setattr(json_reader, "_READ", read)
         assert found(data) == whole
 
 
 def test_more_space_than_a_window_holds_may_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsonlist, "_LEAST", 8)
-    monkeypatch.setattr(jsonlist, "_READ", 4)
+    monkeypatch.setattr(json_reader, "_LEAST", 8)
+    monkeypatch.setattr(json_reader, "_READ", 4)
     assert [one.value for one in found(b"\n" * 100 + b"[1, 2]")] == [1, 2]
 
 
 def test_a_record_without_an_end_costs_a_window_and_not_the_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(jsonlist, "_LEAST", 64)
-    monkeypatch.setattr(jsonlist, "_READ", 16)
-    monkeypatch.setattr(jsonlist, "LONGEST_LINE", 256)
+    monkeypatch.setattr(json_reader, "_LEAST", 64)
+    monkeypatch.setattr(json_reader, "_READ", 16)
+    monkeypatch.setattr(json_reader, "LONGEST_LINE", 256)
     sound = b'{"q": "a", "a": "b"}'
     data = b'[\n{"q": 1, "a": [' + b"[1], " * 200 + b"\n" + b",\n".join([sound] * 9) + b"]"
     reasons = [one.reason for one in found(data)]
@@ -83,9 +82,9 @@ def test_a_record_without_an_end_costs_a_window_and_not_the_file(
 def test_what_is_read_again_after_a_fault_grows_with_the_file_and_not_its_square(
     opened: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jsonlist, "_VAIN", 1 << 12, raising=False)
+    monkeypatch.setattr(json_reader, "_VAIN", 1 << 12, raising=False)
     read = 0
-    plain = jsonlist.Decoder.decode
+    plain = json_reader.Decoder.decode
 
     def counting(self: Any, text: str, at: int, before: int = 0) -> Any:
         nonlocal read
@@ -95,7 +94,7 @@ def test_what_is_read_again_after_a_fault_grows_with_the_file_and_not_its_square
             read += max(fault.at - at, 1000)
             raise
 
-    monkeypatch.setattr(jsonlist.Decoder, "decode", counting)
+    monkeypatch.setattr(json_reader.Decoder, "decode", counting)
     sound = '{"q": "a", "a": "b"}'
     inner = opened * 100 + "1," * 2000
     data = f"[{sound}, " + f"{inner} damaged " * 40 + f", {sound}]"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.data.templates import _dialogue_record
+from hasten.data.chat_template import _dialogue_record
 
 # Tokens in the order of their text: each begins where the last did (a character of several tokens)
 # or at or after its end; some have no width.

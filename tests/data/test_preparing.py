@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 import preparation
-from hasten.data import arrow_file, preparing
-from hasten.data import workers as workers_module
+from hasten.data import arrow_file
+from hasten.data import tokenize as preparing
+from hasten.data import tokenize as workers_module
 from hasten.data.readers import Conversation
 from hasten.data.token_store import tokenize
 from hasten.errors import InputError

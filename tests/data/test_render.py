@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from hasten.data import render as render_module
 from hasten.data import renderer
-from hasten.data.chatformats import FALLBACKS, choose_chat_template
+from hasten.data import template_sandbox as render_module
+from hasten.data.chat_template import FALLBACKS, choose_chat_template, encode
 from hasten.data.readers import Conversation, Message
-from hasten.data.render import render
-from hasten.data.templates import encode
+from hasten.data.template_sandbox import render
 from hasten.data.tokenizer import BOS, EOS
 from hasten.errors import InputError
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from hasten.data.onewriter import RUN_LOCK, only_run_in
+from hasten.data.file_lock import RUN_LOCK, only_run_in
 from hasten.errors import InputError
 
 FORKS_AND_DIES = """
 import os, signal, sys, time
 from pathlib import Path
-from hasten.data.onewriter import only_run_in
+from hasten.data.file_lock import only_run_in
 with only_run_in(Path(sys.argv[1])):
     child = os.fork()
     if not child:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from hasten.data.columns import columns_of
+from hasten.data.chat_template import encode
+from hasten.data.conversation import columns_of
 from hasten.data.readers import read_records, read_sources
 from hasten.data.sources import Source
-from hasten.data.templates import encode
 from hasten.data.tokenizer import train_bpe
 from hasten.errors import InputError
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hasten.data import containers, tablebounds, tables
+from hasten.data import containers, table_reader
 from hasten.data.readers import read_records
-from hasten.data.tablebounds import HELD, arrow_batches, decoded_bytes, parquet_batches, row_slices
+from hasten.data.table_reader import HELD, arrow_batches, decoded_bytes, parquet_batches, row_slices
 from hasten.errors import InputError
 
 LONG = "a long text " * 5_000  # 60 kB
@@ -219,15 +219,15 @@ def test_objects_are_made_of_few_rows_and_bytes_at_a_time() -> None:
     batch = pa.record_batch({"text": ["x"] * 2000 + ["x" * (HELD // 2)] * 3})
     parts = list(row_slices(batch))
     assert pa.Table.from_batches([rows for rows, _ in parts]).equals(pa.Table.from_batches([batch]))
-    assert max(rows.num_rows for rows, _ in parts) <= tablebounds.ROWS
+    assert max(rows.num_rows for rows, _ in parts) <= table_reader.ROWS
     assert max(size for _, size in parts) <= HELD
 
 
 def test_a_row_that_takes_more_than_any_record_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "FLOOR", 1 << 16)
-    monkeypatch.setattr(tablebounds, "HELD", 1 << 16)
+    monkeypatch.setattr(table_reader, "FLOOR", 1 << 16)
+    monkeypatch.setattr(table_reader, "HELD", 1 << 16)
     pq.write_table(pa.table({"text": ["a", "b" * (1 << 16)]}), tmp_path / "a.parquet")
     with pytest.raises(InputError, match="row 2 takes over 0 MiB: write it as several"):
         read_records([tmp_path / "a.parquet"])
@@ -245,7 +245,7 @@ def test_declared_sizes_are_those_that_arrow_unpacks(tmp_path: Path) -> None:
     for codec in ("lz4", "zstd", None):
         ipc(pa.ipc.new_stream, codec)(tmp_path / "a.arrow", table)
         sizes = [
-            size for _, size in tablebounds._declared(pa.memory_map(str(tmp_path / "a.arrow")))
+            size for _, size in table_reader._declared(pa.memory_map(str(tmp_path / "a.arrow")))
         ]
         assert table.nbytes <= sum(sizes) <= table.nbytes + 1024
 

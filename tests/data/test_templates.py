@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.data.readers import Conversation, Message, read_records
-from hasten.data.templates import (
+from hasten.data.chat_template import (
     DEEPSEEK_LLM,
     DEEPSEEK_V3,
     encode,
     encode_all,
     ensure_chat_template,
 )
+from hasten.data.readers import Conversation, Message, read_records
 from hasten.data.tokenizer import BOS, EOS, train_bpe
 from hasten.errors import InputError
 from hasten.parts.data.records import TokenRecord

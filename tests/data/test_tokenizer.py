@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from hasten.data.templates import DEEPSEEK_LLM
+from hasten.data.chat_template import DEEPSEEK_LLM
 from hasten.data.tokenizer import SMALLEST, SPECIAL, train_bpe
 from hasten.errors import InputError
 

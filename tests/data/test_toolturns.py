@@ -10,12 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hasten.data.chatformats import DEEPSEEK_LLM, DEEPSEEK_R1, DEEPSEEK_V3
-from hasten.data.columns import Columns, columns_of
-from hasten.data.messages import Call
+from hasten.data.chat_template import DEEPSEEK_LLM, DEEPSEEK_R1, DEEPSEEK_V3, encode
+from hasten.data.conversation import Call, Columns, columns_of
 from hasten.data.readers import Conversation, Message, read_records, read_sources
 from hasten.data.sources import Source, source_of
-from hasten.data.templates import encode
 from hasten.data.tokenizer import BOS, EOS, train_bpe
 from hasten.errors import InputError
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hasten.core.setup import obstacles
+from hasten.data.conversation import Conversation, Message
 from hasten.data.corpus import Corpus, Portion
-from hasten.data.shapes import Conversation, Message
 from hasten.models.presets import PRESETS
 from hasten.parts.kernels import rowwise
 from hasten.recipe.build import facts_of, plan_of, requested_plan

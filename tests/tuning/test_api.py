@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from hasten.data.files import replace_file
+from hasten.data.file_lock import replace_file
 from hasten.errors import InputError
 from hasten.planner import tune
 from hasten.tune.api import _Tuning

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hasten.cli.display import Display
+from hasten.data.chat_template import split_tools, template_turns
+from hasten.data.conversation import Conversation
 from hasten.data.packed_file import COLUMNS, check_name, write_packed
 from hasten.data.readers import read_records
-from hasten.data.shapes import Conversation
 from hasten.data.statistics import Layout, Statistics, advice, layouts, statistics_of
 from hasten.data.token_store import inspect as rendered
-from hasten.data.toolturns import split_tools, template_turns
 from hasten.errors import InputError
 from hasten.formatting import shown
 from hasten.recipe.build import DEFAULT_BATCH

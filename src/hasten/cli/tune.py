@@ -12,7 +12,7 @@ from hasten.cli.display import Display
 from hasten.cli.guard import Rows, guarded
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
-from hasten.data.files import replace_file
+from hasten.data.file_lock import replace_file
 from hasten.formatting import duration, size
 from hasten.measure.experiment import Subject
 from hasten.measure.quality.guard import GuardDesign

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hasten.cli.arguments import copied, writable
 from hasten.cli.display import Display
-from hasten.data.files import replace_file
+from hasten.data.file_lock import replace_file
 from hasten.formatting import duration
 from hasten.recipe.schema import load_recipe
 from hasten.tune.learning_study import Learned, LearningWishes

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from hasten.data.shapes import Conversation, Message
+from hasten.data.conversation import Conversation, Message
 from hasten.errors import InputError
 
 _NOT_LIBRARY = (

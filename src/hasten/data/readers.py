@@ -16,17 +16,21 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
-from hasten.data.columns import Columns
 from hasten.data.containers import NAMES, Container, container_of, named, open_stream
-from hasten.data.datasetinfo import FILE
-from hasten.data.hub import hub_files, hub_name, saved_files
-from hasten.data.jsonlist import scan_json
-from hasten.data.jsonscan import Found, scan_lines
-from hasten.data.shapes import SHAPES, Conversation, Message, UnfitError, conversation, shape_of
-from hasten.data.sources import Source
+from hasten.data.conversation import (
+    SHAPES,
+    Columns,
+    Conversation,
+    Message,
+    UnfitError,
+    conversation,
+    shape_of,
+)
+from hasten.data.json_reader import Found, scan_json, scan_lines
+from hasten.data.sources import FILE, Source, hub_files, hub_name, saved_files
 from hasten.data.spool import Gathered
 from hasten.data.stages import refuse_other_stage
-from hasten.data.tables import scan_csv, scan_table
+from hasten.data.table_reader import scan_csv, scan_table
 from hasten.errors import InputError
 
 __all__ = [

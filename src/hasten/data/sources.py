@@ -7,17 +7,123 @@ seed, once for the run; the order of the epoch is the trainer's business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import json
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hasten.data.columns import Columns
-from hasten.data.datasetinfo import entry_of
+from hasten.data.conversation import TAGS, Columns
 from hasten.data.spool import Choice, Indexed
 from hasten.errors import InputError
+
+# Data sets as LLaMA-Factory's dataset_info.json lists them: `folder/dataset_info.json:NAME`.
+#
+# Read is what an entry says of local files: `file_name`, `formatting` (alpaca, sharegpt), `columns`
+# and `tags`, with that file's own defaults. A name on a hub is refused and a script is never run.
+# An alpaca entry whose columns have a prompt and no response is plain text, as for pre-training.
+
+FILE = "dataset_info.json"
+_LARGEST = 1 << 24  # bytes
+_READ = ("file_name", "formatting", "columns", "tags")
+_ELSEWHERE = ("hf_hub_url", "ms_hub_url", "om_hub_url", "cloud_file_name", "load_from")
+# The data set's column -> the shape's, per formatting.
+_ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "history": "history"}
+_COLUMNS = {"alpaca": _ALPACA | {"system": "system"}}
+_COLUMNS["sharegpt"] = {"messages": "conversations", "system": "system", "tools": "tools"}
+_UNMAPPED = {
+    "alpaca": {"prompt": "instruction", "query": "input", "response": "output"},
+    "sharegpt": {"messages": "conversations"},
+}
+
+
+def entry_of(name: str) -> tuple[Path, Columns] | None:
+    """The file and columns that `FOLDER[/dataset_info.json]:NAME` stands for; None for a path.
+
+    Raises InputError where the list or the entry can't be used.
+    """
+    place, colon, wanted = name.rpartition(":")
+    if not colon or Path(name).exists():
+        return None
+    listing = Path(place) / FILE if Path(place).is_dir() else Path(place)
+    if listing.name != FILE:
+        return None
+    entries = _entries(listing)
+    if wanted not in entries:
+        close = difflib.get_close_matches(wanted, entries, n=1) or list(entries)[:5]
+        raise InputError(f"{listing} has no entry {wanted!r}: it has {', '.join(close) or 'none'}")
+    return _read(listing, wanted, entries[wanted])
+
+
+def _entries(listing: Path) -> dict[str, Any]:
+    try:
+        with listing.open("rb") as file:
+            data = file.read(_LARGEST + 1)
+        found = json.loads(data.decode("utf-8-sig")) if len(data) <= _LARGEST else None
+    except OSError as error:
+        raise InputError(f"{listing} can't be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{listing} is not JSON: {error}; correct it") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{listing} must be an object of data sets by their names")
+    return found
+
+
+def _read(listing: Path, name: str, entry: Any) -> tuple[Path, Columns]:
+    place = f"{listing}: {name}"
+    if not isinstance(entry, dict):
+        raise InputError(f"{place} must be an object with a file_name")
+    if entry.get("script_url"):
+        raise InputError(f"{place} is a script, which is never run: give the files that it makes")
+    if elsewhere := [key for key in _ELSEWHERE if entry.get(key)]:
+        raise InputError(
+            f"{place} lies elsewhere ({elsewhere[0]}): fetch it and give its file or folder"
+        )
+    if unread := [key for key, value in entry.items() if key not in _READ and value]:
+        raise InputError(f"{place} has {unread[0]!r}, which is not read here: use an entry without")
+    return _file(listing, place, entry.get("file_name")), _columns(place, entry)
+
+
+def _file(listing: Path, place: str, name: Any) -> Path:
+    if not isinstance(name, str) or not name:
+        raise InputError(f"{place} has no file_name: only local files are read")
+    folder = listing.parent.resolve()
+    if not (folder / name).resolve().is_relative_to(folder):
+        raise InputError(f"{place}: file_name {name!r} leads out of {folder}: name a file in it")
+    return listing.parent / name
+
+
+def _columns(place: str, entry: dict[str, Any]) -> Columns:
+    formatting = entry.get("formatting", "alpaca")
+    if not isinstance(formatting, str) or formatting not in _COLUMNS:
+        raise InputError(f"{place}: formatting {formatting!r} is none of {', '.join(_COLUMNS)}")
+    known = _COLUMNS[formatting]
+    given = _texts(place, "columns", entry) or _UNMAPPED[formatting]
+    if unread := [key for key in given if key not in known]:
+        raise InputError(f"{place}: the column {unread[0]!r} is not read here: leave it out")
+    tags = _texts(place, "tags", entry)
+    if unread := [key for key in tags if key not in TAGS]:
+        raise InputError(f"{place}: the tag {unread[0]!r} is none of {', '.join(TAGS)}")
+    if formatting == "alpaca" and {*given} == {"prompt"}:
+        return Columns({"text": given["prompt"]}, shape="text")
+    names = {known[key]: own for key, own in given.items()}
+    return Columns(names, tags, formatting)
+
+
+def _texts(place: str, key: str, entry: dict[str, Any]) -> dict[str, str]:
+    found = entry.get(key) or {}
+    if not isinstance(found, dict):
+        raise InputError(f"{place}: {key} must be an object of texts")
+    kept = {name: own for name, own in found.items() if own is not None}
+    if wrong := [name for name, own in kept.items() if not isinstance(own, str) or not own]:
+        raise InputError(f"{place}: {key}: {wrong[0]} must be a text")
+    return kept
+
 
 PLAIN = Columns()
 
@@ -57,3 +163,146 @@ def weighted(groups: Sequence[Indexed], weights: Sequence[float], seed: int) -> 
         kept += [*[every] * int(whole), every[np.sort(order[: round(part * len(group))])]]
         first += len(group)
     return Choice(groups, np.concatenate(kept))
+
+
+# Data sets of the `datasets` library: names on the hub, and folders that `save_to_disk` wrote.
+#
+#     owner/name                  the split train of its only configuration
+#     owner/name:split            another split
+#     owner/name:config:split     one of several configurations
+#
+# A name becomes the Arrow files that the library keeps of it in its cache; a saved folder's files are
+# those that its state.json lists. Both are read like any other table. Scripts are never run: the
+# library refuses them from version 4 on, and an older one isn't used.
+
+STATE = "state.json"
+SPLITS = "dataset_dict.json"
+_NAME = re.compile(r"(?P<set>[A-Za-z0-9][\w.-]*/[\w.-]+)(:(?P<config>[\w.+-]+))?(:(?P<split>\w+))?")
+_OLDEST = 4  # the first version that runs no scripts
+Load = Callable[..., Any]  # as datasets.load_dataset
+
+
+class HubName(NamedTuple):
+    """What a name on the hub asks for."""
+
+    dataset: str  # owner/name
+    config: str | None
+    split: str
+
+
+def hub_name(name: str) -> HubName | None:
+    """The hub name that `name` can be; None for anything that looks like a path.
+
+    What lies in an existing folder or ends in letters, as `.txt`, is a path with a mistake in it.
+    """
+    found = _NAME.fullmatch(name)
+    if found is None or Path(found["set"]).parent.exists():
+        return None
+    if Path(found["set"]).suffix[1:].isalpha():
+        return None
+    first, second = found["config"], found["split"]
+    if second is None:
+        return HubName(found["set"], None, first or "train")
+    return HubName(found["set"], first, second)
+
+
+def hub_files(name: HubName, load: Load | None = None) -> list[Path]:
+    """The Arrow files of a data set on the hub, fetched into the library's cache if need be.
+
+    Raises InputError where the library is missing, or the set can't be had or is a script.
+    """
+    load = load or _library(name.dataset)
+    try:
+        found = load(name.dataset, name.config, split=name.split)
+        files = [Path(file["filename"]) for file in found.cache_files]
+    except Exception as error:  # the library and those below it raise of every kind
+        raise InputError(_said(name, error)) from error
+    if not files or not len(found):
+        raise InputError(f"dataset {name.dataset}: its split {name.split} has no records")
+    return files
+
+
+def saved_files(folder: Path) -> list[Path] | None:
+    """The Arrow files of a folder that `save_to_disk` wrote, in order; None for another folder.
+
+    Raises InputError where its lists are damaged, or name files outside it or none of its own.
+    """
+    if (folder / STATE).is_file():
+        return _listed(folder)
+    if not (folder / SPLITS).is_file():
+        return None
+    splits = _object(folder / SPLITS).get("splits")
+    names = [name for name in splits if isinstance(name, str)] if isinstance(splits, list) else []
+    if len(names) == 1:
+        return _listed(_inside(folder, names[0]))
+    told = ", ".join(str(folder / name) for name in names) or "none"
+    raise InputError(f"{folder} has several splits, name one of them: {told}")
+
+
+def _listed(folder: Path) -> list[Path]:
+    listed = _object(folder / STATE).get("_data_files")
+    rows = listed if isinstance(listed, list) else []
+    names = [row.get("filename") if isinstance(row, dict) else None for row in rows]
+    if not names:
+        raise InputError(f"{folder / STATE} lists no data files: save the data set anew")
+    return [_inside(folder, name) for name in names]
+
+
+def _library(dataset: str) -> Load:
+    try:
+        import datasets
+    except ImportError as error:
+        raise InputError(
+            f"dataset {dataset} is no file here; as a name on the hub it needs the library "
+            "datasets: pip install 'hasten[hub]', or give a file or folder"
+        ) from error
+    version = str(datasets.__version__)
+    if int(version.partition(".")[0]) < _OLDEST:
+        raise InputError(
+            f"dataset {dataset}: datasets {version} may run scripts: pip install 'hasten[hub]'"
+        )
+    load: Load = datasets.load_dataset
+    return load
+
+
+def _said(name: HubName, error: Exception) -> str:
+    """The library's reason in one sentence, with the way out."""
+    what = (str(error).splitlines() or [""])[0].strip()[:300] or type(error).__name__
+    if "script" in what.lower():
+        return (
+            f"dataset {name.dataset} is a script, which is never run: give the files that it makes"
+        )
+    if isinstance(error, ConnectionError | TimeoutError):
+        return (
+            f"dataset {name.dataset} is no file here, and the hub can't be reached ({what}): check "
+            "the name and the network, or give a file or folder"
+        )
+    if "Config name is missing" in what:
+        what += f" {' '.join(str(error).split())[len(what) :][:200]}"
+    return (
+        f"dataset {name.dataset} can't be had from the hub ({what}): give "
+        "owner/name, owner/name:split or owner/name:config:split"
+    )
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_LARGEST + 1)
+        found = json.loads(data) if len(data) <= _LARGEST else None
+    except OSError as error:
+        raise InputError(f"{path} can't be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not JSON: save the data set anew") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{path} is no list of a data set's files: save the data set anew")
+    return found
+
+
+def _inside(folder: Path, name: Any) -> Path:
+    whole = folder.resolve()
+    if not isinstance(name, str) or not (whole / name).resolve().is_relative_to(whole):
+        raise InputError(f"{folder} lists {name!r}, which isn't in it: save the data set anew")
+    if not (folder / name).exists():
+        raise InputError(f"{folder} lacks {name}, which it lists: copy or save it whole")
+    return folder / name

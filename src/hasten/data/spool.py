@@ -25,7 +25,7 @@ from typing import Any, Protocol, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from hasten.data.shapes import Conversation
+from hasten.data.conversation import Conversation
 
 _BUFFER = 1 << 16  # bytes: records that follow each other are read without a system call each
 

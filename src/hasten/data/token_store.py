@@ -20,11 +20,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from hasten.data import arrow_file
-from hasten.data.onewriter import one_writer
-from hasten.data.preparing import prepare
+from hasten.data.chat_template import NOT_THE_RECORDS_FAULT, TooLong
+from hasten.data.file_lock import one_writer
 from hasten.data.readers import Rejected, check_rejected
 from hasten.data.spool import Indexed, packed
-from hasten.data.templates import NOT_THE_RECORDS_FAULT, TooLong
+from hasten.data.tokenize import prepare
 from hasten.data.worker import Work
 from hasten.errors import InputError
 from hasten.formatting import shown

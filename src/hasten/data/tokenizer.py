@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from hasten.data.templates import ensure_chat_template
+from hasten.data.chat_template import ensure_chat_template
 from hasten.errors import InputError
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hasten.data import arrow_file
+from hasten.data.chat_template import TooLong, encode_all
 from hasten.data.spool import unpack
-from hasten.data.templates import TooLong, encode_all
 from hasten.errors import InputError
 
 if TYPE_CHECKING:

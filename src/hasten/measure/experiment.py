@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hasten.core.facts import Facts
 from hasten.core.plan import Plan
-from hasten.data.onewriter import alone_in
+from hasten.data.file_lock import alone_in
 from hasten.errors import InputError
 from hasten.launch.ranks import places
 from hasten.machine import environment as environment_

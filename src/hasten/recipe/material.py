@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from hasten.core.facts import RecordFacts
-from hasten.data.chatformats import choose_chat_template
-from hasten.data.datasetinfo import entry_of
-from hasten.data.onewriter import one_writer
-from hasten.data.preparing import sweep
-from hasten.data.shapes import Conversation
+from hasten.data.chat_template import choose_chat_template
+from hasten.data.conversation import Conversation
+from hasten.data.file_lock import one_writer
+from hasten.data.sources import entry_of
 from hasten.data.spool import spools
 from hasten.data.token_store import Records, Subset, TokenStore, split, tokenize
+from hasten.data.tokenize import sweep
 from hasten.data.tokenizer import train_bpe
 from hasten.errors import InputError
 from hasten.machine import host

@@ -22,7 +22,7 @@ from hasten.core.job_record import batch_record, check_same_job
 from hasten.core.meter import StepMetrics
 from hasten.core.plan import Plan
 from hasten.core.session import Session
-from hasten.data.onewriter import only_run_in
+from hasten.data.file_lock import only_run_in
 from hasten.data.token_store import inspect
 from hasten.errors import InputError
 from hasten.launch.joining import backend_for

@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from hasten.data.columns import columns_of
+from hasten.data.conversation import Conversation, columns_of
 from hasten.data.corpus import stdlib_corpus
 from hasten.data.readers import Reading, read_sources
-from hasten.data.shapes import Conversation
 from hasten.data.sources import Source, source_of, weighted
 from hasten.data.spool import Choice, Gathered
 from hasten.data.token_store import split

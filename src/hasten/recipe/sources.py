@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hasten.data.datasetinfo import entry_of
+from hasten.data.sources import entry_of
 from hasten.recipe.schema import Recipe
 
 

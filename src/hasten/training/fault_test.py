@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hasten.data.onewriter import only_run_in
+from hasten.data.file_lock import only_run_in
 from hasten.errors import FAILED, InputError
 from hasten.machine import environment
 from hasten.parts.checkpoint import checkpoints

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hasten.data.files import replace_file
-from hasten.data.onewriter import one_writer
+from hasten.data.file_lock import one_writer, replace_file
 from hasten.errors import InputError
 from hasten.machine import host
 from hasten.measure.budget import seconds_of

@@ -235,3 +235,19 @@ def _forget_in_child() -> None:
 
 if sys.platform != "win32":
     os.register_at_fork(after_in_child=_forget_in_child)
+
+
+# Files that are replaced whole or not at all.
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file whole or not at all: under another name, forced to the disk, renamed."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

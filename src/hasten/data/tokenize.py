@@ -1,0 +1,247 @@
+"""Conversations become one file of token records, chunk by chunk, with nothing done twice.
+
+  (1) conversations are cut into chunks by number and size alone, never by who will work on them
+  (2) each chunk becomes a file in `<key>.parts`, whole or absent, written by any worker in any
+      order; the folder is the manifest: what lies there whole is done
+  (3) when all lie there they are joined in order, and the folder goes
+
+So the result is the same, byte by byte, for any number of workers and after any number of kills,
+and memory holds one chunk per worker however many there are. Parts that nobody comes back for, as
+the settings have changed, are swept once data with other settings is ready.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from itertools import chain, islice
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hasten.data import arrow_file, renderer
+from hasten.data.file_lock import if_free
+from hasten.data.spool import Indexed, packed
+from hasten.data.worker import Chunk, Work, write_part
+from hasten.errors import InputError
+
+# A pool of processes that tokenise chunks, in any order, each chunk into a file of its own.
+#
+# The caller's process hands chunks out and collects answers; it never waits for a worker that has
+# nothing to do. A worker that dies is replaced and its chunk done again: each chunk is a file of its
+# own, so that the order stays. A chunk that fails, or whose worker dies twice, ends the pool with one
+# sentence that names it. However the pool ends, interrupts included, its processes end with it; they
+# are in sessions of their own, so that Ctrl-C reaches the caller alone.
+
+
+class Task(NamedTuple):
+    """One chunk to do: `load` reads it only when a worker is free for it."""
+
+    name: str  # as an error names it
+    records: int
+    load: Callable[[], Chunk]
+
+
+class _Worker(NamedTuple):
+    process: subprocess.Popen[bytes]
+    link: Connection
+
+
+class _DiedError(Exception):
+    """A worker's process is gone; says how."""
+
+
+def run(work: Work, tasks: Iterable[Task], workers: int) -> Generator[int, None, None]:
+    """Do all tasks, in this process if `workers` is 1; yields each one's records as it is done.
+
+    Raises InputError where a chunk fails or its workers die. Files of finished chunks stay.
+    """
+    if workers == 1 or os.name != "posix":
+        try:
+            for task in tasks:
+                try:
+                    write_part(work, task.load())
+                except (InputError, OSError):
+                    raise
+                except Exception as error:
+                    raise _failed(task, f"{type(error).__name__}: {error}") from error
+                yield task.records
+        finally:
+            renderer.stop()
+        return
+    left, given = iter(tasks), pickle.dumps(work)
+    with ExitStack() as stack:
+        idle = [stack.enter_context(_started()) for _ in range(workers)]
+        _tell_all(idle, given)
+        busy: dict[Connection, tuple[_Worker, Task]] = {}
+        once_more: set[str] = set()  # chunks whose worker has died
+        while True:
+            for task in islice(left, len(idle)):
+                worker = idle.pop()
+                busy[worker.link] = worker, task
+                with suppress(ConnectionError):  # dead: there will be no answer
+                    worker.link.send(task.load())
+            if not busy:
+                return
+            for link in wait(list(busy)):
+                assert isinstance(link, Connection)
+                worker, task = busy.pop(link)
+                try:
+                    _check_answer(worker, task)
+                except _DiedError as how:
+                    if task.name in once_more:
+                        raise _died(task, str(how)) from None
+                    once_more.add(task.name)
+                    left = chain([task], left)
+                    idle.append(stack.enter_context(_started()))
+                    _tell_all(idle[-1:], given)
+                    continue
+                idle.append(worker)
+                yield task.records
+
+
+def _tell_all(workers: Iterable[_Worker], work: bytes) -> None:
+    """Give all their work once all are on their way, so that they load their libraries together."""
+    for worker in workers:
+        with suppress(ConnectionError):  # dead already: its first chunk says so
+            worker.link.send_bytes(work)
+
+
+def _check_answer(worker: _Worker, task: Task) -> None:
+    try:
+        answer = worker.link.recv()
+    except (EOFError, OSError):
+        code = worker.process.wait()
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+        raise _DiedError(how) from None
+    if answer is not None:
+        users, what = answer
+        raise InputError(what) if users else _failed(task, what)
+
+
+def _failed(task: Task, what: str) -> InputError:
+    return InputError(f"{task.name} can't be tokenised: {what}")
+
+
+def _died(task: Task, how: str) -> InputError:
+    return InputError(
+        f"the process that tokenised {task.name} {how}, as the one before it did; if memory ran "
+        "out, set data_workers lower, then start again: what is done is kept"
+    )
+
+
+@contextmanager
+def _started() -> Iterator[_Worker]:
+    """A worker, killed, if need be, when the context ends."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hasten.data.worker", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    link = Connection(ours.detach())
+    try:
+        yield _Worker(process, link)
+    finally:
+        link.close()
+        # It has nothing to lose: parts appear whole or not at all. Its renderer ends with it.
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+_CHUNK_RECORDS = 1 << 10  # about a quarter of a second of one core
+_CHUNK_BYTES = 1 << 22  # of packed conversations, where those are long
+_WORTH_A_WORKER = 8  # chunks: a process takes about a second to load its libraries
+
+
+class _Span(NamedTuple):
+    """Conversations first to last - 1, and where their records go."""
+
+    first: int
+    last: int
+    part: Path
+
+
+def prepare(
+    conversations: Indexed,
+    work: Work,
+    path: Path,
+    workers: int,
+    on_progress: Callable[[int, int], None] | None,
+) -> None:
+    """Write `path`, going on where an earlier call for it ended; the caller is the only writer.
+
+    Raises InputError where a conversation, or a worker, fails; OSError where the disk does.
+    """
+    folder = path.with_suffix(".parts")
+    folder.mkdir(exist_ok=True)
+    spans = list(_spans(conversations, folder))
+    left = [span for span in spans if not arrow_file.is_whole(span.part)]
+    total = len(conversations)
+    done = total - sum(span.last - span.first for span in left)
+    if on_progress and done:
+        on_progress(done, total)
+    tasks = (_task(conversations, span) for span in left)
+    workers = min(workers, max(len(left) // _WORTH_A_WORKER, 1))
+    with closing(run(work, tasks, workers)) as finished:
+        for size in finished:
+            done += size
+            if on_progress:
+                on_progress(done, total)
+    arrow_file.merge(path, (span.part for span in spans), _summary)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what ended preparations in `folder` left half done; never a living one's.
+
+    Each key's lock tells whether its preparation lives. What can't be removed stays.
+    """
+    try:
+        left = [path for path in folder.iterdir() if path.suffix in (".parts", ".tmp")]
+        for path in left:
+            with if_free(folder / f"{path.name.partition('.')[0]}.lock") as free:
+                if free and path.suffix == ".parts":
+                    shutil.rmtree(path, ignore_errors=True)
+                elif free:
+                    path.unlink(missing_ok=True)
+    except OSError:
+        return  # it is only room on the disk
+
+
+def _spans(conversations: Indexed, folder: Path) -> Iterator[_Span]:
+    first = size = number = 0
+    for at in range(len(conversations)):
+        size += len(packed(conversations, at))
+        if size >= _CHUNK_BYTES or at + 1 - first == _CHUNK_RECORDS:
+            yield _Span(first, at + 1, folder / f"{number:08}.arrow")
+            first, size, number = at + 1, 0, number + 1
+    if first < len(conversations):
+        yield _Span(first, len(conversations), folder / f"{number:08}.arrow")
+
+
+def _task(conversations: Indexed, span: _Span) -> Task:
+    def load() -> Chunk:
+        return Chunk(span.part, [packed(conversations, at) for at in range(span.first, span.last)])
+
+    places = f"{conversations[span.first].place} to {conversations[span.last - 1].place}"
+    name = f"the chunk of records {span.first + 1:,} to {span.last:,} ({places})"
+    return Task(name, span.last - span.first, load)
+
+
+def _summary(parts: list[Any]) -> dict[str, Any]:
+    return {
+        "rejected": [row for part in parts for row in part["rejected"]],
+        "long": sum(part["long"] for part in parts),
+    }
