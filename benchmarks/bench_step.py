@@ -190,7 +190,7 @@ def describe(given: Given) -> str:
 
 
 def sweep(seconds: float, out: Path) -> None:
-    from hasten.machine.machine_rates import measure
+    from hasten.machine.benchmark import measure
 
     best = measure(dtypes=("bf16",), seconds=seconds).best()
     if best is None:

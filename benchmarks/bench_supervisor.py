@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from hasten.machine.pulse import Pulse
+from hasten.machine.processes import Pulse
 from hasten.core.guards import fingerprints
 
 SOAK = Path(__file__).parents[1] / "tests" / "faults" / "rank_soak.py"

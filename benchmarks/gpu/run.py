@@ -35,8 +35,8 @@ from gpu.results import Found, listed, read, table, write  # noqa: E402
 from gpu.rows import NAMES, TESTS, row_named  # noqa: E402
 from hasten.core import facts  # noqa: E402
 from hasten.errors import InputError  # noqa: E402
-from hasten.machine import machine_rates  # noqa: E402
-from hasten.machine.datasheet import datasheet  # noqa: E402
+from hasten.machine import benchmark  # noqa: E402
+from hasten.machine.accelerators import datasheet  # noqa: E402
 
 MINUTES, ALL_MINUTES = 8.0, 60.0
 LEAST = 1.0  # minutes that a row is begun for
@@ -51,8 +51,8 @@ def machine(device: str, seconds: float) -> Found:
     name = here.accelerators[0].name if device != "cpu" else here.short
     sheet = datasheet(name)
     # A processor may multiply bf16 in a loop, slower than float32.
-    formats = machine_rates.ON_CPU if device == "cpu" else ("bf16",)
-    measured = machine_rates.measure(device, name, formats, max(seconds, 0.5)).best(formats)
+    formats = benchmark.ON_CPU if device == "cpu" else ("bf16",)
+    measured = benchmark.measure(device, name, formats, max(seconds, 0.5)).best(formats)
     versions = host.versions()
     for package in PEERS:
         if importlib.util.find_spec(package.replace("-", "_")):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from hasten.models.presets import build_config, preset
 from hasten.models.architecture import Architecture
-from hasten.machine.devices import Device
+from hasten.machine.accelerators import Device
 from hasten.planner.layout import Job, Layout, Layouts
 from hasten.planner.cluster import Cluster
 from hasten.planner.own_runs import OWN_STACK, OwnRun, calibrate_machine

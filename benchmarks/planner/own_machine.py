@@ -245,7 +245,7 @@ def show(found: dict[str, Any]) -> None:
 
 def _own_run(row: dict[str, Any], rates: dict[str, float]) -> tuple[Case, Any]:
     from hasten.models.architecture import Architecture
-    from hasten.machine.devices import Device
+    from hasten.machine.accelerators import Device
     from hasten.planner.layout import Job, Layout
     from hasten.planner.cluster import Cluster
     from hasten.planner.own_runs import OwnRun

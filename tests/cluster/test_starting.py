@@ -23,16 +23,16 @@ from hasten.errors import InputError
 from hasten.launch.joining import backend_for, join
 from hasten.launch.naming_ranks import LinkError
 from hasten.launch.supervisor import FINAL
-from hasten.machine.environment import World
-from hasten.machine.launchers import (
+from hasten.machine.environment import (
     LAUNCHERS,
     Place,
+    World,
     first_node,
     meeting_method,
     meeting_place,
     place_of,
 )
-from hasten.machine.pulse import ATTEMPT
+from hasten.machine.processes import ATTEMPT
 from ranks import on_ranks
 from starting_rank_jobs import NAMES, variables
 

@@ -20,7 +20,7 @@ import pytest
 from hasten.launch.attempt import Attempt, Limits
 from hasten.launch.standby import Spares
 from hasten.launch.supervisor import LEFT, WORN_OUT, Ranks, Supervision, supervise
-from hasten.machine.pulse import BEAT, Pulse
+from hasten.machine.processes import BEAT, Pulse
 from offspring import children
 
 pytestmark = pytest.mark.waits

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from hasten.machine import host
-from hasten.machine.control_groups import memory_limit
-from hasten.machine.machine_survey import limits
+from hasten.machine.host import limits, memory_limit
 
 GROUP = "sys/fs/cgroup"
 JOB = "system.slice/slurmstepd.scope/job_9"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.machine import processes
-from hasten.machine.load import Instant, foreign_share, look
+from hasten.machine.processes import Instant, foreign_share, look
 
 SPIN = "import time\nwhile time.process_time() < 0.6: pass"
 

@@ -30,7 +30,7 @@ from hasten.launch.attempt import Limits
 from hasten.launch.netlab import Lab
 from hasten.launch.netlab.network import NIC, address
 from hasten.launch.supervisor import Ranks, Supervision, supervise
-from hasten.machine.pulse import ATTEMPT, on_a_leash
+from hasten.machine.processes import ATTEMPT, on_a_leash
 from netlab import enter, places
 
 STEPS, BEFORE, MOST = 40, 4, 12  # of the run, and before the cut, for which ranks wait

@@ -45,7 +45,7 @@ from hasten.launch.attempt import Limits
 from hasten.launch.naming_ranks import naming_ranks
 from hasten.launch.ranks import TIMEOUT, process_group
 from hasten.launch.supervisor import Ranks, Supervision, supervise
-from hasten.machine.pulse import Pulse, attempt, attempt_folder, on_a_leash, telling
+from hasten.machine.processes import Pulse, attempt, attempt_folder, on_a_leash, telling
 from hasten.parts.checkpoint import STATE, checkpoints
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout.ddp import DDP

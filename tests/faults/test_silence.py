@@ -14,7 +14,7 @@ import pytest
 
 from hasten.launch import attempt
 from hasten.launch.attempt import Attempt, Limits
-from hasten.machine.pulse import Pulse
+from hasten.machine.processes import Pulse
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="states are Linux's")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hasten.machine import disk_speed
-from hasten.machine.disk_speed import PIECE, measure_disk
+from hasten.machine import benchmark
+from hasten.machine.benchmark import PIECE, measure_disk
 
 
 def test_rates_are_positive_and_nothing_is_left(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_rates_are_positive_and_nothing_is_left(tmp_path: Path) -> None:
 def test_a_file_that_stays_in_memory_has_no_rate_of_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_speed, "_resident", lambda handle, size: 1.0)
+    monkeypatch.setattr(benchmark, "_resident", lambda handle, size: 1.0)
     assert measure_disk(tmp_path, PIECE).read is None
 
 
@@ -34,7 +34,7 @@ def test_pages_in_memory_are_counted(tmp_path: Path) -> None:
     path.write_bytes(b"x" * PIECE)
     with path.open("r+b") as file:
         file.read()
-        assert disk_speed._resident(file.fileno(), PIECE) > 0.9
+        assert benchmark._resident(file.fileno(), PIECE) > 0.9
 
 
 def test_a_folder_that_takes_no_file_is_refused_in_one_sentence(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     def full(handle: int, data: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(disk_speed.os, "write", full)
+    monkeypatch.setattr(benchmark.os, "write", full)
     with pytest.raises(ValueError, match="No space left"):
         measure_disk(tmp_path, PIECE)
     monkeypatch.undo()

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.machine import machine_rates
-from hasten.machine.datasheet import RECALLED, datasheet
-from hasten.machine.machine_rates import CopyRate, MachineRates, ProductRate, measure
+from hasten.machine import benchmark
+from hasten.machine.accelerators import RECALLED, datasheet
+from hasten.machine.benchmark import CopyRate, MachineRates, ProductRate, measure
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_a_short_measurement_has_products_and_copies_in_time(rates: MachineRates
 
 
 def test_what_was_left_out_is_named_with_its_reason(rates: MachineRates) -> None:
-    shapes = len(machine_rates.SIDES) + len(machine_rates.LAYERS)
+    shapes = len(benchmark.SIDES) + len(benchmark.LAYERS)
     assert len(rates.products) + len(rates.skipped) == 2 * shapes
     text = "\n".join(rates.skipped)
     assert "fp32 8192x8192 by 8192x8192: it takes more than a quarter of the memory" in text
@@ -60,16 +60,16 @@ def test_a_rate_is_two_operations_per_element_over_the_time_of_one_product() -> 
         nonlocal now
         now += 0.25
 
-    spent = machine_rates._samples(product, "cpu", 1.0, expected=0.25, clock=lambda: now)
+    spent = benchmark._samples(product, "cpu", 1.0, expected=0.25, clock=lambda: now)
     assert set(spent) == {0.25}
     assert len(spent) == 4
-    short = machine_rates._samples(product, "cpu", 0.0, expected=0.001, clock=lambda: now)
-    assert short == [0.25] * machine_rates.FEWEST  # five products timed at once, one's time given
+    short = benchmark._samples(product, "cpu", 0.0, expected=0.001, clock=lambda: now)
+    assert short == [0.25] * benchmark.FEWEST  # five products timed at once, one's time given
 
 
 def test_the_precision_of_products_is_as_before_afterwards() -> None:
     before = torch.get_float32_matmul_precision()
-    with machine_rates._precision("tf32"):
+    with benchmark._precision("tf32"):
         assert torch.get_float32_matmul_precision() == "high"
     assert torch.get_float32_matmul_precision() == before
 
@@ -80,7 +80,7 @@ def test_a_format_the_chip_lacks_is_skipped_with_torch_s_reason(
     def refuses(*arguments: Any) -> Any:
         raise RuntimeError("no such kernel\nstack")
 
-    monkeypatch.setattr(machine_rates, "_product", refuses)
+    monkeypatch.setattr(benchmark, "_product", refuses)
     found = measure(dtypes=["bf16"], seconds=0.1, memory_bytes=1 << 26)
     assert found.products == ()
     assert found.best() is None
@@ -104,7 +104,7 @@ def test_a_wrong_wish_is_refused_in_a_sentence(asked: dict[str, Any], message: s
 positive = st.floats(1e3, 1e16)
 products = st.builds(
     ProductRate,
-    dtype=st.sampled_from(sorted(machine_rates.DTYPES)),
+    dtype=st.sampled_from(sorted(benchmark.DTYPES)),
     m=st.integers(1, 9000),
     n=st.integers(1, 9000),
     k=st.integers(1, 9000),

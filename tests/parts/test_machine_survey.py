@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hasten.machine.machine_survey import Card, Limits, NumaNode, cards, limits, mounts, numa_nodes
+from hasten.machine.host import Card, Limits, NumaNode, cards, limits, mounts, numa_nodes
 
 linux = pytest.mark.skipif(platform.system() != "Linux", reason="reads Linux's files")
 

@@ -13,9 +13,9 @@ from torch import nn
 from hasten.core import facts
 from hasten.core.facts import Facts
 from hasten.errors import InputError
+from hasten.machine.benchmark import MachineRates, ProductRate
 from hasten.machine.environment import World
 from hasten.machine.host import Accelerator
-from hasten.machine.machine_rates import MachineRates, ProductRate
 from hasten.models.flops import model_flops
 from hasten.recipe import peak_flops
 from hasten.recipe.peak_flops import (

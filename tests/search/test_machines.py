@@ -9,8 +9,7 @@ import pytest
 
 from hasten.errors import InputError
 from hasten.launch.cluster import TOPOLOGIES, CloudConfig
-from hasten.machine.datasheet import datasheet
-from hasten.machine.devices import DEVICES, device
+from hasten.machine.accelerators import DEVICES, datasheet, device
 from hasten.planner.cluster import Cluster, own_machine
 
 # The driver's names of presets that the datasheet table of parts knows as well.

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
-from hasten.machine.devices import Device
+from hasten.machine.accelerators import Device
 from hasten.models.architecture import Architecture
 from hasten.planner.cluster import Cluster
 from hasten.planner.constants import Calibration, Constants

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
-from hasten.machine.devices import DEVICES
+from hasten.machine.accelerators import DEVICES
 from hasten.models.architecture import Architecture, Experts
 from hasten.planner.actual import closing, table
 from hasten.planner.advice import _changed, devices, sensitivity, switches, what_if

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import hasten.planner
 from hasten.errors import InputError
 from hasten.launch.cluster import CloudConfig
-from hasten.machine.devices import DEVICES
+from hasten.machine.accelerators import DEVICES
 from hasten.models.architecture import Architecture
 from hasten.planner.advice import what_if
 from hasten.planner.candidate import candidate

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
-from hasten.machine.devices import device
+from hasten.machine.accelerators import device
 from hasten.models.architecture import Architecture
 from hasten.planner import compute
 from hasten.planner.cluster import Cluster

@@ -14,8 +14,8 @@ from hasten.cli.display import Display
 from hasten.core import facts
 from hasten.core.facts import Facts
 from hasten.errors import InputError
-from hasten.machine.datasheet import datasheet
-from hasten.machine.machine_rates import MachineRates, ProductRate, checked_dtypes, measure
+from hasten.machine.accelerators import datasheet
+from hasten.machine.benchmark import MachineRates, ProductRate, checked_dtypes, measure
 from hasten.recipe.peak_flops import device_name, write_rates
 
 LONGEST = 600.0  # seconds

@@ -14,9 +14,8 @@ from hasten.core.facts import Facts
 from hasten.errors import InputError
 from hasten.formatting import size
 from hasten.machine import host
-from hasten.machine.datasheet import datasheet
-from hasten.machine.disk_speed import DiskSpeed, measure_disk
-from hasten.machine.machine_rates import MachineRates
+from hasten.machine.accelerators import datasheet
+from hasten.machine.benchmark import DiskSpeed, MachineRates, measure_disk
 from hasten.recipe.peak_flops import read_rates
 from hasten.training.recorded import machine
 

@@ -293,5 +293,5 @@ def _say(error: Exception) -> None:
 
 def _told(error: Exception) -> bool:
     """Whether a supervisor says it, once for all ranks."""
-    pulse = sys.modules.get("hasten.machine.pulse")  # a rank has imported it
+    pulse = sys.modules.get("hasten.machine.processes")  # a rank has imported it
     return pulse is not None and bool(pulse.leave_words(error))

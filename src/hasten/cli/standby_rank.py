@@ -12,7 +12,7 @@ import os
 import sys
 
 from hasten.machine import environment
-from hasten.machine.pulse import on_a_leash
+from hasten.machine.processes import on_a_leash
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from hasten.launch.ranks import again, start
 from hasten.launch.supervisor import Ranks, supervise
 from hasten.machine import environment, host
 from hasten.machine.environment import World
-from hasten.machine.pulse import attempt_folder, on_a_leash
+from hasten.machine.processes import attempt_folder, on_a_leash
 from hasten.recipe.build import facts_of, plan_of
 from hasten.recipe.faults import saves, supervision_of
 from hasten.recipe.prepare import ready

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from hasten.machine.pulse import Beat, ended_by, read_pulse, read_words
+from hasten.machine.processes import Beat, ended_by, read_pulse, read_words
 
 LOOK_SECONDS = 0.02
 SETTLE_SECONDS = 0.25  # after a first failure, for the one that caused it to show

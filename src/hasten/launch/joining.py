@@ -22,7 +22,7 @@ from hasten.errors import AgreedError, InputError
 from hasten.launch.naming_ranks import LinkError
 from hasten.machine import environment
 from hasten.machine.environment import World
-from hasten.machine.pulse import attempt
+from hasten.machine.processes import attempt
 
 BACKENDS = ("auto", "gloo", "nccl")
 NCCL = "cpu:gloo,cuda:nccl"  # what lies on the host (numbers, objects, barriers) needs no GPU

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from hasten.errors import StoppedError
 from hasten.machine.environment import World
-from hasten.machine.pulse import attempt
+from hasten.machine.processes import attempt
 
 ANSWER_SECONDS = 5.0  # others see the same failure within moments, or their own time limit
 

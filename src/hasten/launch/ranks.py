@@ -25,7 +25,7 @@ from hasten.core.leaving import HASTE
 from hasten.launch.joining import backend_for, join
 from hasten.machine import environment as environment_
 from hasten.machine.environment import World
-from hasten.machine.pulse import PARENT, ended_by
+from hasten.machine.processes import PARENT, ended_by
 
 GRACE_SECONDS = 10.0  # for the others to end by themselves once a rank has failed or rank 0 is done
 TIMEOUT = datetime.timedelta(minutes=10)

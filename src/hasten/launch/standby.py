@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hasten.machine.pulse import ATTEMPT, FOLDER
+from hasten.machine.processes import ATTEMPT, FOLDER
 
 CHANGING = {FOLDER, ATTEMPT, "HASTEN_RENDEZVOUS"}  # told with the line that wakes it
 

@@ -26,7 +26,7 @@ from hasten.launch.attempt import Attempt, Ending, Limits, Process
 from hasten.launch.ranks import rank_environment
 from hasten.launch.standby import Spares
 from hasten.machine import environment as environment_
-from hasten.machine.pulse import ATTEMPT, FOLDER, PARENT
+from hasten.machine.processes import ATTEMPT, FOLDER, PARENT
 
 FINAL = {0, 2, 3, 4, 5, 6, 75, 130}  # exit codes that a restart can't better (docs/metrics.md)
 LEFT = 75  # EX_TEMPFAIL of sysexits.h: saved, go on later

@@ -1,15 +1,154 @@
-"""Environment variables of this process and of those it starts: ranks, launchers, settings.
+"""Which rank this process is, in the variables of whoever started it: torchrun, Slurm, MPI.
 
-The only module that reads ``os.environ``.
+| launcher | rank, ranks, rank on this machine | meeting place |
+|---|---|---|
+| torchrun, deepspeed, hasten | RANK, WORLD_SIZE, LOCAL_RANK | MASTER_ADDR, MASTER_PORT |
+| srun | SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID | first of the node list, port by job |
+| Open MPI | OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK | this machine, or MASTER_ADDR |
+| MVAPICH | MV2_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK | the same |
+| MPICH, Intel MPI | PMI_RANK, PMI_SIZE, MPI_LOCALRANKID | the same |
+
+MASTER_ADDR and MASTER_PORT come first wherever they are set. Everything here is a function of the
+variables; ``facts`` alone reads them.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hasten.machine.launchers import meeting_method, place_of
+from hasten.errors import InputError
+
+PORT = 29500  # torch.distributed's own
+JOB_PORTS = 20_000, 10_000  # first, and how many: two jobs on one machine seldom share one
+LOOPBACK = "127.0.0.1"
+# rank, ranks, rank on this machine, ranks on this machine
+LAUNCHERS: Mapping[str, tuple[str, str, str, str]] = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "Open MPI": (
+        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ),
+    "MVAPICH": (
+        *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+        *("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ),
+    "Slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    "PMI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process's place among those that were started together."""
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int | None  # None: nobody says
+
+
+def place_of(environ: Mapping[str, str]) -> Place | None:
+    """The place that a launcher gave; None where this process was started by itself.
+
+    Raises:
+        InputError: a variable isn't a number, or the rank isn't one of the ranks.
+    """
+    for launcher, (rank, size, local, here) in LAUNCHERS.items():
+        if rank not in environ or size not in environ or _is_batch_script(launcher, environ):
+            continue
+        count = environ.get("SLURM_STEP_NUM_TASKS", environ[size])
+        ranks = _number(size, count if launcher == "Slurm" else environ[size])
+        found = Place(
+            launcher,
+            _number(rank, environ[rank]),
+            ranks,
+            _number(local, environ.get(local, environ[rank])),
+            _local_size(launcher, environ.get(here), ranks),
+        )
+        if not 0 <= found.rank < found.size:
+            raise InputError(f"{rank} is {found.rank} and {size} is {found.size}: no such rank")
+        return found
+    return None
+
+
+def _is_batch_script(launcher: str, environ: Mapping[str, str]) -> bool:
+    """A script that sbatch runs has the variables of rank 0 too, though nobody started others.
+
+    srun alone sets the number of a step (man srun, OUTPUT ENVIRONMENT VARIABLES).
+    """
+    started = "SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ
+    return launcher == "Slurm" and "SLURM_JOB_ID" in environ and not started
+
+
+def _number(name: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise InputError(f"{name} is {value!r}; it must be a number") from None
+
+
+def _local_size(launcher: str, value: str | None, ranks: int) -> int | None:
+    if value is None or not value.isdigit():
+        return None
+    # Slurm tells what was asked for, which may be more than there is.
+    return min(int(value), ranks) if launcher == "Slurm" else int(value)
+
+
+def meeting_place(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Host and port where the first rank listens.
+
+    Raises:
+        InputError: nothing says where the first rank runs.
+    """
+    found = place_of(environ)
+    port = environ.get("MASTER_PORT")
+    if port is not None:
+        number = _number("MASTER_PORT", port)
+    else:
+        job = environ.get("SLURM_JOB_ID", "") if found and found.launcher == "Slurm" else ""
+        first, count = JOB_PORTS
+        number = first + int(job) % count if job.isdigit() else PORT
+    if "MASTER_ADDR" in environ:
+        return environ["MASTER_ADDR"], number
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+    if found is not None and found.launcher == "Slurm" and nodes:
+        return first_node(nodes), number
+    if found is None or found.local_size in (None, found.size):
+        return LOOPBACK, number
+    raise InputError(
+        f"{found.launcher} started {found.size} ranks, {found.local_size} of them here, and says "
+        "nothing of where the first one is: set MASTER_ADDR to its machine"
+    )
+
+
+def meeting_method(environ: Mapping[str, str]) -> tuple[str, str]:
+    """The meeting place as torch.distributed writes it, and in words."""
+    file = environ.get("HASTEN_RENDEZVOUS")  # of ranks that hasten started on this machine
+    if file is not None:
+        return f"file://{file}", file
+    host, port = meeting_place(environ)
+    both = f"{host}:{port}"
+    # Under torchrun the place may be kept by its agent already, which env:// knows.
+    known = "MASTER_ADDR" in environ and "MASTER_PORT" in environ
+    return ("env://" if known else f"tcp://{both}"), both
+
+
+def first_node(nodes: str) -> str:
+    """The first host of Slurm's list: ``gpu[07-12,15],login1`` begins with ``gpu07``."""
+    found = re.match(r"([^,\[]+)(?:\[([^\]]+)\]([^,]*))?", nodes.strip())
+    if found is None:
+        raise InputError(f"SLURM_JOB_NODELIST is {nodes!r}; set MASTER_ADDR to the first machine")
+    before, numbers, after = found.groups()
+    return before + (re.split(r"[,-]", numbers)[0] if numbers else "") + (after or "")
+
+
+# Environment variables of this process and of those it starts: ranks, launchers, settings.
+#
+# The only module that reads ``os.environ``.
 
 STARTED_FOR_PLAN = "HASTEN_STARTED_FOR_PLAN"  # set in a process that began again for its plan
 

@@ -5,17 +5,59 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import torch
 
-from hasten.machine.control_groups import memory_limit
 from hasten.machine.environment import world
+
+# The memory that Linux's control groups leave this process (admin-guide/cgroup-v2 and -v1).
+#
+# In a container a process sees its own group as the topmost. Elsewhere, as in a job of Slurm or a
+# service of systemd, its group lies deeper, and each group above limits it too.
+
+NONE = 1 << 62  # bytes: version 1 says a number beyond it where there is no limit
+
+
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """The strictest limit in bytes; None where there is none or nothing says so.
+
+    ``root`` is where the kernel's files are looked for.
+    """
+    texts = [_text(place) for place in _places(root)]
+    limits = [int(text) for text in texts if text.isdigit()]
+    return min((limit for limit in limits if limit < NONE), default=None)
+
+
+def _places(root: Path) -> Iterator[Path]:
+    top = root / "sys/fs/cgroup"
+    yield top / "memory.max"
+    yield top / "memory/memory.limit_in_bytes"
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if ".." in Path(path).parts:  # of another view of the tree: not under ``top``
+            continue
+        for inside in (group for group in (Path(path), *Path(path).parents) if group.name):
+            below = str(inside).lstrip("/")
+            if number == "0":
+                yield top / below / "memory.max"
+            elif "memory" in controllers.split(","):
+                yield top / "memory" / below / "memory.limit_in_bytes"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
 
 INSTRUCTION_SETS = (
     *("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni"),
@@ -172,3 +214,249 @@ def _accelerators() -> tuple[Accelerator, ...]:
         gpu = torch.cuda.get_device_properties(index)
         found.append(Accelerator(gpu.name, gpu.total_memory, f"{gpu.major}.{gpu.minor}"))
     return tuple(found)
+
+
+# What a machine has besides its processor's name: NUMA nodes, disks, network cards, limits.
+#
+# Everything is read from Linux's own files: sysfs (kernel documentation, admin-guide/abi), /proc, and
+# control groups of version 2 and 1 (admin-guide/cgroup-v2). Elsewhere, and where a container hides
+# them, lists are empty and values None: nothing is guessed. ``root`` is where these files are looked
+# for, so that a copy of another machine's can be read.
+
+REAL = frozenset(
+    {*("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs", "nfs", "nfs4")}
+    | {*("lustre", "ceph", "cifs", "smb3", "fuse.sshfs", "9p", "virtiofs", "gpfs", "beegfs")}
+)
+SMALLEST = 256 * 2**20  # bytes: a smaller file system keeps no checkpoints
+ESCAPED = re.compile(r"\\([0-7]{3})")  # proc(5): a blank in a name is \040
+HUGE = 1 << 62  # a limit of control groups 1 that means none
+DOWN = ("down", "lowerlayerdown", "notpresent")  # of operstate; a virtual card says unknown
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True)
+class NumaNode:
+    """One memory controller and the processors near it."""
+
+    number: int
+    cpus: str  # as the kernel lists them: 0-15,32-47
+    memory_bytes: int | None
+    distances: tuple[int, ...]  # to each node, 10 for its own
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A file system with room for a run."""
+
+    path: str
+    kind: str
+    device: str
+    size_bytes: int
+    free_bytes: int
+    spins: bool | None  # a disk with platters; None: no disk of its own, or not said
+
+
+@dataclass(frozen=True)
+class Card:
+    """A network interface that is up, or an RDMA device."""
+
+    name: str
+    kind: str  # ethernet, wireless, virtual, infiniband, roce
+    bits_per_second: float | None
+    driver: str | None
+    numa_node: int | None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a container or a service manager allows this process; None: no limit."""
+
+    cpus: float | None
+    memory_bytes: int | None
+    swap_bytes: int | None
+    processes: int | None
+    shared_memory_bytes: int | None  # of /dev/shm, through which data loader workers send
+    open_files: int | None
+    container: str | None  # docker, podman, kubernetes ... as far as it can be told
+
+
+def numa_nodes(root: Path = Path("/")) -> list[NumaNode]:
+    """The machine's nodes; a machine of one has one."""
+    found = []
+    for path in sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=_number_at_end):
+        memory = None
+        for line in _read(path / "meminfo").splitlines():
+            if "MemTotal:" in line:
+                memory = int(line.split()[-2]) * 1024
+        distances = tuple(int(word) for word in _read(path / "distance").split())
+        found.append(NumaNode(_number_at_end(path), _read(path / "cpulist"), memory, distances))
+    return found
+
+
+def mounts(root: Path = Path("/")) -> list[Mount]:
+    """File systems that could hold a run, each device once, under its shortest path."""
+    found: dict[str, Mount] = {}
+    for line in _read(root / "proc/self/mounts").splitlines():
+        device, path, kind = (*line.split(" "), "", "", "")[:3]
+        path = ESCAPED.sub(lambda found: chr(int(found[1], 8)), path)
+        if kind not in REAL or path.startswith(("/proc", "/sys", "/etc/")):
+            continue
+        if device in found and len(found[device].path) <= len(path) and kind != "tmpfs":
+            continue
+        try:
+            size = os.statvfs(root / path.lstrip("/"))
+        except OSError:  # a mount that doesn't answer any more
+            continue
+        total = size.f_frsize * size.f_blocks
+        if total >= SMALLEST:
+            key = path if kind in ("tmpfs", "overlay") else device
+            spins = _spins(root, device)
+            free = size.f_frsize * size.f_bavail
+            found[key] = Mount(path, kind, device, total, free, spins)
+    return sorted(found.values(), key=lambda mount: mount.path)
+
+
+def cards(root: Path = Path("/")) -> list[Card]:
+    """Network interfaces that are up, the loopback left out, and RDMA devices."""
+    found = []
+    for path in _entries(root / "sys/class/net"):
+        state = path / "operstate"
+        if path.name == "lo" or not state.exists() or _read(state) in DOWN:
+            continue
+        real = (path / "device").exists()
+        kind = "wireless" if (path / "wireless").exists() else "ethernet" if real else "virtual"
+        megabits = _integer(_read(path / "speed"))  # -1 where unknown, an error for a virtual one
+        rate = megabits * 1e6 if megabits is not None and megabits > 0 else None
+        found.append(Card(path.name, kind, rate, _driver(path), _node(path)))
+    for path in _entries(root / "sys/class/infiniband"):
+        port = path / "ports" / "1"
+        kind = "roce" if _read(port / "link_layer") == "Ethernet" else "infiniband"
+        words = _read(port / "rate").split()  # 400 Gb/sec (4X NDR)
+        rate = float(words[0]) * 1e9 if words else None
+        found.append(Card(path.name, kind, rate, _driver(path), _node(path)))
+    return found
+
+
+def limits(root: Path = Path("/")) -> Limits:
+    """What this process may use."""
+    memory = _groups(root, "memory")
+    return Limits(
+        cpus=_least([_cpus(group) for group in _groups(root, "cpu")]),
+        memory_bytes=_least([_memory(group) for group in memory]),
+        swap_bytes=_least([_integer(_read(group / "memory.swap.max")) for group in memory]),
+        processes=_least([_integer(_read(group / "pids.max")) for group in _groups(root, "pids")]),
+        shared_memory_bytes=_shared_memory(root),
+        open_files=_open_files(),
+        container=_container(root),
+    )
+
+
+def _groups(root: Path, controller: str) -> list[Path]:
+    """This process's control group and those above it: each limits what is below.
+
+    In version 1 each controller has a tree of its own.
+    """
+    top = root / "sys/fs/cgroup"
+    found = [top, top / controller]
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = (*line.split(":", 2), "", "")[:3]
+        inside = Path(path.lstrip("/"))
+        tree = top if number == "0" else top / controller
+        if ".." in inside.parts or (number != "0" and controller not in controllers.split(",")):
+            continue
+        while inside.name:
+            found.append(tree / inside)
+            inside = inside.parent
+    return found
+
+
+def _cpus(group: Path) -> float | None:
+    quota = _read(group / "cpu.max").split()
+    if not quota:  # control groups 1
+        quota = [_read(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+    allowed, period = (_integer(word) for word in (*quota, "", "")[:2])
+    return allowed / period if allowed and period and allowed > 0 else None
+
+
+def _memory(group: Path) -> int | None:
+    text = _read(group / "memory.max") or _read(group / "memory.limit_in_bytes")
+    found = _integer(text)
+    return found if found is not None and found < HUGE else None
+
+
+def _least(values: Sequence[Number | None]) -> Number | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _shared_memory(root: Path) -> int | None:
+    try:
+        size = os.statvfs(root / "dev/shm")
+    except OSError:
+        return None
+    return size.f_frsize * size.f_blocks
+
+
+def _open_files() -> int | None:
+    try:
+        import resource
+    except ImportError:  # no Unix
+        return None
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _container(root: Path) -> str | None:
+    """By the marks that runtimes leave; a container without one isn't told."""
+    for mark, name in ((".dockerenv", "docker"), ("run/.containerenv", "podman")):
+        if (root / mark).exists():
+            return name
+    if (root / "var/run/secrets/kubernetes.io").exists():
+        return "kubernetes"
+    groups = _read(root / "proc/1/cgroup")
+    return next((name for name in ("docker", "kubepods", "lxc", "podman") if name in groups), None)
+
+
+def _spins(root: Path, device: str) -> bool | None:
+    name = device.removeprefix("/dev/")
+    if name == device or "/" in name or name.startswith("vd"):  # virtio says 1 of every disk
+        return None
+    for path in (
+        root / "sys/class/block" / name,
+        (root / "sys/class/block" / name).resolve().parent,
+    ):
+        text = _read(path / "queue/rotational")
+        if text:
+            return text == "1"
+    return None
+
+
+def _driver(path: Path) -> str | None:
+    link = path / "device" / "driver"
+    return link.resolve().name if link.exists() else None
+
+
+def _node(path: Path) -> int | None:
+    number = _integer(_read(path / "device" / "numa_node"))
+    return number if number is not None and number >= 0 else None
+
+
+def _number_at_end(path: Path) -> int:
+    return int("".join(c for c in path.name if c.isdigit()))
+
+
+def _integer(text: str) -> int | None:
+    return int(text) if text.lstrip("-").isdigit() else None
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hasten.machine.machine_survey import limits
+from hasten.machine.host import limits
 
 Meter = Callable[[], tuple[float, float]]
 REST = 1.05  # good and ceiling this close: stay (hysteresis)

@@ -8,10 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import psutil
+
+from hasten.errors import InputError, StoppedError
+from hasten.machine import environment
 
 PR_SET_PDEATHSIG = 1  # man 2 prctl
 
@@ -54,3 +66,177 @@ def tree_seconds() -> float:
 def available_bytes(limit_bytes: int) -> int:
     """Memory that can be had now without swapping, at most ``limit_bytes``."""
     return min(int(psutil.virtual_memory().available), limit_bytes)
+
+
+# Foreign load: which share of the machine's processor time others took while an arm had its turn.
+#
+# Linux counts processor time in ticks of 10 ms, so a share over a short span is coarse: spans below
+# `SHORTEST_SECONDS` count as calm. Small negative differences, from ticks that fall on the other side
+# of an instant, count as zero.
+
+SHORTEST_SECONDS = 0.2  # 20 ticks
+
+
+@dataclass(frozen=True)
+class Instant:
+    """The clocks at one moment, in seconds."""
+
+    wall: float
+    busy: float  # of all usable cores
+    ours: float  # of this process and all that it started
+
+
+def look() -> Instant:
+    """The clocks now."""
+    return Instant(time.monotonic(), busy_seconds(), tree_seconds())
+
+
+def foreign_share(before: Instant, after: Instant, cores: int) -> float:
+    """What others used between two instants, as a share (0 to 1) of what the cores could give."""
+    span = after.wall - before.wall
+    if span < SHORTEST_SECONDS:
+        return 0.0
+    foreign = (after.busy - before.busy) - (after.ours - before.ours)
+    return min(max(foreign / (span * cores), 0.0), 1.0)
+
+
+# A supervised rank's pulse, its last words, and its leash: what its supervisor knows of it.
+#
+#     rank-R.pulse    written in place after each step: how many times, which step, more to come?
+#     rank-R.words    why the rank ended: exit code, time, one line, and the traceback
+#     rank-R.log      what it said otherwise (the first rank speaks to the user itself)
+#
+# All lie in the folder of one attempt, which ``HASTEN_ATTEMPT_FOLDER`` names. Liveness isn't enough:
+# a rank that hangs is alive; so what counts is that the pulse goes on.
+
+FOLDER, ATTEMPT, PARENT = "HASTEN_ATTEMPT_FOLDER", "HASTEN_ATTEMPT", "HASTEN_SUPERVISOR"
+BEAT = struct.Struct("<qqq")
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a pulse says: how often it was written, after which step, and whether more come."""
+
+    count: int = 0
+    step: int = 0
+    over: int = 0
+
+    @property
+    def trains(self) -> bool:
+        """The next step is due."""
+        return bool(self.count) and not self.over
+
+
+class Pulse:
+    """Written by the rank; for a rank that nobody supervises it writes nothing."""
+
+    def __init__(self, folder: Path | None, rank: int) -> None:
+        self._count = 0
+        self._handle: int | None = None
+        if folder is not None:
+            self._handle = os.open(pulse_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o600)
+
+    def beat(self, step: int, over: bool = False) -> None:
+        """A step is done; ``over``: it was the last, and what follows may take longer."""
+        if self._handle is not None:
+            self._count += 1
+            os.pwrite(self._handle, BEAT.pack(self._count, step, over), 0)
+
+
+def pulse_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.pulse"
+
+
+def ended_by(code: int) -> str:
+    """What to say of a process that a signal ended, by its exit code below 0."""
+    names = {int(s): s.name for s in signal.Signals}
+    name = names.get(-code, f"signal {-code}")
+    why = ", as the kernel does where memory runs out" if code == -signal.SIGKILL else ""
+    return f"it was ended by {name}{why}"
+
+
+def words_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.words"
+
+
+def read_pulse(folder: Path, rank: int) -> Beat:
+    """What the rank last wrote."""
+    try:
+        found = pulse_file(folder, rank).read_bytes()
+    except OSError:
+        return Beat()
+    return Beat(*BEAT.unpack(found)) if len(found) == BEAT.size else Beat()
+
+
+def read_words(folder: Path, rank: int) -> dict[str, Any] | None:
+    """A rank's last words, or None."""
+    with contextlib.suppress(OSError, ValueError):
+        found: dict[str, Any] = json.loads(words_file(folder, rank).read_text())
+        return found
+    return None
+
+
+def attempt_folder() -> Path | None:
+    """Where a supervised rank leaves what its supervisor reads; None where nobody supervises."""
+    found = environment.variable(FOLDER)
+    return Path(found) if found else None
+
+
+def started_by_hasten() -> bool:
+    """Whether this is a rank that a process of hasten's own started and waits for."""
+    return environment.variable(PARENT) is not None
+
+
+def attempt() -> int:
+    """1, or how many times this run was started by its supervisor."""
+    return int(environment.variable(ATTEMPT) or 1)
+
+
+def leave_words(error: BaseException) -> bool:
+    """Tell the supervisor why this rank ends; False where there is none. The first words count."""
+    folder = attempt_folder()
+    if folder is None:
+        return False
+    path = words_file(folder, environment.world().rank)
+    if not path.exists():
+        with contextlib.suppress(OSError):  # the disk may be why it ends
+            temporary = path.with_suffix(".part")
+            temporary.write_text(json.dumps(_words(error)))
+            temporary.replace(path)
+    return True
+
+
+def _words(error: BaseException) -> dict[str, Any]:
+    first = (str(error).strip().splitlines() or [""])[0]
+    advice = isinstance(error, InputError | StoppedError)
+    code = 2 if isinstance(error, InputError) else getattr(error, "code", 1)
+    return {
+        "time": time.time(),
+        "code": code if isinstance(code, int) and advice else 1,
+        "line": first if advice else f"{type(error).__name__}: {first}",
+        "traceback": "" if advice else "".join(traceback.format_exception(error)),
+    }
+
+
+@contextlib.contextmanager
+def telling() -> Iterator[None]:
+    """Around what a rank does: an error is told at once, before anything waits for other ranks."""
+    try:
+        yield
+    except Exception as error:
+        leave_words(error)
+        raise
+
+
+def on_a_leash() -> None:
+    """End with the supervisor, whatever ended it (Linux; elsewhere its own handlers have to do).
+
+    The kernel sends SIGKILL, which a stopped process can't ignore either (prctl(2)).
+    """
+    parent = environment.variable(PARENT)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(parent):  # it ended before the leash was on
+        os._exit(1)

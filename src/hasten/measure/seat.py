@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from hasten.machine.load import foreign_share, look
+from hasten.machine.processes import foreign_share, look
 from hasten.measure.ablation import Design
 from hasten.measure.record import Record
 from hasten.measure.trial import PATIENCE_SECONDS, Trial, TrialFailedError

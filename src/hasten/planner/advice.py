@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hasten.errors import InputError
-from hasten.machine.devices import DEVICES, Device
+from hasten.machine.accelerators import DEVICES, Device
 from hasten.planner.candidate import Candidate, candidate
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import Layout, Layouts

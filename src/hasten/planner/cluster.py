@@ -14,7 +14,7 @@ from typing import Any
 
 from hasten.errors import InputError
 from hasten.launch.cluster import TOPOLOGIES, CloudConfig
-from hasten.machine.devices import PCIE4, Device, device
+from hasten.machine.accelerators import PCIE4, Device, device
 from hasten.models.architecture import load_json
 
 _G = 1e9

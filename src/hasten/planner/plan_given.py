@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hasten.errors import InputError
 from hasten.launch.cluster import CloudConfig
-from hasten.machine.devices import Device
+from hasten.machine.accelerators import Device
 from hasten.models.architecture import Architecture
 from hasten.models.presets import PRESETS
 from hasten.planner.actual import measured_steps

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.errors import InputError
-from hasten.machine.devices import PCIE4, device
+from hasten.machine.accelerators import PCIE4, device
 from hasten.planner import actual
 from hasten.planner.candidate import candidate, words
 from hasten.planner.cluster import Cluster, own_machine

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.errors import InputError
-from hasten.machine.devices import device
+from hasten.machine.accelerators import device
 from hasten.models.architecture import Architecture, Experts, Latent, load_json
 from hasten.planner.cluster import Cluster
 from hasten.planner.constants import MemoryConstants

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from hasten.machine.devices import DEVICES
+from hasten.machine.accelerators import DEVICES
 from hasten.models.architecture import Architecture
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import Job, Layouts

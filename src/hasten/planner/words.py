@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from hasten.errors import InputError
-from hasten.machine.devices import device
+from hasten.machine.accelerators import device
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import Layout
 

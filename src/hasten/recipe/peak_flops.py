@@ -18,8 +18,8 @@ from torch import nn
 from hasten.core.facts import Facts
 from hasten.core.meter import Meter
 from hasten.errors import InputError
-from hasten.machine.datasheet import datasheet
-from hasten.machine.machine_rates import MachineRates, measure
+from hasten.machine.accelerators import datasheet
+from hasten.machine.benchmark import MachineRates, measure
 from hasten.models.flops import CONVENTION, model_flops
 from hasten.recipe.schema import Recipe
 

@@ -28,7 +28,7 @@ from hasten.errors import InputError
 from hasten.launch.joining import backend_for
 from hasten.machine import environment
 from hasten.machine.environment import World
-from hasten.machine.pulse import started_by_hasten
+from hasten.machine.processes import started_by_hasten
 from hasten.models.adapters import adapted_table, parameter_counts
 from hasten.parts.checkpoint import checkpoints
 from hasten.parts.checkpoint.manifest import read_manifest

@@ -10,7 +10,7 @@ from typing import Any
 
 from hasten.core.session import Session
 from hasten.core.trainer import Watch
-from hasten.machine import environment, host, machine_survey
+from hasten.machine import environment, host
 from hasten.machine.gpu import Gpus
 from hasten.recipe.schema import Recipe
 from hasten.training.recording import Recording
@@ -56,10 +56,10 @@ def machine() -> dict[str, Any]:
     """What the machine has besides what ``hardware`` names, for the summary and ``hardware``."""
     gpus = Gpus()
     return {
-        "numa": [asdict(node) for node in machine_survey.numa_nodes()],
-        "disks": [asdict(mount) for mount in machine_survey.mounts()],
-        "network": [asdict(card) for card in machine_survey.cards()],
-        "limits": asdict(machine_survey.limits()),
+        "numa": [asdict(node) for node in host.numa_nodes()],
+        "disks": [asdict(mount) for mount in host.mounts()],
+        "network": [asdict(card) for card in host.cards()],
+        "limits": asdict(host.limits()),
         "driver": gpus.driver,
         "gpus": [asdict(gpu) for gpu in gpus.descriptions()],
         "gpu_paths": gpus.paths(),

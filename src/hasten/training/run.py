@@ -39,7 +39,7 @@ from hasten.launch.joining import agree
 from hasten.launch.naming_ranks import naming_ranks
 from hasten.launch.ranks import process_group
 from hasten.machine import host
-from hasten.machine.pulse import Pulse, attempt, attempt_folder, telling
+from hasten.machine.processes import Pulse, attempt, attempt_folder, telling
 from hasten.measure.energy import meter_of_run
 from hasten.recipe.build import job_of
 from hasten.recipe.faults import set_guards, watch_notices

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from hasten.errors import InputError
-from hasten.machine.load import foreign_share, look
+from hasten.machine.processes import foreign_share, look
 from hasten.measure.turns import (
     OUT_OF_MEMORY,
     Beside,
