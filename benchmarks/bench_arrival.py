@@ -25,7 +25,7 @@ import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaConfig
 from hasten.parts.distributed.weight_broadcast import Arrival
-from hasten.parts.distributed.sharding import shard
+from hasten.parts.distributed.fsdp import shard
 torch.set_num_threads(1)
 way, rank, world, layers, width, meeting = sys.argv[1], *map(int, sys.argv[2:6]), sys.argv[6]
 dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=world)

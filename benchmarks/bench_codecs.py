@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from hasten.parts.kernels import codec_reference
-from hasten.parts.comm.cast_codec import Cast
+from hasten.parts.comm.codecs import Cast
 from hasten.parts.kernels import build
 from hasten.parts.kernels import codec as compiled
-from hasten.parts.comm.quantised_codec import Quantised
+from hasten.parts.comm.codecs import Quantised
 
 RANKS = 4
 PLAIN = "-march=native"

@@ -12,8 +12,8 @@ import time
 import numpy as np
 import torch
 
-from hasten.parts.data import cut
-from hasten.parts.data.dynamic_batcher import DynamicBatcher
+from hasten.parts.data import collate
+from hasten.parts.data.dynamic_batch import DynamicBatcher
 from hasten.machine.memory import Headroom
 
 LONGEST, FITS, THRESHOLD, STEPS = 2048, 16 * 2048, 0.8, 1000
@@ -27,7 +27,7 @@ def simulate(start: float, fixed: float) -> tuple[int, float, int, int]:
     for _ in range(STEPS):
         lengths = draw.integers(LONGEST // 4, LONGEST + 1, 256).tolist()
         while True:
-            load = max(max(p) * len(p) for p in cut.by_slots(lengths, lengths, room.size))
+            load = max(max(p) * len(p) for p in collate.by_slots(lengths, lengths, room.size))
             used = fixed + (THRESHOLD - fixed) * load / FITS
             if used <= 1:
                 break

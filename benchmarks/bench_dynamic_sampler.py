@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from hasten.parts.data.dynamic_sampler import DynamicBatchSampler
+from hasten.parts.data.dynamic_batch import DynamicBatchSampler
 
 RECORDS, BUDGET = 100_000, 8192
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hasten.launch.netlab import Lab
-from hasten.parts.comm import full_duplex
+from hasten.parts.comm import groups
 
 SIZES = (500_000, 2_700_000, 10_000_000)  # bytes of one rank for one other
 ANY = 1 << 40
@@ -30,7 +30,7 @@ WAYS = {  # bytes of a piece, and how many pieces there are at most
     "64 KiB": (1 << 16, ANY),
     "256 KiB": (1 << 18, ANY),
     "1 MiB": (1 << 20, ANY),
-    "as it is": (full_duplex.PIECE, full_duplex.MOST),
+    "as it is": (groups.PIECE, groups.MOST),
 }
 PAYLOAD = 1448 / 1514  # of a packet
 RATES = {"100mbit": 1e8, "1gbit": 1e9}
@@ -47,14 +47,14 @@ def on_rank(rounds: int) -> None:
             rows = torch.zeros(world, size, dtype=torch.uint8)
             into = torch.empty_like(rows)
             for way, settings in WAYS.items():
-                full_duplex.PIECE, full_duplex.MOST = settings
+                groups.PIECE, groups.MOST = settings
                 for kind in ("all_gather", "all_to_all"):
                     dist.barrier()
                     began = time.perf_counter()
                     if kind == "all_gather":
-                        full_duplex.all_gather(into, rows[rank]).wait()
+                        groups.all_gather(into, rows[rank]).wait()
                     else:
-                        full_duplex.all_to_all(into, rows).wait()
+                        groups.all_to_all(into, rows).wait()
                     dist.barrier()
                     if turn:
                         key = f"{kind}/{size}/{way}"

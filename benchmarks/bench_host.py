@@ -65,8 +65,8 @@ def arm(name: str) -> None:
     from hasten.core.batch import with_language_counts
     from hasten.parts.data.collate import padded
     from hasten.parts.nn.losses import LabelOnlyLoss
-    from hasten.parts.optim.parameter_groups import decayed_groups
-    from hasten.parts.data.records import token_record
+    from hasten.parts.optim.weight_average import decayed_groups
+    from hasten.parts.data.collate import token_record
 
     draw = torch.Generator().manual_seed(0)
     rows = [torch.randint(3, 8192, (LENGTH,), generator=draw).numpy() for _ in range(BATCH * 8)]

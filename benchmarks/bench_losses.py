@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hasten.core import facts
 from hasten.machine import host
-from hasten.parts.nn.cross_entropy import chunk_rows, label_only_cross_entropy, whole_cross_entropy
+from hasten.parts.nn.losses import chunk_rows, label_only_cross_entropy, whole_cross_entropy
 
 ROWS, WIDTH = 1024, 512
 VOCABULARIES = (16_384, 102_400, 129_280)

@@ -23,7 +23,7 @@ from hasten.models.presets import build_config, preset
 from hasten.parts.data.collate import packed
 from hasten.parts.nn.losses import LabelOnlyLoss
 from hasten.parts.nn.multi_token import MultiToken, minimise_too
-from hasten.parts.data.records import token_record
+from hasten.parts.data.collate import token_record
 from hasten.techniques.objective import MultiTokenPrediction
 
 VOCABULARY, RECORDS, LENGTH = 4096, 4, 256

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hasten.parts.data.access_pattern import IndexedReader
-from hasten.parts.data.prefetcher import SmartPrefetcher
+from hasten.parts.data.prefetch import SmartPrefetcher
 
 BATCH = 8
 RECORD_SECONDS = 0.0006  # in quiet times: 4.8 ms a batch, with a step of about 12 ms

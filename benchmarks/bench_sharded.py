@@ -23,9 +23,9 @@ import sys, time
 import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from hasten.parts.comm.settings import Settings
-from hasten.parts.distributed.sharded import ShardedGradients
-from hasten.parts.distributed.sharding import shard
+from hasten.parts.comm.methods import Settings
+from hasten.parts.distributed.compressed_shards import ShardedGradients
+from hasten.parts.distributed.fsdp import shard
 torch.set_num_threads(1)
 rank, rows, rounds, meeting, *methods = sys.argv[1:]
 dist.init_process_group("gloo", f"file://{meeting}", rank=int(rank), world_size=2)

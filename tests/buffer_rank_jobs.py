@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.machine.environment import World
-from hasten.parts.distributed.replica_buffers import leave_constants
-from hasten.parts.nn.quantised_linear import QuantisedLinear
+from hasten.parts.distributed.ddp import leave_constants
+from hasten.parts.nn.quantised import QuantisedLinear
 
 
 class Model(nn.Module):

@@ -20,7 +20,7 @@ from compression_kit import (
     same_everywhere,
 )
 from hasten.machine.environment import World
-from hasten.parts.comm import hosts
+from hasten.parts.comm import exchange
 from hasten.parts.comm.gradient_compressor import GradientCompressor
 
 STEPS = 8
@@ -28,7 +28,7 @@ STEPS = 8
 
 def between_hosts(world: World) -> dict[str, Any]:
     """Two hosts of two ranks, dealt: ranks 0 and 2 share one."""
-    hosts.host_name = lambda: f"host-{world.rank % 2}"
+    exchange.host_name = lambda: f"host-{world.rank % 2}"
     return {
         "methods": {m: _scoped(m, world) for m in METHODS},
         "loop": _loop(world),

@@ -14,7 +14,7 @@ from hasten.core.setup import prepare
 from hasten.core.state import restore, state_of
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
-from hasten.parts.comm import hosts
+from hasten.parts.comm import exchange
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import Accumulate, AdaptiveBatch
 from hasten.techniques.layout.ddp import DDP
@@ -119,7 +119,7 @@ def merged(world: World) -> dict[str, Any]:
 
 def between_hosts(world: World) -> dict[str, Any]:
     """Four ranks of two faked hosts: a run, one that is resumed, and a state of three ranks."""
-    hosts.host_name = lambda: f"host-{world.rank // 2}"
+    exchange.host_name = lambda: f"host-{world.rank // 2}"
     found: dict[str, Any] = {}
     for wire in (
         Quantised(bits=4, minimum=0, check_every=1, scope="hosts"),

@@ -15,7 +15,7 @@ from compression_kit import Small, averaged, compressor, inputs, loss_of, memory
 from compression_session_jobs import session
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.parts.comm import hosts
+from hasten.parts.comm import exchange
 from hasten.parts.comm.codecs import codec
 from hasten.parts.comm.exchange import SECOND, Ranks
 from hasten.techniques.wire.compress import Quantised
@@ -93,14 +93,14 @@ def _dense_start(world: World) -> list[dict[str, Any]]:
 
 def uneven(world: World) -> str:
     """Three ranks of two hosts, and a run that wants as many on each."""
-    plain = hosts.host_name
-    hosts.host_name = lambda: f"host-{world.rank // 2}"
+    plain = exchange.host_name
+    exchange.host_name = lambda: f"host-{world.rank // 2}"
     try:
         session(world, Quantised(scope="hosts"))
     except InputError as error:
         return str(error)
     finally:
-        hosts.host_name = plain
+        exchange.host_name = plain
     return ""
 
 

@@ -21,7 +21,7 @@ import torch._dynamo  # an optimizer does so: here once, and not for seconds in 
 from torch import Tensor, nn
 
 from hasten.parts.checkpoint import SmartCheckpointer
-from hasten.parts.checkpoint.disk import Disk
+from hasten.parts.checkpoint.format import Disk
 from hasten.parts.checkpoint.saver import Saver
 from hasten.parts.nn.losses import WholeLogitsLoss
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hasten.parts.comm import full_duplex
+from hasten.parts.comm import groups
 
 PIECE = 96  # bytes
 COUNTS = (0, 1, 7, 23, 24, 25, 48, 49, 1000)  # numbers for one rank
@@ -18,7 +18,7 @@ DTYPES = (torch.uint8, torch.float32, torch.float64)
 
 def all_sizes(_: Any) -> list[dict[str, Any]]:
     """Of every size and format: what travelled, in pieces, and by torch's own lists."""
-    full_duplex.PIECE = PIECE
+    groups.PIECE = PIECE
     rank, world, found = dist.get_rank(), dist.get_world_size(), []
     group = dist.new_group()
     for dtype in DTYPES:
@@ -28,8 +28,8 @@ def all_sizes(_: Any) -> list[dict[str, Any]]:
             every, received = torch.empty_like(rows), torch.empty_like(rows)
             calls = Counted()
             into = every if count % 2 else every.view(-1)
-            gathered = full_duplex.all_gather(into, rows[rank].clone(), group)
-            exchanged = full_duplex.all_to_all(received, rows, group)
+            gathered = groups.all_gather(into, rows[rank].clone(), group)
+            exchanged = groups.all_to_all(received, rows, group)
             said: list[int] = []
             gathered.on_arrival(lambda said=said: said.append(1))  # type: ignore[misc]
             gathered.wait()
@@ -55,14 +55,14 @@ def pieces(count: int, size: int) -> int:
 
 def lost_rank(_: Any) -> str:
     """The last rank leaves; what the others are told of a message in pieces."""
-    full_duplex.PIECE = PIECE
+    groups.PIECE = PIECE
     group = dist.new_group(timeout=datetime.timedelta(seconds=3))
     world = dist.get_world_size()
     if dist.get_rank() == world - 1:
         return "left"
     rows = torch.zeros(world, 1000)
     try:
-        full_duplex.all_to_all(torch.empty_like(rows), rows, group).wait()
+        groups.all_to_all(torch.empty_like(rows), rows, group).wait()
     except RuntimeError as error:
         return type(error).__name__
     return "nothing"

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hasten.parts.comm.codecs import codec
-from hasten.parts.comm.drift import DriftError
-from hasten.parts.comm.local_steps import LocalSteps
+from hasten.parts.comm.local_sgd import DriftError, LocalSteps
 from hasten.parts.comm.streaming_local_sgd import Stream
 
 NUMBERS = 1_000_000

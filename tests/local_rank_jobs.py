@@ -16,9 +16,7 @@ from torch import Tensor
 from hasten.launch.netlab.counting import CollectiveBytes
 from hasten.machine.environment import World
 from hasten.parts.comm.codecs import codec
-from hasten.parts.comm.drift import DriftError
-from hasten.parts.comm.drift_buffers import Buffers, same_start
-from hasten.parts.comm.local_steps import LocalSteps
+from hasten.parts.comm.local_sgd import Buffers, DriftError, LocalSteps, same_start
 from hasten.parts.comm.streaming_local_sgd import Stream
 
 SHAPES = ((37, 11), (300,), (7,))  # 714 weights

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hasten.machine.environment import World
-from hasten.parts.distributed.pipeline.pipeline import AsyncPipeline, PipelineModel
+from hasten.parts.distributed.pipeline.model import AsyncPipeline, PipelineModel
 from hasten.parts.distributed.pipeline.schedules import SCHEDULES, virtual
 from hasten.parts.nn.losses import WholeLogitsLoss
 from tiny import VOCABULARY, tiny_config

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.machine.environment import World
-from hasten.parts.distributed.late_reduction import reduce_now
+from hasten.parts.distributed.ddp import reduce_now
 
 
 def both_ways(world: World) -> dict[str, Any]:

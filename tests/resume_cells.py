@@ -28,7 +28,7 @@ from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine import environment
 from hasten.machine.environment import World
-from hasten.parts.data.records import TokenRecord, token_record
+from hasten.parts.data.collate import TokenRecord, token_record
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed

@@ -10,12 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hasten.machine.environment import World
-from hasten.parts.comm.settings import Settings
-from hasten.parts.distributed.copies import CopiedShards
+from hasten.parts.comm.methods import Settings
+from hasten.parts.distributed.compressed_shards import CopiedShards, ShardedGradients
+from hasten.parts.distributed.fsdp import ShardGroup, rows_of, shard
 from hasten.parts.distributed.mesh import MeshSizes, data_mesh
-from hasten.parts.distributed.shard_groups import ShardGroup, rows_of
-from hasten.parts.distributed.sharded import ShardedGradients
-from hasten.parts.distributed.sharding import shard
 from hasten.techniques.wire.wire_sharded import members
 
 METHODS = ("half", "bf16", "int8", "int4", "topk")

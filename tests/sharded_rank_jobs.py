@@ -22,7 +22,7 @@ from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.parts.data.records import TokenRecord
+from hasten.parts.data.collate import TokenRecord
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.average import WeightAverage
 from hasten.techniques.batch import Accumulate

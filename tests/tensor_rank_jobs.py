@@ -14,10 +14,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.parts.data.records import TokenRecord, token_record
+from hasten.parts.data.collate import TokenRecord, token_record
 from hasten.parts.distributed.vocabulary_parallel import VocabularyParallelHead
-from hasten.parts.nn import cross_entropy
-from hasten.parts.nn.cross_entropy import IGNORED, LossTerms, whole_cross_entropy
+from hasten.parts.nn import losses
+from hasten.parts.nn.losses import IGNORED, LossTerms, whole_cross_entropy
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import Accumulate
@@ -162,8 +162,8 @@ def reference(terms: LossTerms) -> list[list[float]]:
 
 def uneven(world: World) -> list[list[float]]:
     """Chunks as long as each rank finds out for itself: of 13 tokens' logits 7 and 6 lie here."""
-    cross_entropy.FEWEST_ROWS, cross_entropy.CHUNK_BYTES = 1, 4 * 7 * 6
-    assert [cross_entropy.chunk_rows("auto", rows) for rows in (7, 6)] == [6, 7]
+    losses.FEWEST_ROWS, losses.CHUNK_BYTES = 1, 4 * 7 * 6
+    assert [losses.chunk_rows("auto", rows) for rows in (7, 6)] == [6, 7]
     return _vocabulary(LossTerms(), "auto")
 
 

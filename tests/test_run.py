@@ -16,7 +16,7 @@ from hasten.core.session import Session
 from hasten.errors import InputError
 from hasten.models.load import load_model, load_tokenizer
 from hasten.parts.nn.causal_lm import causal_lm
-from hasten.parts.nn.token_accuracy import token_accuracy
+from hasten.parts.nn.losses import token_accuracy
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.training.run import train

@@ -22,10 +22,9 @@ from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine import host
 from hasten.machine.environment import World
-from hasten.parts.data.collate import padded
-from hasten.parts.data.records import TokenRecord, token_record
+from hasten.parts.data.collate import TokenRecord, padded, token_record
 from hasten.parts.nn.losses import WholeLogitsLoss
-from hasten.parts.optim.parameter_groups import decayed_groups
+from hasten.parts.optim.weight_average import decayed_groups
 
 VOCABULARY = 97
 COMMON = {

@@ -21,7 +21,7 @@ from hasten.parts.comm.collective_plan import Route
 from hasten.parts.comm.collectives import TopoAwareCollective
 from hasten.parts.comm.hierarchical import RoutedBuckets
 from hasten.parts.comm.link_model import Cost
-from hasten.parts.comm.roll_call import CollectiveError
+from hasten.parts.comm.rank_check import CollectiveError
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast

@@ -38,8 +38,8 @@ from hasten.machine import host
 from hasten.parts.data.collate import padded
 from hasten.models.flops import ModelFlops, model_flops
 from hasten.parts.nn.losses import WholeLogitsLoss
-from hasten.parts.optim.parameter_groups import decayed_groups
-from hasten.parts.data.records import TokenRecord, token_record
+from hasten.parts.optim.weight_average import decayed_groups
+from hasten.parts.data.collate import TokenRecord, token_record
 
 REPEATS, WARMUP, MOST_STEPS = 5, 2, 10
 SHARE = 0.92  # of a device's memory that an estimate may reach

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gpu.rows import Row
 from gpu.work import Work
-from hasten.parts.data.records import TokenRecord
+from hasten.parts.data.collate import TokenRecord
 
 
 def missing() -> str:

@@ -22,8 +22,8 @@ from hasten.machine import host
 from hasten.machine.environment import World
 from hasten.parts.data.collate import padded
 from hasten.parts.nn.losses import WholeLogitsLoss
-from hasten.parts.optim.parameter_groups import decayed_groups
-from hasten.parts.data.records import token_record
+from hasten.parts.optim.weight_average import decayed_groups
+from hasten.parts.data.collate import token_record
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.layout_experts import ExpertParallel
 from hasten.techniques.layout.hybrid import Hybrid

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.parts.distributed.ddp_traffic import under_way, watch
+from hasten.parts.distributed.ddp import under_way, watch
 from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.fused_layers import fuse_layers, why_not
 
@@ -86,7 +86,7 @@ class Method:
             self.part.attach(self.model)
         elif self.kind in ("diloco", "nesterov", "local"):
             from hasten.parts.comm.codecs import codec
-            from hasten.parts.comm.local_steps import LocalSteps
+            from hasten.parts.comm.local_sgd import LocalSteps
 
             outer = "nesterov" if self.kind == "nesterov" else "mean"
             found = None if self.kind == "local" else codec("int4")

@@ -19,28 +19,27 @@ if TYPE_CHECKING:
     from hasten.parts.checkpoint import SmartCheckpointer
     from hasten.parts.comm.collectives import TopoAwareCollective
     from hasten.parts.comm.gradient_compressor import GradientCompressor
-    from hasten.parts.data.dynamic_batcher import DynamicBatcher
-    from hasten.parts.data.dynamic_sampler import DynamicBatchSampler
-    from hasten.parts.data.prefetcher import SmartPrefetcher
-    from hasten.parts.distributed.pipeline.pipeline import AsyncPipeline
-    from hasten.parts.nn.linear_relu import fused_linear_relu
+    from hasten.parts.data.dynamic_batch import DynamicBatcher, DynamicBatchSampler
+    from hasten.parts.data.prefetch import SmartPrefetcher
+    from hasten.parts.distributed.pipeline.model import AsyncPipeline
+    from hasten.parts.nn.fused_functions import fused_linear_relu
     from hasten.report.speedup import gradual_optimize
 
 _HOMES = {
-    "AsyncPipeline": "hasten.parts.distributed.pipeline.pipeline",
+    "AsyncPipeline": "hasten.parts.distributed.pipeline.model",
     "CloudConfig": "hasten.launch.cluster",
-    "DynamicBatchSampler": "hasten.parts.data.dynamic_sampler",
-    "DynamicBatcher": "hasten.parts.data.dynamic_batcher",
+    "DynamicBatchSampler": "hasten.parts.data.dynamic_batch",
+    "DynamicBatcher": "hasten.parts.data.dynamic_batch",
     "GradientCompressor": "hasten.parts.comm.gradient_compressor",
     "InputError": "hasten.errors",
     "Job": "hasten.core.job",
     "OptimizedTrainer": "hasten.integrations.optimized_trainer",
     "Plan": "hasten.core.plan",
     "SmartCheckpointer": "hasten.parts.checkpoint",
-    "SmartPrefetcher": "hasten.parts.data.prefetcher",
+    "SmartPrefetcher": "hasten.parts.data.prefetch",
     "Technique": "hasten.core.technique",
     "TopoAwareCollective": "hasten.parts.comm.collectives",
-    "fused_linear_relu": "hasten.parts.nn.linear_relu",
+    "fused_linear_relu": "hasten.parts.nn.fused_functions",
     "gradual_optimize": "hasten.measure.experiment",
 }
 __version__ = "0.1.0"

@@ -17,7 +17,7 @@ from hasten.cli import data
 from hasten.data.readers import read_records
 from hasten.data.statistics import advice, layouts, padding_share, statistics_of
 from hasten.errors import InputError
-from hasten.parts.data.records import TokenRecord, token_record
+from hasten.parts.data.collate import TokenRecord, token_record
 from hasten.report.data_page import page
 from material import small
 

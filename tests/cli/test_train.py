@@ -19,7 +19,7 @@ from hasten.cli.main import app
 from hasten.cli.train import StepLine
 from hasten.data.file_lock import only_run_in
 from hasten.parts.checkpoint import checkpoints
-from hasten.parts.checkpoint.manifest import read_manifest
+from hasten.parts.checkpoint.format import read_manifest
 from hasten.recipe.schema import Recipe
 from hasten.training.run import train as run_training
 from material import small

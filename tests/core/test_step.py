@@ -175,7 +175,7 @@ def test_a_stop_must_say_when() -> None:
 
 
 def test_records_without_a_trained_token_are_refused_in_the_step() -> None:
-    from hasten.parts.data.records import token_record
+    from hasten.parts.data.collate import token_record
 
     mute = [token_record([5, 6, 7], [False] * 3)] * 4
     with pytest.raises(InputError, match="no trained token"):

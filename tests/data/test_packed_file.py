@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hasten.data import packed_file
 from hasten.data.packed_file import write_packed
 from hasten.errors import InputError
-from hasten.parts.data.records import TokenRecord, token_record
+from hasten.parts.data.collate import TokenRecord, token_record
 
 
 class InMemory:

@@ -18,7 +18,7 @@ from hasten.data.readers import Conversation, Message, read_records
 from hasten.data.token_store import Subset, TokenStore, cache_key, inspect, split, tokenize
 from hasten.data.tokenizer import BOS, EOS
 from hasten.errors import InputError
-from hasten.parts.data.records import TokenRecord, token_record
+from hasten.parts.data.collate import TokenRecord, token_record
 
 
 def chats(count: int) -> list[Conversation]:

@@ -19,7 +19,7 @@ from hasten.data.chat_template import (
 from hasten.data.readers import Conversation, Message, read_records
 from hasten.data.tokenizer import BOS, EOS, train_bpe
 from hasten.errors import InputError
-from hasten.parts.data.records import TokenRecord
+from hasten.parts.data.collate import TokenRecord
 
 # The way R1 writes: thoughts are cut off every answer, also the last one.
 DROPS_THOUGHTS = """\

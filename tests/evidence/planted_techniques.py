@@ -22,8 +22,7 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Proof, Technique, setting
-from hasten.parts.data.collate import packed
-from hasten.parts.data.records import token_record
+from hasten.parts.data.collate import packed, token_record
 from tiny import language_job, records, run, session_of, tiny_model
 
 SCALE = 4.0  # as if a step of four micro-batches forgot to divide by their number

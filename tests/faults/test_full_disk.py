@@ -15,7 +15,7 @@ from torch import nn
 
 from fault_kit import CountedDisk, FullDisk, Tell, killed, train
 from hasten.parts.checkpoint import FolderInUseError, SmartCheckpointer, checkpoints, load
-from hasten.parts.checkpoint.lock import FolderLock
+from hasten.parts.checkpoint.commit import FolderLock
 from hasten.parts.checkpoint.saver import Saver
 
 CALLS = 18  # of a save before its rename, at which the disk may be full

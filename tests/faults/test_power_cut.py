@@ -9,8 +9,7 @@ import torch
 
 from fault_kit import EVERY, VolatileDisk, train
 from hasten.parts import checkpoint
-from hasten.parts.checkpoint.disk import Disk
-from hasten.parts.checkpoint.tensor_file import write_blocks
+from hasten.parts.checkpoint.format import Disk, write_blocks
 
 
 def values(step: int) -> dict[str, torch.Tensor]:

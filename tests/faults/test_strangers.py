@@ -24,7 +24,7 @@ from hasten.parts.checkpoint import (
     prune,
     save,
 )
-from hasten.parts.checkpoint.manifest import sealed
+from hasten.parts.checkpoint.format import sealed
 
 SECRET = "of another user"
 
@@ -135,7 +135,7 @@ def test_a_sealed_manifest_of_another_shape_is_a_sentence(
 
 
 def test_a_manifest_without_end_is_not_read(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hasten.parts.checkpoint.manifest.LARGEST_MANIFEST", 100)
+    monkeypatch.setattr("hasten.parts.checkpoint.format.LARGEST_MANIFEST", 100)
     with pytest.raises(DamagedCheckpointError, match="larger than 100 bytes"):
         load(one)
 

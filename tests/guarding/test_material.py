@@ -26,7 +26,7 @@ from hasten.measure.quality.bench import (
     shortened,
     still,
 )
-from hasten.parts.data.records import token_record
+from hasten.parts.data.collate import token_record
 from tiny import job_facts, language_job, records, tiny_model
 
 SEVEN = ModelFacts("llama", 6_900_000_000, 4096, 30, 102_400)

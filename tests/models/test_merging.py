@@ -14,7 +14,7 @@ from hasten.errors import InputError
 from hasten.models.adapters import add_lora, merge, merged, quantised_layers
 from hasten.models.load import load_model
 from hasten.models.save import save_adapter
-from hasten.parts.nn.quantised_linear import KINDS, Kind, QuantisedLinear
+from hasten.parts.nn.quantised import KINDS, Kind, QuantisedLinear
 
 NAMES = ("deepseek-llm-tiny", "r1-distill-qwen-tiny", "v2-lite-tiny", "v3-tiny")
 TOKENS = torch.arange(24).reshape(2, 12)

@@ -24,7 +24,7 @@ from hasten.parts.data.access_pattern import (
     classify_reads,
     with_merged_reads,
 )
-from hasten.parts.data.prefetcher import SmartPrefetcher
+from hasten.parts.data.prefetch import SmartPrefetcher
 
 COUNT = 4096
 

@@ -8,8 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.parts.comm.bucket_size import MB, bucket_seconds, by_link, by_window, exposed
-from hasten.parts.comm.link_model import LATENCY_SHARE
+from hasten.parts.comm.link_model import (
+    LATENCY_SHARE,
+    MB,
+    bucket_seconds,
+    by_link,
+    by_window,
+    exposed,
+)
 from hasten.parts.comm.topology import Link, Topology
 
 SECONDS = st.floats(1e-6, 10.0)

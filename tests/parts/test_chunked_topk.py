@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from codec_cases import cases
-from hasten.parts.comm.chunked_topk import ChunkedTopK
+from hasten.parts.comm.codecs import ChunkedTopK
 
 
 def by_hand(flat: Tensor, k: int) -> list[tuple[int, float]]:

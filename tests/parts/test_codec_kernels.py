@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from codec_cases import cases, same_bits
-from hasten.parts.comm import chunked_topk, quantised_codec
-from hasten.parts.comm.chunked_topk import ChunkedTopK
-from hasten.parts.comm.codecs import codec
+from hasten.parts.comm import codecs
+from hasten.parts.comm.codecs import ChunkedTopK, codec
 from hasten.parts.kernels import codec as compiled
 from hasten.parts.kernels import codec_reference
 from hasten.parts.kernels.build import Built
@@ -149,7 +148,7 @@ def test_without_a_compiler_messages_are_the_same(monkeypatch: pytest.MonkeyPatc
     wires = [codec("int8"), codec("int4"), ChunkedTopK(13)]
     fast = [wire.encode(flat) for wire in wires]
     monkeypatch.setattr(compiled, "library", lambda: Built(None, "no C++ compiler was found"))
-    assert quantised_codec._way(flat) is codec_reference is chunked_topk._way(flat)
+    assert codecs._way(flat) is codec_reference is codecs._topk_way(flat)
     for wire, message in zip(wires, fast, strict=True):
         assert torch.equal(wire.encode(flat), message)
         wire.decode_mean(torch.stack([message, message]), 3000)

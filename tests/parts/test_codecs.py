@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from codec_cases import BROKEN, LARGEST, cases, read_by_hand, same_bits
-from hasten.parts.comm.chunked_topk import ChunkedTopK
-from hasten.parts.comm.codecs import Codec, codec
-from hasten.parts.comm.quantised_codec import Quantised
+from hasten.parts.comm.codecs import ChunkedTopK, Codec, Quantised, codec
 
 NAMES = ("none", "half", "bf16", "int8", "int4", "sign")
 names = pytest.mark.parametrize("name", NAMES)

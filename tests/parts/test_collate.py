@@ -9,8 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.parts.data.collate import IGNORED, aligned_labels, packed, padded
-from hasten.parts.data.records import TokenRecord, token_record
+from hasten.parts.data.collate import (
+    IGNORED,
+    TokenRecord,
+    aligned_labels,
+    packed,
+    padded,
+    token_record,
+)
 from tiny import records
 
 Question = tuple[tuple[int, ...], int]  # (everything that is seen, the token to predict)

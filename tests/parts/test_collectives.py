@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hasten.launch.ranks import rank_environment
-from hasten.parts.comm.collective_stages import ErrorMemory
+from hasten.parts.comm.collective_plan import ErrorMemory
 from hasten.parts.comm.collectives import TopoAwareCollective
 from ranks import on_ranks
 from topology_rank_jobs import LIMIT

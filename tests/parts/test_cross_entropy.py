@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hasten.parts.data.collate import IGNORED
-from hasten.parts.nn.cross_entropy import (
+from hasten.parts.nn.losses import (
     CHUNK_BYTES,
     FEWEST_ROWS,
     MOST_ROWS,

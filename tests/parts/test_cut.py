@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.parts.data.cut import by_count, by_slots, by_tokens
+from hasten.parts.data.collate import by_count, by_slots, by_tokens
 
 LENGTHS = st.lists(st.integers(0, 60), max_size=40)
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from hasten.parts.data.cutting_stock import whole_patterns
 from hasten.parts.data.packing import plan_rows
+from hasten.parts.data.row_search import whole_patterns
 
 ROW = 4096
 

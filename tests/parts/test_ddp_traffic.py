@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.parts.distributed.ddp_traffic import UnderWay, under_way, watch
+from hasten.parts.distributed.ddp import UnderWay, under_way, watch
 
 MOMENTS = st.integers(0, 10**10)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hasten.parts.data.dealing import deal, quadratic_share, row_costs, straggler_loss
+from hasten.parts.data.epoch_order import deal, quadratic_share, row_costs, straggler_loss
 from hasten.parts.data.packing import pack_lengths
 
 RANKS, PER_RANK, ROW = 8, 8, 4096

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor, nn
 
-from hasten.parts.data.collate import aligned_labels, packed
-from hasten.parts.data.records import TokenRecord
+from hasten.parts.data.collate import TokenRecord, aligned_labels, packed
 from hasten.parts.nn import attention as document_attention
 from hasten.parts.nn.attention import attend, use_document_attention
 from tiny import ARCHITECTURES, COMMON, records, tiny_model

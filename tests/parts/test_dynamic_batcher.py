@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hasten import DynamicBatcher
-from hasten.parts.data.dynamic_batcher import join, rows, select
+from hasten.parts.data.dynamic_batch import join, rows, select
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* records (wait|at a time)")
 

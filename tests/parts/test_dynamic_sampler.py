@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from hasten.parts.data.collate import padded
-from hasten.parts.data.dynamic_sampler import DynamicBatchSampler, record_lengths
+from hasten.parts.data.dynamic_batch import DynamicBatchSampler, record_lengths
 from tiny import records
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)

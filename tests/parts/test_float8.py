@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hasten.parts.nn.float8 import (
+from hasten.parts.nn.quantised import (
     E4M3,
     Float8Layers,
     Quantised,

@@ -16,8 +16,8 @@ from torch import nn
 from fused_models import BATCHES, ROUNDING, TOKENS, check_half, distance, model_of, outcome, pair
 from hasten.parts.kernels import amx, rowwise
 from hasten.parts.nn.attention import use_document_attention
-from hasten.parts.nn.float8 import Float8Layers
 from hasten.parts.nn.fused_layers import ARCHITECTURES, fuse_layers, fused
+from hasten.parts.nn.quantised import Float8Layers
 from tiny import COMMON
 
 pytestmark = [

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.parts.comm.gpu_links import NVLINK, gpu_link
+from hasten.parts.comm.topology import NVLINK, gpu_link
 
 
 class Driver:

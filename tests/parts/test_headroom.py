@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.machine.memory import Headroom, host_meter, is_out_of_memory, memory_limit
-from hasten.parts.data import cut
+from hasten.parts.data import collate
 
 LIMIT, THRESHOLD, LONGEST = 1000.0, 0.8, 2048
 
@@ -39,7 +39,7 @@ def train(room: Headroom, allocator: Allocator, steps: int, seed: int) -> tuple[
     for _ in range(steps):
         lengths = draw.integers(LONGEST // 4, LONGEST + 1, 256).tolist()
         while True:
-            pieces = cut.by_slots(lengths, lengths, room.size)
+            pieces = collate.by_slots(lengths, lengths, room.size)
             load = max(max(p) * len(p) for p in pieces)
             try:
                 allocator.run(load)

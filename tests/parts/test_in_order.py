@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.parts.comm.in_order import _work
+from hasten.parts.comm.groups import _work
 
 
 def test_a_job_runs_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hasten.parts.comm import drift_chunks
+from hasten.parts.comm import local_sgd
 from hasten.parts.comm.codecs import codec
-from hasten.parts.comm.drift import HEADER, Drift, DriftError, answered
-from hasten.parts.comm.local_steps import LocalSteps
+from hasten.parts.comm.local_sgd import HEADER, Drift, DriftError, LocalSteps, answered
 from hasten.parts.comm.streaming_local_sgd import MOST, TIMED_STEPS, Stream, needed
 from hasten.parts.kernels import local_sgd as compiled
 from hasten.parts.kernels.build import Built
@@ -224,7 +223,7 @@ def test_neither_chunks_nor_compiled_loops_change_a_bit(
 ) -> None:
     def moved(chunk: int) -> tuple[list[Tensor], Tensor]:
         """What the second of three ranks holds after each fragment has travelled, and the last."""
-        monkeypatch.setattr(drift_chunks, "NUMBERS", chunk)
+        monkeypatch.setattr(local_sgd, "NUMBERS", chunk)
         torch.manual_seed(0)
         sizes = (700, 0, 600, 1, 12, 5000)
         ranks = [Drift([torch.zeros(n) for n in sizes], 2) for _ in range(3)]
@@ -285,8 +284,8 @@ def test_a_core_has_little_to_do_for_a_fragment(own: float, seconds: float, numb
     assert 1 <= count <= MOST
     if count > 1:  # with fewer it would have more than a twentieth of a step
         assert own / (count - 1) > 0.05 * seconds * 0.99
-        assert numbers / (count - 1) > drift_chunks.NUMBERS * 0.99
-    elif numbers > drift_chunks.NUMBERS:
+        assert numbers / (count - 1) > local_sgd.NUMBERS * 0.99
+    elif numbers > local_sgd.NUMBERS:
         assert own <= 0.05 * seconds * 1.01
 
 

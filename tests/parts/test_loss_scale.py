@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.parts.optim.loss_scale import LossScale
+from hasten.parts.optim.master_weights import LossScale
 
 
 @settings(deadline=None)

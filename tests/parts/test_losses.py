@@ -18,8 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 from hasten.parts.data.collate import IGNORED, padded
-from hasten.parts.nn.cross_entropy import LossTerms, label_only_cross_entropy
-from hasten.parts.nn.losses import LabelOnlyHead, LabelOnlyLoss, ObjectiveLoss, WholeLogitsLoss
+from hasten.parts.nn.losses import (
+    LabelOnlyHead,
+    LabelOnlyLoss,
+    LossTerms,
+    ObjectiveLoss,
+    WholeLogitsLoss,
+    label_only_cross_entropy,
+)
 from tiny import ARCHITECTURES, COMMON, VOCABULARY, records, tiny_config, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # between peft and transformers

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hasten.parts.data.collate import packed, padded
-from hasten.parts.data.records import TokenRecord, token_record
+from hasten.parts.data.collate import TokenRecord, packed, padded, token_record
 from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.causal_lm import causal_lm, trunk
 from hasten.parts.nn.losses import LabelOnlyLoss, ObjectiveLoss, WholeLogitsLoss

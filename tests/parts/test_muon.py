@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hasten.parts.optim.muon import MuonAdamW, is_hidden_matrix, muon_groups, orthogonalised
-from hasten.parts.optim.parameter_groups import decayed_groups
+from hasten.parts.optim.weight_average import decayed_groups
 from tiny import ARCHITECTURES, tiny_model
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}

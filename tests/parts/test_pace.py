@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.parts.data.pace import REMEMBERED, Pace
+from hasten.parts.data.prefetch import REMEMBERED, Pace
 
 
 def stalls(reads: list[float], use: float, room: int) -> float:

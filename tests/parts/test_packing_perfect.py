@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hasten.parts.data.packing_perfect import perfect_rows
+from hasten.parts.data.packing import perfect_rows
 
 
 def planted(seed: int, row: int, rows: int, pieces: int) -> NDArray[np.int64]:

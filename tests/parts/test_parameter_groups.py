@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.parts.optim.parameter_groups import decayed_groups
+from hasten.parts.optim.weight_average import decayed_groups
 from tiny import ARCHITECTURES, tiny_model
 
 

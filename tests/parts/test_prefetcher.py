@@ -17,9 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from hasten.parts.data.device_copies import DeviceCopies, each_tensor, tensor_bytes
-from hasten.parts.data.prefetcher import FULL_IN_A_ROW, SmartPrefetcher
-from hasten.parts.data.reading_thread import Taken
+from hasten.parts.data.prefetch import (
+    FULL_IN_A_ROW,
+    DeviceCopies,
+    SmartPrefetcher,
+    Taken,
+    each_tensor,
+    tensor_bytes,
+)
 
 
 def readers() -> list[threading.Thread]:
@@ -187,7 +192,7 @@ def test_a_break_an_error_of_the_caller_and_the_collector_end_the_thread() -> No
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "batches = None"])
 def test_a_pass_in_progress_does_not_keep_the_interpreter_from_leaving(ending: str) -> None:
     code = (
-        "from hasten.parts.data.prefetcher import SmartPrefetcher\n"
+        "from hasten.parts.data.prefetch import SmartPrefetcher\n"
         "batches = iter(SmartPrefetcher().wrap(range(10**9)))\n"
         "[next(batches) for _ in range(5)]\n"
     )

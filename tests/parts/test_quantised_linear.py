@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hasten.parts.nn.quantised_linear import (
+from hasten.parts.nn.quantised import (
     KINDS,
     NF4_BLOCK,
     NF4_LEVELS,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.parts.data.reading_thread import ReadingThread
+from hasten.parts.data.prefetch import ReadingThread
 
 
 def reading(source: Iterator[Any], room: int = 4, bound: int = 1 << 30) -> ReadingThread:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hasten.parts.data.records import token_record
+from hasten.parts.data.collate import token_record
 
 
 def test_every_token_carries_loss_unless_told_otherwise() -> None:

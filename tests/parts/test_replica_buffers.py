@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from hasten.parts.distributed.replica_buffers import may_learn
-from hasten.parts.nn.quantised_linear import QuantisedLinear
+from hasten.parts.distributed.ddp import may_learn
+from hasten.parts.nn.quantised import QuantisedLinear
 from ranks import on_ranks
 from tiny import tiny_model
 

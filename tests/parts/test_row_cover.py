@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.parts.data.row_cover import MOST_IN_A_ROW, Cover, full_rows
+from hasten.parts.data.row_search import MOST_IN_A_ROW, Cover, full_rows
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=9), st.integers(12, 30))

@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.parts.data.dealing import deal, quadratic_share, row_costs, straggler_loss
-from hasten.parts.data.row_order import GroupedOrder, PackedOrder, stratified
+from hasten.parts.data.epoch_order import (
+    GroupedOrder,
+    PackedOrder,
+    deal,
+    quadratic_share,
+    row_costs,
+    straggler_loss,
+    stratified,
+)
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from hasten.parts.comm.settings import Settings
-from hasten.parts.distributed.shard_groups import ShardGroup, Weight, rows_of, values_of
-from hasten.parts.distributed.sharded import ShardedGradients, row_codec
+from hasten.parts.comm.methods import Settings
+from hasten.parts.distributed.compressed_shards import ShardedGradients, row_codec
+from hasten.parts.distributed.fsdp import ShardGroup, Weight, rows_of, values_of
 from ranks import on_ranks
 from sharded_gradients_jobs import DENSE, METHODS, PASSES, STEPS
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hasten.parts.data.records import TokenRecord
-from hasten.parts.nn.losses import LabelOnlyLoss
-from hasten.parts.nn.token_accuracy import token_accuracy
+from hasten.parts.data.collate import TokenRecord
+from hasten.parts.nn.losses import LabelOnlyLoss, token_accuracy
 from tiny import ARCHITECTURES, records, tiny_model
 
 

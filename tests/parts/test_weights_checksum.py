@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.parts.comm.weights_checksum import WORDS, checksum, drifted
+from hasten.parts.comm.rank_check import WORDS, checksum, drifted
 
 FORMATS = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.parts.comm.roll_call import RollCall, of_an_exchange
+from hasten.parts.comm.rank_check import RollCall, of_an_exchange
 from hasten.parts.comm.route_choice import Pace, share_saved, together
 
 seconds = st.floats(0.001, 100.0)

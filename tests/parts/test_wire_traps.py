@@ -19,10 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compression_trap_jobs import LIMIT
-from hasten.parts.comm.chunked_topk import ChunkedTopK
-from hasten.parts.comm.codecs import codec
-from hasten.parts.comm.error_feedback import Memory, Piece, Pieces, numbers, parts_of
-from hasten.parts.comm.wire_message import ALIGNED
+from hasten.parts.comm.codecs import ALIGNED, ChunkedTopK, codec
+from hasten.parts.comm.methods import Memory, Piece, Pieces, numbers, parts_of
 from ranks import on_ranks
 
 pytestmark = pytest.mark.waits

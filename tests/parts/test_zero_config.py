@@ -12,9 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.parts.distributed.zero_config import Known, batch_sizes, check_keys, filled, read_config
-from hasten.parts.distributed.zero_keys import INSIDE, TOP
-from hasten.parts.distributed.zero_mapping import mapped
+from hasten.parts.distributed.deepspeed_config import (
+    INSIDE,
+    TOP,
+    Known,
+    batch_sizes,
+    check_keys,
+    filled,
+    mapped,
+    read_config,
+)
 from zero_configs import ARTICLE, CODER
 
 sizes = st.integers(1, 64)

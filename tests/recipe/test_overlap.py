@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.parts.data.records import TokenRecord, token_record
+from hasten.parts.data.collate import TokenRecord, token_record
 from hasten.recipe.overlap import overlap
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from hasten.parts.data.collate import padded
-from hasten.parts.data.dynamic_sampler import DynamicBatchSampler
+from hasten.parts.data.dynamic_batch import DynamicBatchSampler
 from tiny import records, tiny_model
 
 DATA = records(30, seed=1)

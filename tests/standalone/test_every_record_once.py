@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from hasten.parts.data import cut
-from hasten.parts.data.dynamic_batcher import DynamicBatcher
-from hasten.parts.data.dynamic_sampler import DynamicBatchSampler
-from hasten.parts.data.prefetcher import SmartPrefetcher
-from hasten.parts.data.row_order import PackedOrder
+from hasten.parts.data import collate
+from hasten.parts.data.dynamic_batch import DynamicBatcher, DynamicBatchSampler
+from hasten.parts.data.epoch_order import PackedOrder
+from hasten.parts.data.prefetch import SmartPrefetcher
 from ranks import on_ranks
 
 COUNT = 100_000
@@ -80,7 +79,7 @@ def test_rows_packed_over_the_epoch_and_cut_by_memory_hold_every_record_once(wor
         for step in order.local_steps(0, rank, world):
             limit = int(limits.integers(512, 8192))
             for row in step:
-                yield from cut.by_slots(row, [int(LENGTHS[i]) for i in row], limit)
+                yield from collate.by_slots(row, [int(LENGTHS[i]) for i in row], limit)
 
     read: list[torch.Tensor] = []
     for rank in range(world):

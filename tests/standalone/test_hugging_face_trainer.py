@@ -12,8 +12,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments
 
-from hasten.parts.data.collate import packed, padded
-from hasten.parts.data.records import TokenRecord
+from hasten.parts.data.collate import TokenRecord, packed, padded
 from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.losses import WholeLogitsLoss
 from tiny import records, tiny_model

@@ -12,13 +12,12 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from hasten.parts import checkpoint
-from hasten.parts.data import cut
-from hasten.parts.data.collate import packed, padded
-from hasten.parts.data.records import TokenRecord
+from hasten.parts.data import collate as cut
+from hasten.parts.data.collate import TokenRecord, packed, padded
 from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.losses import LabelOnlyLoss, WholeLogitsLoss
 from hasten.parts.optim.master_weights import MasterWeights
-from hasten.parts.optim.parameter_groups import decayed_groups
+from hasten.parts.optim.weight_average import decayed_groups
 from tiny import records, tiny_model
 
 STEPS = [records(8, seed=s) for s in range(6)]

@@ -17,7 +17,7 @@ from hasten.core.step import training
 from hasten.errors import InputError
 from hasten.parts import checkpoint
 from hasten.parts.checkpoint import STATE, SmartCheckpointer
-from hasten.parts.checkpoint.protected import moments_to_come
+from hasten.parts.checkpoint.state import moments_to_come
 from hasten.techniques.checkpoint import Checkpoints
 from ranks import on_ranks
 from tiny import language_job, run, session_of

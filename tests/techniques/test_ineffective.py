@@ -12,7 +12,7 @@ import torch
 from hasten.core.order import GlobalBatch
 from hasten.core.session import Session
 from hasten.core.technique import Technique
-from hasten.parts.data.records import token_record
+from hasten.parts.data.collate import token_record
 from hasten.parts.kernels import rowwise
 from hasten.parts.nn import fused_layers
 from hasten.parts.nn.causal_lm import causal_lm

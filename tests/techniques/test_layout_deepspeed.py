@@ -17,7 +17,7 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.parts.distributed import deepspeed_engine
-from hasten.parts.distributed.zero_config import Known
+from hasten.parts.distributed.deepspeed_config import Known
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout.deepspeed import DeepSpeed
 from hasten.techniques.optimizer import Muon

@@ -15,8 +15,8 @@ from hasten.core.setup import prepare
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.parts.distributed.pipeline.pipeline_tied import MARK
-from hasten.parts.distributed.pipeline.pipeline_work import Settings
+from hasten.parts.distributed.pipeline.runtime import Settings
+from hasten.parts.distributed.pipeline.stages import MARK
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.batch import AdaptiveBatch
 from hasten.techniques.compile import Compiled

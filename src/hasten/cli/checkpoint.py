@@ -30,7 +30,7 @@ One = Annotated[Path, typer.Argument(help="one checkpoint, or a folder: its newe
 @app.command("ls")
 def ls(folder: Folder) -> None:
     """List checkpoints with step, size and time, and those that were set aside."""
-    from hasten.parts.checkpoint.manifest import DamagedCheckpointError, read_manifest
+    from hasten.parts.checkpoint.format import DamagedCheckpointError, read_manifest
 
     for path in _all(folder):
         when = datetime.datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "seconds")
@@ -166,7 +166,7 @@ def _loaded(place: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
 
 def _set_aside(folder: Path) -> list[tuple[Path, str]]:
     """What was renamed out of the way, with the reason that lies in it."""
-    from hasten.parts.checkpoint.folder import REASON
+    from hasten.parts.checkpoint.format import REASON
 
     found = []
     for path in sorted(p for p in folder.glob(".*-step-*") if p.is_dir()):

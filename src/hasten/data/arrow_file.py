@@ -21,7 +21,7 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from hasten.parts.data.records import TokenRecord
+from hasten.parts.data.collate import TokenRecord
 
 SCHEMA = pa.schema(
     [("input_ids", pa.list_(pa.int32())), ("trained", pa.list_(pa.bool_()))],

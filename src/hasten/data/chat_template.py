@@ -32,7 +32,7 @@ from hasten.data.conversation import Call, Conversation, Message
 from hasten.data.template_sandbox import check_syntax, render
 from hasten.errors import InputError
 from hasten.formatting import open_regular
-from hasten.parts.data.records import TokenRecord, token_record
+from hasten.parts.data.collate import TokenRecord, token_record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

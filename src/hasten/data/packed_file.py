@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 
 from hasten.data.token_store import Records
 from hasten.errors import InputError
+from hasten.parts.data.epoch_order import PackedOrder
 from hasten.parts.data.packing import Efficiency
-from hasten.parts.data.row_order import PackedOrder
 
 COLUMNS = ("input_ids", "labels", "position_ids", "seq_lengths")
 SCHEMA = pa.schema([(name, pa.list_(pa.int32())) for name in COLUMNS])

@@ -12,8 +12,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from hasten.data.token_store import Records
+from hasten.parts.data.epoch_order import GroupedOrder
 from hasten.parts.data.packing import CLOSE, choose_method, plan_rows
-from hasten.parts.data.row_order import GroupedOrder
 
 QUANTILES = (1, 10, 50, 90, 99)
 WINDOW = 4096  # records that length_grouped sorts together, its default

@@ -28,7 +28,7 @@ from hasten.data.tokenize import prepare
 from hasten.data.worker import Work
 from hasten.errors import InputError
 from hasten.formatting import shown
-from hasten.parts.data.records import TokenRecord
+from hasten.parts.data.collate import TokenRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from hasten.parts.data.records import TokenRecord
+    from hasten.parts.data.collate import TokenRecord
 
 
 class Work(NamedTuple):

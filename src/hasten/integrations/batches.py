@@ -1,6 +1,6 @@
 """Records of other people's datasets, in hasten's order and layout, as a ``DataLoader``.
 
-A row is a :class:`~hasten.parts.data.records.TokenRecord`, or a mapping with ``input_ids`` and, if
+A row is a :class:`~hasten.parts.data.collate.TokenRecord`, or a mapping with ``input_ids`` and, if
 not every token is trained, ``labels`` (-100: no loss), as Transformers' collators take them.
 """
 
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from hasten.core.batch import Collate
 from hasten.core.order import Sampler
 from hasten.errors import InputError
-from hasten.parts.data.records import TokenRecord, token_record
+from hasten.parts.data.collate import TokenRecord, token_record
 
 
 def record_of(row: Any) -> TokenRecord:

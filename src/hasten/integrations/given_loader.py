@@ -31,7 +31,7 @@ from torch.utils.data import (
 from hasten.core.batch import Counts, MicroBatch
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.parts.data.device_copies import each_tensor
+from hasten.parts.data.prefetch import each_tensor
 
 COLUMNS = (Tensor, Mapping, tuple, list)  # what a batch is made of
 

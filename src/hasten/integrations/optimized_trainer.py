@@ -35,7 +35,7 @@ from hasten.launch.cluster import CloudConfig
 from hasten.launch.ranks import process_group
 from hasten.parts.checkpoint import checkpoints
 from hasten.parts.comm.gradient_compressor import GradientCompressor
-from hasten.parts.data.dynamic_batcher import DynamicBatcher
+from hasten.parts.data.dynamic_batch import DynamicBatcher
 from hasten.parts.nn.losses import ObjectiveLoss
 from hasten.techniques.batch import AdaptiveBatch
 from hasten.techniques.checkpoint import Checkpoints

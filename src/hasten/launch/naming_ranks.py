@@ -1,7 +1,7 @@
 """An exchange that failed, told with the rank that it failed for.
 
 gloo and NCCL say "connection closed by peer", or that time is up, and an address. The ranks that
-see it hold a roll call in the place where they met (:mod:`hasten.parts.comm.roll_call`), and who
+see it hold a roll call in the place where they met (:mod:`hasten.parts.comm.rank_check`), and who
 doesn't answer is named with its host.
 """
 
@@ -37,7 +37,7 @@ def naming_ranks(world: World) -> Iterator[None]:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
-    from hasten.parts.comm.roll_call import CollectiveError, explained, of_an_exchange
+    from hasten.parts.comm.rank_check import CollectiveError, explained, of_an_exchange
 
     subject = f"run/{attempt()}"
     hosts = dist.PrefixStore(f"hasten/{subject}/hosts", _get_default_store())

@@ -23,7 +23,7 @@ from torch import nn
 
 from hasten.errors import InputError
 from hasten.models.load import quiet, seeded
-from hasten.parts.nn.quantised_linear import Kind, QuantisedLinear, quantise_linears, rounded
+from hasten.parts.nn.quantised import Kind, QuantisedLinear, quantise_linears, rounded
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -27,10 +27,8 @@ from hasten.errors import InputError
 from hasten.models.load import count_parameters, load_model, read_config
 from hasten.parts.data.collate import padded
 from hasten.parts.nn.causal_lm import routed_experts
-from hasten.parts.nn.cross_entropy import LossTerms
-from hasten.parts.nn.losses import WholeLogitsLoss
-from hasten.parts.nn.token_accuracy import token_accuracy
-from hasten.parts.optim.parameter_groups import decayed_groups
+from hasten.parts.nn.losses import LossTerms, WholeLogitsLoss, token_accuracy
+from hasten.parts.optim.weight_average import decayed_groups
 from hasten.recipe.catalogue import catalogue
 from hasten.recipe.material import Material
 from hasten.recipe.schema import Recipe

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.machine import environment, host
-from hasten.parts.distributed.zero_config import Known, read_config
-from hasten.parts.distributed.zero_mapping import Mapped, mapped
+from hasten.parts.distributed.deepspeed_config import Known, Mapped, mapped, read_config
 
 ACCUMULATE, SIZE = "accumulate", "micro_batch_size"
 NAMES = {

@@ -31,7 +31,7 @@ from hasten.machine.environment import World
 from hasten.machine.processes import started_by_hasten
 from hasten.models.adapters import adapted_table, parameter_counts
 from hasten.parts.checkpoint import checkpoints
-from hasten.parts.checkpoint.manifest import read_manifest
+from hasten.parts.checkpoint.format import read_manifest
 from hasten.recipe.build import batch_of, facts_of, job_of, plan_of
 from hasten.recipe.faults import check_faults
 from hasten.recipe.material import Material, gather

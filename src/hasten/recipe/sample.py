@@ -10,7 +10,7 @@ import torch
 from hasten.core.evaluate import evaluating
 from hasten.core.job import Indexed
 from hasten.core.session import Session
-from hasten.parts.data.records import TokenRecord
+from hasten.parts.data.collate import TokenRecord
 from hasten.parts.nn.causal_lm import causal_lm
 
 LONGEST_PROMPT = 200  # tokens; a sample is to be read

@@ -14,7 +14,7 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.models import adapters
-from hasten.parts.nn.quantised_linear import KINDS, Kind
+from hasten.parts.nn.quantised import KINDS, Kind
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from hasten.core.switch import Switch
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.machine.memory import Headroom, is_out_of_memory, memory_meter
-from hasten.parts.data import cut
-from hasten.parts.data.dynamic_batcher import release_memory
+from hasten.parts.data import collate as cut
+from hasten.parts.data.dynamic_batch import release_memory
 from hasten.techniques import changing
 
 # A cut is for memory. Each further pass reads the weights and adds to the gradients once more; how

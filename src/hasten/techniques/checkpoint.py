@@ -18,7 +18,7 @@ from hasten.core.state_parts import told
 from hasten.core.technique import Fidelity, Proof, Technique, setting
 from hasten.errors import InputError
 from hasten.parts.checkpoint import SmartCheckpointer
-from hasten.parts.checkpoint.protected import moments_to_come
+from hasten.parts.checkpoint.state import moments_to_come
 from hasten.parts.optim.compact_adamw import CompactAdamW
 
 DYNAMIC, EPOCH = "dynamic", "epoch"

@@ -12,7 +12,7 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
-from hasten.parts.data.prefetcher import ReadAhead, SmartPrefetcher
+from hasten.parts.data.prefetch import ReadAhead, SmartPrefetcher
 
 
 @dataclass(frozen=True)

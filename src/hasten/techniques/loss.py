@@ -13,8 +13,7 @@ from hasten.core.slot import Slot
 from hasten.core.switch import Switch
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob
 from hasten.errors import InputError
-from hasten.parts.nn.cross_entropy import chunk_rows
-from hasten.parts.nn.losses import LabelOnlyLoss, WholeLogitsLoss
+from hasten.parts.nn.losses import LabelOnlyLoss, WholeLogitsLoss, chunk_rows
 from hasten.techniques import changing
 
 # Architectures whose logits are head x hidden state, capped or not: no scaling.

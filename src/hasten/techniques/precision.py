@@ -20,9 +20,8 @@ from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, k
 from hasten.errors import InputError
 from hasten.parts.distributed.local_shards import LocalShards
 from hasten.parts.nn.bf16_gain import Gain, bf16_gain
-from hasten.parts.nn.float8 import RECIPES, SIDE, Float8Layers
-from hasten.parts.optim.loss_scale import LossScale
-from hasten.parts.optim.master_weights import MasterWeights
+from hasten.parts.nn.quantised import RECIPES, SIDE, Float8Layers
+from hasten.parts.optim.master_weights import LossScale, MasterWeights
 
 CLAIMS = (
     Claim("tokens_per_second", 1.15, "the articles' mixed precision: +15 % speed"),

@@ -11,8 +11,7 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob
 from hasten.errors import InputError
-from hasten.parts.data.dealing import quadratic_share
-from hasten.parts.data.row_order import GroupedOrder, PackedOrder
+from hasten.parts.data.epoch_order import GroupedOrder, PackedOrder, quadratic_share
 from hasten.techniques import probes
 
 

@@ -24,9 +24,7 @@ from hasten.parts.checkpoint import (
     NewerFormatError,
     commit,
 )
-from hasten.parts.checkpoint.disk import Disk
-from hasten.parts.checkpoint.folder import REASON
-from hasten.parts.checkpoint.manifest import sealed
+from hasten.parts.checkpoint.format import REASON, Disk, sealed
 
 META = {"step": 3, "plan": [{"packed": {}}], "loss": 1.5, "none": None, "words": "词 é"}
 

@@ -17,7 +17,7 @@ from hasten.parts.checkpoint.delta import (
     decoded_limit,
     encode,
 )
-from hasten.parts.checkpoint.tensor_file import DTYPES, bytes_of
+from hasten.parts.checkpoint.format import DTYPES, bytes_of
 
 
 def weights(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

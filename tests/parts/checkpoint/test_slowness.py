@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 
 from fault_kit import EVERY, build
 from hasten import SmartCheckpointer
-from hasten.parts.checkpoint.disk import Disk
-from hasten.parts.checkpoint.saver import Saver
-from hasten.parts.checkpoint.slowness import LONG, SLOW, WAITED, Slowness
-from hasten.parts.checkpoint.writer import Writer
+from hasten.parts.checkpoint.format import Disk
+from hasten.parts.checkpoint.saver import LONG, SLOW, WAITED, Saver, Slowness, Writer
 
 
 class SlowDisk(Disk):

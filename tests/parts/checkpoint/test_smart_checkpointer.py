@@ -15,9 +15,8 @@ from torch import nn
 
 from hasten import SmartCheckpointer
 from hasten.parts.checkpoint import checkpoints, load
-from hasten.parts.checkpoint.random_state import random_state, set_random_state
-from hasten.parts.checkpoint.saver import Saver
-from hasten.parts.checkpoint.writer import Staging, Writer
+from hasten.parts.checkpoint.saver import Saver, Staging, Writer
+from hasten.parts.checkpoint.state import random_state, set_random_state
 from ranks import on_ranks
 
 

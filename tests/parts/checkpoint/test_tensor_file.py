@@ -10,7 +10,7 @@ import torch
 
 from hasten.parts import checkpoint
 from hasten.parts.checkpoint import STATE
-from hasten.parts.checkpoint.tensor_file import DTYPES, bytes_of
+from hasten.parts.checkpoint.format import DTYPES, bytes_of
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES), ids=str)

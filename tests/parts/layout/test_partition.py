@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hasten.parts.distributed.pipeline.partition import balanced, bottleneck, ranges, seconds, work
+from hasten.parts.distributed.pipeline.stages import balanced, bottleneck, ranges, seconds, work
 
 COSTS = st.lists(st.floats(0, 10), min_size=1, max_size=8)
 

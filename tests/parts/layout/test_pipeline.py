@@ -15,12 +15,18 @@ from torch import Tensor, nn
 
 from hasten import AsyncPipeline
 from hasten.parts.data.collate import packed
-from hasten.parts.distributed.pipeline import partition
-from hasten.parts.distributed.pipeline.pipeline_batches import alike, cut
-from hasten.parts.distributed.pipeline.pipeline_local import LocalRunner
-from hasten.parts.distributed.pipeline.pipeline_stages import Layers
-from hasten.parts.distributed.pipeline.pipeline_work import Pass, Seams, Settings, Work
+from hasten.parts.distributed.pipeline import stages as partition
+from hasten.parts.distributed.pipeline.runtime import (
+    LocalRunner,
+    Pass,
+    Seams,
+    Settings,
+    Work,
+    alike,
+    cut,
+)
 from hasten.parts.distributed.pipeline.schedules import SCHEDULES, SPLIT, virtual
+from hasten.parts.distributed.pipeline.stages import Layers
 from hasten.parts.distributed.pipeline.trace import StageEvent
 from pipeline_rank_jobs import language_batch, language_model, largest_error, plain_loss
 from ranks import on_ranks

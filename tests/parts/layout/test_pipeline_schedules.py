@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.parts.distributed.pipeline.pipeline_ranks import earlier
-from hasten.parts.distributed.pipeline.pipeline_work import Settings
+from hasten.parts.distributed.pipeline.runtime import Settings, earlier
 from hasten.parts.distributed.pipeline.schedules import (
     SCHEDULES,
     SPLIT,

@@ -20,7 +20,7 @@ from hasten.core.job import Job, Stop
 from hasten.core.order import GlobalBatch, ShuffledOrder
 from hasten.core.plan import Plan
 from hasten.errors import InputError
-from hasten.parts.data.records import TokenRecord
+from hasten.parts.data.collate import TokenRecord
 from hasten.parts.nn.causal_lm import causal_lm, trunk
 
 FEWEST = 4  # records, so that there is something to cut, to pack and to keep apart

@@ -17,7 +17,7 @@ from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.measure.quality.bench import Bench, still
-from hasten.parts.data.records import TokenRecord
+from hasten.parts.data.collate import TokenRecord
 
 DOCUMENTS = 4  # of the proof's records, laid out together
 

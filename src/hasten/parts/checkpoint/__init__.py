@@ -13,16 +13,14 @@
 
 from __future__ import annotations
 
-from hasten.parts.checkpoint.commit import save
-from hasten.parts.checkpoint.folder import checkpoints
-from hasten.parts.checkpoint.lock import FolderInUseError
-from hasten.parts.checkpoint.manifest import (
+from hasten.parts.checkpoint.commit import FolderInUseError, prune, save
+from hasten.parts.checkpoint.format import (
     MANIFEST,
     STATE,
     DamagedCheckpointError,
     NewerFormatError,
+    checkpoints,
 )
-from hasten.parts.checkpoint.retention import prune
 from hasten.parts.checkpoint.smart_checkpointer import SmartCheckpointer
 from hasten.parts.checkpoint.verify import load, load_latest, verify
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from hasten.parts.checkpoint.tensor_file import DTYPES, NAMES, bytes_of
+from hasten.parts.checkpoint.format import DTYPES, NAMES, bytes_of
 
 PLAIN, SHUFFLE, DIFFERENCE = "plain", "shuffle", "difference"
 SMALLEST = 1 << 12  # bytes of a tensor below which nothing is gained

@@ -16,12 +16,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hasten.parts.checkpoint.folder import checkpoints, quarantine
-from hasten.parts.checkpoint.manifest import (
+from hasten.parts.checkpoint.format import (
     MANIFEST,
     STEP,
     DamagedCheckpointError,
     NewerFormatError,
+    checkpoints,
+    quarantine,
     read_manifest,
 )
 from hasten.parts.checkpoint.verify import verify

@@ -7,8 +7,10 @@ error: kept until the next call sees it; a full or broken disk is an alarm, not 
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import tempfile
+import threading
 import time
 import warnings
 import weakref
@@ -16,20 +18,131 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from hasten.parts.checkpoint.commit import LOCAL, force_names, save
+from hasten.parts.checkpoint.commit import LOCAL, FolderLock, Known, force_names, prune, save, sweep
 from hasten.parts.checkpoint.delta import DIFFERENCE, PLAIN, SHUFFLE, Choice, choose, encode
-from hasten.parts.checkpoint.disk import Disk
-from hasten.parts.checkpoint.folder import bytes_in, set_aside
-from hasten.parts.checkpoint.lock import FolderLock
-from hasten.parts.checkpoint.manifest import DamagedCheckpointError, read_manifest
+from hasten.parts.checkpoint.format import (
+    DamagedCheckpointError,
+    Disk,
+    bytes_in,
+    on_host,
+    read_manifest,
+    set_aside,
+)
 from hasten.parts.checkpoint.remote import Mirror, is_address
-from hasten.parts.checkpoint.retention import Known, prune, sweep
-from hasten.parts.checkpoint.slowness import Slowness
-from hasten.parts.checkpoint.tensor_file import on_host
 from hasten.parts.checkpoint.verify import load, load_latest
-from hasten.parts.checkpoint.writer import Staging, Writer
+
+# Copies state aside and writes it in a thread, while training goes on: one save at a time.
+
+
+class Staging:
+    """Host memory that is kept from save to save: asking the system for it anew costs more time
+    than the copy itself."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of the tensors as they are now, complete when this returns.
+
+        They are overwritten by the next call.
+        """
+        self._kept = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
+        away = {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}
+        for name, tensor in tensors.items():
+            self._kept[name].copy_(tensor.detach(), non_blocking=tensor.device in away)
+        for device in away:  # by name: in another thread the current device is another rank's
+            torch.accelerator.synchronize(device)  # copies must be done before weights move on
+        return dict(self._kept)
+
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
+        kept = self._kept.get(name)
+        if kept is not None and kept.shape == tensor.shape and kept.dtype == tensor.dtype:
+            return kept
+        pinned = tensor.device.type == "cuda"  # pages that can't move are copied without a detour
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+
+
+class Writer:
+    """Runs one piece of work at a time beside the training; its error waits to be asked for."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a piece of work is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Begin ``work``, after waiting for the one before."""
+        self.wait()
+        # Not a daemon: an interpreter that ends waits for it, and the save gets done.
+        self._thread = threading.Thread(target=self._run, args=(work,), name="hasten-checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until nothing is under way."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def error(self) -> BaseException | None:
+        """What went wrong since it was last asked, once."""
+        found, self._error = self._error, None
+        return found
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # whatever it is, the training thread decides about it
+            self._error = error
+
+
+# Says, with its MB/s, that a place takes checkpoints slowly; once, and again where it got worse.
+#
+# A slow place costs nothing as long as the writer's thread keeps up with it. It has to be known where
+# training waits for that thread, or where a write takes so long that much is lost between two.
+
+WAITED = 1.0  # seconds that training may wait for an earlier save in silence
+LONG, SLOW = 10.0, 50e6  # seconds of a write, and bytes per second: below any disk, or 0.4 Gbit/s
+
+
+class Slowness:
+    """What one place was seen to do.
+
+    Args:
+        place: a folder or an address, as the user calls it.
+    """
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self._last = (0, 0.0)  # bytes and seconds of the last write
+        self._said = math.inf  # bytes per second when it was last told
+
+    def wrote(self, size: int, seconds: float) -> None:
+        """A checkpoint of so many bytes has reached the place; any thread may call it."""
+        self._last = (size, seconds)
+
+    def words(self, waited: float = 0.0) -> str:
+        """A sentence where one is due, else nothing; ``waited``: seconds of training, just now."""
+        size, seconds = self._last
+        if not size or seconds <= 0:
+            return ""
+        speed = size / seconds
+        slow = (seconds >= LONG and speed < SLOW) or waited >= WAITED
+        if not slow or speed > self._said / 2:
+            return ""
+        self._said = speed
+        waiting = f", and training waited {waited:.1f} s for it" if waited >= WAITED else ""
+        return (
+            f"{self._place} is slow: a checkpoint of {size / 1e6:,.1f} MB took {seconds:.1f} s, "
+            f"{speed / 1e6:,.1f} MB/s{waiting}; save less often, or to a faster folder"
+        )
+
 
 WHOLE_EVERY = 8  # of differences in a row, so that a damaged base costs little
 Found = tuple[dict[str, Tensor], dict[str, Any], Path]

@@ -24,12 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hasten.parts.checkpoint.folder import checkpoints
+from hasten.parts.checkpoint.format import checkpoints, read_manifest
 from hasten.parts.checkpoint.interval import DAY, Interval, Rhythm
-from hasten.parts.checkpoint.manifest import read_manifest
-from hasten.parts.checkpoint.protected import Protected
-from hasten.parts.checkpoint.random_state import of_all_ranks, set_random_state
 from hasten.parts.checkpoint.saver import Found, Saver
+from hasten.parts.checkpoint.state import Protected, of_all_ranks, set_random_state
 from hasten.parts.checkpoint.verify import verify
 
 HISTORY = "history"  # of failures, among the meta

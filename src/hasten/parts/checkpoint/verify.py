@@ -19,15 +19,16 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from hasten.parts.checkpoint.delta import decode, decoded_limit
-from hasten.parts.checkpoint.folder import checkpoints, quarantine
-from hasten.parts.checkpoint.manifest import (
+from hasten.parts.checkpoint.format import (
+    BLOCK,
     PASSING,
     STEP,
     DamagedCheckpointError,
+    checkpoints,
     open_regular,
+    quarantine,
     read_manifest,
 )
-from hasten.parts.checkpoint.tensor_file import BLOCK
 
 State = tuple[dict[str, Tensor], dict[str, Any]]
 # What files of another shape raise; what has verified is of another shape only if it was forged.

@@ -23,7 +23,7 @@ holds a NaN or an infinity in their place.
 
 Signs with the mean magnitude are the nearest that one bit can come, and always nearer than nothing
 (Karimireddy et al.): for what stays with its owner until it is sent, as in
-:mod:`hasten.parts.comm.drift`, not for gradients.
+:mod:`hasten.parts.comm.local_sgd`, not for gradients.
 
 int8, int4 and sign run in C++ on a processor, int8 and int4 in Triton on a GPU, all in torch's
 operators elsewhere, and all write the same bits (:mod:`hasten.parts.kernels.codec_reference`
@@ -32,12 +32,351 @@ defines them).
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import math
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from hasten.parts.comm.cast_codec import FORMATS, Cast
-from hasten.parts.comm.quantised_codec import WIDTHS, Quantised
+from hasten.parts.kernels import codec as compiled
+from hasten.parts.kernels import codec_reference
+from hasten.parts.kernels.codec_reference import CHUNK
+
+# What all codecs share: the memory of a message, and sentences on arguments that don't fit.
+
+ALIGNED = 16  # bytes: a view in any number format may begin there
+
+
+def padded(size: int) -> int:
+    """The bytes of a part of a message, so that the next begins where it may."""
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def checked(flat: Tensor, residual: Tensor | None = None, kept: Tensor | None = None) -> Tensor:
+    """Numbers to encode, detached; the other two are the memory of what is left out, float32.
+
+    Raises:
+        ValueError: not flat, with gaps, in another format, or not of one length and device.
+    """
+    if flat.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"codecs encode float32 and bf16, not {flat.dtype}: convert it before")
+    _check_plain(flat, "what is encoded")
+    for name, tensor in (("the residual", residual), ("what is kept", kept)):
+        if tensor is not None:
+            _check_numbers(tensor, len(flat), flat.device, name)
+    return flat.detach()
+
+
+def message_for(out: Tensor | None, size: int, flat: Tensor) -> Tensor:
+    """``out`` if it fits, or new memory for a message.
+
+    Raises:
+        ValueError: ``out`` isn't of this size, or begins where no view can.
+    """
+    if out is None:
+        return torch.empty(size, dtype=torch.uint8, device=flat.device)
+    if out.device != flat.device:
+        raise ValueError(f"the message is on {out.device} and the numbers on {flat.device}")
+    check_message(out, size)
+    return out
+
+
+def check_message(message: Tensor, size: int) -> None:
+    """One message of ``size`` bytes.
+
+    Raises:
+        ValueError: another length, format, or a beginning where no view can begin.
+    """
+    _check_plain(message, "a message")
+    _check_bytes(message, size)
+
+
+def check_messages(messages: Tensor, size: int) -> None:
+    """Messages of several ranks, (ranks, size).
+
+    Raises:
+        ValueError: another shape or format, or none at all.
+    """
+    if messages.dim() != 2 or not len(messages) or not messages.is_contiguous():
+        shape = tuple(messages.shape)
+        raise ValueError(f"messages are rows without gaps, (ranks, {size} bytes), not {shape}")
+    _check_bytes(messages, size)
+
+
+def result_for(out: Tensor | None, numbers: int, message: Tensor, add: bool) -> Tensor:
+    """``out`` if it fits, or new memory for the decoded numbers.
+
+    Raises:
+        ValueError: ``out`` isn't float32 numbers of that length, or there is nothing to add to.
+    """
+    if out is None:
+        if add:
+            raise ValueError("there is nothing to add to: give out, or leave add away")
+        return torch.empty(numbers, dtype=torch.float32, device=message.device)
+    _check_numbers(out, numbers, message.device, "out")
+    return out
+
+
+def _check_bytes(message: Tensor, size: int) -> None:
+    if message.dtype != torch.uint8 or message.shape[-1] != size:
+        told = f"{message.shape[-1]} of {message.dtype}"
+        raise ValueError(f"a message of these numbers is {size} of torch.uint8, not {told}")
+    if message.storage_offset() % ALIGNED:
+        raise ValueError(
+            f"a message begins at a multiple of {ALIGNED} bytes of its memory, "
+            f"not at {message.storage_offset()}"
+        )
+
+
+def _check_numbers(tensor: Tensor, numbers: int, device: torch.device, name: str) -> None:
+    if tensor.dtype != torch.float32:
+        raise ValueError(f"{name} must be float32, not {tensor.dtype}")
+    _check_plain(tensor, name)
+    if len(tensor) != numbers or tensor.device != device:
+        told = f"{len(tensor)} on {tensor.device}"
+        raise ValueError(f"{name} must be {numbers} numbers on {device}, not {told}")
+
+
+def _check_plain(tensor: Tensor, name: str) -> None:
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be flat and without gaps, not of shape {tuple(tensor.shape)} "
+            f"and strides {tensor.stride()}"
+        )
+
+
+# A codec that sends each number in a format of its own: float32, float16 or bf16.
+#
+# float16 ends at 65504. What lies beyond, or is too large for bf16, is infinite in the message and
+# counts as not finite: scale before encoding, rather than have it cut off unseen.
+
+FORMATS = {"none": torch.float32, "half": torch.float16, "bf16": torch.bfloat16}
+# Bits without the sign are ordered as magnitudes are. These are infinity's; a NaN's lie above.
+INFINITIES = {
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.float16: (torch.int16, 0x7C00),
+    torch.bfloat16: (torch.int16, 0x7F80),
+}
+PIECE = 65_536  # numbers
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Each number in a format of its own: float32, float16 or bf16."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.name not in FORMATS:
+            raise ValueError(f"there is no format {self.name!r}; there are {', '.join(FORMATS)}")
+
+    def message_bytes(self, numbers: int) -> int:
+        return padded(numbers * FORMATS[self.name].itemsize)
+
+    def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
+        flat = checked(flat)
+        message = message_for(out, self.message_bytes(len(flat)), flat)
+        values = self._values(message, len(flat))
+        values.copy_(flat)
+        message[values.nbytes :].zero_()
+        return message
+
+    def encode_with_feedback(
+        self,
+        flat: Tensor,
+        residual: Tensor,
+        out: Tensor | None = None,
+        kept: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        flat = checked(flat, residual, kept)
+        message = message_for(out, self.message_bytes(len(flat)), flat)
+        values = self._values(message, len(flat))
+        message[values.nbytes :].zero_()
+        pieces = _pieces(flat)
+        for p in pieces:
+            values[p].copy_(residual[p] + flat[p])
+        fine, into = self.finite(message, len(flat)), residual if kept is None else kept
+        here = flat.device.type == "cpu"  # where looking costs no waiting, and where() is slow
+        if here and not bool(fine):
+            into.copy_(residual)
+            return message, fine
+        for p in pieces:
+            rest = (residual[p] + flat[p]).sub_(values[p].to(torch.float32))
+            into[p].copy_(rest if here else rest.where(fine, residual[p]))
+        return message, fine
+
+    def decode(
+        self, message: Tensor, numbers: int, out: Tensor | None = None, add: bool = False
+    ) -> Tensor:
+        check_message(message, self.message_bytes(numbers))
+        result = result_for(out, numbers, message, add)
+        values = self._values(message, numbers)
+        return _added(result, values) if add else result.copy_(values)
+
+    def decode_mean(self, messages: Tensor, numbers: int, out: Tensor | None = None) -> Tensor:
+        check_messages(messages, self.message_bytes(numbers))
+        result = self.decode(messages[0], numbers, out)
+        for message in messages[1:]:
+            _added(result, self._values(message, numbers))
+        return result.mul_(1 / len(messages))
+
+    def finite(self, message: Tensor, numbers: int) -> Tensor:
+        values = self._values(message, numbers)
+        whole, infinity = INFINITIES[values.dtype]
+        bits = values.view(whole)
+        sizes = [(bits[p] & torch.iinfo(whole).max).amax() for p in _pieces(bits)]
+        if not sizes:
+            return torch.ones((), dtype=torch.bool, device=message.device)
+        return torch.stack(sizes).amax() < infinity
+
+    def _values(self, message: Tensor, numbers: int) -> Tensor:
+        kind = FORMATS[self.name]
+        return message[: numbers * kind.itemsize].view(kind)
+
+
+def _pieces(flat: Tensor) -> list[slice]:
+    """All of it; on a processor in pieces whose intermediate results stay in its cache."""
+    each = PIECE if flat.device.type == "cpu" else max(1, len(flat))
+    return [slice(at, at + each) for at in range(0, len(flat), each)]
+
+
+def _added(result: Tensor, values: Tensor) -> Tensor:
+    for p in _pieces(values):
+        result[p].add_(values[p].to(torch.float32))  # a sum of two formats is ten times slower
+    return result
+
+
+# A codec that sends blocks of numbers as codes of 8, 4 or 1 bits with one scale for each block.
+#
+# A message is the codes of all blocks, then their scales; in int4 the first half of a block lies in
+# the lower halves of its bytes, of signs each eighth in a bit of its own.
+# :mod:`hasten.parts.kernels.codec_reference` says how a scale and a code are made.
+
+WIDTHS = {"int8": 8, "int4": 4, "sign": 1}
+LARGEST_BLOCK = 4096
+LEAST_CAPABILITY = (8, 0)  # what Triton supports of NVIDIA's
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """Blocks of numbers as whole codes of 8 or 4 bits, or as signs, with a bf16 scale for each."""
+
+    bits: int
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        if self.bits not in WIDTHS.values():
+            raise ValueError(f"codes have 8, 4 or 1 bits, not {self.bits}")
+        if self.block % 32 or not 0 < self.block <= LARGEST_BLOCK:
+            raise ValueError(
+                f"a block has a multiple of 32 numbers, {LARGEST_BLOCK} at most, not {self.block}"
+            )
+
+    @property
+    def name(self) -> str:
+        return next(name for name, bits in WIDTHS.items() if bits == self.bits)
+
+    def message_bytes(self, numbers: int) -> int:
+        blocks, codes = self._sizes(numbers)
+        return codes + padded(2 * blocks)
+
+    def encode(self, flat: Tensor, out: Tensor | None = None, seed: int | None = None) -> Tensor:
+        """The message. A ``seed`` rounds codes, not signs, by chance, so that the mean is right."""
+        flat = checked(flat)
+        return self._encoded(flat, None, None, out, seed)
+
+    def encode_with_feedback(
+        self,
+        flat: Tensor,
+        residual: Tensor,
+        out: Tensor | None = None,
+        kept: Tensor | None = None,
+        seed: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        flat = checked(flat, residual, kept)
+        into = kept if kept is not None else residual
+        if kept is None and len(flat):
+            fine = _way(flat).finite(flat, residual, codec_reference.limit_of(self.bits))
+            into = residual if fine else None
+        message = self._encoded(flat, residual, into, out, seed)
+        return message, self.finite(message, len(flat))
+
+    def _encoded(
+        self,
+        flat: Tensor,
+        residual: Tensor | None,
+        kept: Tensor | None,
+        out: Tensor | None,
+        seed: int | None,
+    ) -> Tensor:
+        if seed is not None and self.bits == 1:
+            raise ValueError("signs aren't rounded by chance: leave the seed out")
+        message = message_for(out, self.message_bytes(len(flat)), flat)
+        blocks, size = self._sizes(len(flat))
+        message[size + 2 * blocks :].zero_()
+        if len(flat):
+            codes, scales = message[:size], message[size : size + 2 * blocks].view(torch.int16)
+            _way(flat).encode(flat, residual, kept, codes, scales, self.block, self.bits, seed)
+        return message
+
+    def decode(
+        self, message: Tensor, numbers: int, out: Tensor | None = None, add: bool = False
+    ) -> Tensor:
+        check_message(message, self.message_bytes(numbers))
+        return self._decoded(message[None], numbers, result_for(out, numbers, message, add), add)
+
+    def decode_mean(self, messages: Tensor, numbers: int, out: Tensor | None = None) -> Tensor:
+        check_messages(messages, self.message_bytes(numbers))
+        return self._decoded(messages, numbers, result_for(out, numbers, messages, False), False)
+
+    def _decoded(self, messages: Tensor, numbers: int, out: Tensor, add: bool) -> Tensor:
+        blocks, size = self._sizes(numbers)
+        if numbers:
+            codes = messages[:, :size]
+            scales = messages[:, size : size + 2 * blocks].view(torch.int16)
+            factor = 1 / len(messages)
+            _way(out).decode(codes, scales, out, self.block, self.bits, factor, add)
+        return out
+
+    def parts_of(self, messages: Tensor, numbers: int) -> tuple[Tensor, Tensor]:
+        """The bytes of codes and of scales of one message or of several as rows."""
+        blocks, size = self._sizes(numbers)
+        return messages[..., :size], messages[..., size : size + 2 * blocks]
+
+    def finite(self, message: Tensor, numbers: int) -> Tensor:
+        blocks, size = self._sizes(numbers)
+        scales = message[size : size + 2 * blocks].view(torch.int16)
+        return (scales < codec_reference.INFINITE >> 16).all()
+
+    def _sizes(self, numbers: int) -> tuple[int, int]:
+        """How many blocks, and how many bytes of codes; the last block is filled up with zeros."""
+        blocks = -(-numbers // self.block)
+        return blocks, blocks * self.block * self.bits // 8
+
+
+def _way(tensor: Tensor) -> ModuleType:
+    """The module that has ``finite``, ``encode`` and ``decode`` for the tensor's device."""
+    if tensor.device.type == "cpu":
+        return compiled if compiled.library().library is not None else codec_reference
+    if tensor.device.type == "cuda" and (kernels := _triton()) is not None:
+        return kernels
+    return codec_reference
+
+
+@functools.cache
+def _triton() -> ModuleType | None:
+    """The Triton kernels, where Triton and a GPU that it supports are there."""
+    if torch.version.hip is None and torch.cuda.get_device_capability() < LEAST_CAPABILITY:
+        return None
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from hasten.parts.kernels import codec_triton
+
+    return codec_triton
 
 
 class Codec(Protocol):
@@ -92,3 +431,113 @@ def codec(name: str, block: int = 256) -> Codec:
         return Quantised(WIDTHS[name], block)
     known = ", ".join([*FORMATS, *WIDTHS])
     raise ValueError(f"there is no codec {name!r}; there are {known}")
+
+
+# The k largest numbers of every chunk of 256, as a message of three bytes for each.
+#
+# Within a chunk a place is one byte, and the value is a bf16; a top-k over a whole tensor with int64
+# places needs ten. Aji and Heafield (Sparse Communication for Distributed Gradient Descent,
+# arXiv:1704.05021) send the largest with error feedback; that chunks choose for themselves spreads
+# what is sent evenly, and lets every rank's message have the same length.
+#
+# Of equal magnitudes the one at the lowest place is sent. The residual, how what isn't finite is
+# told, and the order of sums are as in :mod:`hasten.parts.comm.codecs`. The kernel is in C++; where
+# no compiler is, and on a GPU, torch's operators write the same bits.
+
+INFINITE_BF16 = 0x7F80
+
+
+@dataclass(frozen=True)
+class ChunkedTopK:
+    """A codec that keeps the ``k`` largest magnitudes of each chunk of 256 numbers."""
+
+    k: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.k <= CHUNK:
+            raise ValueError(f"of a chunk of {CHUNK}, 1 to {CHUNK} numbers are kept, not {self.k}")
+
+    @classmethod
+    def of_share(cls, share: float) -> ChunkedTopK:
+        """Keeps that share of the numbers, rounded up to a whole number of each chunk.
+
+        Raises:
+            ValueError: a share that isn't above 0 and at most 1.
+        """
+        if not 0 < share <= 1:
+            raise ValueError(f"the share that is kept lies above 0 and up to 1, not at {share}")
+        return cls(math.ceil(share * CHUNK))
+
+    @property
+    def name(self) -> str:
+        return "topk"
+
+    def message_bytes(self, numbers: int) -> int:
+        chosen = self._chosen(numbers)
+        return padded(chosen) + padded(2 * chosen)
+
+    def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
+        flat = checked(flat)
+        return self._encoded(flat, None, None, out)
+
+    def encode_with_feedback(
+        self,
+        flat: Tensor,
+        residual: Tensor,
+        out: Tensor | None = None,
+        kept: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        flat = checked(flat, residual, kept)
+        into = kept if kept is not None else residual
+        if kept is None and len(flat):
+            fine = _topk_way(flat).finite(flat, residual, codec_reference.TOO_LARGE_FOR_BF16)
+            into = residual if fine else None
+        message = self._encoded(flat, residual, into, out)
+        return message, self.finite(message, len(flat))
+
+    def _encoded(
+        self, flat: Tensor, residual: Tensor | None, kept: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        message = message_for(out, self.message_bytes(len(flat)), flat)
+        chosen = self._chosen(len(flat))
+        message[chosen : padded(chosen)].zero_()
+        message[padded(chosen) + 2 * chosen :].zero_()
+        if chosen:
+            places, values = self._parts(message[None], len(flat))
+            _topk_way(flat).topk_encode(flat, residual, kept, places[0], values[0], self.k)
+        return message
+
+    def decode(
+        self, message: Tensor, numbers: int, out: Tensor | None = None, add: bool = False
+    ) -> Tensor:
+        check_message(message, self.message_bytes(numbers))
+        return self._decoded(message[None], result_for(out, numbers, message, add), add)
+
+    def decode_mean(self, messages: Tensor, numbers: int, out: Tensor | None = None) -> Tensor:
+        check_messages(messages, self.message_bytes(numbers))
+        return self._decoded(messages, result_for(out, numbers, messages, False), False)
+
+    def _decoded(self, messages: Tensor, out: Tensor, add: bool) -> Tensor:
+        if len(out):
+            places, values = self._parts(messages, len(out))
+            _topk_way(out).topk_decode(places, values, out, self.k, 1 / len(messages), add)
+        return out
+
+    def finite(self, message: Tensor, numbers: int) -> Tensor:
+        _, values = self._parts(message[None], numbers)
+        return ((values & 0x7FFF) < INFINITE_BF16).all()
+
+    def _parts(self, messages: Tensor, numbers: int) -> tuple[Tensor, Tensor]:
+        """Places (ranks, chosen) uint8 and values (ranks, chosen) int16 of messages."""
+        chosen = self._chosen(numbers)
+        values = messages[:, padded(chosen) : padded(chosen) + 2 * chosen]
+        return messages[:, :chosen], values.view(torch.int16)
+
+    def _chosen(self, numbers: int) -> int:
+        return -(-numbers // CHUNK) * self.k
+
+
+def _topk_way(tensor: Tensor) -> ModuleType:
+    """The module that has ``finite`` and the two passes for the tensor's device."""
+    on_processor = tensor.device.type == "cpu" and compiled.library().library is not None
+    return compiled if on_processor else codec_reference

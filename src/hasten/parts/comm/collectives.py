@@ -32,17 +32,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hasten.parts.comm import collective_plan
-from hasten.parts.comm.collective_groups import Groups
-from hasten.parts.comm.collective_plan import Plan, Route, Settings, codecs_for, rail_order
-from hasten.parts.comm.collective_stages import (
+from hasten.parts.comm.collective_plan import (
     HALVES,
     ErrorMemory,
+    Plan,
+    Route,
+    Settings,
+    codecs_for,
     gather,
+    rail_order,
     scatter_sum,
     sent_bytes,
     sum_across,
 )
-from hasten.parts.comm.roll_call import CollectiveError, explained
+from hasten.parts.comm.groups import Groups
+from hasten.parts.comm.rank_check import CollectiveError, explained
 from hasten.parts.comm.topology import Topology, host_name
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ A second collective that is issued from another thread on the same process group
 ranks may issue the two in different orders. So each of the two stages has a group of its own. The
 first is used by the thread that computes gradients, in the order in which DDP's buckets are full,
 which is the same on all ranks; the second by one thread that finishes buckets in that order
-(:mod:`hasten.parts.comm.in_order`).
+(:mod:`hasten.parts.comm.groups`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hasten.parts.comm import full_duplex
-from hasten.parts.comm.collective_groups import own_of
-from hasten.parts.comm.roll_call import CollectiveError, RollCall
+from hasten.parts.comm import groups
+from hasten.parts.comm.groups import own_of
+from hasten.parts.comm.rank_check import CollectiveError, RollCall
+from hasten.parts.comm.topology import host_name, hosts_of
 
 FIRST, SECOND = 0, 1
 LONGEST_SETTINGS = 2048  # bytes of the settings that ranks compare
@@ -75,14 +76,14 @@ class Ranks:
         """Row r of ``rows`` (ranks, bytes) goes to rank r; the result's row r came from it."""
         received = torch.empty_like(rows)
         self._sent[FIRST] += rows.nbytes // self.world * (self.world - 1)
-        work = full_duplex.all_to_all(received, rows, self._groups[FIRST])
+        work = groups.all_to_all(received, rows, self._groups[FIRST])
         return Pending(work, received)
 
     def all_gather(self, row: Tensor, stage: int) -> Pending:
         """Everybody's row, as (ranks, bytes)."""
         rows = torch.empty(self.world * len(row), dtype=row.dtype, device=row.device)
         self._sent[stage] += gathered_bytes(row.nbytes, self.world)
-        work = full_duplex.all_gather(rows, row, self._groups[stage])
+        work = groups.all_gather(rows, row, self._groups[stage])
         return Pending(work, rows.view(self.world, -1))
 
     def all_reduce(self, values: Tensor, stage: int) -> Pending:
@@ -155,3 +156,51 @@ def reduced_bytes(size: int, world: int) -> int:
 def gathered_bytes(size: int, world: int) -> int:
     """What a rank sends when everybody gets its row: it or another's, W - 1 times."""
     return size * (world - 1)
+
+
+# Gradients that are compressed between hosts only: within a host they are averaged in full.
+#
+#     (1) the ranks of a host average a bucket, all of them (within, first group)
+#     (2) one of them, another for each bucket, exchanges it with its fellows on the other hosts by
+#         the compressor's way, and remembers what that left out (its rail)
+#     (3) it gives the mean of all hosts to the ranks of its host (within, second group)
+#
+# A host's link carries what one rank per host would send, and since (3) hands bits on, all ranks have
+# the same. The memory of what was left out lies once on each host, spread over its ranks. Within a
+# host a bucket travels twice instead of once; that path has to be the faster one.
+
+
+class Hosts:
+    """This rank's fellows on its own host and on the others; every rank builds one.
+
+    Raises:
+        WireError: hosts have different numbers of ranks.
+    """
+
+    def __init__(
+        self,
+        hosts: tuple[tuple[int, ...], ...],
+        seconds: float,
+        backend: str | None,
+        roll: RollCall,
+    ) -> None:
+        sizes = [len(ranks) for ranks in hosts]
+        if len(set(sizes)) > 1:
+            raise WireError(
+                f"scope 'hosts' needs as many ranks on each host, and there are "
+                f"{', '.join(map(str, sizes))}: start as many everywhere, or say scope='all'"
+            )
+        self.within = Ranks(seconds, backend, hosts, roll)
+        self.across = Ranks(seconds, backend, list(zip(*hosts, strict=True)), roll)
+
+    def owner(self, bucket: int) -> int:
+        """The place within a host of the rank that takes a step's bucket to the others."""
+        place: int = bucket % self.within.world
+        return place
+
+
+def found_hosts(ranks: Ranks) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each host, alike on all of them, which all call it."""
+    names: list[str] = [""] * ranks.world
+    dist.all_gather_object(names, host_name())
+    return hosts_of(names)

@@ -24,12 +24,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.parts.comm.collective_plan import Route, check_way
-from hasten.parts.comm.collective_stages import ErrorMemory
+from hasten.parts.comm.collective_plan import ErrorMemory, Route, check_way
 from hasten.parts.comm.collectives import TopoAwareCollective
-from hasten.parts.comm.in_order import InOrder
-from hasten.parts.comm.roll_call import CollectiveError
-from hasten.parts.comm.weights_checksum import checksum, drifted
+from hasten.parts.comm.groups import InOrder
+from hasten.parts.comm.rank_check import CollectiveError, checksum, drifted
 
 DENSE_STEPS = 2  # DDP forms its buckets anew after the first step; what is left out needs a name
 

@@ -34,9 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hasten.parts.comm.codecs import codec as codec_of
-from hasten.parts.comm.drift import TIMEOUT, Drift
-from hasten.parts.comm.drift_chunks import NUMBERS
-from hasten.parts.comm.full_duplex import Travel, all_gather
+from hasten.parts.comm.groups import Travel, all_gather
+from hasten.parts.comm.local_sgd import NUMBERS, TIMEOUT, Drift
 
 if TYPE_CHECKING:
     from hasten.parts.comm.codecs import Codec

@@ -5,7 +5,7 @@
     ...                            # the usual loop, as if there were one rank
     compressor.settle()            # before saving or evaluating: one model
 
-diloco and stream send weights in the place of gradients (:mod:`hasten.parts.comm.local_steps`,
+diloco and stream send weights in the place of gradients (:mod:`hasten.parts.comm.local_sgd`,
 :mod:`hasten.parts.comm.streaming_local_sgd`); auto tries routes for DDP's buckets
 (:mod:`hasten.parts.comm.route_choice`). All have to know when weights have moved: torch calls them
 after each step of the optimizer that has the model's first weight, and a warning comes where that
@@ -30,11 +30,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hasten.parts.comm.codecs import codec
 from hasten.parts.comm.collective_plan import Route
 from hasten.parts.comm.collectives import TopoAwareCollective
-from hasten.parts.comm.drift_buffers import same_start
 from hasten.parts.comm.hierarchical import RoutedBuckets
-from hasten.parts.comm.local_steps import LocalSteps
+from hasten.parts.comm.local_sgd import LocalSteps, same_start
+from hasten.parts.comm.methods import Settings
 from hasten.parts.comm.route_choice import WireChoice
-from hasten.parts.comm.settings import Settings
 from hasten.parts.comm.streaming_local_sgd import Stream
 
 PATIENCE = 100  # gradients without an update; more are rarely accumulated
@@ -219,7 +218,7 @@ class Silence:
             warnings.warn(
                 f"{PATIENCE} gradients and no step of a torch optimizer that has the model's first "
                 f"trained weight: {self._otherwise}; if the optimizer is of another kind, or has "
-                "copies of the weights, use hasten.parts.comm.local_steps, streaming_local_sgd or "
+                "copies of the weights, use hasten.parts.comm.local_sgd, streaming_local_sgd or "
                 "route_choice and call after each update what they say",
                 stacklevel=2,
             )

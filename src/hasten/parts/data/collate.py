@@ -1,22 +1,50 @@
-"""Lay token records out as one tensor: padded rows, or packed end to end.
-
-Labels are aligned with the position that predicts them: ``labels[t]`` is the token at ``t + 1``
-where that token is trained and belongs to the same record, else -100. No model has to shift again,
-and the last token of one packed record never predicts the first of the next. A Hugging Face model
-that computes its own loss shifts ``labels``; give it these as ``shift_labels`` too.
-"""
+"""A token record: one tokenised example, which samplers choose and collators lay out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hasten.parts.data.records import TokenRecord
+
+class TokenRecord(NamedTuple):
+    """One record as token ids, with a mark on every token that carries loss.
+
+    ``trained[0]`` has no effect: nothing predicts the first token.
+    """
+
+    input_ids: NDArray[np.int32]  # (tokens,)
+    trained: NDArray[np.bool_]  # (tokens,)
+
+    @property
+    def length(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens that carry loss once the first, which nothing predicts, is left out."""
+        return int(np.count_nonzero(self.trained[1:]))
+
+
+def token_record(input_ids: Any, trained: Any = None) -> TokenRecord:
+    """A record from any sequences; without ``trained`` every token carries loss."""
+    ids = np.asarray(input_ids, dtype=np.int32)
+    mask = np.ones(len(ids), bool) if trained is None else np.asarray(trained, dtype=np.bool_)
+    if ids.ndim != 1 or mask.shape != ids.shape:
+        raise ValueError(f"a record needs two equal-length rows, got {ids.shape} and {mask.shape}")
+    return TokenRecord(ids, mask)
+
+
+# Lay token records out as one tensor: padded rows, or packed end to end.
+#
+# Labels are aligned with the position that predicts them: ``labels[t]`` is the token at ``t + 1``
+# where that token is trained and belongs to the same record, else -100. No model has to shift again,
+# and the last token of one packed record never predicts the first of the next. A Hugging Face model
+# that computes its own loss shifts ``labels``; give it these as ``shift_labels`` too.
 
 IGNORED = -100
 
@@ -70,3 +98,56 @@ def packed(records: Sequence[TokenRecord]) -> dict[str, Any]:
 
 def _row(pieces: Sequence[NDArray[np.int64]]) -> Tensor:
     return torch.from_numpy(np.concatenate(pieces)).unsqueeze(0)
+
+
+# Cut a step's records into micro-batches of at most so many records, or so many slots.
+
+Record = TypeVar("Record")
+
+
+def by_count(records: Sequence[Record], size: int) -> list[list[Record]]:
+    """Pieces of ``size`` records in the order given; the last may be smaller.
+
+    Raises:
+        ValueError: ``size`` is below 1.
+    """
+    if size < 1:
+        raise ValueError(f"size is {size}; a piece has at least one record")
+    return [list(records[i : i + size]) for i in range(0, len(records), size)]
+
+
+def by_tokens(records: Sequence[Record], lengths: Sequence[int], limit: int) -> list[list[Record]]:
+    """Pieces whose tokens add up to at most ``limit``, longest records first.
+
+    Each record goes into the fullest piece that still holds it (best fit decreasing), so that few
+    pieces are needed; a record longer than the limit is a piece of its own.
+    """
+    pieces: list[list[Record]] = []
+    room: list[int] = []
+    for index in sorted(range(len(records)), key=lambda i: -lengths[i]):
+        fits = [p for p in range(len(pieces)) if room[p] >= lengths[index]]
+        if fits:
+            best = min(fits, key=lambda p: room[p])
+            pieces[best].append(records[index])
+            room[best] -= lengths[index]
+        else:
+            pieces.append([records[index]])
+            room.append(limit - lengths[index])
+    return pieces
+
+
+def by_slots(records: Sequence[Record], lengths: Sequence[int], limit: int) -> list[list[Record]]:
+    """Pieces in the order given whose padded slots, longest x count, stay within ``limit``.
+
+    A record longer than the limit is a piece of its own.
+    """
+    pieces: list[list[Record]] = []
+    longest = 0
+    for record, length in zip(records, lengths, strict=True):
+        longest = max(longest, length)
+        if pieces and longest * (len(pieces[-1]) + 1) <= limit:
+            pieces[-1].append(record)
+        else:
+            pieces.append([record])
+            longest = length
+    return pieces

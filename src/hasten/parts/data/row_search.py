@@ -19,7 +19,257 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hasten.parts.data.cutting_stock import Classes, Pattern
+# A cover: full rows, out of a list of all there are, that hold every record exactly once.
+#
+# Knuth's Algorithm X (Dancing Links, arXiv:cs/0011047) with bits in the place of links: the rows that
+# can still be taken are the ones of one long integer, and taking a row strikes out, by one ``&`` for
+# each of its lengths, all rows that need more records of that length than are left.
+
+MOST_IN_A_ROW = 7
+LONGEST_LIST = 100_000  # full rows
+MOST_BEGINNINGS = 500_000  # of rows that may become full ones
+NOISE = 0.1  # by which the measure of a row varies from one search to the next
+# Work, in units of some 2 ns: of a row that may be full, a length that is looked at, a row chosen.
+WORK_TO_LIST, WORK_TO_LOOK, WORK_TO_CHOOSE = 60, 40, 1_500
+
+Table = NDArray[np.int64]
+
+
+def full_rows(
+    sizes: Table, counts: Table, row_tokens: int, most: int = MOST_IN_A_ROW
+) -> tuple[Table, int]:
+    """Full rows of three to ``most`` records, as places in ``sizes``, (rows, 7); and the work.
+
+    ``sizes`` descend; places in a row ascend, and ``len(sizes)`` stands where there is no record.
+    Lists that would become too long end with rows of fewer records.
+    """
+    place = np.full(row_tokens + 1, -1, np.int64)
+    place[sizes] = np.arange(len(sizes))
+    listed = [np.zeros((0, MOST_IN_A_ROW), np.int64)]
+    work = 0
+    for records in range(3, most + 1):
+        begun = _beginnings(sizes, row_tokens, records)
+        work += WORK_TO_LIST * (MOST_BEGINNINGS if begun is None else len(begun) + 500)
+        if begun is None:
+            break
+        last = place[row_tokens - sizes[begun].sum(axis=1)]
+        kept = last >= begun[:, -1]
+        rows = np.full((int(kept.sum()), MOST_IN_A_ROW), len(sizes), np.int64)
+        rows[:, : records - 1], rows[:, records - 1] = begun[kept], last[kept]
+        rows = rows[(np.append(counts, 1)[rows] >= _copies(rows, len(sizes))).all(axis=1)]
+        if sum(map(len, listed)) + len(rows) > LONGEST_LIST:
+            break
+        listed.append(rows)
+    return np.concatenate(listed), work
+
+
+def _beginnings(sizes: Table, row_tokens: int, records: int) -> Table | None:
+    """All but the last record of rows that could be full, (beginnings, records - 1); None: many."""
+    falling = -sizes
+    begun = np.zeros((1, 0), np.int64)
+    room = np.array([row_tokens])
+    for more in range(records, 1, -1):  # records that the row still lacks
+        low = np.searchsorted(falling, (more - 1) * sizes[-1] - room, "left")
+        if begun.shape[1]:
+            low = np.maximum(low, begun[:, -1])
+        high = np.searchsorted(falling, -room // more, "right")
+        ways = np.maximum(high - low, 0)
+        if ways.sum() > MOST_BEGINNINGS:
+            return None
+        origin = np.repeat(np.arange(len(begun)), ways)
+        first = np.cumsum(ways) - ways
+        added = low[origin] + np.arange(len(origin)) - first[origin]
+        begun = np.column_stack([begun[origin], added])
+        room = room[origin] - sizes[added]
+    return begun
+
+
+def _copies(rows: Table, none: int) -> Table:
+    """How many records of its length the row has up to each place; 0 where there is no record."""
+    copies = np.ones_like(rows)
+    for at in range(1, rows.shape[1]):
+        same = rows[:, at] == rows[:, at - 1]
+        copies[:, at] = np.where(same, copies[:, at - 1] + 1, 1)
+    copies[rows == none] = 0
+    return copies
+
+
+class Cover:
+    """Searches in one list of rows.
+
+    Args:
+        rows: as of :func:`full_rows`.
+        counts: how many records of each length the rows together must hold.
+    """
+
+    def __init__(self, rows: Table, counts: Table) -> None:
+        self.rows = [[place for place in row if place < len(counts)] for row in rows.tolist()]
+        self.counts: list[int] = counts.tolist()
+        self.needing = _needing(rows, len(counts))
+        self.work, self.exhausted = 0, False
+
+    def found(self, looks: int, draw: random.Random) -> list[list[int]] | None:
+        """Chosen rows, as places of lengths; None after so many looks, or where there are none.
+
+        ``exhausted`` tells that there are none.
+        """
+        self._draw, self._looks = draw, looks
+        chosen = self._search((1 << len(self.rows)) - 1, self.counts)
+        self.exhausted = chosen is None and self._looks > 0
+        return None if chosen is None else [self.rows[at] for at in chosen]
+
+    def _search(self, alive: int, left: list[int]) -> list[int] | None:
+        """Rows of ``alive`` that hold all that is ``left``."""
+        hardest, fewest = -1, len(self.rows) + 1
+        for place, count in enumerate(left):
+            if count and (ways := (alive & self.needing[place][0]).bit_count()) < fewest:
+                hardest, fewest = place, ways
+                if ways < 2:
+                    break
+        if hardest < 0:
+            return []
+        if not fewest:
+            return None
+        for _, at, rest, then in self._choices(alive, left, hardest):
+            self._looks -= 1
+            if self._looks <= 0:
+                return None
+            chosen = self._search(rest, then)
+            if chosen is not None:
+                return [at, *chosen]
+        return None
+
+    def _choices(
+        self, alive: int, left: list[int], place: int
+    ) -> list[tuple[float, int, int, list[int]]]:
+        """The rows that hold a length, with what stays of rows and records; most rows first."""
+        found = []
+        mine = alive & self.needing[place][0]
+        while mine:
+            lowest = mine & -mine
+            mine ^= lowest
+            at, rest, then = lowest.bit_length() - 1, alive, left.copy()
+            for each, copies in Counter(self.rows[at]).items():
+                then[each] -= copies
+                if then[each] < len(self.needing[each]):
+                    rest &= ~self.needing[each][then[each]]
+            lost = -(rest.bit_count() + 1) * (1 + NOISE * self._draw.random())
+            found.append((lost, at, rest, then))
+        self.work += len(left) * (WORK_TO_LOOK + len(self.rows) // 200)
+        self.work += len(found) * (WORK_TO_CHOOSE + len(self.rows) // 8)
+        return sorted(found)
+
+
+def _needing(rows: Table, lengths: int) -> list[list[int]]:
+    """For each length the rows, as bits, that need more than 0, 1, 2... records of it."""
+    copies = _copies(rows, lengths)
+    needing: list[list[int]] = [[] for _ in range(lengths)]
+    for number in range(1, max(int(copies.max(initial=0)), 1) + 1):
+        at, column = np.nonzero(copies == number)
+        places = rows[at, column]
+        order = np.argsort(places, kind="stable")
+        at, ends = at[order], np.searchsorted(places[order], np.arange(lengths + 1))
+        for place in range(lengths):
+            bits = np.zeros(len(rows), np.uint8)
+            bits[at[ends[place] : ends[place + 1]]] = 1
+            packed = np.packbits(bits, bitorder="little").tobytes()
+            needing[place].append(int.from_bytes(packed, "little"))
+    return needing
+
+
+# Packing of lengths with few different values, by linear programming over row patterns.
+#
+# With few values, what matters is which *patterns* (how many of each length lie in one row) are used
+# how often. Over fractions of rows that is a linear programme whose optimum is a lower bound on the
+# rows of any packing, and mostly less than one row below the best (Gilmore and Gomory, A Linear
+# Programming Approach to the Cutting-Stock Problem, 1961, 1963). There are too many patterns to list:
+#
+#     (1) basis: one pattern per length, as many of it as fit
+#     (2) prices: what one more record of each length would cost with the basis
+#     (3) knapsack: the row worth most at these prices; worth no more than 1: (5)
+#     (4) it enters the basis for the pattern that is used up first; (2)
+#     (5) whole uses of each pattern, rounded down; the caller packs the few records that are left
+
+Pattern = tuple[int, ...]  # the lengths in one row
+Classes = list[tuple[int, Pattern]]  # (rows, the lengths in each of them)
+
+MOST_VALUES = 48  # different lengths up to which the programme is solved, in a fraction of a second
+PIVOTS = 8  # times the number of values; far more than are ever needed
+EXACT = 1e-7  # of a row: below, a better price is rounding
+
+
+def whole_patterns(counts: NDArray[Any], row_tokens: int) -> tuple[int, Classes]:
+    """A lower bound of rows, and rows by patterns for nearly all of ``counts[length]`` records.
+
+    At most one row for each different length is missing. The bound holds however the programme
+    ends: any prices at which no row is worth more than 1 bound the rows by what the records cost.
+    """
+    sizes = np.flatnonzero(counts)[::-1]
+    need = np.asarray(counts)[sizes].astype(np.float64)
+    if not len(sizes):
+        return 0, []
+    alone = np.minimum(row_tokens // sizes, need).astype(np.float64)  # of each length in a row
+    basis: NDArray[Any] = np.diag(alone)  # (sizes, patterns)
+    bound = 0.0
+    for _ in range(PIVOTS * len(sizes)):
+        inverse = np.linalg.inv(basis)
+        prices = inverse.sum(axis=0)  # (sizes,)
+        pattern, worth = _knapsack(sizes, need, prices, row_tokens)
+        bound = max(bound, float(np.maximum(prices, 0) @ need) / max(worth, 1.0))
+        if worth <= 1 + EXACT:
+            break
+        uses, entering = inverse @ need, inverse @ pattern
+        ratios = np.full(len(sizes), np.inf)
+        enters = entering > EXACT
+        ratios[enters] = uses[enters] / entering[enters]
+        basis[:, int(ratios.argmin())] = pattern
+    uses = np.linalg.solve(basis, need)
+    return int(np.ceil(bound - EXACT * max(bound, 1))), _rounded(sizes, need, basis, uses)
+
+
+def _knapsack(
+    sizes: NDArray[np.int64], need: NDArray[np.float64], prices: NDArray[np.float64], room: int
+) -> tuple[NDArray[np.float64], float]:
+    """The row worth most, as a count per size, and its worth; copies come in powers of two."""
+    worth = np.zeros(room + 1)
+    bundles: list[tuple[int, int, NDArray[np.bool_]]] = []  # (place of size, copies, taken at room)
+    for place, size in enumerate(sizes.tolist()):
+        left, copies = int(min(room // size, need[place])), 1
+        while left and prices[place] > 0:
+            copies = min(copies, left)
+            left -= copies
+            moved = worth[: room + 1 - copies * size] + copies * prices[place]
+            taken = np.zeros(room + 1, np.bool_)
+            np.greater(moved, worth[copies * size :], out=taken[copies * size :])
+            worth[copies * size :] = np.maximum(worth[copies * size :], moved)
+            bundles.append((place, copies, taken))
+            copies *= 2
+    found = np.zeros(len(sizes))
+    for place, copies, taken in reversed(bundles):
+        if taken[room]:
+            found[place] += copies
+            room -= copies * int(sizes[place])
+    return found, float(worth[-1])
+
+
+def _rounded(
+    sizes: NDArray[np.int64],
+    need: NDArray[np.float64],
+    basis: NDArray[np.float64],
+    uses: NDArray[np.float64],
+) -> Classes:
+    """Whole uses of the basis' patterns that need no record twice."""
+    left = need.astype(np.int64)
+    classes: Classes = []
+    for column in np.argsort(-uses, kind="stable").tolist():
+        pattern = np.rint(basis[:, column]).astype(np.int64)
+        within = left[pattern > 0] // pattern[pattern > 0]
+        times = min(int(np.floor(uses[column] + EXACT)), int(within.min()))
+        if times > 0:
+            left -= times * pattern
+            classes.append((times, tuple(np.repeat(sizes, pattern).tolist())))
+    return classes
+
 
 LOOKS = 4000  # lengths that a search for an exact fit looks at before it takes the best so far
 SKIPPED = 0.2  # chance that an attempt after the first passes over a length

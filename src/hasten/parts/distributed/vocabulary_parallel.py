@@ -3,7 +3,7 @@
 A rank multiplies the hidden states with its rows of the head. Of a chunk's logits (rows, V / n) it
 needs from the others the largest one, the sum of exponentials and the label's score, three numbers
 a row; then it turns its logits into gradients and drops them, as
-:mod:`hasten.parts.nn.cross_entropy` does on one rank. Only the gradient of the hidden states is
+:mod:`hasten.parts.nn.losses` does on one rank. Only the gradient of the hidden states is
 added up over ranks, once (Shoeybi et al., arXiv:1909.08053, section 3).
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hasten.parts.nn.cross_entropy import (
+from hasten.parts.nn.losses import (
     IGNORED,
     PLAIN,
     LossTerms,
@@ -149,7 +149,7 @@ def _loss_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     """A chunk's summed loss over all ranks, and d loss / d of this rank's logits.
 
-    The formulas are those at the head of :mod:`hasten.parts.nn.cross_entropy`.
+    The formulas are those at the head of :mod:`hasten.parts.nn.losses`.
     """
     scores, slope = logits, None
     if terms.softcap is not None:

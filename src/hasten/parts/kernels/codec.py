@@ -1,6 +1,6 @@
 """Codecs on the processor: ``codec.cpp``, with the signatures of ``codec_torch.py``.
 
-Nothing is checked here; :mod:`hasten.parts.comm.codecs` and :mod:`hasten.parts.comm.chunked_topk`
+Nothing is checked here; :mod:`hasten.parts.comm.codecs` and :mod:`hasten.parts.comm.codecs`
 have checked shapes and formats before they call.
 """
 

@@ -1,6 +1,6 @@
 """Weights beside their anchor on the processor: ``drift.cpp``, one pass over each number.
 
-Nothing is checked here; :mod:`hasten.parts.comm.drift_chunks` calls it where it fits.
+Nothing is checked here; :mod:`hasten.parts.comm.local_sgd` calls it where it fits.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ mode both are plain cross-entropy, so that a held-out loss means the same whatev
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -17,16 +18,236 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hasten.parts.data.collate import TokenRecord, padded
+from hasten.parts.kernels import amx
+from hasten.parts.kernels import rowwise as row_kernels
 from hasten.parts.nn.causal_lm import causal_lm, trunk
-from hasten.parts.nn.cross_entropy import (
-    IGNORED,
-    PLAIN,
-    LossTerms,
-    chunk_rows,
-    label_only_cross_entropy,
-    skips,
-    whole_cross_entropy,
-)
+from hasten.parts.nn.fused_functions import times
+
+# Cross-entropy of a linear head without its logits: a chunk at a time, gradients at once.
+#
+# The loss of one row with scores ``s`` over a vocabulary of V, its label y, and L = logsumexp(s):
+#
+#     L - (1 - e) s[y] - e mean(s) + z L^2        s = cap tanh(logits / cap), or the logits
+#
+# e is label smoothing (Szegedy et al., arXiv:1512.00567, as torch defines it), z the z-loss that
+# keeps L near 0 (PaLM, arXiv:2204.02311, 1e-4 there), cap the soft cap of Gemma 2's logits
+# (arXiv:2408.00118). With p = softmax(s) its gradient is
+#
+#     d/ds = p (1 + 2 z L) - (1 - e) onehot(y) - e / V        ds/dlogits = 1 - (s / cap)^2
+#
+# so that a chunk of logits can be turned into gradients while it is at hand, and dropped.
+
+IGNORED = -100
+CHUNK_BYTES = 64 * 2**20  # of one chunk of logits in float32, where nobody says how many rows
+FEWEST_ROWS, MOST_ROWS = 256, 8192  # of such a chunk; fewer rows make slow products
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """What is added to plain cross-entropy; the defaults add nothing.
+
+    Raises:
+        ValueError: a term outside its range.
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None  # part of the model, unlike the other two
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(
+                f"label_smoothing is {self.label_smoothing}; give at least 0 and less than 1"
+            )
+        if not (self.z_loss >= 0 and math.isfinite(self.z_loss)):
+            raise ValueError(f"z_loss is {self.z_loss}; give 0 or a small weight, say 1e-4")
+        if self.softcap is not None and not (self.softcap > 0 and math.isfinite(self.softcap)):
+            raise ValueError(f"softcap is {self.softcap}; give a number above 0, or None")
+
+    def measured(self) -> LossTerms:
+        """What a held-out loss is made of: cross-entropy of the model as it is."""
+        return replace(self, label_smoothing=0.0, z_loss=0.0)
+
+
+PLAIN = LossTerms()
+
+
+def whole_cross_entropy(logits: Tensor, labels: Tensor, terms: LossTerms = PLAIN) -> Tensor:
+    """The summed loss of ``logits`` (rows, vocabulary), in float32 or wider, through autograd."""
+    scores = logits.to(at_least_float32(logits.dtype))
+    if terms.softcap is not None:
+        scores = terms.softcap * torch.tanh(scores / terms.softcap)
+    loss: Tensor = torch.nn.functional.cross_entropy(
+        scores,
+        labels,
+        ignore_index=IGNORED,
+        reduction="sum",
+        label_smoothing=terms.label_smoothing,
+    )
+    if terms.z_loss:
+        squares = torch.logsumexp(scores, dim=-1).square()
+        loss = loss + terms.z_loss * squares.masked_fill(labels == IGNORED, 0.0).sum()
+    return loss
+
+
+def chunk_rows(chunk: int | str, vocabulary: int) -> int:
+    """Rows of logits that exist at once; ``auto``: as many as ``CHUNK_BYTES`` holds in float32.
+
+    Raises:
+        ValueError: ``chunk`` is neither a number from 1 on nor ``auto``.
+    """
+    if chunk == "auto":
+        return min(max(CHUNK_BYTES // (4 * vocabulary), FEWEST_ROWS), MOST_ROWS)
+    if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
+        raise ValueError(f"chunk is {chunk!r}; give auto, or at least one row of logits")
+    return chunk
+
+
+def label_only_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk: int | str = "auto",
+    bias: Tensor | None = None,
+    terms: LossTerms = PLAIN,
+    skip: bool | None = None,
+) -> Tensor:
+    """The summed loss of ``hidden @ weight.T + bias`` against ``labels``, chunk by chunk.
+
+    First derivatives only: the gradients are constants to autograd.
+
+    Args:
+        hidden: (rows, hidden).
+        weight: (vocabulary, hidden); ``bias`` (vocabulary,).
+        labels: (rows,), int64; -100: no loss.
+        chunk: rows whose logits exist at once, or ``auto``.
+        skip: take rows without a label out first. That has to count them, for which the host waits
+            on a GPU; without it their logits are computed and weigh nothing. None: skip on a
+            processor alone.
+
+    Raises:
+        ValueError: ``chunk`` is below 1.
+    """
+    rows = chunk_rows(chunk, weight.shape[0])
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    if skips(hidden) if skip is None else skip:
+        positions = (labels != IGNORED).nonzero().squeeze(1)
+        if len(positions) < len(labels):
+            hidden, labels = hidden.index_select(0, positions), labels[positions]
+    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, rows, terms)
+    return loss
+
+
+def skips(hidden: Tensor) -> bool:
+    """Whether rows without a label are taken out: where counting them makes nobody wait."""
+    return str(hidden.device.type) == "cpu"
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Linear head and cross-entropy whose backward pass is a scaling of what forward computed.
+
+    Since the loss is a sum, its gradient is linear in the incoming scalar.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        chunk: int,
+        terms: LossTerms,
+    ) -> Tensor:
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        # Chunks add up: a sum of bf16 terms would lose the small ones.
+        wide = at_least_float32(weight.dtype)
+        grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=wide) if wants_bias and bias is not None else None
+        loss = hidden.new_zeros((), dtype=wide)
+        for start in range(0, hidden.shape[0], chunk):
+            rows, wanted = hidden[start : start + chunk], labels[start : start + chunk]
+            logits = _times(rows, weight.t())
+            if bias is not None:
+                logits += bias
+            chunk_loss, grad_logits = _loss_and_gradient(logits, wanted, terms)
+            loss += chunk_loss
+            if grad_hidden is not None:
+                grad_hidden[start : start + chunk] = _times(grad_logits, weight)
+            if grad_weight is not None:
+                _add_product(grad_weight, grad_logits, rows)
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0, dtype=wide)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.weight_dtype = weight.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, *parameters = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * grads[0].to(grad_hidden.dtype)
+        grad_weight, grad_bias = (
+            None if grad is None else (grad * grads[0]).to(ctx.weight_dtype) for grad in parameters
+        )
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _loss_and_gradient(logits: Tensor, labels: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor]:
+    """Summed loss of a chunk in float32 or wider, and d loss / d logits in the logits' format."""
+    kernel = terms == PLAIN and row_kernels.fits(logits)
+    if kernel and row_kernels.library().library is not None and not (labels == IGNORED).any():
+        return row_kernels.cross_entropy_(logits, labels).sum(), logits
+    scores = logits.to(at_least_float32(logits.dtype))
+    slope = None
+    if terms.softcap is not None:
+        scores = torch.tanh(scores / terms.softcap)
+        slope = 1 - scores.square()
+        scores *= terms.softcap
+    log_sum = torch.logsumexp(scores, dim=-1, keepdim=True)
+    kept = (labels != IGNORED).unsqueeze(1)
+    wanted = labels.unsqueeze(1).masked_fill(~kept, 0)
+    # gather refuses a label outside the vocabulary; an index of -1 would mean its last token.
+    losses = log_sum - (1 - terms.label_smoothing) * scores.gather(1, wanted)
+    if terms.label_smoothing:
+        losses -= terms.label_smoothing * scores.mean(dim=-1, keepdim=True)
+    if terms.z_loss:
+        losses += terms.z_loss * log_sum.square()
+    # exp(scores - infinity) is 0: a row without a label has no gradient.
+    grad = scores.sub_(log_sum.masked_fill(~kept, math.inf)).exp_()
+    counted = kept.to(grad.dtype)
+    if terms.z_loss:
+        grad *= 1 + 2 * terms.z_loss * log_sum
+    if terms.label_smoothing:
+        grad -= counted * (terms.label_smoothing / logits.shape[1])
+    grad.scatter_add_(1, wanted, counted * (terms.label_smoothing - 1))
+    if slope is not None:
+        grad *= slope
+    return losses.masked_fill(~kept, 0.0).sum(), grad.to(logits.dtype)
+
+
+def _times(x: Tensor, matrix: Tensor) -> Tensor:
+    return times(x, matrix) if amx.fits(x, matrix) else torch.mm(x, matrix)
+
+
+def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
+    """``total += grad.T @ x``, in the wide format of ``total``."""
+    if amx.fits(grad, x):
+        amx.product_into(total, grad, x, True, False, add=True)
+    elif total.dtype == grad.dtype:
+        total.addmm_(grad.T, x)  # no product of the head's size beside the sum
+    else:
+        total += grad.T @ x
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """``dtype``, or float32 where it is narrower."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 class WholeLogitsLoss(nn.Module):
@@ -170,3 +391,52 @@ class ObjectiveLoss(nn.Module):
         if isinstance(found, tuple):
             return found[0], torch.as_tensor(found[1])
         return found * weight, torch.tensor(weight)
+
+
+# Token accuracy: the share of trained tokens that the model would have chosen itself.
+#
+# The measure that classification tasks and the common trainers report as accuracy, taken without
+# sampling: at each position that carries a label, the most likely next token against the label.
+
+ROWS = 16  # records at once
+CHUNK = 1024  # positions whose logits exist at once
+
+
+class Records(Protocol):
+    """Token records by position."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> TokenRecord: ...
+
+
+def token_accuracy(model: nn.Module, records: Records) -> float:
+    """Share (0 to 1) of the records' trained tokens that come first among the model's logits.
+
+    Args:
+        model: a Hugging Face causal language model, with an adapter or without, in ``eval`` mode.
+        records: from position 1 on, each trained token is predicted from those before it.
+
+    Raises:
+        ValueError: no record has a trained token.
+    """
+    right = seen = 0
+    device = next(model.parameters()).device
+    for start in range(0, len(records), ROWS):
+        rows = [records[i] for i in range(start, min(start + ROWS, len(records)))]
+        batch = {name: tensor.to(device) for name, tensor in padded(rows).items()}
+        hits, count = _hits(model, batch["input_ids"], batch["labels"])
+        right, seen = right + hits, seen + count
+    if not seen:
+        raise ValueError("token accuracy needs a record with a trained token")
+    return right / seen
+
+
+@torch.no_grad()
+def _hits(model: nn.Module, input_ids: Tensor, labels: Tensor) -> tuple[int, int]:
+    """Labels that the model puts first, and labels; both (B, T), labels aligned with positions."""
+    hidden = trunk(model)(input_ids=input_ids, use_cache=False).last_hidden_state
+    head, kept = causal_lm(model).lm_head, labels.flatten() != IGNORED
+    rows, wanted = hidden.flatten(0, 1)[kept], labels.flatten()[kept]
+    pairs = zip(rows.split(CHUNK), wanted.split(CHUNK), strict=True)
+    return sum(int((head(r).argmax(-1) == w).sum()) for r, w in pairs), len(wanted)

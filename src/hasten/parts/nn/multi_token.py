@@ -31,8 +31,17 @@ import torch
 from torch import Tensor, nn
 
 from hasten.parts.nn.causal_lm import causal_lm, trunk
-from hasten.parts.nn.cross_entropy import IGNORED, PLAIN, LossTerms, chunk_rows, skips
-from hasten.parts.nn.losses import LabelOnlyLoss, TakesLabels, WholeLogitsLoss, head_cross_entropy
+from hasten.parts.nn.losses import (
+    IGNORED,
+    PLAIN,
+    LabelOnlyLoss,
+    LossTerms,
+    TakesLabels,
+    WholeLogitsLoss,
+    chunk_rows,
+    head_cross_entropy,
+    skips,
+)
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")
 

@@ -22,10 +22,9 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique, knob
 from hasten.core.traffic import Traffic, traffic_of
 from hasten.machine.environment import World
-from hasten.parts.comm.bucket_size import by_link
 from hasten.parts.comm.collectives import TopoAwareCollective
-from hasten.parts.distributed.late_reduction import reduce_now
-from hasten.parts.distributed.replica_buffers import leave_constants
+from hasten.parts.comm.link_model import by_link
+from hasten.parts.distributed.ddp import leave_constants, reduce_now
 from hasten.techniques.wire.traffic import OfReplicas
 
 

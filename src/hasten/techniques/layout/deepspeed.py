@@ -24,8 +24,7 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.machine import environment
-from hasten.parts.distributed.deepspeed_engine import ZeroTrainer, why_not
-from hasten.parts.distributed.zero_config import (
+from hasten.parts.distributed.deepspeed_config import (
     BATCH_KEYS,
     Known,
     batch_sizes,
@@ -33,6 +32,7 @@ from hasten.parts.distributed.zero_config import (
     filled,
     read_config,
 )
+from hasten.parts.distributed.deepspeed_engine import ZeroTrainer, why_not
 
 EXTENSIONS = "TORCH_EXTENSIONS_DIR"
 # What DeepSpeed decides itself, and where it does.

@@ -10,8 +10,8 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.models.memory import ADAMW_FLOAT32
+from hasten.parts.distributed.fsdp import Sharding, groups, is_sharded
 from hasten.parts.distributed.mesh import MeshSizes
-from hasten.parts.distributed.sharding import Sharding, groups, is_sharded
 from hasten.techniques.layout.layout_mesh import How, Meshed, lay_out, no_ranks
 
 

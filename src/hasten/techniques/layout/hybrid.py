@@ -9,8 +9,8 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.parts.distributed.fsdp import Sharding
 from hasten.parts.distributed.mesh import MeshSizes
-from hasten.parts.distributed.sharding import Sharding
 from hasten.techniques.layout import layout_experts
 from hasten.techniques.layout.layout_experts import ExpertParallel
 from hasten.techniques.layout.layout_experts_sharded import SharedAndSharded

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hasten.errors import InputError
-from hasten.parts.distributed import whole_state
+from hasten.parts.distributed import local_shards
 from hasten.parts.distributed.local_shards import LocalShards
 
 
@@ -20,7 +20,7 @@ def whole_of(name: str, weights: LocalShards, weight: Tensor, value: Tensor, kee
     if not isinstance(parameter, DTensor) or not value.ndim:  # a number of steps
         return value
     try:
-        return whole_state.whole_of(value, parameter, keeps)
+        return local_shards.whole_of(value, parameter, keeps)
     except ValueError as error:
         raise InputError(
             f"{name}: this optimizer keeps its state in another shape than weights have ({error}); "
@@ -33,5 +33,5 @@ def part_of(weights: LocalShards, weight: Tensor, whole: Tensor) -> Tensor:
     parameter = weights.parameter_of(weight)
     if not isinstance(parameter, DTensor) or whole.shape != parameter.shape:
         return whole
-    part = whole_state.part_of(whole, parameter)
+    part = local_shards.part_of(whole, parameter)
     return part if parameter is weight else part.to_local()

@@ -23,6 +23,7 @@ from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, se
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.models.memory import ADAMW_FLOAT32, routed_weights
+from hasten.parts.distributed.ddp import leave_constants
 from hasten.parts.distributed.expert_parallel import (
     ExpertGradients,
     SharedExperts,
@@ -32,7 +33,6 @@ from hasten.parts.distributed.expert_parallel import (
     replicated,
     share_experts,
 )
-from hasten.parts.distributed.replica_buffers import leave_constants
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.techniques.experts import ARCHITECTURES
 

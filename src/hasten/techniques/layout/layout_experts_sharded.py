@@ -23,10 +23,9 @@ from hasten.parts.distributed.expert_parallel import (
     holds_part,
     share_experts,
 )
-from hasten.parts.distributed.expert_shards import shard_rest
+from hasten.parts.distributed.fsdp import send_gradients, shard_rest
 from hasten.parts.distributed.local_shards import LocalShards, whole_on_first
 from hasten.parts.distributed.mesh import MeshSizes, data_mesh
-from hasten.parts.distributed.sharding import send_gradients
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.layout import layout_dealt, layout_experts
 

@@ -20,10 +20,10 @@ from hasten.core.setup import Setup, on_device
 from hasten.core.slot import Slot
 from hasten.core.traffic import Traffic
 from hasten.errors import InputError
-from hasten.parts.comm.settings import Settings
+from hasten.parts.comm.methods import Settings
+from hasten.parts.distributed.fsdp import Sharding, is_sharded, send_gradients, shard
 from hasten.parts.distributed.local_shards import LocalShards, whole_on_first
 from hasten.parts.distributed.mesh import MeshSizes, data_mesh
-from hasten.parts.distributed.sharding import Sharding, is_sharded, send_gradients, shard
 from hasten.parts.distributed.weight_broadcast import Arrival
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.layout import layout_dealt

@@ -12,10 +12,10 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.models.memory import ADAMW_FLOAT32
-from hasten.parts.data import cut
-from hasten.parts.distributed.pipeline.pipeline_stages import KNOWN
-from hasten.parts.distributed.pipeline.pipeline_work import CHECKPOINTS, Settings
+from hasten.parts.data import collate
+from hasten.parts.distributed.pipeline.runtime import CHECKPOINTS, Settings
 from hasten.parts.distributed.pipeline.schedules import SCHEDULES, missing, virtual
+from hasten.parts.distributed.pipeline.stages import KNOWN
 from hasten.techniques.layout.layout_pipeline_engine import PipelineEngine
 from hasten.techniques.layout.layout_stages import Stages
 from hasten.techniques.layout.layout_stages_pieces import StagesInPieces
@@ -69,7 +69,7 @@ class Pipeline(Technique):
 
         def smaller(records: Sequence[Any]) -> list[list[Any]]:
             pieces = before(records)
-            return [p for piece in pieces for p in cut.by_count(piece, self.micro_batch_size)]
+            return [p for piece in pieces for p in collate.by_count(piece, self.micro_batch_size)]
 
         setup.cut = smaller
 

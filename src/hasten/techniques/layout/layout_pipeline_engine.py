@@ -12,8 +12,7 @@ from hasten.core.batch import Counts, MicroBatch
 from hasten.core.engine import Assembly, PlainEngine
 from hasten.core.routing import AsTheModelDoes
 from hasten.errors import InputError
-from hasten.parts.distributed.pipeline.pipeline_batches import alike
-from hasten.parts.distributed.pipeline.pipeline_work import Pass, Seams, nothing_beside
+from hasten.parts.distributed.pipeline.runtime import Pass, Seams, alike, nothing_beside
 from hasten.parts.distributed.pipeline.schedules import enough
 from hasten.techniques.layout.layout_stages import Stages
 from hasten.techniques.layout.layout_stages_pieces import StagesInPieces

@@ -17,9 +17,9 @@ from hasten.core.contracts import Dense, Wire
 from hasten.core.layout import gradients_of, total_norm
 from hasten.core.setup import Setup
 from hasten.errors import InputError
-from hasten.parts.distributed.late_reduction import reduce_now
-from hasten.parts.distributed.pipeline.pipeline_tied import is_end
-from hasten.parts.distributed.pipeline.pipeline_work import Settings
+from hasten.parts.distributed.ddp import reduce_now
+from hasten.parts.distributed.pipeline.runtime import Settings
+from hasten.parts.distributed.pipeline.stages import is_end
 from hasten.techniques.layout.layout_stages_cut import Cut, DealsCut
 from hasten.techniques.wire.wire_compressed import Compressed
 

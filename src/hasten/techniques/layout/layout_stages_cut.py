@@ -14,14 +14,17 @@ from torch import Tensor, nn
 from hasten.core.setup import Setup, once
 from hasten.core.state_parts import order_of
 from hasten.errors import InputError
-from hasten.parts.distributed.pipeline import partition
-from hasten.parts.distributed.pipeline.pipeline import hidden_shape
-from hasten.parts.distributed.pipeline.pipeline_ranks import RanksRunner
-from hasten.parts.distributed.pipeline.pipeline_stages import LanguageModel
-from hasten.parts.distributed.pipeline.pipeline_tied import TiedHead
-from hasten.parts.distributed.pipeline.pipeline_whole import Pruned, brought, prune, put_together
-from hasten.parts.distributed.pipeline.pipeline_work import Seams, Settings, Work
+from hasten.parts.distributed.pipeline import stages as partition
+from hasten.parts.distributed.pipeline.model import (
+    Pruned,
+    brought,
+    hidden_shape,
+    prune,
+    put_together,
+)
+from hasten.parts.distributed.pipeline.runtime import RanksRunner, Seams, Settings, Work
 from hasten.parts.distributed.pipeline.schedules import SPLIT
+from hasten.parts.distributed.pipeline.stages import LanguageModel, TiedHead
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.techniques.compile import Compiling
 

@@ -16,10 +16,10 @@ from hasten.core.contracts import Dense, Wire
 from hasten.core.setup import Setup, on_device
 from hasten.errors import InputError
 from hasten.models.tensor_plans import TENSOR_PLANS
+from hasten.parts.distributed.fsdp import shard_stage
 from hasten.parts.distributed.local_shards import LocalShards, whole_on_first
 from hasten.parts.distributed.mesh import MeshSizes, data_mesh
-from hasten.parts.distributed.pipeline.pipeline_work import Settings
-from hasten.parts.distributed.pipeline_shards import shard_stage
+from hasten.parts.distributed.pipeline.runtime import Settings
 from hasten.parts.distributed.tensor_parallel import split_layers
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.layout import layout_dealt

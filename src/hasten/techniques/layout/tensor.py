@@ -16,8 +16,8 @@ from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, se
 from hasten.errors import InputError
 from hasten.models.memory import ADAMW_FLOAT32
 from hasten.models.tensor_plans import TENSOR_PLANS
+from hasten.parts.distributed.fsdp import Sharding
 from hasten.parts.distributed.mesh import MeshSizes
-from hasten.parts.distributed.sharding import Sharding
 from hasten.parts.distributed.tensor_parallel import split_layers, split_vocabulary
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.losses import LabelOnlyLoss, WholeLogitsLoss

@@ -19,10 +19,9 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.core.traffic import Traffic
 from hasten.errors import InputError
-from hasten.parts.comm import local_steps, streaming_local_sgd
+from hasten.parts.comm import local_sgd, streaming_local_sgd
 from hasten.parts.comm.codecs import Codec, codec
-from hasten.parts.comm.drift import Drift
-from hasten.parts.comm.drift_buffers import Buffers, same_start
+from hasten.parts.comm.local_sgd import Buffers, Drift, same_start
 from hasten.techniques.wire.traffic import OfWeights
 
 AUTO = "auto"
@@ -37,12 +36,12 @@ class LocalSteps(Technique):
 
     slot = Slot.WIRE
     every: int = knob(20, "steps between two averages", low=1, high=500, log=True)
-    outer: str = knob("mean", "mean, or nesterov (DiLoCo) for long runs", choices=local_steps.OUTER)
+    outer: str = knob("mean", "mean, or nesterov (DiLoCo) for long runs", choices=local_sgd.OUTER)
     codec: str = knob("int4", ON_LINK, choices=("none", "bf16", "int8", "int4", "sign"))
     timeout_seconds: int = setting(600, "how long a rank waits for the others")
 
     def __post_init__(self) -> None:
-        local_steps.check(self.every, self.outer)
+        local_sgd.check(self.every, self.outer)
         codec(self.codec)  # refuses unknown ones
         _check_timeout(self.timeout_seconds)
 
@@ -53,8 +52,8 @@ class LocalSteps(Technique):
     def apply(self, setup: Setup) -> None:
         limit = datetime.timedelta(seconds=self.timeout_seconds)
 
-        def build(parameters: Parameters) -> local_steps.LocalSteps:
-            return local_steps.LocalSteps(
+        def build(parameters: Parameters) -> local_sgd.LocalSteps:
+            return local_sgd.LocalSteps(
                 parameters, self.every, self.outer, codec(self.codec), timeout=limit
             )
 

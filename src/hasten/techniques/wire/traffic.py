@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hasten.core.clock import OPTIMIZER
 from hasten.core.contracts import Dense, Wire
 from hasten.core.traffic import Traffic
-from hasten.parts.distributed.ddp_traffic import ring_bytes, under_way, watch
+from hasten.parts.distributed.ddp import ring_bytes, under_way, watch
 
 
 @runtime_checkable

@@ -18,11 +18,10 @@ from hasten.core.contracts import Wire
 from hasten.core.session import Session
 from hasten.core.technique import Proof
 from hasten.errors import InputError
-from hasten.parts.comm.settings import Settings
-from hasten.parts.distributed.copies import CopiedShards
+from hasten.parts.comm.methods import Settings
+from hasten.parts.distributed.compressed_shards import CopiedShards, ShardedGradients
+from hasten.parts.distributed.fsdp import why_not
 from hasten.parts.distributed.mesh import MeshSizes
-from hasten.parts.distributed.shard_groups import why_not
-from hasten.parts.distributed.sharded import ShardedGradients
 
 Exchange = ShardedGradients | CopiedShards
 

@@ -1,0 +1,387 @@
+"""The file-system calls of a commit, in one place, so that a test can cut the power between two."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+
+
+class Disk:
+    """A local disk. Nothing is durable before ``sync`` of the file and of the folder it is in."""
+
+    def make_folder(self, path: Path) -> None:
+        path.mkdir()
+
+    def open_new(self, path: Path) -> int:
+        """The descriptor of a file that wasn't there; owner and group may read it."""
+        return os.open(path, NEW_FILE, 0o640)
+
+    def write(self, descriptor: int, block: memoryview) -> None:
+        """All of the block: the system may take it in pieces."""
+        while block:
+            block = block[os.write(descriptor, block) :]
+
+    def sync(self, path: Path) -> None:
+        """A file's bytes, or a folder's names, survive a loss of power from here on."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, old: Path, new: Path) -> None:
+        os.rename(old, new)
+
+    def remove(self, path: Path) -> None:
+        """A folder and all in it; what can't be removed stays without a word."""
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# The manifest of a checkpoint: what it consists of, sealed by a hash of its own text.
+#
+#     {"format": 2, "step": 120, "files": {NAME: {"bytes", "xxh3_128", "sha256"}},
+#      "coded": {TENSOR: how it was made smaller}, "base": what differences refer to,
+#      "meta": the caller's JSON, "seal": hash of all the above}
+#
+# The seal finds accidents, not forgers: whoever can write the folder can seal anew. So a manifest is
+# read as a stranger's: its size has a limit, and the names in it can't leave the folder.
+
+STATE, MANIFEST = "state.safetensors", "manifest.json"
+FORMAT = 2  # 1: without sha256, codes and base; still read
+LARGEST_MANIFEST = 1 << 26
+STEP = re.compile(r"step-[0-9]{8,12}")
+LAST_STEP = 10**12 - 1
+PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of the process, and say nothing of a file
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+
+
+class DamagedCheckpointError(ValueError):
+    """A checkpoint isn't what its manifest says."""
+
+
+class NewerFormatError(ValueError):
+    """A later version of this program wrote the checkpoint; it may well be whole."""
+
+
+def sealed(manifest: Mapping[str, Any]) -> bytes:
+    """The manifest as it stands on disk: its JSON with the hash of that JSON as the last key."""
+    text = json.dumps(manifest, indent=1)
+    seal = xxhash.xxh3_128_hexdigest(text.encode())
+    return f'{text.removesuffix("}").rstrip()},\n "seal": "{seal}"\n}}'.encode()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of the checkpoint in ``path``, every byte of it as it was written.
+
+    Raises:
+        DamagedCheckpointError: it is missing, isn't as it was written, or names files elsewhere.
+        NewerFormatError: a later version wrote it.
+        OSError: this process has no file or memory left to read it with.
+    """
+    try:
+        text = _bounded(path / MANIFEST)
+        manifest: dict[str, Any] = json.loads(text)
+        seal = manifest.pop("seal")
+        if sealed(manifest) != text:
+            raise ValueError(f"{MANIFEST} is not as it was written")
+        newer = manifest["format"] not in range(1, FORMAT + 1)
+        if not newer:
+            _check(manifest)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if getattr(error, "errno", None) in PASSING:
+            raise
+        raise DamagedCheckpointError(f"{path}: {_reason(error)}") from error
+    if newer:
+        raise NewerFormatError(
+            f"{path} has format {manifest['format']} and this version reads up to {FORMAT}; "
+            "go on with the version that wrote it"
+        )
+    return {**manifest, "seal": seal}
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor for reading a plain file: no link, no pipe that would wait for its writer.
+
+    Raises:
+        OSError: it isn't there, or is something else.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path.name} is not a plain file")
+    return descriptor
+
+
+def _bounded(path: Path) -> bytes:
+    if path.parent.is_symlink():
+        raise OSError("it is a link")
+    with os.fdopen(open_regular(path), "rb") as file:
+        text = file.read(LARGEST_MANIFEST + 1)
+    if len(text) > LARGEST_MANIFEST:
+        raise ValueError(f"{path.name} is larger than {LARGEST_MANIFEST} bytes")
+    return text
+
+
+def _check(manifest: Mapping[str, Any]) -> None:
+    """The shape of a manifest; ValueError, KeyError or TypeError where it is another."""
+    files = manifest["files"]
+    if not isinstance(files, dict) or not isinstance(manifest["meta"], dict) or not files:
+        raise ValueError(f"{MANIFEST} lists no files or holds no meta")
+    for name, found in files.items():
+        if not _NAME.fullmatch(name) or name == MANIFEST:
+            raise ValueError(f"{name[:120]!r} can't be the name of a checkpoint's file")
+        if not isinstance(found["bytes"], int) or not isinstance(found["xxh3_128"], str):
+            raise ValueError(f"{name} has no size or no hash")
+    if type(manifest["step"]) is not int or not 0 <= manifest["step"] <= LAST_STEP:
+        raise ValueError(f"{manifest['step']!r} is no step")
+    if not isinstance(manifest.get("coded") or {}, dict):
+        raise ValueError("what is said of packed tensors isn't by name")
+    base = manifest.get("base")
+    if base is not None and not STEP.fullmatch(base["name"]):
+        raise ValueError(f"{base['name'][:120]!r} can't be a checkpoint's name")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError) and error.filename:
+        return f"{Path(error.filename).name} is missing"
+    if isinstance(error, KeyError):
+        return f"{MANIFEST} has no {error}"
+    return str(error) or type(error).__name__
+
+
+# Writes a safetensors file in one pass over its bytes: to the disk and through two hashes.
+#
+#     8 bytes: length of the header | header: JSON of name -> dtype, shape, place | the bytes
+#
+# The safetensors library copies every tensor into a Python object before it writes; here blocks of
+# the tensors' own memory are written, which takes no memory and lets other threads run meanwhile.
+# Files are read with the library. The format: https://github.com/huggingface/safetensors.
+
+BLOCK = 1 << 23
+DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+NAMES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class Digest:
+    """Size and two hashes of what passes: a fast one for every read, sha256 for the record."""
+
+    def __init__(self) -> None:
+        self._bytes, self._fast, self._slow = 0, xxhash.xxh3_128(), hashlib.sha256()
+
+    def update(self, block: memoryview) -> None:
+        self._bytes += len(block)
+        self._fast.update(block)
+        self._slow.update(block)
+
+    def found(self) -> dict[str, Any]:
+        return {
+            "bytes": self._bytes,
+            "xxh3_128": self._fast.hexdigest(),
+            "sha256": self._slow.hexdigest(),
+        }
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], disk: Disk) -> dict[str, Any]:
+    """Write the tensors into a new file, durably; its size and hashes.
+
+    Raises:
+        ValueError: a tensor's dtype has no name in safetensors, or a tensor is sparse.
+        OSError: the disk is full, or doesn't take the file.
+    """
+    host = {name: on_host(name, tensor) for name, tensor in tensors.items()}
+    # Wide ones first, so that every tensor lies at a multiple of its own width.
+    order = sorted(host, key=lambda name: (-host[name].element_size(), name))
+    return write_blocks(path, _blocks({name: host[name] for name in order}), disk)
+
+
+def write_blocks(path: Path, blocks: Iterator[memoryview], disk: Disk) -> dict[str, Any]:
+    """A new file out of blocks, durable when this returns; its size and hashes."""
+    digest = Digest()
+    descriptor = disk.open_new(path)
+    try:
+        for block in blocks:
+            digest.update(block)
+            disk.write(descriptor, block)
+    finally:
+        os.close(descriptor)
+    disk.sync(path)
+    return digest.found()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A contiguous host tensor's memory."""
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def on_host(name: str, tensor: Tensor) -> Tensor:
+    """The tensor in one piece of host memory, without a copy where it is that already.
+
+    Raises:
+        ValueError: its dtype has no name in safetensors, or it is sparse.
+    """
+    if tensor.layout != torch.strided or tensor.dtype not in DTYPES:
+        raise ValueError(
+            f"{name} is a {tensor.layout} tensor of {tensor.dtype}, which safetensors can't hold; "
+            "convert it before it is saved"
+        )
+    plain = tensor.detach()
+    return plain.to("cpu").resolve_conj().resolve_neg().contiguous()
+
+
+def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    header: dict[str, Any] = {}
+    begin = 0
+    for name, tensor in tensors.items():
+        end = begin + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for tensor in tensors.values():
+        whole = bytes_of(tensor)
+        for start in range(0, len(whole), BLOCK):
+            yield whole[start : start + BLOCK]
+
+
+# A nested state as named tensors and JSON, and back: dicts, lists, tuples, tensors, numbers, text.
+#
+# What JSON can't say stands under a key that begins with ``$``.
+
+TENSOR, ITEMS, TUPLE = "$tensor", "$items", "$tuple"
+
+
+def taken(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
+    """``value`` as JSON, each of its tensors put into ``tensors`` under the name of its place.
+
+    Raises:
+        TypeError: something in it is of another kind; the message names its place.
+    """
+    if isinstance(value, Tensor):
+        name = place
+        while name in tensors:  # keys may have a slash of their own
+            name += "'"
+        tensors[name] = value.detach()
+        return {TENSOR: name}
+    if isinstance(value, dict):
+        items = {key: taken(item, f"{place}/{key}", tensors) for key, item in value.items()}
+        if all(isinstance(key, str) and not key.startswith("$") for key in items):
+            return items
+        return {ITEMS: [[key, item] for key, item in items.items()]}
+    if isinstance(value, list | tuple):
+        inner = [taken(item, f"{place}/{i}", tensors) for i, item in enumerate(value)]
+        return {TUPLE: inner} if isinstance(value, tuple) else inner
+    if value is None or type(value) in (str, bool, int, float):
+        return value
+    raise TypeError(
+        f"the state at {place} is a {type(value).__name__}; a checkpoint holds dicts, lists, "
+        "tensors, numbers and text"
+    )
+
+
+def given(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """What ``taken`` made JSON of.
+
+    Raises:
+        KeyError, TypeError, ValueError: the JSON isn't of that kind.
+    """
+    if isinstance(value, list):
+        return [given(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if TENSOR in value:
+        return tensors[value[TENSOR]].clone()
+    if TUPLE in value:
+        return tuple(given(item, tensors) for item in value[TUPLE])
+    pairs = value[ITEMS] if ITEMS in value else value.items()
+    return {key: given(item, tensors) for key, item in pairs}
+
+
+# The checkpoints of a folder: their names, and what moves one out of the way.
+
+REASON = "why-damaged.txt"
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, oldest first; anything with another name is not one."""
+    if not folder.is_dir():
+        return []
+    found = (p for p in folder.iterdir() if STEP.fullmatch(p.name))
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+
+
+def quarantine(path: Path, reason: str) -> Path | None:
+    """Rename a damaged checkpoint out of the way, with the reason in it; None if that can't be.
+
+    In its place it would be tried again at every start, and block the next save of its step.
+    """
+    place = path.with_name(f".damaged-{path.name}-{time.time_ns()}")
+    try:
+        # Another rank may have been faster, and a folder may be read-only: neither is a reason
+        # to not go on to the one before.
+        path.rename(place)
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        if place.is_dir() and not place.is_symlink():
+            (place / REASON).write_text(reason + "\n", encoding="utf-8")
+    return place
+
+
+def set_aside(folder: Path, step: int) -> list[Path]:
+    """Rename checkpoints after ``step`` to ``.aside-*``: a run goes back and takes another way."""
+    moved = []
+    for path in checkpoints(folder):
+        if int(path.name.removeprefix("step-")) > step:
+            place = path.with_name(f".aside-{path.name}-{time.time_ns()}")
+            path.rename(place)
+            moved.append(place)
+    return moved
+
+
+def bytes_in(folder: Path) -> int:
+    """What the checkpoints in a folder take, as far as their files can be seen."""
+    total = 0
+    for path in checkpoints(folder):
+        with contextlib.suppress(OSError):
+            total += sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(path))
+    return total

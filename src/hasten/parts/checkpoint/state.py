@@ -1,0 +1,204 @@
+"""Objects that have a state, by name: their state as tensors and JSON, and back, all or nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from hasten.parts.checkpoint.format import given, taken
+
+
+class Protected:
+    """What a checkpoint is of."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+
+    def add(self, objects: Mapping[str, Any]) -> None:
+        """Add objects by name.
+
+        Raises:
+            ValueError: one has no ``state_dict`` and ``load_state_dict``, or is sharded.
+        """
+        for name, held in objects.items():
+            lacks = [f for f in ("state_dict", "load_state_dict") if not hasattr(held, f)]
+            if lacks:
+                raise ValueError(
+                    f"{name} is a {type(held).__name__} without {lacks[0]}; protect objects with "
+                    "state_dict and load_state_dict"
+                )
+            if isinstance(held, nn.Module) and any(isinstance(p, DTensor) for p in _tensors(held)):
+                raise ValueError(
+                    f"{name} is sharded over ranks, which is not supported here; save it with "
+                    "torch.distributed.checkpoint"
+                )
+        self.objects |= objects
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors by place, and the rest as JSON by object.
+
+        Raises:
+            TypeError: a state holds what a checkpoint can't.
+        """
+        tensors: dict[str, Tensor] = {}
+        found = {
+            name: taken(_plain(held.state_dict()), name, tensors)
+            for name, held in self.objects.items()
+        }
+        return tensors, found
+
+    def load(self, tensors: dict[str, Tensor], saved: Any, place: Path) -> None:
+        """Give every object its state back.
+
+        Raises:
+            ValueError: the checkpoint is of other objects or another model; nothing was changed.
+        """
+        if not isinstance(saved, dict) or saved.keys() != self.objects.keys():
+            there = ", ".join(sorted(saved)) if isinstance(saved, dict) else "none"
+            raise ValueError(
+                f"{place} holds {there} and {', '.join(sorted(self.objects)) or 'nothing'} is "
+                "protected; protect the same objects by the same names, or use another folder"
+            )
+        try:
+            states = {name: given(state, tensors) for name, state in saved.items()}
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{place} holds no state that can be read: {error!r}") from error
+        for name, held in self.objects.items():
+            _check_same(name, held, states[name], place)
+        for name, held in self.objects.items():
+            held.load_state_dict(states[name])
+
+    def expected_bytes(self) -> int:
+        """About what a checkpoint will take, before the optimizer has made its moments."""
+        tensors, _ = self.state()
+        optimizers = [held for held in self.objects.values() if isinstance(held, Optimizer)]
+        coming = sum(moments_to_come(optimizer) for optimizer in optimizers)
+        return coming + sum(int(t.nbytes) for t in tensors.values())
+
+
+def moments_to_come(optimizer: Optimizer) -> int:
+    """Bytes of state that an optimizer makes at its first step, as far as its settings show."""
+    if optimizer.state:
+        return 0
+    total = 0
+    for group in optimizer.param_groups:
+        copies = 2 if "betas" in group else int(bool(group.get("momentum")))
+        weights: list[Tensor] = group["params"]
+        total += copies * sum(int(p.nbytes) for p in weights)
+    return total
+
+
+def _plain(state: Any) -> Any:
+    """A module's state is an OrderedDict with an attribute; only its items matter."""
+    return dict(state) if isinstance(state, dict) else state
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _check_same(name: str, held: Any, state: Any, place: Path) -> None:
+    """A module of the same tensors, an optimizer of as many weights."""
+    if isinstance(held, nn.Module):
+        here = {k: getattr(v, "shape", None) for k, v in held.state_dict().items()}
+        saved = state if isinstance(state, dict) else {}
+        there = {k: getattr(v, "shape", None) for k, v in saved.items()}
+        wrong = sorted(k for k in here.keys() | there.keys() if here.get(k) != there.get(k))
+        if wrong:
+            raise ValueError(
+                f"{place} is of another {name}: {wrong[0]} differs ({len(wrong)} in all); restore "
+                "the one that was saved, or use another folder"
+            )
+    elif isinstance(held, Optimizer):
+        ours, theirs = _group_sizes(held.state_dict()), _group_sizes(state)
+        if ours != theirs:
+            found = f"groups of {theirs} weights, not {ours}" if theirs else "no optimizer's"
+            raise ValueError(
+                f"{place} is of another {name}: {found}; restore the one that was saved, or use "
+                "another folder"
+            )
+
+
+def _group_sizes(state: Any) -> list[int] | None:
+    """How many weights each group of an optimizer's state has; None where it is no such state."""
+    try:
+        return [len(group["params"]) for group in state["param_groups"]]
+    except (KeyError, TypeError):
+        return None
+
+
+# The random state of every rank: torch's, Python's, NumPy's and the accelerator's.
+#
+# Dropout, shuffles and augmentation go on after a resume as if nothing had been only if each rank
+# gets its own back.
+
+
+def random_state() -> dict[str, Any]:
+    """This process's state, as JSON can say it."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    found: dict[str, Any] = {
+        "torch": _text(torch.get_rng_state()),
+        "python": [version, list(words), gauss],
+        "numpy": [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+    }
+    if torch.accelerator.is_available():
+        found["accelerator"] = _text(_module().get_rng_state())
+    return found
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Go on from what ``random_state`` found.
+
+    Raises:
+        ValueError: it isn't such a state.
+    """
+    try:
+        torch.set_rng_state(_state(state["torch"]))
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        kind, keys, *rest = state["numpy"]
+        np.random.set_state((kind, np.asarray(keys, np.uint32), *rest))
+        if "accelerator" in state and torch.accelerator.is_available():
+            _module().set_rng_state(_state(state["accelerator"]))
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"the random state of the checkpoint can't be used: {error}") from error
+
+
+def of_all_ranks(found: Callable[[], dict[str, Any]] = random_state) -> list[dict[str, Any]]:
+    """Every rank's state, in the order of ranks, on every rank."""
+    mine = found()
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return [mine]
+    text = json.dumps(mine).encode()
+    device = torch.device("cpu")
+    if dist.get_backend() == "nccl":
+        device = torch.device(torch.accelerator.current_accelerator() or "cpu")
+    length = torch.tensor(len(text), device=device)
+    dist.all_reduce(length, op=dist.ReduceOp.MAX)
+    padded = torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8).to(device)
+    rows = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, padded)
+    return [json.loads(bytes(row.cpu().tolist())) for row in rows]
+
+
+def _module() -> Any:
+    return torch.get_device_module(torch.accelerator.current_accelerator())
+
+
+def _text(state: torch.Tensor) -> str:
+    return bytes(state.tolist()).hex()
+
+
+def _state(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

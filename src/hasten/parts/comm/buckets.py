@@ -1,0 +1,328 @@
+"""The gradients of a model in buckets, as names and shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hasten.parts.comm.exchange import FIRST, Hosts, Ranks, found_hosts
+from hasten.parts.comm.methods import Dense, Memory, Piece, Pieces, Settings, Way, numbers, parts_of
+
+Named = tuple[str, Tensor]
+BUCKET_BYTES = 25 * 2**20  # as DDP's own; its first bucket ends at 1 MiB
+FIRST_BUCKET_BYTES = 2**20
+
+
+def named(model: nn.Module | Iterable[Any]) -> list[Named]:
+    """A model's trainable parameters by name; parameters given alone are named by their place.
+
+    Raises:
+        ValueError: something else was given, or a parameter that is sharded over ranks.
+    """
+    if isinstance(model, nn.Module):
+        found: list[Named] = list(model.named_parameters())
+    else:
+        entries = list(model)
+        found = [e if isinstance(e, tuple) else (str(i), e) for i, e in enumerate(entries)]
+    for name, parameter in found:
+        if not isinstance(parameter, Tensor):
+            raise ValueError(
+                f"gradients belong to a model or to parameters; {name} is a "
+                f"{type(parameter).__name__}"
+            )
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name} is sharded over ranks (DTensor): its gradient isn't averaged like a "
+                "replica's, leave it out"
+            )
+    return [(name, p) for name, p in found if p.requires_grad]
+
+
+def piece_of(name: str, parameter: Tensor) -> Piece:
+    return Piece(name, tuple(parameter.shape), parameter.element_size())
+
+
+def buckets_of(parameters: Sequence[Named], alone: bool) -> list[list[Named]]:
+    """Parameters to be sent together, alike in format; each alone if asked. Missing gradients are
+    made of zeros, so that every rank sends the same.
+
+    Raises:
+        ValueError: a gradient is sparse.
+    """
+    buckets: list[list[Named]] = []
+    size = BUCKET_BYTES
+    for name, parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        grad = parameter.grad
+        if grad.layout is not torch.strided:
+            raise ValueError(
+                f"the gradient of {name} is sparse: build its embedding with sparse=False"
+            )
+        last = buckets[-1][-1][1] if buckets else None
+        alike = last is not None and (last.dtype, last.device) == (grad.dtype, grad.device)
+        if alone or not alike or size + grad.nbytes > BUCKET_BYTES:
+            buckets.append([])
+            size = 0
+        buckets[-1].append((name, parameter))
+        size += grad.nbytes
+    return buckets
+
+
+def predicted_buckets(parameters: Sequence[Named], cap_mb: float) -> list[Pieces]:
+    """As DDP lays them out: from the last parameter on, until each is full."""
+    buckets: list[list[Piece]] = [[]]
+    size, limit = 0, float(FIRST_BUCKET_BYTES)
+    for name, parameter in reversed(parameters):
+        if size >= limit:
+            buckets.append([])
+            size, limit = 0, cap_mb * 2**20
+        buckets[-1].append(piece_of(name, parameter))
+        size += parameter.nbytes
+    return [tuple(bucket) for bucket in buckets]
+
+
+def offered(kept: Tensor, flat: Tensor, pieces: Pieces) -> tuple[Tensor, dict[int, Tensor]]:
+    """The memory that goes along with a gradient, and what is held back of it, by piece.
+
+    A parameter whose gradient is all zeros may be one that no rank has used; DDP then leaves its
+    gradient alone, and what was sent for it would be lost. So its memory waits.
+    """
+    parts = parts_of(flat, pieces)
+    filled = [i for i, part in enumerate(parts) if part.numel()]
+    largest = torch._foreach_norm([parts[i] for i in filled], torch.inf)
+    sizes = torch.stack([n.float() for n in largest]).tolist() if filled else []  # waits
+    resting = [i for i, size in zip(filled, sizes, strict=True) if size == 0.0]
+    if not resting:
+        return kept, {}
+    going = kept.clone()
+    for i in resting:
+        parts_of(going, pieces)[i].zero_()
+    return going, {i: parts_of(kept, pieces)[i] for i in resting}
+
+
+def give_back(left: Tensor, held: dict[int, Tensor], pieces: Pieces) -> None:
+    """What was held back stays in memory, beside what the message left out."""
+    parts = parts_of(left, pieces)
+    for i, kept in held.items():
+        parts[i].add_(kept)
+
+
+# Buckets on their way through a step, and what they leave in memory once the step counts.
+
+DDP_STEPS = 2  # DDP lays its buckets anew after the first
+
+
+class Travel:
+    """``begin`` a step, ``send`` each bucket.
+
+    ``asks``: a step counts only if it was ``confirmed``; otherwise one does whose gradients were
+    finite on all ranks.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.way, self._dense = settings.way(settings.momentum), Dense()
+        self._memory = Memory()
+        self.steps = 0  # begun
+        self.buckets: list[Pieces] = []  # of the step
+        self.scale: Callable[[], float] = lambda: 1.0  # of the loss
+        self.quiet = False  # nothing is to be compressed, whatever the method
+        self.attached = self.asks = self.confirmed = self.spoiled = False
+
+    @property
+    def compresses(self) -> bool:
+        """Whether the step under way, or the last one, is past the dense start."""
+        start = max(self._settings.dense_steps, DDP_STEPS if self.attached else 0)
+        return self.steps > start and self._settings.method != "none" and not self.quiet
+
+    def begin(self) -> None:
+        self.settle()
+        self.steps += 1
+        self.spoiled = self.confirmed = False
+        self.buckets = []
+
+    def settle(self) -> None:
+        """What the last step left counts, or is forgotten; may be called again."""
+        counted = not self.spoiled and (self.confirmed or not self.asks)
+        self._memory.settle(counted)
+        self.way.settle(counted)
+
+    def send(self, buffer: Tensor, pieces: Pieces, ranks: Ranks, way: Way) -> Callable[[], Tensor]:
+        """Send a bucket; what is returned waits for its mean and puts it into ``buffer``.
+
+        NaN fills it on every rank if a number of any rank wasn't finite.
+        """
+        self.buckets.append(pieces)
+        try:
+            return self._sent_on(buffer, pieces, ranks, way)
+        except RuntimeError as error:
+            raise ranks.failed(error) from error
+
+    def _sent_on(
+        self, buffer: Tensor, pieces: Pieces, ranks: Ranks, way: Way
+    ) -> Callable[[], Tensor]:
+        way = self.way_of(pieces, way) if self.compresses else self._dense
+        scale = self.scale() if way.feedback else 1.0
+        as_it_is = scale == 1.0 and (way is self._dense or _readable(buffer))
+        flat = buffer if as_it_is else buffer.float().div_(scale)
+        residual: Tensor | None = None
+        held: dict[int, Tensor] = {}
+        if way.feedback:
+            residual, held = offered(self._memory.kept(pieces, buffer.device), flat, pieces)
+        finish = way.start(flat, residual, pieces, ranks)
+
+        def done() -> Tensor:
+            try:
+                mean, left = finish()
+            except Exception as error:
+                raise ranks.failed(error) from error
+            if mean is None:
+                buffer.fill_(torch.nan)
+            else:
+                buffer.copy_(mean if scale == 1.0 else mean.mul_(scale))
+            if mean is None or not _fits(buffer):
+                self.spoiled = True
+            elif left is not None:
+                give_back(left, held, pieces)
+                self._memory.leave(pieces, left)
+            return buffer
+
+        return done
+
+    def send_between(
+        self, buffer: Tensor, pieces: Pieces, hosts: Hosts, way: Way
+    ) -> Callable[[], Tensor]:
+        """The same where only hosts are to exchange it compressed."""
+        owner = hosts.owner(len(self.buckets))
+        self.buckets.append(pieces)
+        within = hosts.within.all_reduce(buffer.div_(hosts.within.world), FIRST)
+
+        def done() -> Tensor:
+            try:
+                within.wait()
+                if hosts.within.rank == owner:
+                    self._sent_on(buffer, pieces, hosts.across, way)()
+                hosts.within.give(buffer, owner)
+            except Exception as error:
+                raise hosts.within.failed(error) from error
+            if not bool(buffer.isfinite().all()):  # waits for the device
+                self.spoiled = True
+            return buffer
+
+        return done
+
+    def way_of(self, pieces: Pieces, compressing: Way) -> Way:
+        """What takes a bucket once compression has begun: small ones aren't worth it."""
+        small = numbers(pieces) < self._settings.minimum
+        return self._dense if small or self.quiet else compressing
+
+    def state(self) -> dict[str, Any]:
+        self.settle()
+        return {
+            "method": self._settings.method,
+            "steps": self.steps,
+            "residual": self._memory.state(),
+            "way": self.way.state(),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from there.
+
+        Raises:
+            ValueError: it is of another method.
+        """
+        if state["method"] != self._settings.method:
+            raise ValueError(
+                f"the memory is of {state['method']} and this compressor's method is "
+                f"{self._settings.method}"
+            )
+        self.steps = int(state["steps"])
+        self._memory.load(state["residual"])
+        self.way.load(state["way"])
+
+
+def _readable(buffer: Tensor) -> bool:
+    """Formats that codecs read; fp16 is widened."""
+    return buffer.dtype in (torch.float32, torch.bfloat16)
+
+
+def _fits(buffer: Tensor) -> bool:
+    """Whether an fp16 gradient holds its mean; waits for the device."""
+    return buffer.dtype is not torch.float16 or bool(buffer.isfinite().all())
+
+
+# Where ranks meet: they compare settings, find out who shares a host, and open their groups.
+
+
+class Meeting:
+    """``ranks`` are None until several ranks have met; ``hosts`` where only these exchange
+    compressed gradients, and there are several ranks on each of several hosts."""
+
+    def __init__(self, settings: Settings, seconds: float, backend: str | None) -> None:
+        self.ranks: Ranks | None = None
+        self.hosts: Hosts | None = None
+        self.count = 0  # of hosts with several ranks, where hosts are the scope
+        self._settings, self._seconds, self._backend = settings, seconds, backend
+
+    def meet(self, travel: Travel, group: dist.ProcessGroup | None = None) -> None:
+        """At the first call with several ranks; every rank calls it, each with its own ``group``.
+
+        Raises:
+            ValueError: hosts are the scope, and the group has some of the ranks.
+            WireError: their settings differ, or hosts have different numbers of ranks.
+        """
+        running = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if not running or self.ranks is not None:
+            return
+        members = _everybodys(group)
+        if members and self._settings.scope == "hosts":
+            raise ValueError("scope 'hosts' is for gradients of all ranks; say scope='all'")
+        self.ranks = Ranks(self._seconds, self._backend, members)
+        self.ranks.agree(asdict(self._settings))
+        if self._settings.scope == "hosts":
+            hosts = found_hosts(self.ranks)
+            travel.quiet = len(hosts) == 1  # nothing is between hosts
+            self.count = len(hosts) if len(hosts) < self.ranks.world else 0
+            if self.count > 1:
+                self.hosts = Hosts(hosts, self._seconds, self._backend, self.ranks.roll)
+
+    @property
+    def sent_bytes(self) -> int:
+        """By this rank for gradients: to other hosts, where these are the scope."""
+        ranks = self.ranks if self.hosts is None else self.hosts.across
+        return 0 if ranks is None else ranks.sent_bytes
+
+    @property
+    def world(self) -> int:
+        """How many exchange compressed gradients: ranks, or hosts."""
+        if self.hosts is not None:
+            return self.hosts.across.world
+        if self.ranks is not None:
+            return self.ranks.world
+        running = dist.is_available() and dist.is_initialized()
+        return int(dist.get_world_size()) if running else 1
+
+    def send(
+        self, travel: Travel, flat: Tensor, pieces: Pieces, ranks: Ranks, way: Way
+    ) -> Callable[[], Tensor]:
+        """A bucket on its way; what is returned waits for its mean."""
+        if self.hosts is None:
+            return travel.send(flat, pieces, ranks, way)
+        return travel.send_between(flat, pieces, self.hosts, way)
+
+
+def _everybodys(group: dist.ProcessGroup | None) -> list[tuple[int, ...]] | None:
+    """The ranks of each rank's group, every group once; None where one group has all ranks."""
+    world = dist.get_world_size()
+    if group is None or dist.get_world_size(group) == world:
+        return None
+    told: list[tuple[int, ...]] = [()] * world
+    dist.all_gather_object(told, tuple(dist.get_process_group_ranks(group)))
+    return sorted(set(told))

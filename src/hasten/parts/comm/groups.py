@@ -1,0 +1,198 @@
+"""The process groups of a topology: a host's ranks, fellows across hosts, all in order, leaders.
+
+Each stage of a collective has a group of its own, so that messages of two stages can't be mixed up.
+"""
+
+from __future__ import annotations
+
+import datetime
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hasten.parts.comm.topology import Topology
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Those that this rank is in; ``across`` is None where hosts have unequal numbers of ranks."""
+
+    within: Any
+    across: Any
+    ordered: Any
+    leaders: Any
+
+    @classmethod
+    def opened(cls, topology: Topology, seconds: float) -> Groups:
+        """Open them; every rank calls it. ``seconds`` is how long a collective may take."""
+        rails = list(zip(*topology.hosts, strict=True)) if topology.uniform else []
+        return cls(
+            within=own_of(topology.hosts, seconds),
+            across=own_of(rails, seconds),
+            ordered=own_of([topology.order], seconds),
+            leaders=own_of([tuple(host[0] for host in topology.hosts)], seconds),
+        )
+
+
+def moves_by_nccl(group: Any = None) -> bool:
+    """Whether NCCL moves what lies on GPUs in this group; gloo may move the host's beside it."""
+    return "nccl" in dist.get_backend(group)
+
+
+def own_of(groups: Iterable[tuple[int, ...]], seconds: float, backend: str | None = None) -> Any:
+    """Open these groups, ranks in the order given; this rank's own of them, or None."""
+    found = None
+    for ranks in groups:
+        limit = datetime.timedelta(seconds=seconds)
+        # gloo's ring goes by the ranks' places in the group, so they aren't to be sorted.
+        group = dist.new_group(list(ranks), timeout=limit, backend=backend, sort_ranks=False)
+        found = group if dist.get_rank() in ranks else found
+    return found
+
+
+# One thread that finishes DDP's buckets in the order in which they were full.
+#
+# Two threads that issue collectives on the same process groups would mix up messages.
+
+Job = tuple[Callable[[], Tensor], "torch.futures.Future[Tensor]", torch.device]
+
+
+class InOrder:
+    """One thread that does jobs in the order in which they came.
+
+    It ends with the object that owns it, and keeps nothing of a job that is done: a process group
+    that lives longer than the process's own would hold the process up at its end.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        threading.Thread(target=_work, args=(self._jobs,), daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)
+
+    def __call__(self, job: Callable[[], Tensor], device: torch.device) -> Any:
+        """A future of the job's tensor, or of its error, in the form that DDP waits for."""
+        devices = [] if device.type == "cpu" else [device]
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        # A bare exception would reach DDP as a result of a strange type; raised, it is an error.
+        answer = done.then(lambda future: future.value())
+        self._jobs.put((job, done, device))
+        return answer
+
+
+def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
+    while (entry := jobs.get()) is not None:
+        job, done, device = entry
+        try:
+            if device.type != "cpu":  # a thread begins with device 0, another rank's
+                torch.accelerator.set_device_index(device)
+            done.set_result(job())
+        except Exception as error:  # DDP raises it where it waits
+            done.set_exception(error)
+        del entry, job, done, device
+
+
+# All-gather and all-to-all in pieces, so that a slow link carries both directions at once.
+#
+# gloo hands a rank's whole message to the kernel before it attends to what comes in: two ranks with
+# a large message for each other take turns on their link and use half of what it carries
+# (docs/log.md has the figures). Its ring all-reduce cuts its messages and doesn't have this; here
+# the other two do the same. A few pieces are on their way at any time, since gloo runs the
+# collectives of a group side by side in the order in which they were issued, which is the same on
+# all ranks.
+#
+#     travel = all_gather(rows, row, group)    # begins; as torch.distributed's with async_op
+#     travel.wait()
+#
+# Tensors of a device, small messages, and what stays inside a host (``cut=False``) travel whole.
+
+PIECE = 1 << 18  # bytes for one rank, at least: smaller ones cost more time than they gain
+MOST = 8  # pieces: on a fast link each one is a delay
+# torch 2.13 has a new name for it and warns at the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Travel:
+    """Works of torch.distributed that are one message, and what is to be done once all are there.
+
+    On a processor ``wait`` holds this thread up, on a GPU its stream.
+    """
+
+    def __init__(self, works: Sequence[Any], finish: Callable[[], object] | None = None) -> None:
+        self._works, self._finish = list(works), finish
+
+    def wait(self) -> None:
+        """Raises RuntimeError where a rank didn't answer."""
+        for work in self._works:
+            work.wait()
+        if self._finish is not None:
+            self._finish()
+        self._works, self._finish = [], None
+
+    def on_arrival(self, told: Callable[[], object]) -> None:
+        """Call ``told``, from a thread of torch's, once everything is there."""
+        missing, lock = len(self._works), threading.Lock()
+
+        def one_more(_: Any) -> None:
+            nonlocal missing
+            with lock:
+                missing -= 1
+                last = not missing
+            if last:
+                told()
+
+        for work in self._works:
+            work.get_future().add_done_callback(one_more)
+
+
+def all_gather(rows: Tensor, row: Tensor, group: Any = None, cut: bool = True) -> Travel:
+    """Everybody's ``row`` in ``rows``, (ranks, numbers) or as many in one dimension."""
+    table, count = rows.view(dist.get_world_size(group), -1), row.numel()
+    cuts = _cuts(row, count) if cut else [(0, count)]
+    if len(cuts) == 1:
+        whole = _all_gather(rows.view(-1), row.view(-1), group=group, async_op=True)
+        return Travel([whole])
+    return Travel(
+        [
+            dist.all_gather(list(table[:, a:b]), row.view(-1)[a:b], group=group, async_op=True)
+            for a, b in cuts
+        ]
+    )
+
+
+def all_to_all(received: Tensor, rows: Tensor, group: Any = None, cut: bool = True) -> Travel:
+    """Part r of ``rows`` goes to rank r, and part r of ``received`` came from it."""
+    world = dist.get_world_size(group)
+    count = rows.numel() // world
+    cuts = _cuts(rows, count) if cut else [(0, count)]
+    if len(cuts) == 1:
+        return Travel([dist.all_to_all_single(received, rows, group=group, async_op=True)])
+    there, here = rows.view(world, -1), received.view(world, -1)
+    leaving = [there[:, a:b].contiguous() for a, b in cuts]
+    coming = [torch.empty_like(piece) for piece in leaving]
+    works = [
+        dist.all_to_all_single(new, old, group=group, async_op=True)
+        for new, old in zip(coming, leaving, strict=True)
+    ]
+
+    def put_together() -> None:
+        leaving.clear()  # until now they had to live
+        for (a, b), piece in zip(cuts, coming, strict=True):
+            here[:, a:b].copy_(piece)
+
+    return Travel(works, put_together)
+
+
+def _cuts(tensor: Tensor, count: int) -> list[tuple[int, int]]:
+    """Where pieces of so many numbers begin and end; a single one where nothing is to be cut."""
+    size = tensor.element_size()
+    step = max(PIECE // size, -(-count // MOST))
+    if not tensor.is_cpu or count <= step:
+        return [(0, count)]
+    return [(low, min(low + step, count)) for low in range(0, count, step)]

@@ -1,0 +1,553 @@
+"""Ranks train alone for some steps, then average their weights: local SGD, or DiLoCo.
+
+    (1) every rank: ``every`` steps of its own optimizer on its own records
+    (2) all ranks: exchange how far they have moved since (1), in few bits
+    (3) the outer step: the mean itself, or Nesterov's momentum over such means
+
+The mean is Local SGD (Stich, arXiv:1805.09767), the momentum DiLoCo (Douillard et al.,
+arXiv:2311.08105; rate 0.7, momentum 0.9), which takes many outer steps to pay. Differences in 4
+bits are from Streaming DiLoCo (arXiv:2501.18512). Optimizer state is each rank's own.
+
+    local = LocalSteps(model.parameters(), every=20, codec=codec("int4"))
+    for batch in batches:
+        loss(model, batch).backward(); optimizer.step(); optimizer.zero_grad()
+        local.after_step()
+    local.settle()   # before saving or evaluating: one model
+"""
+
+from __future__ import annotations
+
+import bisect
+import datetime
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hasten.parts.comm.codecs import Quantised
+from hasten.parts.comm.groups import Travel, all_gather
+from hasten.parts.comm.rank_check import CollectiveError, RollCall
+from hasten.parts.kernels import local_sgd as compiled
+
+if TYPE_CHECKING:
+    from hasten.parts.comm.codecs import Codec
+
+
+# Chunks of weights that are encoded and taken in one after the other, small enough for a cache.
+#
+# On a processor that can compile them, float32 weights and codes of 8 or 4 bits go through loops of
+# their own, one pass over memory; torch's operators on a chunk at a time do everything else, to the
+# same bits. A chunk's message is one of its codec's.
+
+NUMBERS = 1 << 17  # of a processor's chunk; a device takes a fragment at once
+Outer = Callable[[Tensor, int], Tensor]  # a movement, and the place of its first number
+
+
+class Chunk:
+    """Weights ``start:end`` of all, which are parts of one or more parameters.
+
+    ``anchor`` is of all weights.
+    """
+
+    def __init__(self, parts: Sequence[Tensor], start: int, end: int, anchor: Tensor) -> None:
+        self.start, self.end, self.numbers = start, end, end - start
+        self._parts, self._anchor = list(parts), anchor[start:end]
+        edges = itertools.accumulate((p.numel() for p in parts), initial=0)
+        self._places = list(itertools.pairwise(edges))
+        plain = all(p.is_cpu and p.dtype == torch.float32 for p in parts)
+        self._stretch = compiled.Stretch(parts) if plain and compiled.library().library else None
+
+    def note(self) -> None:
+        """The weights as they are become the anchor."""
+        self._read(self._anchor)
+
+    def give(self) -> None:
+        """The weights become the anchor."""
+        for part, (low, high) in zip(self._parts, self._places, strict=True):
+            part.copy_(self._anchor[low:high])
+
+    def moved(self, into: Tensor) -> Tensor:
+        """How far the weights are from the anchor, in the first numbers of ``into``."""
+        delta = into[: self.numbers]
+        self._read(delta)
+        return delta.sub_(self._anchor)
+
+    def encode(self, codec: Codec, body: Tensor, room: Tensor) -> bool:
+        """How far the weights have moved, as a message; whether all of it is finite.
+
+        ``room`` has as many float32 numbers at least, to be used meanwhile.
+        """
+        if self._stretch is not None and isinstance(codec, Quantised):
+            codes, scales = codec.parts_of(body, self.numbers)
+            body[len(codes) + len(scales) :].zero_()
+            return self._stretch.encode(self._anchor, codes, scales, codec.block, codec.bits)
+        codec.encode(self.moved(room), body)
+        return bool(codec.finite(body, self.numbers))  # waits for the device
+
+    def take(
+        self,
+        messages: Tensor,
+        codec: Codec,
+        shares: Sequence[float],
+        own: int,
+        rooms: Sequence[Tensor],
+        outer: Outer | None = None,
+    ) -> None:
+        """Anchor and weights move as the messages (ranks, bytes) of all ranks say, by shares.
+
+        ``own`` is this rank's place. ``outer`` makes another step of the movement. Three ``rooms``
+        of as many float32 numbers at least are used meanwhile.
+        """
+        if self._stretch is not None and isinstance(codec, Quantised) and outer is None:
+            codes, scales = codec.parts_of(messages, self.numbers)
+            self._stretch.take(self._anchor, codes, scales, shares, own, codec.block, codec.bits)
+            return
+        common, mine, others = (room[: self.numbers] for room in rooms)
+        common.zero_()
+        for rank, share in enumerate(shares):
+            found = codec.decode(messages[rank], self.numbers, mine if rank == own else others)
+            common.add_(torch.mul(found, share, out=others))
+        common = common if outer is None else outer(common, self.start)
+        self.move(common, mine)
+
+    def move(self, common: Tensor, own: Tensor | None = None) -> None:
+        """The anchor moves by ``common``, the weights by ``common - own``, put into ``own``."""
+        self._anchor.add_(common)
+        change = common if own is None else torch.sub(common, own, out=own)
+        for part, (low, high) in zip(self._parts, self._places, strict=True):
+            part.add_(change[low:high])
+
+    def _read(self, into: Tensor) -> None:
+        for part, (low, high) in zip(self._parts, self._places, strict=True):
+            into[low:high].copy_(part)
+
+
+def chunks_of(parameters: Sequence[Tensor], anchor: Tensor, start: int, end: int) -> list[Chunk]:
+    """Weights ``start:end`` of all ``parameters`` in chunks."""
+    step = NUMBERS if anchor.is_cpu else max(end - start, 1)
+    ends = list(itertools.accumulate(p.numel() for p in parameters))
+    found = []
+    for low in range(start, end, step):
+        high, parts = min(low + step, end), []
+        for place in range(bisect.bisect_right(ends, low), len(ends)):
+            parameter = parameters[place]
+            offset = ends[place] - parameter.numel()
+            if offset >= high:
+                break
+            first, last = max(low, offset) - offset, min(high, ends[place]) - offset
+            parts.append(parameter.detach().view(-1)[first:last])
+        found.append(Chunk(parts, low, high, anchor))
+    return found
+
+
+# A rank's weights while they drift from the others': what all have in common, and the way back.
+#
+# Ranks that train alone for a while need not send gradients. Each keeps ``anchor``, the weights as
+# all last agreed on them (float32, the same bits on every rank, 4 bytes per weight), and from time to
+# time says how far a stretch of its own weights, a *fragment*, has moved from there:
+#
+#     own      = decode(encode(weights - anchor))           travels in few bits
+#     common   = sum over ranks of share * own of that rank  the same bits on every rank
+#     anchor  += common
+#     weights += common - own
+#
+# What the codec left out stays in the weights and is part of the next difference, so no further
+# memory of errors is kept: one beside it would count what was left out twice. A rank's share is its
+# part of the trained tokens since the fragment was last sent, so that one round of plain SGD is the
+# step that replicas with averaged gradients take (Stich, Local SGD, arXiv:1805.09767, has equal
+# shares). A message begins with ``HEADER`` bytes, tokens and flags; behind them lies a message of the
+# codec for each chunk of weights.
+
+HEADER = 16  # two float64 numbers: trained tokens, flags
+ALIGNED = 256  # fragments begin at multiples of a codec's block
+NOT_FINITE, STOP = 1, 2  # flags
+TIMEOUT = datetime.timedelta(minutes=10)
+
+
+class DriftError(CollectiveError):
+    """Ranks can't be brought together: one has left, or its weights aren't numbers any more."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the ranks said: each one's share, and whether one of them wants to stop."""
+
+    shares: list[float]
+    stop: bool
+
+
+class Drift:
+    """The weights of this rank, cut into fragments, and what all ranks have in common of them.
+
+    Every rank builds one at the same moment, over weights that are equal on all of them. ``group``
+    is used by nothing else; without one a new group is made, whose collectives end after
+    ``timeout``. Where torch.distributed isn't running there is one rank and nothing travels.
+
+    Raises:
+        ValueError: there is no weight, or one doesn't lie in one piece.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        fragments: int = 1,
+        group: Any = None,
+        timeout: datetime.timedelta = TIMEOUT,
+    ) -> None:
+        if not parameters:
+            raise ValueError("there is no weight to keep together: give the model's parameters")
+        if any(not p.is_contiguous() for p in parameters):
+            raise ValueError("a weight doesn't lie in one piece: make it contiguous() first")
+        running = dist.is_available() and dist.is_initialized()
+        if running and group is None:
+            group = dist.new_group(timeout=timeout)
+        self.group = group
+        self.size = dist.get_world_size(group) if running else 1
+        self.rank = dist.get_rank(group) if running else 0
+        self._roll: RollCall | None = None
+        if running:
+            members = dist.get_process_group_ranks(group)
+            self._roll = RollCall("weights", members, timeout.total_seconds())
+        self.parameters = list(parameters)
+        self.anchor = torch.empty(
+            sum(p.numel() for p in parameters), dtype=torch.float32, device=parameters[0].device
+        )
+        self.cut(fragments)
+        self.reset()
+
+    def cut(self, fragments: int) -> None:
+        """Into so many fragments of nearly equal size; fewer where weights don't suffice."""
+        numbers = self.anchor.numel()
+        count = max(1, min(fragments, numbers // ALIGNED))
+        edges = [numbers * k // count // ALIGNED * ALIGNED for k in range(count)] + [numbers]
+        self.edges: list[tuple[int, int]] = list(itertools.pairwise(edges))
+        self.tokens = [0.0] * count
+        self._chunks = [chunks_of(self.parameters, self.anchor, *edge) for edge in self.edges]
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """The weights as they are now, equal on all ranks, are what all have in common."""
+        for chunk in itertools.chain(*self._chunks):
+            chunk.note()
+        self.tokens = [0.0] * len(self.edges)
+
+    def note(self, tokens: float) -> None:
+        """A step was done with so many trained tokens of this rank's own."""
+        self.tokens = [before + tokens for before in self.tokens]
+
+    def numbers(self, fragment: int) -> int:
+        """Weights of a fragment."""
+        start, end = self.edges[fragment]
+        return end - start
+
+    def message_bytes(self, fragment: int, codec: Codec) -> int:
+        """Exact size of a fragment's message, a multiple of 16."""
+        chunks = Counter(chunk.numbers for chunk in self._chunks[fragment])
+        body = sum(count * codec.message_bytes(numbers) for numbers, count in chunks.items())
+        return HEADER + -(-body // 16) * 16
+
+    @torch.no_grad()
+    def message(self, fragment: int, codec: Codec, stop: bool = False) -> Tensor:
+        """How far the fragment has moved, encoded; its tokens start from zero again."""
+        size, device = self.message_bytes(fragment, codec), self.anchor.device
+        found = torch.empty(size, dtype=torch.uint8, device=device)
+        (room,) = self._rooms(fragment, 1)
+        finite, at = True, HEADER
+        for chunk in self._chunks[fragment]:
+            after = at + codec.message_bytes(chunk.numbers)
+            finite &= chunk.encode(codec, found[at:after], room)
+            at = after
+        found[at:].zero_()
+        flags = (0 if finite else NOT_FINITE) | (STOP if stop else 0)
+        header = torch.tensor([self.tokens[fragment], float(flags)], dtype=torch.float64)
+        found[:HEADER].copy_(header.view(torch.uint8))
+        self.tokens[fragment] = 0.0
+        return found
+
+    @torch.no_grad()
+    def take(self, rows: Tensor, fragment: int, codec: Codec, outer: Outer | None = None) -> bool:
+        """Anchor and weights move as all ranks together say; whether one of them wants to stop.
+
+        ``rows`` (ranks, bytes) are the messages of all ranks; every rank adds in the same order.
+        ``outer`` makes a step of its own of the movement by shares, chunk by chunk.
+        """
+        answer = answered(rows[:, :HEADER].contiguous().view(torch.float64).tolist())  # waits
+        rooms, at = self._rooms(fragment, 3), HEADER
+        for chunk in self._chunks[fragment]:
+            after = at + codec.message_bytes(chunk.numbers)
+            chunk.take(rows[:, at:after], codec, answer.shares, self.rank, rooms, outer)
+            at = after
+        return answer.stop
+
+    @torch.no_grad()
+    def move(self, common: Tensor) -> None:
+        """All weights and the anchor move by ``common``, which is equal on all ranks."""
+        for chunk in itertools.chain(*self._chunks):
+            chunk.move(common[chunk.start : chunk.end])
+
+    def _rooms(self, fragment: int, count: int) -> tuple[Tensor, ...]:
+        """Room for the numbers of a chunk, so many times."""
+        longest = max((chunk.numbers for chunk in self._chunks[fragment]), default=0)
+        return tuple(torch.empty(count, longest, device=self.anchor.device))
+
+    @torch.no_grad()
+    def average(self, stop: bool = False) -> bool:
+        """All weights become their float32 mean by shares, on every rank the same bits.
+
+        Whether any rank wants to stop.
+        """
+        if self.size == 1:
+            self.reset()
+            return stop
+        moved = self._moved()
+        flags = (0 if _finite(moved) else NOT_FINITE) | (STOP if stop else 0)
+        said = torch.tensor([*self.tokens, float(flags)], dtype=torch.float64)
+        everyone = torch.empty(self.size * said.numel(), dtype=torch.float64)
+        device = self.anchor.device
+        everyone, said = everyone.to(device), said.to(device)
+        self.travel(all_gather, everyone, said)
+        table = everyone.view(self.size, -1).tolist()
+        for k, (start, end) in enumerate(self.edges):
+            moved[start:end].mul_(answered([[row[k], row[-1]] for row in table]).shares[self.rank])
+        self.travel(dist.all_reduce, moved)
+        self.anchor.add_(moved)
+        for chunk in itertools.chain(*self._chunks):
+            chunk.give()
+        self.tokens = [0.0] * len(self.edges)
+        return any(int(row[-1]) & STOP for row in table)
+
+    def travel(self, collective: Any, *arguments: Any) -> None:
+        """Run a collective in the group; a failure becomes a DriftError."""
+        try:
+            found = collective(*arguments, group=self.group)
+            if isinstance(found, Travel):
+                found.wait()
+        except RuntimeError as error:
+            raise self.lost(error) from error
+
+    def lost(self, error: Exception) -> DriftError:
+        """A failed exchange in words, with the rank that it failed for."""
+        assert self._roll is not None  # where nothing travels nothing is lost
+        found = self._roll.failed("bringing weights together", error)
+        return DriftError(
+            f"{found}; this rank's own weights are whole: go on from the last checkpoint",
+            found.missing,
+        )
+
+    def _moved(self) -> Tensor:
+        """How far all weights have moved from the anchor."""
+        found = torch.empty_like(self.anchor)
+        for chunk in itertools.chain(*self._chunks):
+            chunk.moved(found[chunk.start : chunk.end])
+        return found
+
+
+def answered(headers: Sequence[Sequence[float]]) -> Answer:
+    """Shares from (tokens, flags) of each rank; equal ones where no rank has trained a token.
+
+    Raises:
+        DriftError: a rank's weights aren't finite; every rank raises it at the same exchange.
+    """
+    wrong = [rank for rank, (_, flags) in enumerate(headers) if int(flags) & NOT_FINITE]
+    if wrong:
+        raise DriftError(
+            f"the weights of rank {wrong[0]} are not finite; nothing of them was taken over: lower "
+            "the learning rate and go on from the last checkpoint"
+        )
+    total = sum(tokens for tokens, _ in headers)
+    shares = [tokens / total if total else 1 / len(headers) for tokens, _ in headers]
+    return Answer(shares, any(int(flags) & STOP for _, flags in headers))
+
+
+def _finite(values: Tensor) -> bool:
+    # Waits for the device: a message must say whether its numbers are any.
+    return not values.numel() or bool(torch.isfinite(values.abs().amax()))
+
+
+OUTER = ("mean", "nesterov")
+
+
+class LocalSteps:
+    """Averages weights over ranks every ``every`` steps; ``codec`` None sends float32.
+
+    ``stop`` is set, on all ranks after the same step, once one has asked for it.
+
+    Raises:
+        ValueError: a setting is impossible, or a weight doesn't lie in one piece.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        every: int = 20,
+        outer: str = "mean",
+        codec: Codec | None = None,
+        rate: float = 0.7,
+        momentum: float = 0.9,
+        group: Any = None,
+        timeout: datetime.timedelta = TIMEOUT,
+    ) -> None:
+        check(every, outer)
+        self.every, self.outer, self.rate, self.momentum = every, outer, rate, momentum
+        self.codec = None if codec is None or codec.name == "none" else codec
+        self.drift = Drift(list(parameters), 1, group, timeout)
+        self.velocity = torch.zeros_like(self.drift.anchor) if outer == "nesterov" else None
+        self.steps = self.exchanges = self.message_bytes = 0
+        self.stop = self._dirty = False
+        self.waited_seconds = 0.0
+        self.hidden_seconds: float | None = 0.0  # nothing runs beside an exchange
+        self.sent_bytes = 0
+
+    def after_step(self, tokens: float = 1.0, stop: bool = False) -> bool:
+        """A step is done, with so many trained tokens on this rank; whether weights moved now.
+
+        Every rank calls it after each step, a step that moved nothing included (with 0 tokens).
+
+        Raises:
+            DriftError: a rank has left, or its weights aren't finite.
+        """
+        self.steps += 1
+        self._dirty = True
+        self.drift.note(tokens)
+        if self.steps % self.every:
+            return False
+        if self.drift.size == 1:
+            self.stop = self.stop or stop
+            return False
+        self.exchanges += 1
+        self.sent_bytes += self.predicted_bytes
+        if self.codec is None:
+            self._exact(stop)
+        else:
+            self._encoded(self.codec, stop)
+        return True
+
+    def settle(self) -> bool:
+        """All ranks' weights become their float32 mean; whether anything was to be done."""
+        if not self._dirty:
+            return False
+        self.drift.average()
+        self._dirty = False
+        return self.drift.size > 1
+
+    @property
+    def predicted_bytes(self) -> int:
+        """What this rank sends to others in one exchange."""
+        others = self.drift.size - 1
+        if self.codec is not None:
+            return others * self.drift.message_bytes(0, self.codec)
+        return 2 * others * 4 * self.drift.numbers(0) // self.drift.size + others * 16
+
+    @torch.no_grad()
+    def _encoded(self, codec: Codec, stop: bool) -> None:
+        drift = self.drift
+        message = drift.message(0, codec, stop)
+        rows = message.new_empty(drift.size * message.numel())
+        began = time.perf_counter()
+        drift.travel(all_gather, rows, message)
+        self.waited_seconds += time.perf_counter() - began
+        self.message_bytes = message.numel()
+        wanted = drift.take(rows.view(drift.size, -1), 0, codec, self._outer)
+        self.stop = self.stop or wanted
+
+    @torch.no_grad()
+    def _exact(self, stop: bool) -> None:
+        """The same without a codec: a sum over ranks, and weights that are equal afterwards."""
+        before = self.drift.anchor.clone() if self.velocity is not None else None
+        began = time.perf_counter()
+        self.stop = self.drift.average(stop) or self.stop
+        self.waited_seconds += time.perf_counter() - began
+        self.message_bytes = 4 * self.drift.numbers(0)
+        if before is not None:  # the mean is where the outer step begins, not where it ends
+            moved = self.drift.anchor - before
+            self.drift.move(self._outer(moved) - moved)
+
+    def _outer(self, mean: Tensor, start: int = 0) -> Tensor:
+        """How far all move together: torch.optim.SGD(nesterov=True) over means as gradients.
+
+        ``mean`` is of the weights from ``start`` on.
+        """
+        if self.velocity is None:
+            return mean
+        velocity = self.velocity[start : start + len(mean)]
+        velocity.mul_(self.momentum).add_(mean)
+        return mean.add(velocity, alpha=self.momentum).mul_(self.rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """After ``settle``: what goes on from there, the same on every rank."""
+        state: dict[str, Any] = {"steps": self.steps, "exchanges": self.exchanges}
+        return state if self.velocity is None else {**state, "velocity": self.velocity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from weights that were saved with this state and are in place already.
+
+        Raises:
+            ValueError: it is the state of another outer step or of other weights.
+        """
+        velocity = state.get("velocity")
+        if (velocity is None) != (self.velocity is None):
+            raise ValueError(f"the state is of another outer step than {self.outer!r}")
+        if self.velocity is not None and velocity is not None:
+            if velocity.numel() != self.velocity.numel():
+                raise ValueError("the state is of other weights than these")
+            self.velocity.copy_(velocity)
+        self.steps, self.exchanges = state["steps"], state["exchanges"]
+        self.drift.reset()
+        self._dirty = False
+
+
+def check(every: int, outer: str) -> None:
+    """Refuse settings that are impossible."""
+    if every < 1:
+        raise ValueError(f"every is {every}; ranks average after at least 1 step")
+    if outer not in OUTER:
+        raise ValueError(f"outer is {outer!r}; it is one of {', '.join(OUTER)}")
+
+
+# A module's buffers while ranks train apart, and the start that all have in common.
+
+
+class Buffers:
+    """What a module's passes change beside its weights (running sums, routers' biases).
+
+    ``average`` makes those that have changed on some rank their mean, taken in float64, so that
+    equal ones keep their bits.
+    """
+
+    def __init__(self, module: nn.Module, drift: Drift) -> None:
+        self._module, self._drift = module, drift
+        self._seen = self._sums()
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Every rank calls it between the same two steps."""
+        drift, named, now = self._drift, dict(self._module.named_buffers()), self._sums()
+        if drift.size == 1 or not named:
+            return
+        changed = torch.tensor([float(now[n] != self._seen.get(n)) for n in named])
+        changed = changed.to(drift.anchor.device)
+        drift.travel(dist.all_reduce, changed)
+        for buffer, anywhere in zip(named.values(), changed.tolist(), strict=True):
+            if anywhere:
+                mean = buffer.double()
+                drift.travel(dist.all_reduce, mean)
+                mean /= drift.size
+                buffer.copy_(mean if buffer.is_floating_point() else mean.round())
+        self._seen = self._sums()
+
+    def _sums(self) -> dict[str, float]:
+        """What shows a change; batch_norm doesn't count its writes in the tensors' versions."""
+        return {n: b.sum(dtype=torch.float64).item() for n, b in self._module.named_buffers()}
+
+
+@torch.no_grad()
+def same_start(module: nn.Module) -> None:
+    """Weights and buffers become those of rank 0, as DistributedDataParallel does at its start."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        dist.broadcast(tensor.detach(), 0)

@@ -1,0 +1,613 @@
+"""What messages left out, by parameter: remembered in float32 and added to the next gradient.
+
+Error feedback (Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et
+al., arXiv:1901.09847). DDP lays parameters out in buckets, and anew after the first step, so memory
+belongs to a parameter's name; while the buckets stay as they are it lies as they do, without a
+copy. What a step leaves counts only once the step does: a step that was skipped because a gradient
+somewhere wasn't finite sent nothing that was used, and memory stays what it was before it. That
+takes two tensors for as long as a step lasts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import warnings
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hasten.parts.comm.codecs import ChunkedTopK, codec
+from hasten.parts.comm.exchange import FIRST, SECOND, Ranks, gathered_bytes, reduced_bytes
+
+if TYPE_CHECKING:
+    from hasten.parts.comm.codecs import Codec
+
+
+class Piece(NamedTuple):
+    """A parameter in a bucket."""
+
+    name: str
+    shape: tuple[int, ...]
+    width: int = 4  # bytes of a number of its gradient
+
+    @property
+    def numbers(self) -> int:
+        return math.prod(self.shape)
+
+
+Pieces = tuple[Piece, ...]  # in the order in which they lie in a bucket, end to end
+
+
+def numbers(pieces: Pieces) -> int:
+    """Of all pieces together."""
+    return sum(piece.numbers for piece in pieces)
+
+
+def parts_of(flat: Tensor, pieces: Pieces) -> list[Tensor]:
+    """The bucket's parameters as flat views, in their order."""
+    return list(flat[: numbers(pieces)].split([piece.numbers for piece in pieces]))
+
+
+class Memory:
+    """One float32 number for each of a parameter's, from step to step."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Tensor] = {}
+        self._flat: dict[Pieces, Tensor] = {}  # the same memory as buckets lie now
+        self._left: dict[Pieces, Tensor] = {}  # by the step under way
+
+    def kept(self, pieces: Pieces, device: torch.device) -> Tensor:
+        """The bucket's memory as of the last step that counted; zeros at first. Not to be changed.
+
+        Raises:
+            ValueError: what is remembered of a parameter has another size.
+        """
+        if pieces not in self._flat:
+            found = [self._of(piece, device) for piece in pieces]
+            flat = torch.cat(found) if found else torch.zeros(0, device=device)
+            self._adopt(pieces, flat)
+        return self._flat[pieces]
+
+    def leave(self, pieces: Pieces, values: Tensor) -> None:
+        """What the step under way leaves out of this bucket; ``values`` becomes the memory's."""
+        self._left[pieces] = values[: numbers(pieces)]
+
+    def has_left(self, pieces: Pieces) -> bool:
+        """Whether the step under way has left something of this bucket already."""
+        return pieces in self._left
+
+    def settle(self, counted: bool) -> None:
+        """The step is over; if it didn't count, memory stays what it was before."""
+        left, self._left = self._left, {}
+        if counted:
+            for pieces, values in left.items():
+                self._adopt(pieces, values)
+
+    def state(self) -> dict[str, Tensor]:
+        """By parameter, as copies on the host."""
+        return {name: v.detach().to("cpu", copy=True) for name, v in self._by_name.items()}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """What ``state`` said, in the place of all that is remembered."""
+        self._flat, self._left = {}, {}
+        self._by_name = {name: v.detach().float().flatten().clone() for name, v in state.items()}
+
+    def _of(self, piece: Piece, device: torch.device) -> Tensor:
+        found = self._by_name.get(piece.name)
+        if found is None:
+            return torch.zeros(piece.numbers, device=device)
+        if found.numel() != piece.numbers:
+            raise ValueError(
+                f"error feedback remembers {found.numel()} numbers of {piece.name} and it has "
+                f"{piece.numbers}: the memory is of another model"
+            )
+        return found.to(device)
+
+    def _adopt(self, pieces: Pieces, flat: Tensor) -> None:
+        if pieces not in self._flat:  # other buckets that held these parameters are no more
+            names = {piece.name for piece in pieces}
+            self._flat = {
+                other: values
+                for other, values in self._flat.items()
+                if names.isdisjoint(piece.name for piece in other)
+            }
+        self._flat[pieces] = flat
+        for piece, values in zip(pieces, parts_of(flat, pieces), strict=True):
+            self._by_name[piece.name] = values
+
+
+# What every way to average gradients offers, and the plain one: their sum in full.
+
+# The mean over ranks, None where a number of any rank wasn't finite (all ranks say the same), and
+# what this rank's messages left out, None where nothing is remembered.
+Outcome = tuple[Tensor | None, Tensor | None]
+Finish = Callable[[], Outcome]
+
+
+class Way(Protocol):
+    """Averages a bucket: ``start`` sends and returns at once, the second half waits and decodes."""
+
+    @property
+    def feedback(self) -> bool:
+        """Whether what a message leaves out is to be remembered."""
+
+    def start(self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks) -> Finish:
+        """Send ``flat + residual`` on its way; neither is changed, nor read after the return."""
+
+    def local(self, flat: Tensor, residual: Tensor | None, pieces: Pieces) -> Outcome:
+        """What the others would read of this rank's message, and what it leaves out."""
+
+    def sent_bytes(self, pieces: Pieces, world: int) -> int:
+        """What a rank sends for this bucket, exactly, in collectives that work in a ring."""
+
+    def settle(self, counted: bool) -> None:
+        """A step is over; what it taught is forgotten if it didn't count."""
+
+    def state(self) -> dict[str, Any]:
+        """What is remembered beside the residual: names and tensors by parameter."""
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """The reverse."""
+
+
+class Forgetful:
+    """A way's memory where it has none beside the residual."""
+
+    def settle(self, counted: bool) -> None:
+        return None
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        return None
+
+
+class Dense(Forgetful):
+    """Gradients in the format they have, added in a ring, as DDP does without a hook."""
+
+    feedback = False
+
+    def start(self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks) -> Finish:
+        pending = ranks.all_reduce(flat / ranks.world, FIRST)
+
+        def finish() -> Outcome:
+            mean = pending.wait()
+            return (mean if bool(mean.isfinite().all()) else None), None  # waits for the device
+
+        return finish
+
+    def local(self, flat: Tensor, residual: Tensor | None, pieces: Pieces) -> Outcome:
+        return (flat if bool(flat.isfinite().all()) else None), None
+
+    def sent_bytes(self, pieces: Pieces, world: int) -> int:
+        return reduced_bytes(sum(p.numbers * p.width for p in pieces), world)
+
+
+# Top-k: of each 256 numbers the largest few travel, as a place and a bf16 value.
+#
+# Three bytes for a number that is kept, so 5 % (13 of 256) is 0.15 bytes per number; one choice over
+# the whole tensor would need a place of eight bytes. Every rank gets every other's message and adds
+# them up in the order of the ranks, so that all have the same bits; what a rank sends grows with the
+# number of ranks. What isn't sent is remembered and added to the next gradient (Stich et al.,
+# Sparsified SGD with Memory, arXiv:1809.07599).
+#
+# ``momentum`` corrects that for a momentum optimizer (Lin et al., Deep Gradient Compression,
+# arXiv:1712.01887, section 3.1): the velocity is kept here, before the choice, and what has been sent
+# is taken out of it; the optimizer must then be plain SGD.
+
+
+class TopKMean:
+    """The largest ``ratio`` of each chunk, rounded up to whole numbers."""
+
+    feedback = True
+
+    def __init__(self, ratio: float, momentum: float = 0.0) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum is {momentum}; it must be at least 0 and below 1")
+        self.codec, self.momentum = ChunkedTopK.of_share(ratio), momentum
+        self._velocity = Memory()
+
+    def start(self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks) -> Finish:
+        message, left = self._chosen(flat, residual, pieces)
+        pending = ranks.all_gather(message, FIRST)
+        return lambda: (self._mean(pending.wait(), len(flat)), left)
+
+    def local(self, flat: Tensor, residual: Tensor | None, pieces: Pieces) -> Outcome:
+        message, left = self._chosen(flat, residual, pieces)
+        return self._mean(message[None], len(flat)), left
+
+    def sent_bytes(self, pieces: Pieces, world: int) -> int:
+        return gathered_bytes(self.codec.message_bytes(numbers(pieces)), world)
+
+    def settle(self, counted: bool) -> None:
+        self._velocity.settle(counted)
+
+    def state(self) -> dict[str, Any]:
+        return {"velocity": self._velocity.state()} if self.momentum else {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._velocity.load(state.get("velocity", {}))
+
+    def _chosen(
+        self, flat: Tensor, residual: Tensor | None, pieces: Pieces
+    ) -> tuple[Tensor, Tensor]:
+        """The message, and what stays behind, rounding included."""
+        if residual is None:
+            residual = torch.zeros(len(flat), device=flat.device)
+        if self.momentum:
+            flat = self._velocity.kept(pieces, flat.device) * self.momentum + flat
+        left = torch.empty_like(residual)
+        message, _ = self.codec.encode_with_feedback(flat, residual, None, left)
+        if self.momentum:
+            sent = self.codec.decode(message, len(flat)) != 0
+            self._velocity.leave(pieces, flat.masked_fill(sent, 0.0))
+        return message, left
+
+    def _mean(self, rows: Tensor, count: int) -> Tensor | None:
+        """Of all ranks' messages; None where one holds what isn't finite: nothing is larger, so
+        it is always among what was chosen."""
+        fine = torch.stack([self.codec.finite(row, count) for row in rows]).all()
+        return self.codec.decode_mean(rows, count) if bool(fine) else None  # waits for the device
+
+
+# The mean of quantised gradients: codes to the owner of a shard, its mean as codes to everybody.
+#
+#     (1) each rank cuts its bucket into as many shards as there are ranks and encodes each
+#     (2) all_to_all: shard r of every rank goes to rank r
+#     (3) rank r decodes them one after the other and takes the mean in float32
+#     (4) it encodes the mean once; all_gather: every rank gets every mean
+#     (5) everybody decodes the same bytes, so replicas keep the same bits
+#
+# A number is rounded twice whatever the number of ranks; a ring that adds codes would round it once
+# per rank. What (1) leaves out is this rank's residual. What (4) leaves out is owed to all ranks: its
+# owner adds it to its own residual, times the number of ranks, since its share in the next mean is
+# one of so many. So given = applied + mean of residuals holds from the first step to the last, with
+# no second memory (after DoubleSqueeze, Tang et al., arXiv:1905.05957, which has two).
+#
+# A codec writes a NaN where a number wasn't finite. It is in the codes of (4) as well, so that all
+# ranks see it there.
+
+ALIGNED = 256  # a shard begins where a codec's block does
+
+
+class QuantisedMean(Forgetful):
+    """Gradients through a codec; ``feedback``: what it leaves out returns with the next ones."""
+
+    def __init__(self, codec: Codec, feedback: bool = True, aligned: int = ALIGNED) -> None:
+        self.codec, self.feedback, self._aligned = codec, feedback, aligned
+
+    def start(self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks) -> Finish:
+        flat, back = self._in_range(flat, ranks.world)
+        shards = self._shards(len(flat), ranks.world)
+        rows = torch.zeros(ranks.world, self._row(shards), dtype=torch.uint8, device=flat.device)
+        left = None if residual is None else torch.empty_like(residual)
+        for row, (low, high) in zip(rows, shards, strict=True):
+            message = row[: self.codec.message_bytes(high - low)]
+            if residual is None or left is None:
+                self.codec.encode(flat[low:high], message)
+            else:
+                self.codec.encode_with_feedback(
+                    flat[low:high], residual[low:high], message, left[low:high]
+                )
+        pending = ranks.all_to_all(rows)
+
+        def finish() -> Outcome:
+            low, high = shards[ranks.rank]
+            count = high - low
+            size = self.codec.message_bytes(count)
+            mean = self.codec.decode_mean(pending.wait()[:, :size].contiguous(), count)
+            answer = torch.zeros_like(rows[0])
+            self.codec.encode(mean, answer[:size])
+            means = ranks.all_gather(answer, SECOND).wait()
+            result = self._decoded(means, shards)
+            if result is not None and left is not None:
+                left[low:high].add_(mean - result[low:high], alpha=ranks.world)
+            return (None if result is None else result.mul_(back)), left
+
+        return finish
+
+    def local(self, flat: Tensor, residual: Tensor | None, pieces: Pieces) -> Outcome:
+        if residual is None:
+            left, message = None, self.codec.encode(flat)
+        else:
+            left = torch.empty_like(residual)
+            message, _ = self.codec.encode_with_feedback(flat, residual, None, left)
+        return self._decoded(message[None], [(0, len(flat))]), left
+
+    def sent_bytes(self, pieces: Pieces, world: int) -> int:
+        return 2 * gathered_bytes(self._row(self._shards(numbers(pieces), world)), world)
+
+    def _in_range(self, flat: Tensor, world: int) -> tuple[Tensor, float]:
+        """fp16 ends at 65504: no sum of ranks may reach beyond it, nor one rank's share."""
+        return (flat / world, float(world)) if self.codec.name == "half" else (flat, 1.0)
+
+    def _shards(self, count: int, world: int) -> list[tuple[int, int]]:
+        """Where each rank's shard begins and ends; the last ones may be short or empty."""
+        each = -(-count // (world * self._aligned)) * self._aligned
+        return [(min(r * each, count), min((r + 1) * each, count)) for r in range(world)]
+
+    def _row(self, shards: list[tuple[int, int]]) -> int:
+        low, high = shards[0]
+        return self.codec.message_bytes(high - low)
+
+    def _decoded(self, rows: Tensor, shards: list[tuple[int, int]]) -> Tensor | None:
+        """All shards end to end; None where one holds what isn't finite."""
+        result = torch.empty(shards[-1][1], dtype=torch.float32, device=rows.device)
+        fine = []
+        for row, (low, high) in zip(rows, shards, strict=True):
+            message = row[: self.codec.message_bytes(high - low)]
+            self.codec.decode(message, high - low, result[low:high])
+            fine.append(self.codec.finite(message, high - low))
+        return result if bool(torch.stack(fine).all()) else None  # waits for the device
+
+
+# PowerSGD: a matrix of gradients travels as two thin factors, one power iteration per step.
+#
+#     stage 1   P = M Q of every matrix in the bucket, end to end, in one all-reduce
+#               all ranks: P made orthonormal, the same bits everywhere
+#     stage 2   Q = M' P, end to end, in one all-reduce; the mean is P Q'
+#
+# (Vogels et al., arXiv:1905.13727, algorithm 1.) Q is the next step's start. Factors are bf16;
+# vectors, and matrices whose factors wouldn't be half as large, travel in float32 beside P. What a
+# rank remembers is what P times *its own* Q leaves of its own matrix, as in the paper. (With the mean
+# in its place, as in some implementations, what a rank's gradient has beyond the mean would pile up
+# on it as a random walk.)
+#
+# The mean is decoded by a matrix product. Ranks on unlike processors may differ in its last bits, and
+# then drift apart: there `GradientCompressor.check` says so.
+
+WIRE = torch.bfloat16
+
+
+class PowerSGDMean:
+    """Factors of at most ``rank`` columns."""
+
+    feedback = True
+
+    def __init__(self, rank: int = 16) -> None:
+        if rank < 1:
+            raise ValueError(f"rank is {rank}; a factor has at least 1 column")
+        self.rank = rank
+        self._right: dict[str, Tensor] = {}  # Q of each matrix, the next step's start
+        self._learnt: dict[str, Tensor] = {}  # by the step under way
+
+    def start(self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks) -> Finish:
+        matrices, rest = self._split(_sum(flat, residual), pieces)
+        left_factors = [m @ self._start_of(p, m) for p, m in matrices]
+        whole = _together(rest, flat).div_(ranks.world)
+        factors = _together([f / ranks.world for f in left_factors], flat).to(WIRE)
+        waiting = [ranks.all_reduce(t, FIRST) for t in (factors, whole) if len(t)]
+
+        def finish() -> Outcome:
+            for pending in waiting:
+                pending.wait()
+            # The same tensors on all ranks, so all go on or none does. Waits for the device.
+            if not bool(factors.isfinite().all() & whole.isfinite().all()):
+                return None, None
+            bases = [_orthonormal(f) for f in _apart(factors.float(), left_factors)]
+            own = [
+                (m.T @ b / ranks.world).to(WIRE) for (_, m), b in zip(matrices, bases, strict=True)
+            ]
+            means = _together(own, flat).to(WIRE)
+            if len(means):
+                ranks.all_reduce(means, SECOND).wait()
+            return self._outcome(
+                pieces, matrices, bases, own, _apart(means.float(), own), whole, ranks.world
+            )
+
+        return finish
+
+    def local(self, flat: Tensor, residual: Tensor | None, pieces: Pieces) -> Outcome:
+        matrices, rest = self._split(_sum(flat, residual), pieces)
+        if not bool(flat.isfinite().all()):  # waits for the device
+            return None, None
+        bases = [_orthonormal((m @ self._start_of(p, m)).to(WIRE).float()) for p, m in matrices]
+        own = [(m.T @ b).to(WIRE) for (_, m), b in zip(matrices, bases, strict=True)]
+        whole = _together(rest, flat)
+        return self._outcome(pieces, matrices, bases, own, [q.float() for q in own], whole, 1)
+
+    def sent_bytes(self, pieces: Pieces, world: int) -> int:
+        sides = [_sides(p.shape) for p in pieces if self._pays(p.shape)]
+        whole = sum(p.numbers for p in pieces if not self._pays(p.shape))
+        columns = [min(self.rank, *side) for side in sides]
+        sizes = (
+            sum(2 * rows * k for (rows, _), k in zip(sides, columns, strict=True)),
+            sum(2 * width * k for (_, width), k in zip(sides, columns, strict=True)),
+            4 * whole,
+        )
+        return sum(reduced_bytes(size, world) for size in sizes)
+
+    def settle(self, counted: bool) -> None:
+        learnt, self._learnt = self._learnt, {}
+        if counted:
+            self._right |= learnt
+
+    def state(self) -> dict[str, Any]:
+        return {"right": {name: q.detach().to("cpu", copy=True) for name, q in self._right.items()}}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._right = {name: q.float().clone() for name, q in state.get("right", {}).items()}
+        self._learnt = {}
+
+    def _outcome(
+        self,
+        pieces: Pieces,
+        matrices: list[tuple[Piece, Tensor]],
+        bases: list[Tensor],
+        own: list[Tensor],
+        means: list[Tensor],
+        whole: Tensor,
+        world: int,
+    ) -> Outcome:
+        """The mean of all pieces end to end, and what this rank's own factors leave out."""
+        mean = torch.empty(numbers(pieces), dtype=torch.float32, device=whole.device)
+        left = torch.zeros_like(mean)
+        found, beside = iter(zip(matrices, bases, own, means, strict=True)), 0
+        for piece, into, over in zip(
+            pieces, parts_of(mean, pieces), parts_of(left, pieces), strict=True
+        ):
+            if self._pays(piece.shape):
+                (_, matrix), basis, mine, right = next(found)
+                into.copy_((basis @ right.T).flatten())
+                over.copy_((matrix - basis @ mine.float().T * world).flatten())
+                self._learnt[piece.name] = right
+            else:
+                into.copy_(whole[beside : beside + piece.numbers])
+                beside += piece.numbers
+        return mean, left
+
+    def _split(
+        self, flat: Tensor, pieces: Pieces
+    ) -> tuple[list[tuple[Piece, Tensor]], list[Tensor]]:
+        """Pieces to be sent as factors, as matrices, and the others."""
+        matrices, rest = [], []
+        for piece, values in zip(pieces, parts_of(flat, pieces), strict=True):
+            if self._pays(piece.shape):
+                matrices.append((piece, values.view(_sides(piece.shape))))
+            else:
+                rest.append(values)
+        return matrices, rest
+
+    def _pays(self, shape: tuple[int, ...]) -> bool:
+        if len(shape) < 2:
+            return False
+        rows, width = _sides(shape)
+        columns = min(self.rank, rows, width)
+        return 0 < 2 * 2 * columns * (rows + width) <= 4 * rows * width
+
+    def _start_of(self, piece: Piece, matrix: Tensor) -> Tensor:
+        """The last step's Q; at first chance, the same on every rank."""
+        rows, width = matrix.shape
+        known = self._right.get(piece.name)
+        if known is None or known.shape != (width, min(self.rank, rows, width)):
+            dice = torch.Generator().manual_seed(zlib.crc32(piece.name.encode()))
+            known = torch.randn(width, min(self.rank, rows, width), generator=dice)
+        return known.to(matrix.device)
+
+
+def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
+    """As a matrix: experts one below the other, a convolution's filters one per row."""
+    if len(shape) == 3:
+        return shape[0] * shape[1], shape[2]
+    return shape[0], torch.Size(shape[1:]).numel()
+
+
+def _sum(flat: Tensor, residual: Tensor | None) -> Tensor:
+    return flat.float() if residual is None else flat.float() + residual
+
+
+def _together(tensors: list[Tensor], like: Tensor) -> Tensor:
+    flats = [t.flatten() for t in tensors]
+    return torch.cat(flats) if flats else torch.zeros(0, device=like.device)
+
+
+def _apart(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    pieces = flat.split([t.numel() for t in like]) if like else ()
+    return [piece.view(t.shape) for piece, t in zip(pieces, like, strict=True)]
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    found: Tensor = torch.linalg.qr(columns).Q
+    return found
+
+
+# The settings of a gradient compressor, checked, and the way that each method name stands for.
+
+METHODS = ("none", "half", "bf16", "int8", "int4", "topk", "powersgd")
+WHOLE = {  # methods that take a model and not a gradient, and what they do with it
+    "diloco": "sends weights in the place of gradients",
+    "stream": "sends weights in the place of gradients",
+    "auto": "chooses for all of a model's gradients on the link at hand",
+}
+SCOPES = ("all", "hosts")
+BACKENDS = ("nccl", "gloo", None)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all ranks must have alike.
+
+    Raises:
+        ValueError: an unknown method, or a number that makes no sense.
+    """
+
+    method: str = "topk"
+    ratio: float = 0.05
+    rank: int = 16
+    momentum: float = 0.0
+    dense_steps: int = 0
+    minimum: int = 4096
+    scope: str = "all"
+    every: int = 20
+
+    def __post_init__(self) -> None:
+        if self.method not in (*METHODS, *WHOLE):
+            raise ValueError(_unknown(self.method))
+        if self.scope not in SCOPES:
+            raise ValueError(f"scope is {self.scope!r}; it is {' or '.join(SCOPES)}")
+        if self.scope != "all" and self.method in WHOLE:
+            raise ValueError(
+                f"scope={self.scope!r} is for gradients, and {self.method} {WHOLE[self.method]}"
+            )
+        if self.every < 1:
+            raise ValueError(f"every is {self.every}; ranks average after at least 1 step")
+        if self.dense_steps < 0 or self.minimum < 0:
+            raise ValueError(
+                f"dense_steps and minimum can't be negative: {self.dense_steps}, {self.minimum}"
+            )
+        if self.momentum and self.method != "topk":
+            raise ValueError(f"momentum corrects topk; {self.method} takes none")
+        self.way(self.momentum)  # refuses its own impossible numbers
+
+    def takes_gradients(self, what: str, alone: bool = False) -> None:
+        """Refuse what has no meaning with this method, or for a rank's gradient ``alone``."""
+        if self.method in WHOLE:
+            raise ValueError(
+                f"{what} has no meaning for {self.method!r}, which {WHOLE[self.method]}: call "
+                "attach(model) once in its place"
+            )
+        if alone and self.scope != "all":
+            raise ValueError(
+                f"{what} makes one rank's gradient small, and scope={self.scope!r} the mean of a "
+                "host's: call synchronize_gradients(model) alone"
+            )
+
+    def way(self, momentum: float = 0.0) -> Way:
+        """A fresh one, with nothing remembered."""
+        TopKMean(self.ratio, momentum)  # a ratio that makes no sense is told with any method
+        if self.method == "none" or self.method in WHOLE:
+            return Dense()
+        if self.method == "topk":
+            return TopKMean(self.ratio, momentum)
+        if self.method == "powersgd":
+            return PowerSGDMean(self.rank)
+        return QuantisedMean(codec(self.method), feedback=self.method in ("int8", "int4"))
+
+
+def _unknown(method: str) -> str:
+    known = (*METHODS, *WHOLE)
+    near = difflib.get_close_matches(str(method), known, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return f"no sparsity_method is called {method!r}{hint}; there are {', '.join(known)}"
+
+
+def backend_of(asked: str | None) -> str | None:
+    """What a backend that was asked for means here.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if asked not in BACKENDS:
+        raise ValueError(f"communication_backend is {asked!r}; it is 'nccl', 'gloo' or None")
+    if asked == "nccl" and not torch.cuda.is_available():
+        warnings.warn(
+            "communication_backend='nccl' needs a GPU and there is none: gloo is used", stacklevel=3
+        )
+        return "gloo"
+    return asked

@@ -1,0 +1,193 @@
+"""A roll call after a failed collective: which ranks are still there, through the meeting place.
+
+gloo says "connection closed by peer" and an address; a user needs the rank. Whoever sees a
+collective fail writes so into the store through which the process group met, and waits for the
+others to do the same. Who has written nothing by the end has ended, hangs, or can't be reached.
+Whose own code failed writes why and doesn't wait: the others, whose collectives fail for it, tell
+that reason as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
+
+PAUSE = 0.05  # seconds between two looks
+LONGEST = 10.0  # seconds that a roll call may take, however long a collective may
+_built: Counter[str] = Counter()  # roll calls of this process, by kind and members
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed; ``missing`` are the ranks that didn't answer."""
+
+    def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+
+
+class RollCall:
+    """What the ranks ``members`` say of the first exchange that fails among them.
+
+    Each of them builds one at the same moment, so that all know it by the same name.
+    """
+
+    def __init__(self, kind: str, members: Sequence[int], seconds: float) -> None:
+        place = f"{kind}/{zlib.crc32(str(list(members)).encode())}"
+        self._subject = f"{place}/{_built[place]}"
+        _built[place] += 1
+        self._members, self._seconds = tuple(members), min(seconds, LONGEST)
+        self._lock = threading.Lock()  # several threads may see it
+        self._told: CollectiveError | None = None
+        self._hosts().set(str(dist.get_rank()), socket.gethostname())
+
+    def failed(self, what: str, error: Exception) -> CollectiveError:
+        """What to raise: with the ranks that are missing, or this rank's own reason.
+
+        Failures after the first follow from it and are told as it was.
+        """
+        with self._lock:
+            if self._told is None:
+                self._told = self._found(what, error)
+            return self._told
+
+    def _found(self, what: str, error: Exception) -> CollectiveError:
+        if of_an_exchange(error):
+            return _called(what, error, self._subject, self._members, self._host, self._seconds)
+        reason = _first_line(error)
+        with contextlib.suppress(RuntimeError):  # nobody may be there to be told
+            _place(self._subject).set(str(dist.get_rank()), reason)
+        return CollectiveError(f"{what} failed on rank {dist.get_rank()}: {reason}")
+
+    def _host(self, rank: int) -> str:
+        hosts = self._hosts()
+        return hosts.get(str(rank)).decode() if hosts.check([str(rank)]) else "never met"
+
+    def _hosts(self) -> Any:
+        return _place(f"{self._subject}/hosts")
+
+
+def explained(
+    what: str, error: BaseException, subject: str, hosts: Sequence[str], seconds: float
+) -> CollectiveError:
+    """The error of a failed collective with the ranks it is about.
+
+    ``subject`` is the same on all ranks and new for each failure; ``hosts`` has each rank's host.
+    It takes ``seconds`` at most, and all of them if somebody is missing.
+    """
+    return _called(what, error, subject, range(len(hosts)), hosts.__getitem__, seconds)
+
+
+def of_an_exchange(error: BaseException) -> bool:
+    """Whether it is one between ranks that failed, and not this rank's own code.
+
+    gloo's errors are plain RuntimeErrors with the place in its source; others have a class.
+    """
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+
+
+def _called(
+    what: str,
+    error: BaseException,
+    subject: str,
+    members: Sequence[int],
+    host: Callable[[int], str],
+    seconds: float,
+) -> CollectiveError:
+    me, first = dist.get_rank(), _first_line(error)
+    try:
+        missing, words = _answers(subject, first, members, seconds)
+        names = ", ".join(f"rank {rank} ({host(rank)})" for rank in missing)
+    except RuntimeError as store_error:  # DistStoreError, DistNetworkError
+        return CollectiveError(
+            f"{what} failed on rank {me} ({first}) and the meeting place, kept by rank 0, can't be "
+            f"reached either ({_first_line(store_error)}): rank 0 has ended or its link is cut",
+            [0],
+        )
+    if not missing:
+        return CollectiveError(
+            f"{what} failed though every rank is alive; "
+            + "; ".join(f"rank {r}: {text}" for r, text in sorted(words.items()))
+        )
+    return CollectiveError(
+        f"{what} failed on rank {me} ({first}): {names} did not answer within {seconds:g} s; it "
+        "has ended, hangs, or its link is cut",
+        missing,
+    )
+
+
+def _answers(
+    subject: str, words: str, members: Sequence[int], seconds: float
+) -> tuple[list[int], dict[int, str]]:
+    store = _place(subject)
+    store.set(str(dist.get_rank()), words)
+    end = time.monotonic() + seconds
+    while True:
+        missing = [rank for rank in members if not store.check([str(rank)])]
+        if not missing or time.monotonic() > end:
+            here = [rank for rank in members if rank not in missing]
+            return missing, {rank: store.get(str(rank)).decode() for rank in here}
+        time.sleep(PAUSE)
+
+
+def _place(subject: str) -> Any:
+    """Of the store through which the process group met."""
+    return dist.PrefixStore(f"hasten/{subject}", _get_default_store())
+
+
+def _first_line(error: BaseException) -> str:
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return line.partition(". This is typically caused")[0]  # gloo's advice, which this replaces
+
+
+# A number that tells whether ranks hold the same weights, and what to say where they don't.
+
+COLUMNS = 1024
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def drifted(wrong: Sequence[int], steps: int) -> str:
+    """What to say of ranks whose weights aren't rank 0's."""
+    return (
+        f"replicas have drifted apart: after step {steps} the weights of rank "
+        f"{', '.join(map(str, wrong))} are not those of rank 0; go on from a checkpoint"
+    )
+
+
+@torch.no_grad()
+def checksum(parameters: Iterable[Tensor]) -> int:
+    """A number of 63 bits that another weight changes, or two that change places: sums of the bits
+    of each tensor by rows and columns, times odd numbers that stand for their places.
+
+    An even one would push a weight's highest bits out of the 64 that a sum has.
+    """
+    total = 0
+    for p in parameters:
+        bits = p.detach().contiguous().view(-1).view(WORDS[p.element_size()])
+        whole = len(bits) // COLUMNS * COLUMNS
+        table = bits[:whole].view(-1, COLUMNS)
+        for sums in (
+            table.sum(0, dtype=torch.int64),
+            table.sum(1, dtype=torch.int64),
+            bits[whole:],
+        ):
+            places = 2 * torch.arange(len(sums), device=sums.device) + 1
+            total = (total * 1_000_003 + int((sums * places).sum())) % 2**64  # waits
+    return _mixed(total) >> 1
+
+
+def _mixed(value: int) -> int:
+    """Each of 64 bits spread over all of them, one to one (SplitMix: Steele et al., OOPSLA 2014)"""
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
+    return value ^ (value >> 31)

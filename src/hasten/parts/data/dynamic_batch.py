@@ -1,0 +1,484 @@
+"""Batches whose size follows the memory, for any training loop.
+
+    batcher = DynamicBatcher(initial_size=32)
+    for batch in batcher.batches(loader):
+        train(batch)
+        batcher.update_after_step()
+
+A batch is a tensor, a mapping, tuple or list of tensors (columns with one row per record), or a
+list of anything else (records). Records keep their order and none is lost: what waits for a later
+call is said, and so is a loader whose batches are too small to grow.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from hasten.machine.memory import Headroom, Meter, is_out_of_memory, memory_meter
+
+Result = TypeVar("Result")
+
+
+class DynamicBatcher:
+    """Cuts what a loader gives into batches of a size that grows and shrinks with the memory.
+
+    Args:
+        initial_size: records of the first batch.
+        max_size: records of a batch at most.
+        growth_factor: how much a batch grows where there is head-room.
+        memory_threshold: share of the memory that a step may use.
+        device: whose memory counts; the current accelerator, or the host where there is none.
+        meter: ``() -> (bytes used, bytes there are)``, in place of the device's own.
+    """
+
+    def __init__(
+        self,
+        initial_size: int = 32,
+        max_size: int = 512,
+        growth_factor: float = 1.2,
+        memory_threshold: float = 0.8,
+        *,
+        device: str | torch.device | None = None,
+        meter: Meter | None = None,
+    ) -> None:
+        self.initial_size, self.max_size = initial_size, max_size
+        self.growth_factor, self.memory_threshold = growth_factor, memory_threshold
+        meter = meter or memory_meter(device or _here())
+        self._room = Headroom(initial_size, max_size, growth_factor, memory_threshold, meter)
+        self._held: list[Any] = []
+        self._last = 0  # records of the batch that was given last
+        self._came = 0  # records that the loader gave last
+        self._said: set[str] = set()
+        weakref.finalize(self, _tell_what_waits, self._held)  # at the program's end, too
+
+    @property
+    def size(self) -> int:
+        """Records of the next batch."""
+        return self._room.size
+
+    @property
+    def held(self) -> int:
+        """Records that wait for the next call."""
+        return sum(rows(part) for part in self._held)
+
+    def adjust_batch(self, data: Any) -> Any:
+        """What waited and ``data``, as far as they fit.
+
+        As long as no size was too much for the memory, all of it, at most ``max_size``: without a
+        batcher the loader's batch would be trained whole. After that, ``size`` records; the rest
+        waits. A loop over the loader can't catch up with what waits, nor join small batches:
+        ``batches`` does both.
+
+        Warns:
+            UserWarning: once where records wait, and once where the loader's batches are too small
+                for the size to matter.
+        """
+        count = rows(data)
+        if count:
+            self._held.append(data)
+        if not self._room.ceiling:
+            self._room.reach(self.held)
+        batch = self._take()
+        if self.held:
+            self._warn(
+                "waits",
+                f"{self.held} records wait: the loader gives {count} and a step takes "
+                f'{self._last}. Take "for batch in batcher.batches(loader)", which trains every '
+                "record once",
+            )
+        elif self._last == self._came == count < self.size:  # not the tail of an epoch
+            self._warn(
+                "small",
+                f"the loader gives {count} records at a time, so batches stay at {count} of "
+                f"{self.size}; batcher.batches(loader) joins them",
+            )
+        self._came = count
+        return batch
+
+    def flush(self) -> Iterator[Any]:
+        """What still waits, in batches of the current size."""
+        while self._held:
+            yield self._take()
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Every record of a loader once, in batches of the size that is current at each moment."""
+        for data in loader:
+            if rows(data):
+                self._held.append(data)
+            while self.held >= self.size:
+                yield self._take()
+        yield from self.flush()
+
+    def update_after_step(self, loss: object = None) -> None:
+        """Read the memory and choose the next size; a batch that wasn't full changes little.
+
+        ``loss`` may be given: after a number that isn't finite the size stays. A tensor isn't read,
+        as that would wait for the device.
+        """
+        if isinstance(loss, int | float) and not math.isfinite(loss):
+            return
+        if self._last:  # before the first batch the memory says nothing of any size
+            self._room.observe(self._last)
+
+    def on_out_of_memory(self) -> None:
+        """The last batch didn't fit: half of it comes next, and its size never again."""
+        self._room.on_out_of_memory(self._last or None)
+
+    def run_step(
+        self, step: Callable[[Any, float], Result], batch: Any, forget: Callable[[], object]
+    ) -> list[Result]:
+        """``step(piece, share)`` over a batch, from the start in smaller pieces if memory runs out.
+
+        Args:
+            step: forward and backward of a piece whose mean loss counts ``share`` of the batch:
+                ``(loss(piece) * share).backward()``.
+            forget: drops the gradients of an attempt that failed: ``optimizer.zero_grad``.
+
+        Raises:
+            The error itself, if a single record doesn't fit, or if it isn't about memory.
+        """
+        whole = rows(batch)
+        size = whole
+        while True:
+            try:
+                pieces = (select(batch, i, i + size) for i in range(0, whole, size))
+                return [step(piece, rows(piece) / whole) for piece in pieces]
+            except (RuntimeError, MemoryError) as error:
+                if size <= 1 or not is_out_of_memory(error):
+                    raise
+            # Here the error is gone, and with it the frames that held the failed pass's tensors.
+            forget()
+            release_memory()
+            self._room.on_out_of_memory(size)
+            self._last = size = max(1, min(size // 2, self.size))
+
+    def settings(self) -> dict[str, Any]:
+        """The settings it was made with, to build another from."""
+        return {
+            "initial_size": self.initial_size,
+            "max_size": self.max_size,
+            "growth_factor": self.growth_factor,
+            "memory_threshold": self.memory_threshold,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The size, what is known of the memory, and the records that wait."""
+        return {"room": self._room.state_dict(), "held": list(self._held), "last": self._last}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._room.load_state_dict(state["room"])
+        self._held[:], self._last = state["held"], int(state["last"])
+
+    def _warn(self, what: str, words: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            warnings.warn(words, stacklevel=3)
+
+    def _take(self) -> Any:
+        wanted, parts = self.size, []
+        while self._held and wanted:
+            first = self._held.pop(0)
+            found = rows(first)
+            if found > wanted:
+                self._held.insert(0, select(first, wanted, found))
+                first, found = select(first, 0, wanted), wanted
+            parts.append(first)
+            wanted -= found
+        if not parts:
+            raise ValueError("there are no records to make a batch of")
+        self._last = self.size - wanted
+        return parts[0] if len(parts) == 1 else join(parts)
+
+
+def _tell_what_waits(held: list[Any]) -> None:
+    if held:
+        words = f"{sum(map(rows, held))} records still wait in a DynamicBatcher and aren't trained"
+        warnings.warn(f"{words}; train those of batcher.flush()", ResourceWarning, stacklevel=2)
+
+
+def rows(data: Any) -> int:
+    """Records of a batch.
+
+    Raises:
+        ValueError: it has no tensor and is no list, or its columns differ in length.
+    """
+    if isinstance(data, Tensor) and data.ndim:
+        return int(data.shape[0])
+    if _is_records(data):
+        return len(data)
+    if isinstance(data, Mapping | tuple | list) and len(data):
+        columns = list(data.values()) if isinstance(data, Mapping) else list(data)
+        counts = {rows(column) for column in columns}
+        if len(counts) == 1:
+            return counts.pop()
+        raise ValueError(f"the columns of a batch have {sorted(counts)} rows; they must be equal")
+    raise ValueError(f"a batch of type {type(data).__name__} has no rows; give tensors or a list")
+
+
+def select(data: Any, start: int, stop: int) -> Any:
+    """Some records of a batch, in its form; tensors are views."""
+    if isinstance(data, Tensor) or _is_records(data):
+        return data[start:stop]
+    if isinstance(data, Mapping):
+        return {name: select(column, start, stop) for name, column in data.items()}
+    columns = [select(column, start, stop) for column in data]
+    return columns if isinstance(data, list) else _as_tuple(data, columns)
+
+
+def join(parts: list[Any]) -> Any:
+    """Batches of one form end to end."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(parts)
+    if _is_records(first):
+        return [record for part in parts for record in part]
+    if isinstance(first, Mapping):
+        return {name: join([part[name] for part in parts]) for name in first}
+    columns = [join(list(column)) for column in zip(*parts, strict=True)]
+    return columns if isinstance(first, list) else _as_tuple(first, columns)
+
+
+def _as_tuple(like: tuple[Any, ...], columns: list[Any]) -> tuple[Any, ...]:
+    return type(like)(*columns) if hasattr(like, "_fields") else tuple(columns)
+
+
+def _is_records(data: Any) -> bool:
+    """A list of anything but tensors; a ``DataLoader`` gives columns as a list of tensors."""
+    return isinstance(data, list) and not (data and all(isinstance(v, Tensor) for v in data))
+
+
+def release_memory() -> None:
+    """Give blocks that a failed pass left in the device's cache back, for blocks of other sizes."""
+    if torch.accelerator.is_available():
+        torch.accelerator.memory.empty_cache()
+
+
+def _here() -> torch.device:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found or torch.device("cpu")
+
+
+# A batch sampler whose batches hold as many records as fit a budget of tokens.
+#
+# Works wherever a ``batch_sampler`` does: ``DataLoader``, the Hugging Face Trainer, Lightning.
+#
+#     Step (1) => shuffle the records, from (seed, epoch) alone
+#     Step (2) => sort pools of them by length, so that rows of a batch are about equally long
+#     Step (3) => cut where the next record would exceed the budget
+#     Step (4) => make the number of batches a multiple of the ranks
+#     Step (5) => deal: the ranks' batches of one step cost about the same; steps are shuffled
+#
+# Every rank computes the whole plan and takes its own part; nothing is communicated.
+
+POOL = 8192  # records sorted together: enough for equal rows, few enough for new company each epoch
+Batches = list[list[int]]
+
+
+class DynamicBatchSampler(Sampler[list[int]]):
+    """Batches of record indices within a budget of tokens.
+
+    All ranks get the same number of batches. Where the number isn't a multiple of the ranks, the
+    largest batches are halved, so that every record comes exactly once per epoch over all ranks;
+    only where each batch is a single record already are the first ones repeated. With
+    ``drop_last`` the surplus batches, at most ``world_size - 1``, are left out instead.
+
+    Args:
+        dataset: read for its length, and for lengths: its ``lengths``, else each record's
+            ``input_ids``, else ``len(record)``. Not read if ``lengths`` is given.
+        max_tokens: budget of one batch.
+        lengths: tokens of each record.
+        shuffle: a new order each epoch; without it records keep their order.
+        padded: a batch costs its longest record x its number of records; else its sum of tokens.
+
+    Raises:
+        ValueError: a record exceeds the budget (the first such is named), or has no length.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        max_tokens: int = 4096,
+        *,
+        lengths: Sequence[int] | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+        padded: bool = True,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank is {rank}; it must lie in 0..{world_size - 1} (world_size - 1)")
+        self.lengths = record_lengths(dataset) if lengths is None else np.asarray(lengths, np.int64)
+        _check(self.lengths, max_tokens)
+        self.max_tokens, self.shuffle, self.seed = max_tokens, shuffle, seed
+        self.rank, self.world_size = rank, world_size
+        self.drop_last, self.padded = drop_last, padded
+        self.epoch = 0
+        self._done = 0  # batches handed out in this epoch
+        self._start = 0  # where the next iteration begins
+        self._planned: tuple[int, Batches] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch; naming the current one again keeps a resumed position."""
+        if epoch != self.epoch:
+            self.epoch, self._done, self._start = epoch, 0, 0
+
+    def __len__(self) -> int:
+        """Batches of this rank in the whole epoch, the same on every rank."""
+        return len(self._plan()) // self.world_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        mine = self._plan()[self.rank :: self.world_size]
+        start, self._start = self._start, 0
+        self._done = start
+        for batch in mine[start:]:
+            self._done += 1
+            yield list(batch)
+
+    def state_dict(self, batches_done: int | None = None) -> dict[str, Any]:
+        """Where the epoch stands.
+
+        Worker processes fetch ahead of the training loop; with them, give ``batches_done``, the
+        batches of this epoch that were trained.
+        """
+        done = self._done if batches_done is None else batches_done
+        return {"epoch": self.epoch, "batches_done": done, "plan": self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next iteration goes on after the batches that were done.
+
+        Raises:
+            ValueError: the state is of other records, settings or another number of ranks.
+        """
+        here = self._identity()
+        wrong = [name for name, value in here.items() if state["plan"].get(name) != value]
+        if wrong:
+            raise ValueError(
+                f"the sampler's state has {wrong[0]}={state['plan'].get(wrong[0])!r} and this "
+                f"sampler {here[wrong[0]]!r}; resume with the settings it was saved with"
+            )
+        self.epoch = int(state["epoch"])
+        self._done = self._start = int(state["batches_done"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "records": len(self.lengths),
+            "tokens": int(self.lengths.sum()),
+            "max_tokens": self.max_tokens,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "world_size": self.world_size,
+            "drop_last": self.drop_last,
+            "padded": self.padded,
+        }
+
+    def _plan(self) -> Batches:
+        """The epoch's batches of all ranks, those of one step side by side."""
+        if self._planned is None or self._planned[0] != self.epoch:
+            self._planned = (self.epoch, self._make_plan())
+        return self._planned[1]
+
+    def _make_plan(self) -> Batches:
+        if not self.shuffle:
+            order = np.arange(len(self.lengths))
+            return self._even(_cut(order, self.lengths, self.max_tokens, self.padded))
+        draw = np.random.default_rng([self.seed, self.epoch])
+        order = draw.permutation(len(self.lengths))
+        if self.padded:
+            order = _sorted_in_pools(order, self.lengths)
+        batches = _cut(order, self.lengths, self.max_tokens, self.padded)
+        batches = self._even([batches[i] for i in draw.permutation(len(batches))])
+        batches.sort(key=lambda b: (self._cost(b), len(b)))
+        steps = draw.permutation(len(batches) // self.world_size)
+        size = self.world_size
+        return [batch for step in steps for batch in batches[step * size : (step + 1) * size]]
+
+    def _even(self, batches: Batches) -> Batches:
+        """As many batches as ranks x steps: surplus dropped, or batches halved, or repeated."""
+        surplus = len(batches) % self.world_size
+        if not surplus:
+            return batches
+        if self.drop_last:
+            return batches[:-surplus]
+        batches = list(batches)
+        for _ in range(self.world_size - surplus):
+            at = max(range(len(batches)), key=lambda i: len(batches[i]))
+            whole = batches[at]
+            if len(whole) == 1:
+                break
+            batches[at : at + 1] = [whole[: len(whole) // 2], whole[len(whole) // 2 :]]
+        single, missing = len(batches), -len(batches) % self.world_size
+        return batches + [batches[i % single] for i in range(missing)]
+
+    def _cost(self, batch: Sequence[int]) -> int:
+        found = self.lengths[batch]
+        return int(found.max() * len(batch) if self.padded else found.sum())
+
+
+def record_lengths(dataset: Any) -> NDArray[np.int64]:
+    """Tokens of each record, from ``dataset.lengths`` or from the records themselves."""
+    known = getattr(dataset, "lengths", None)
+    if known is not None:
+        return np.asarray(known, np.int64)
+    return np.asarray([_length(dataset[i], i) for i in range(len(dataset))], np.int64)
+
+
+def _length(record: Any, index: int) -> int:
+    if isinstance(record, Mapping) and "input_ids" in record:
+        return len(record["input_ids"])
+    ids = getattr(record, "input_ids", None)
+    if ids is not None:
+        return len(ids)
+    columns = isinstance(record, tuple) and any(hasattr(part, "__len__") for part in record)
+    if columns or isinstance(record, Mapping) or not hasattr(record, "__len__"):
+        raise ValueError(
+            f"record {index} is a {type(record).__name__} and doesn't say how many tokens it has; "
+            "give lengths="
+        )
+    return len(record)
+
+
+def _check(lengths: NDArray[np.int64], max_tokens: int) -> None:
+    too_long = np.flatnonzero(lengths > max_tokens)
+    if len(too_long):
+        index = int(too_long[0])
+        raise ValueError(
+            f"record {index} has {lengths[index]} tokens, more than max_tokens={max_tokens} "
+            f"({len(too_long)} such records, the longest {lengths.max()}); raise max_tokens or "
+            "cut the records"
+        )
+    if len(lengths) and lengths.min() < 1:
+        raise ValueError(f"record {int(lengths.argmin())} is empty; leave it out")
+
+
+def _sorted_in_pools(order: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    pools = [order[i : i + POOL] for i in range(0, len(order), POOL)]
+    ordered = [pool[np.argsort(lengths[pool], kind="stable")] for pool in pools]
+    return np.concatenate(ordered) if ordered else order
+
+
+def _cut(
+    order: NDArray[np.int64], lengths: NDArray[np.int64], max_tokens: int, padded: bool
+) -> Batches:
+    """Consecutive records as long as they fit the budget."""
+    batches: Batches = []
+    batch: list[int] = []
+    longest = tokens = 0
+    for index, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        longest, tokens = max(longest, length), tokens + length
+        if batch and (longest * (len(batch) + 1) if padded else tokens) > max_tokens:
+            batches.append(batch)
+            batch, longest, tokens = [], length, length
+        batch.append(index)
+    return [*batches, batch] if batch else batches

@@ -1,0 +1,288 @@
+"""The order of an epoch where records travel in company: in packed rows, or with their like.
+
+Both orders are pure functions of (seed, epoch), hold every record once per epoch, and give the same
+steps whatever the number of ranks. ``steps`` lists a step's records over all ranks together;
+``local_steps`` gives one rank's part, in pieces that belong into one micro-batch each.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hasten.parts.data.packing import LengthCounts, plan_rows
+
+# Dealing: how a step's rows are shared among ranks so that none waits long for the slowest.
+#
+# Rows of equal tokens don't cost the same: attention grows with the square of each record's length.
+# The cost of a row is ``linear * sum(lengths) + quadratic * sum(lengths ** 2)``, and rows are dealt
+# by cost: dearest first, each to the rank with the least so far (Graham's LPT rule, 1969), then
+# exchanged between the dearest rank and the others as long as that lowers the maximum.
+
+EXCHANGES = 200  # at most; each one lowers the maximum, and few are ever needed
+
+
+def quadratic_share(hidden_size: int) -> float:
+    """Cost of a squared token of length, in units of a token's linear cost, for causal attention.
+
+    A layer does about ``24 * hidden ** 2`` FLOPs per token and ``2 * hidden * length`` in causal
+    attention, so the ratio is ``1 / (12 * hidden)``; 0 where the width isn't known.
+    """
+    return 1 / (12 * hidden_size) if hidden_size else 0.0
+
+
+def row_costs(
+    rows: Sequence[Sequence[int]],
+    lengths: NDArray[np.int64],
+    quadratic: float,
+    linear: float = 1.0,
+) -> NDArray[np.float64]:
+    """Cost of each row of record indices, (rows,)."""
+    if not rows:
+        return np.zeros(0)
+    starts = np.cumsum([0, *(len(row) for row in rows[:-1])])
+    sizes = lengths[np.concatenate([np.asarray(row, np.int64) for row in rows])].astype(np.float64)
+    costs: NDArray[np.float64] = np.add.reduceat(linear * sizes + quadratic * sizes**2, starts)
+    return costs
+
+
+def deal(costs: Sequence[float] | NDArray[np.float64], ranks: int) -> list[list[int]]:
+    """Row indices of each rank, every row once, ranks as equal in cost as exchanges make them.
+
+    Deterministic: ties go to the lower index. Raises ValueError when there is no rank.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}; rows are dealt to at least one")
+    table = np.asarray(costs, np.float64)
+    hands: list[list[int]] = [[] for _ in range(ranks)]
+    if not len(table):
+        return hands
+    heap = [(0.0, rank) for rank in range(ranks)]
+    for row in np.argsort(-table, kind="stable").tolist():
+        total, rank = heapq.heappop(heap)
+        hands[rank].append(row)
+        heapq.heappush(heap, (total + float(table[row]), rank))
+    _exchange(hands, table)
+    return [sorted(hand) for hand in hands]
+
+
+def straggler_loss(costs: Sequence[float] | NDArray[np.float64], hands: list[list[int]]) -> float:
+    """Share of the ranks' time spent waiting for the dearest: 1 - mean / maximum."""
+    table = np.asarray(costs, np.float64)
+    totals = np.array([table[hand].sum() for hand in hands])
+    return float(1 - totals.mean() / totals.max()) if totals.max() > 0 else 0.0
+
+
+def _exchange(hands: list[list[int]], costs: NDArray[np.float64]) -> None:
+    """Swap rows between the dearest rank and another, or hand one over, while the maximum falls."""
+    totals = np.array([costs[hand].sum() for hand in hands])
+    for _ in range(EXCHANGES):
+        dear = int(totals.argmax())
+        for cheap in np.argsort(totals, kind="stable").tolist():
+            if cheap != dear and _swap(hands, costs, totals, dear, cheap):
+                break
+        else:
+            return
+
+
+def _swap(
+    hands: list[list[int]],
+    costs: NDArray[np.float64],
+    totals: NDArray[np.float64],
+    dear: int,
+    cheap: int,
+) -> bool:
+    """The one exchange that brings the two ranks closest; False when none brings them closer."""
+    gap = float(totals[dear] - totals[cheap])
+    given = costs[hands[dear]]
+    taken = np.append(costs[hands[cheap]], 0.0)  # the last: a row goes and none comes back
+    moved = given[:, None] - taken[None, :]  # (rows of dear, rows of cheap + 1)
+    off = np.abs(moved - gap / 2)
+    at, back = np.unravel_index(int(off.argmin()), off.shape)
+    if float(off[at, back]) >= gap / 2 * (1 - 1e-9):
+        return False
+    mine = hands[dear].pop(int(at))
+    if back < len(taken) - 1:
+        hands[dear].append(hands[cheap].pop(int(back)))
+    hands[cheap].append(mine)
+    totals[dear], totals[cheap] = costs[hands[dear]].sum(), costs[hands[cheap]].sum()
+    return True
+
+
+RECORDS_DRAWN, ROWS_DRAWN, STEPS_DRAWN = range(3)  # what an epoch draws
+COST_CLASS = 0.02  # of the mean cost: rows that differ by less count as equally dear
+# In steps of few rows a rank has too few for differences to even out. A narrower class costs some
+# chance: the same rows meet more often.
+FEW_ROWS, NARROW_CLASS = 48, 0.0075
+
+
+class PackedOrder:
+    """Rows packed over the whole epoch, so many to a step, dealt to ranks by cost.
+
+    The packing of lengths is computed once. Which of the records of one length lies where, and
+    which rows share a step, is drawn anew in every epoch; the last step may have fewer rows.
+
+    Steps are a stratified draw. Rows of like cost stand together in bundles that divide evenly
+    among 2, 4, 8... ranks, and each step takes one bundle from the cheapest stretch of the epoch,
+    one from the next, and so on (:func:`stratified`). At random: which records lie in a row, which
+    rows of a cost class share a bundle, which bundles of a stretch share a step. Not at random: all
+    steps have nearly the same mixture of cheap and dear rows, where a plain shuffle lets it vary.
+
+    Args:
+        lengths: tokens of each record.
+        row_tokens: tokens of a row at most.
+        rows_per_step: rows of a step, over all ranks.
+        quadratic: cost of a squared token of length, see :mod:`hasten.parts.data.epoch_order`.
+
+    Raises:
+        ValueError: a record is longer than a row, or a step has no row.
+    """
+
+    def __init__(
+        self,
+        lengths: LengthCounts,
+        row_tokens: int,
+        rows_per_step: int,
+        seed: int = 0,
+        quadratic: float = 0.0,
+    ) -> None:
+        if rows_per_step < 1:
+            raise ValueError(f"rows_per_step is {rows_per_step}; a step has at least one row")
+        self.lengths = np.asarray(lengths, np.int64)
+        self.rows_per_step, self.seed, self.quadratic = rows_per_step, seed, quadratic
+        self._rows = plan_rows(self.lengths, row_tokens)
+        self.efficiency = self._rows.efficiency
+
+    def rows(self, epoch: int) -> list[list[int]]:
+        """The epoch's rows of record indices, in the order in which they are trained."""
+        records = _generator(self.seed, epoch, RECORDS_DRAWN).permutation(len(self.lengths))
+        rows = self._rows.fill(self.lengths, records)
+        drawn = _generator(self.seed, epoch, ROWS_DRAWN)
+        costs = row_costs(rows, self.lengths, self.quadratic)
+        return [rows[i] for i in stratified(costs, self.rows_per_step, drawn).tolist()]
+
+    def row_steps(self, epoch: int) -> Iterator[list[list[int]]]:
+        """The rows of each step over all ranks together."""
+        rows = self.rows(epoch)
+        for start in range(0, len(rows), self.rows_per_step):
+            yield rows[start : start + self.rows_per_step]
+
+    def steps(self, epoch: int) -> Iterator[list[int]]:
+        """The records of each step over all ranks together."""
+        for rows in self.row_steps(epoch):
+            yield [index for row in rows for index in row]
+
+    def local_steps(self, epoch: int, rank: int, world_size: int) -> Iterator[list[list[int]]]:
+        """One rank's rows of each step; none where a step has fewer rows than there are ranks."""
+        for rows in self.row_steps(epoch):
+            hands = deal(row_costs(rows, self.lengths, self.quadratic), world_size)
+            yield [rows[i] for i in hands[rank]]
+
+
+def stratified(
+    costs: NDArray[np.float64], of_step: int, drawn: np.random.Generator
+) -> NDArray[np.int64]:
+    """An order of all rows in which each step of ``of_step`` can be shared evenly among ranks.
+
+    Two kinds of rows can't be balanced when a step happens to have an odd number of either. So a
+    step consists of bundles of equally dear rows, a power of two of them, at most twice the root of
+    ``of_step``: large enough for many ranks, small enough for several bundles in a step. What is
+    too little for a step comes last and is drawn from all rows.
+    """
+    shuffled = drawn.permutation(len(costs))
+    steps = len(costs) // of_step
+    if not steps:
+        return shuffled
+    whole, rest = np.split(shuffled, [steps * of_step])
+    of_class = NARROW_CLASS if of_step < FEW_ROWS else COST_CLASS
+    level = np.floor(costs[whole] / (of_class * costs.mean()))
+    whole = whole[np.argsort(level, kind="stable")]
+    bundle = 1 << (int(2 * of_step**0.5).bit_length() - 1)
+    columns: list[NDArray[np.int64]] = []
+    for start in range(0, of_step, min(bundle, of_step)):
+        width = min(bundle, of_step - start)
+        stretch = whole[start * steps : (start + width) * steps].reshape(steps, width)
+        columns.append(stretch[drawn.permutation(steps)])
+    return np.concatenate([np.hstack(columns).ravel(), rest])
+
+
+class GroupedOrder:
+    """Records of like length share a step: windows of the shuffled epoch are sorted by length.
+
+    Every other window is sorted downwards, so that a step across two windows has like lengths too.
+    The steps are then shuffled, or short and long records would take turns in waves.
+
+    Args:
+        lengths: tokens of each record.
+        records: records of a step; or ``tokens``, at most so many of a step's, one of the two.
+        window: records that are sorted together; larger windows pad less and mix less.
+
+    Raises:
+        ValueError: not one of ``records`` and ``tokens`` is given, a window is empty, or a record
+            is longer than ``tokens``.
+    """
+
+    def __init__(
+        self,
+        lengths: LengthCounts,
+        *,
+        window: int,
+        records: int | None = None,
+        tokens: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        if (records is None) == (tokens is None) or (records or tokens or 0) < 1 or window < 1:
+            raise ValueError("give window and one of records and tokens, each at least 1")
+        self.lengths = np.asarray(lengths, np.int64)
+        self.window, self.records, self.tokens, self.seed = window, records, tokens, seed
+        longest = int(self.lengths.max(initial=0))
+        if tokens is not None and longest > tokens:
+            raise ValueError(f"tokens={tokens} can't hold the longest record of {longest} tokens")
+
+    def steps(self, epoch: int) -> Iterator[list[int]]:
+        """The records of each step over all ranks together, in ascending or descending length."""
+        order = self._sorted_windows(epoch)
+        ends = self._ends(self.lengths[order])
+        flat = order.tolist()
+        begins = [0, *ends[:-1]]
+        for i in _generator(self.seed, epoch, STEPS_DRAWN).permutation(len(ends)).tolist():
+            yield flat[begins[i] : ends[i]]
+
+    def local_steps(self, epoch: int, rank: int, world_size: int) -> Iterator[list[list[int]]]:
+        """One rank's records of each step as one piece: neighbours in length go to all ranks."""
+        for step in self.steps(epoch):
+            yield [step[rank::world_size]]
+
+    def padding_share(self, epoch: int = 0) -> float:
+        """Padding / slots if each step were one tensor, padded to its longest record."""
+        widths = [(len(step), int(self.lengths[step].max())) for step in self.steps(epoch)]
+        slots = sum(count * width for count, width in widths)
+        return 1 - int(self.lengths.sum()) / slots if slots else 0.0
+
+    def _sorted_windows(self, epoch: int) -> NDArray[np.int64]:
+        drawn = _generator(self.seed, epoch, RECORDS_DRAWN).permutation(len(self.lengths))
+        pieces = []
+        for number, start in enumerate(range(0, len(drawn), self.window)):
+            piece = drawn[start : start + self.window]
+            piece = piece[np.argsort(self.lengths[piece], kind="stable")]
+            pieces.append(piece[::-1] if number % 2 else piece)
+        return np.concatenate(pieces) if pieces else drawn
+
+    def _ends(self, sizes: NDArray[np.int64]) -> list[int]:
+        """Where each step ends in the sorted order."""
+        if self.records is not None:
+            return [*range(self.records, len(sizes), self.records), len(sizes)]
+        sums = np.cumsum(sizes)
+        ends: list[int] = []
+        done = 0
+        while not ends or ends[-1] < len(sizes):
+            ends.append(int(np.searchsorted(sums, done + (self.tokens or 0), side="right")))
+            done = int(sums[ends[-1] - 1]) if len(sums) else 0
+        return ends
+
+
+def _generator(seed: int, epoch: int, draw: int) -> np.random.Generator:
+    return np.random.default_rng([seed % 2**63, epoch, draw])

@@ -1,0 +1,382 @@
+"""Copies of a sharded model average their shards' gradients in fewer bytes, once a step.
+
+    (1) within a copy FSDP2 reduces and scatters a group's gradients in full, in each backward pass
+    (2) a rank adds up what its shards get in the passes of a step
+    (3) in the last one the ranks with the same shards, one of each copy, average them by a
+        compressor's way, and remember what their messages left out
+
+Copies on hosts of their own are where this pays: between hosts a rank sends its shards alone, and
+within a host nothing is compressed. FSDP2's own hybrid sharding would add copies up in full, so a
+module is sharded within a copy alone (its mesh has no axis of copies), and this works on the result
+of its reduce-scatter. All copies read the same bytes, so that they keep the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hasten.parts.comm import groups as full_duplex
+from hasten.parts.comm.buckets import Travel
+from hasten.parts.comm.codecs import ChunkedTopK, Codec, codec
+from hasten.parts.comm.exchange import Ranks, WireError
+from hasten.parts.comm.methods import Piece, Pieces, Settings
+from hasten.parts.comm.rank_check import checksum
+from hasten.parts.distributed.fsdp import (
+    RowReduceScatter,
+    ShardGroup,
+    rows_of,
+    shard_groups,
+    values_of,
+)
+
+# Gradients of a model in shards, in fewer bytes: a codec in the reduce-scatter of FSDP2.
+#
+#     (1) FSDP2 lays a group's gradients out in rows, one for each rank
+#     (2) what earlier messages left out is added, and each row is encoded by itself
+#     (3) all_to_all: row r of every rank goes to rank r
+#     (4) rank r decodes them one after the other; their mean in float32 is its shards' gradient
+#
+# A number is rounded once, on its way to the one rank that needs it, and no rank has to send a mean
+# back: half of what :mod:`hasten.parts.comm.methods` sends, as a reduce-scatter is
+# half of an all-reduce. Weights travel as before.
+#
+# What is left out is remembered by parameter, in float32, whole on every rank: what a rank sends is
+# its own gradient of all weights, so its memory doesn't get smaller with the number of ranks. Several
+# backward passes of a step add to it in turn; it counts once the step does. Where a number isn't
+# finite the message says NaN, the rank that decodes it has NaN in its shards, and the norm over all
+# ranks tells everybody.
+
+FEEDBACK = ("int8", "int4", "topk")
+
+
+def row_codec(settings: Settings) -> Codec:
+    """What encodes a row by the settings' method.
+
+    Raises:
+        ValueError: the method needs more than rows of numbers.
+    """
+    if settings.method == "topk" and not settings.momentum:
+        return ChunkedTopK.of_share(settings.ratio)
+    if settings.method in ("half", "bf16", "int8", "int4"):
+        return codec(settings.method)
+    what = "momentum correction" if settings.momentum else settings.method
+    raise ValueError(
+        f"{what} needs whole gradients on every rank, and a rank has those of its shards; take "
+        "quantised, half or topk, or ddp as the layout"
+    )
+
+
+class ShardedGradients:
+    """A codec in a sharded module's reduce-scatter; every rank attaches one, and says ``passes``
+    before each backward.
+
+    Args:
+        settings: ``scope`` and ``rank`` aren't looked at.
+        loss_scale: what the loss is multiplied by now; memory is kept without it.
+
+    Raises:
+        ValueError: a method that rows of numbers don't suffice for.
+    """
+
+    def __init__(self, settings: Settings, loss_scale: Callable[[], float] = lambda: 1.0) -> None:
+        self._settings, self._codec = settings, row_codec(settings)
+        self._feedback = settings.method in FEEDBACK
+        self._scale = loss_scale
+        self._memory = _RowMemory()
+        self.groups: list[ShardGroup] = []
+        self.steps = 0  # begun
+        self.sent_bytes = 0
+        self._over = True  # the last backward pass was its step's last
+
+    def attach(self, module: nn.Module) -> None:
+        """Take the place of the reduce-scatter of each of the module's groups.
+
+        Raises:
+            ValueError: the module isn't sharded, or nothing in it learns.
+        """
+        self.groups = shard_groups(module)
+        if not self.groups:
+            raise ValueError("no weight that learns is in shards: call fully_shard before")
+        for group in self.groups:
+            group.module.set_custom_reduce_scatter(RowReduceScatter(self._of(group)))
+
+    @property
+    def compresses(self) -> bool:
+        """Whether the step under way, or the last one, is past the dense start."""
+        return self.steps > self._settings.dense_steps
+
+    def passes(self, last: bool) -> None:
+        """A backward pass begins; ``last``: of its step. Every rank calls it."""
+        if self._over:
+            self.steps += 1
+            self._memory.forget()  # of a step that wasn't confirmed
+        self._over = last
+
+    def confirm(self) -> None:
+        """The weights are about to move by the gradients of this step."""
+        self._memory.keep()
+
+    def check(self, parameters: Iterable[Tensor]) -> None:
+        """Ranks hold different pieces, so there is nothing to compare."""
+
+    def predicted(self) -> int:
+        """Bytes that a rank sends in one backward pass past the dense start, exactly, of gradients
+        in float32."""
+        return sum(self._bytes(group, self._takes(group)) for group in self.groups)
+
+    def state(self) -> dict[str, Any]:
+        """This rank's memory by parameter, in the form in which GradientCompressor has it."""
+        return {
+            "method": self._settings.method,
+            "steps": self.steps,
+            "residual": self._memory.state(self.groups),
+            "way": {},
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from there.
+
+        Raises:
+            ValueError: it is of another method, or of weights of another size.
+        """
+        if state["method"] != self._settings.method:
+            raise ValueError(
+                f"the memory is of {state['method']} and the method is {self._settings.method}"
+            )
+        self._memory.load(state["residual"], self.groups)
+        self.steps = int(state["steps"])
+
+    def _takes(self, group: ShardGroup) -> bool:
+        """Whether a group is encoded once compression has begun: small ones aren't worth it."""
+        return group.ranks > 1 and group.row * group.ranks >= self._settings.minimum
+
+    def _bytes(self, group: ShardGroup, encoded: bool) -> int:
+        row = self._codec.message_bytes(group.row) if encoded else 4 * group.row
+        return row * (group.ranks - 1)
+
+    def _of(self, group: ShardGroup) -> Callable[[Tensor, Tensor, Any, Any], None]:
+        def reduce(output: Tensor, rows: Tensor, ranks: Any, op: Any) -> None:
+            # A weight that had no gradient in this pass isn't in the message.
+            whole = rows.numel() == group.ranks * group.row
+            if self.compresses and self._takes(group) and (whole or not self._feedback):
+                self._encoded(group, output, rows, ranks, op)
+                return
+            self.sent_bytes += rows.nbytes // group.ranks * (group.ranks - 1)
+            _reduce_scatter(output, rows, op=op, group=ranks)
+
+        return reduce
+
+    def _encoded(
+        self, group: ShardGroup, output: Tensor, rows: Tensor, ranks: Any, op: Any
+    ) -> None:
+        scale = self._scale() if self._feedback else 1.0
+        given = rows.view(group.ranks, -1).float()
+        given = given if scale == 1.0 else given / scale
+        row = given.shape[1]
+        size = self._codec.message_bytes(row)
+        messages = torch.empty(group.ranks, size, dtype=torch.uint8, device=rows.device)
+        if self._feedback:
+            before, left = self._memory.of(group, rows.device), torch.empty_like(given)
+            for numbers, kept, message, rest in zip(given, before, messages, left, strict=True):
+                self._codec.encode_with_feedback(numbers, kept, message, rest)
+            self._memory.leave(group, left)
+        else:
+            for numbers, message in zip(given, messages, strict=True):
+                self._codec.encode(numbers, message)
+        received = torch.empty_like(messages)
+        full_duplex.all_to_all(received, messages, ranks).wait()
+        self.sent_bytes += size * (group.ranks - 1)
+        # FSDP2 asks for a mean, or divides by itself before and after a sum.
+        factor = scale if op == dist.ReduceOp.AVG else scale * group.ranks
+        output.copy_(self._codec.decode_mean(received, row).mul_(factor))
+
+
+class _RowMemory:
+    """Of each group what its messages left out, as (ranks, row) in float32."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}  # as of the last step that counted
+        self._left: dict[str, Tensor] = {}  # by the step under way
+
+    def of(self, group: ShardGroup, device: torch.device) -> Tensor:
+        """What the next message is to make good; not to be changed."""
+        found = self._left.get(group.name, self._kept.get(group.name))
+        return rows_of({}, group, device) if found is None else found.to(device)
+
+    def leave(self, group: ShardGroup, rows: Tensor) -> None:
+        self._left[group.name] = rows
+
+    def keep(self) -> None:
+        self._kept.update(self._left)
+        self._left = {}
+
+    def forget(self) -> None:
+        self._left = {}
+
+    def state(self, groups: Iterable[ShardGroup]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for group in groups:
+            if group.name in self._kept:
+                found |= values_of(self._kept[group.name].cpu(), group)
+        return found
+
+    def load(self, state: Mapping[str, Tensor], groups: Iterable[ShardGroup]) -> None:
+        kept: dict[str, Tensor] = {}
+        for group in groups:
+            known = {w.name: state[w.name] for w in group.weights if w.name in state}
+            for weight in group.weights:
+                size = known[weight.name].numel() if weight.name in known else weight.numbers
+                if size != weight.numbers:
+                    raise ValueError(
+                        f"error feedback remembers {size} numbers of {weight.name} and it has "
+                        f"{weight.numbers}: the memory is of another model or layout"
+                    )
+            if known:
+                kept[group.name] = rows_of(known, group, torch.device("cpu"))
+        self._kept, self._left = kept, {}
+
+
+# torch 2.13 has a new name for it and warns at the old one.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class CopiedShards:
+    """An exchange between copies; every rank attaches one, and says ``passes`` before each
+    backward.
+
+    Args:
+        members: for each shard its ranks, one of each copy; alike on all ranks.
+        loss_scale: what the loss is multiplied by now; memory is kept without it.
+
+    Raises:
+        ValueError: a method that needs whole matrices.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        members: Sequence[tuple[int, ...]],
+        loss_scale: Callable[[], float] = lambda: 1.0,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        row_codec(settings)  # refuses the method
+        self._members, self._seconds = members, timeout_seconds
+        self._travel = Travel(settings)
+        self._travel.asks, self._travel.scale = True, loss_scale
+        self._ranks: Ranks | None = None
+        self._sums: dict[str, Tensor] = {}  # of a step's passes but the last, by group
+        self._last = True
+        self.groups: list[ShardGroup] = []
+
+    def attach(self, module: nn.Module) -> None:
+        """Work on what each group's reduce-scatter results in.
+
+        Raises:
+            ValueError: the module isn't sharded, or nothing in it learns.
+        """
+        self.groups = shard_groups(module)
+        if not self.groups:
+            raise ValueError("no weight that learns is in shards: call fully_shard before")
+        self._ranks = Ranks(self._seconds, None, self._members)
+        for group in self.groups:
+            group.module.set_all_reduce_hook(self._of(group, self._ranks))
+
+    @property
+    def steps(self) -> int:
+        """Begun."""
+        return self._travel.steps
+
+    @property
+    def sent_bytes(self) -> int:
+        """By this rank, to ranks of other copies."""
+        return 0 if self._ranks is None else self._ranks.sent_bytes
+
+    @property
+    def compresses(self) -> bool:
+        """Whether the step under way, or the last one, is past the dense start."""
+        return self._travel.compresses
+
+    def passes(self, last: bool) -> None:
+        """A backward pass begins; ``last``: of its step. Every rank calls it."""
+        if self._last:
+            self._travel.begin()
+            self._sums = {}
+        self._last = last
+
+    def confirm(self) -> None:
+        """The weights are about to move by the gradients of this step."""
+        self._travel.confirmed = True
+
+    def check(self, parameters: Iterable[Tensor]) -> None:
+        """Compare shards over copies; all ranks call it between the same two steps.
+
+        Raises:
+            WireError: a copy's weights are not the first one's.
+        """
+        if self._ranks is None:
+            return
+        wrong = self._ranks.differing(checksum(parameters))
+        if wrong:
+            alike = next(m for m in self._members if dist.get_rank() in m)
+            named = ", ".join(str(alike[place]) for place in wrong)
+            raise WireError(
+                f"copies have drifted apart: after step {self.steps} the shards of rank {named} "
+                f"are not those of rank {alike[0]}; go on from a checkpoint"
+            )
+
+    def predicted(self) -> int:
+        """Bytes that a rank sends in a step past the dense start, exactly, of float32 gradients."""
+        copies = len(self._members[0])
+        way = self._travel.way
+        pieces = [_pieces(group) for group in self.groups]
+        return sum(self._travel.way_of(p, way).sent_bytes(p, copies) for p in pieces)
+
+    def state(self) -> dict[str, Any]:
+        """This rank's memory of its shards."""
+        return self._travel.state()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from there.
+
+        Raises:
+            ValueError: it is of another method, or of other shards.
+        """
+        sizes = {piece.name: piece.numbers for g in self.groups for piece in _pieces(g)}
+        for name, kept in state["residual"].items():
+            if sizes.get(name) != kept.numel():
+                raise ValueError(
+                    f"the memory has {kept.numel()} numbers of {name} and this layout's shards "
+                    f"{sizes.get(name, 'none')}"
+                )
+        self._travel.load(state)
+
+    def _of(self, group: ShardGroup, ranks: Ranks) -> Callable[[Tensor], None]:
+        pieces = _pieces(group)
+
+        def average(shards: Tensor) -> None:
+            """FSDP2 adds ``shards`` to the gradients as soon as this returns."""
+            if not self._last:
+                before = self._sums.get(group.name)
+                self._sums[group.name] = shards.clone() if before is None else before + shards
+                shards.zero_()
+                return
+            if group.name in self._sums:
+                shards.add_(self._sums.pop(group.name))
+            if shards.numel() != group.row:
+                raise WireError(
+                    f"a weight beside {group.name} had no gradient in a step, and copies exchange "
+                    "those of all weights that learn: freeze what isn't used"
+                )
+            self._travel.send(shards, pieces, ranks, self._travel.way)()
+
+        return average
+
+
+def _pieces(group: ShardGroup) -> Pieces:
+    """A rank's row of a group, as a bucket."""
+    return tuple(Piece(f"shard of {w.name}", (w.piece(group.ranks),)) for w in group.weights)

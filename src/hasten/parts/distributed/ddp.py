@@ -1,0 +1,130 @@
+"""Buffers of DistributedDataParallel that never change, left out of what it sends in every step.
+
+DDP broadcasts all buffers of rank 0 before a forward pass, since running means learn apart on each
+rank. In a language model they hardly ever do: tables of rotary angles are computed anew by each
+rank, and a quantised base is frozen, but is as large as the model. Construction made all ranks
+alike once; what can't change stays so.
+
+    ddp = DistributedDataParallel(model)
+    leave_constants(ddp)
+
+The switch is DDP's ``broadcast_buffers``, set after construction so that torch before 2.13, which
+has no ``forward_sync_buffers``, makes the ranks alike too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hasten.parts.nn.quantised import QuantisedLinear
+
+
+def leave_constants(module: DistributedDataParallel) -> None:
+    """Broadcast buffers in each step only where one of them may learn."""
+    module.broadcast_buffers = may_learn(module.module)
+
+
+def may_learn(module: nn.Module) -> bool:
+    """Whether a buffer belongs to the model's state and to no frozen, quantised layer."""
+    return any(
+        buffer is not None and name not in part._non_persistent_buffers_set
+        for part in module.modules()
+        if not isinstance(part, QuantisedLinear)
+        for name, buffer in part._buffers.items()
+    )
+
+
+# Gradients of DistributedDataParallel, reduced when a rank says so and not during a backward pass.
+#
+# DDP sends a bucket as soon as it is full, in the middle of the last backward pass. A rank that fails
+# there has sent buckets that the others wait to see completed, and can't begin the step again. Here
+# passes run on the wrapped module itself, where DDP doesn't listen; any of them may fail and be
+# repeated without another rank noticing. Then every rank calls ``reduce_now``:
+#
+#     ddp.module(batch).sum().backward()  # as often as needed; ddp.module, not ddp
+#     reduce_now(ddp)
+#
+# The same buckets travel by the same communication hook, but no longer beside a backward pass: what
+# it costs is the overlap. A rank that repeats a pass lets the others wait in ``reduce_now``, as long
+# as the process group's timeout allows.
+
+
+def reduce_now(module: DistributedDataParallel) -> None:
+    """Average the gradients that are there over all ranks; a missing one counts as zero.
+
+    Buffers become those of rank 0, as DDP does before a forward pass.
+    """
+    parameters = [p for p in module.module.parameters() if p.requires_grad]
+    # What DDP.forward does around the module (torch 2.13): new buckets, buffers, "gradients come".
+    module._pre_forward()
+    module._post_forward(None)
+    # DDP listens where a gradient is accumulated: adding zero makes it take what is there.
+    torch.autograd.backward(parameters, [_zeros_like(p) for p in parameters])
+
+
+def _zeros_like(parameter: Tensor) -> Tensor:
+    """Zeros of a shape that take the memory of one."""
+    return parameter.detach().new_zeros(()).expand_as(parameter)
+
+
+# How long DistributedDataParallel's gradients were under way in a step, and how much of it showed.
+#
+#     first bucket leaves                last gradient computed        last mean is back
+#             |------------- hidden --------------|------- exposed -----------|
+#
+# DDP keeps these three moments itself, for its log of every hundredth step. Asked at once after a
+# backward pass, for every step, its logger computes the figures of that very pass. They hold for any
+# communication hook, decoding included; while ranks wait for a slower one, that shows as well. On an
+# accelerator the logger would wait for its stream, so nothing is asked there.
+#
+# The logger has no public name (torch 2.13): where it isn't found, nothing is known.
+
+NANO = 1e-9
+UNDER_WAY, HIDDEN = "backward_comm_time", "backward_compute_comm_overlap_time"
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """Seconds of a step's gradients: beside the computation, and after it."""
+
+    hidden: float
+    exposed: float
+
+
+def watch(module: DistributedDataParallel) -> bool:
+    """Ask for figures of every step; whether there will be any. Before the first step."""
+    if any(not p.is_cpu for p in module.parameters()):
+        return False
+    ask = getattr(module, "_set_ddp_runtime_logging_sample_rate", None)
+    logger = getattr(module, "logger", None)
+    if ask is None or not hasattr(logger, "set_runtime_stats_and_log"):
+        return False
+    if not hasattr(logger, "_get_ddp_logging_data"):
+        return False
+    ask(1)
+    return True
+
+
+def under_way(module: DistributedDataParallel) -> UnderWay | None:
+    """Of the backward pass that has just ended with an exchange; ``watch`` came before."""
+    logger: Any = module.logger
+    logger.set_runtime_stats_and_log()
+    found = logger._get_ddp_logging_data().ints_map
+    if UNDER_WAY not in found or HIDDEN not in found:
+        return None
+    whole, hidden = NANO * found[UNDER_WAY], NANO * found[HIDDEN]
+    return UnderWay(hidden=hidden, exposed=max(0.0, whole - hidden))
+
+
+def ring_bytes(module: DistributedDataParallel) -> int:
+    """What a rank sends in a step where gradients are summed in a ring as they are."""
+    world: int = dist.get_world_size(module.process_group)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    size: int = sum(p.numel() * p.element_size() for p in trained)
+    return 2 * size * (world - 1) // world

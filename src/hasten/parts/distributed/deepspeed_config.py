@@ -1,0 +1,606 @@
+"""A DeepSpeed configuration (``ds_config.json``): read, checked, and its "auto" values filled.
+
+(1) every key is one that DeepSpeed knows, or an error with the nearest => (2) batch sizes agree
+with each other, the number of ranks and what the trainer was told => (3) each "auto" takes the
+trainer's value. DeepSpeed leaves "auto" to whoever calls it; sizes that follow from the model's
+width are those of Transformers' integration: buckets of hidden^2, prefetch of 0.9 hidden^2,
+parameters below 10 hidden elements kept on every rank
+(https://huggingface.co/docs/transformers/deepspeed). Keys and rules:
+https://www.deepspeed.ai/docs/config-json/.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# The keys of a DeepSpeed configuration and what becomes of each where hasten trains by itself.
+#
+# honoured: it has a counterpart. ignored: without effect on the result; what is said is why it isn't
+# needed. refused: it would change what is computed, and nothing here does the same; it counts only
+# where it is switched on. Keys are those of DeepSpeed 0.19 (its ``runtime/*config*.py``) and of the
+# documentation, https://www.deepspeed.ai/docs/config-json/.
+
+HONOURED, IGNORED, REFUSED = "honoured", "ignored", "refused"
+Fate = tuple[str, str]
+
+_LOGS: Fate = (IGNORED, "metrics.jsonl and hasten profile have these figures")
+_BLOCK: Fate = (IGNORED, "FSDP2 gathers and reduces one transformer block at a time")
+_NONE: Fate = (REFUSED, "hasten has no counterpart; run it on DeepSpeed: the technique deep_speed")
+_INNER: Fate = (IGNORED, "a detail of DeepSpeed's own buffers")
+
+TOP: Mapping[str, Fate] = {
+    "train_batch_size": (HONOURED, "global_batch_size"),
+    "train_micro_batch_size_per_gpu": (HONOURED, "accumulate: micro_batch_size"),
+    "gradient_accumulation_steps": (HONOURED, "follows from the other two sizes"),
+    "gradient_clipping": (HONOURED, "max_grad_norm"),
+    "zero_optimization": (HONOURED, "a technique of the slot LAYOUT"),
+    "optimizer": (HONOURED, "AdamW"),
+    "scheduler": (HONOURED, "lr_schedule and warmup_steps"),
+    "fp16": (HONOURED, "autocast with dtype fp16"),
+    "bf16": (HONOURED, "bf16_master_weights"),
+    "bfloat16": (HONOURED, "bf16_master_weights"),
+    "activation_checkpointing": (HONOURED, "recompute"),
+    "communication_data_type": (IGNORED, "gradients are reduced in float32; say half in the plan"),
+    "seq_parallel_communication_data_type": _INNER,
+    "data_types": (IGNORED, "gradients add up in float32"),
+    "prescale_gradients": (IGNORED, "the loss is divided by trained tokens before backward"),
+    "gradient_predivide_factor": (IGNORED, "the loss is divided by tokens before backward"),
+    "zero_allow_untested_optimizer": (IGNORED, "every optimizer of the plan is tested"),
+    "zero_force_ds_cpu_optimizer": (IGNORED, "torch's AdamW runs where its state lies"),
+    "disable_allgather": _INNER,
+    "memory_breakdown": _LOGS,
+    "steps_per_print": _LOGS,
+    "wall_clock_breakdown": _LOGS,
+    "dump_state": _LOGS,
+    "flops_profiler": _LOGS,
+    "tensorboard": _LOGS,
+    "wandb": _LOGS,
+    "comet": _LOGS,
+    "csv_monitor": _LOGS,
+    "monitor_config": _LOGS,
+    "comms_logger": _LOGS,
+    "timers": _LOGS,
+    "checkpoint": (IGNORED, "say checkpoint_every"),
+    "nebula": (IGNORED, "say checkpoint_every"),
+    "load_universal_checkpoint": (IGNORED, "say resume"),
+    "use_node_local_storage": (IGNORED, "say checkpoint_dir"),
+    "aio": (IGNORED, "nothing is swapped to a disk"),
+    "autotuning": (IGNORED, "hasten speedup finds settings by measuring"),
+    "dataloader_drop_last": (IGNORED, "every record is trained on"),
+    "seed": (IGNORED, "say seed in the recipe"),
+    "train_steps": (IGNORED, "say max_steps in the recipe"),
+    "disable_python_gc": _INNER,
+    "use_data_before_expert_parallelism": _INNER,
+    "eigenvalue": _INNER,
+    "compile": (IGNORED, "say compiled in the plan"),
+    "managed_gradient_accumulation": _INNER,
+    "amp": _NONE,
+    "torch_autocast": _NONE,
+    "elasticity": _NONE,
+    "sparse_gradients": _NONE,
+    "sparse_attention": _NONE,
+    "curriculum_learning": _NONE,
+    "data_efficiency": _NONE,
+    "compression_training": _NONE,
+    "hybrid_engine": _NONE,
+    "pipeline": _NONE,
+    "tensor_parallel": _NONE,
+    "progressive_layer_drop": _NONE,
+    "quantize_training": _NONE,
+}
+_SCALE = "hasten's scale falls at each overflow and rises after loss_scale_window steps"
+_BF16: Mapping[str, Fate] = {
+    "enabled": (HONOURED, "bf16_master_weights"),
+    "immediate_grad_update": _INNER,
+    "check_grad_overflow": (IGNORED, "every step is checked"),
+    "bf16_master_weights_and_grads": _NONE,
+    "bf16_optimizer_states": _NONE,
+}
+INSIDE: Mapping[str, Mapping[str, Fate]] = {
+    "optimizer": {
+        "type": (HONOURED, "AdamW; another rule is a technique of the slot OPTIMIZER"),
+        "params": (HONOURED, "learning_rate and weight_decay"),
+        "legacy_fusion": _INNER,
+    },
+    "scheduler": {
+        "type": (HONOURED, "lr_schedule"),
+        "params": (HONOURED, "warmup_steps and learning_rate"),
+    },
+    "fp16": {
+        "enabled": (HONOURED, "autocast with dtype fp16"),
+        "loss_scale": (HONOURED, "0 is a dynamic scale"),
+        "initial_scale_power": (HONOURED, "autocast: initial_scale"),
+        "loss_scale_window": (HONOURED, "autocast: growth_interval"),
+        "hysteresis": (IGNORED, _SCALE),
+        "consecutive_hysteresis": (IGNORED, _SCALE),
+        "min_loss_scale": (IGNORED, "a run whose scale falls without end stops with exit code 3"),
+        "auto_cast": (IGNORED, "inputs are token ids"),
+        "fp16_master_weights_and_grads": _NONE,
+    },
+    "bf16": _BF16,
+    "bfloat16": _BF16,  # its old name
+    "activation_checkpointing": {
+        "partition_activations": (HONOURED, "recompute: each rank keeps its own records' inputs"),
+        "number_checkpoints": (HONOURED, "recompute, of every block"),
+        "cpu_checkpointing": (IGNORED, "what is kept stays on the device"),
+        "contiguous_memory_optimization": _INNER,
+        "synchronize_checkpoint_boundary": _INNER,
+        "profile": _LOGS,
+    },
+    "data_types": {"grad_accum_dtype": (IGNORED, "gradients add up in float32")},
+    "zero_optimization": {
+        "stage": (HONOURED, "0: ddp; 1 and 2: fsdp2 that keeps weights; 3: fsdp2"),
+        "offload_optimizer": (HONOURED, "fsdp2: offload"),
+        "offload_param": (HONOURED, "fsdp2: offload"),
+        "cpu_offload": (HONOURED, "fsdp2: offload"),
+        "cpu_offload_param": (HONOURED, "fsdp2: offload"),
+        "overlap_comm": (HONOURED, "FSDP2 and DDP always overlap"),
+        "contiguous_gradients": (HONOURED, "FSDP2 reduces from one buffer for each block"),
+        "reduce_scatter": (HONOURED, "FSDP2 always does"),
+        "ignore_unused_parameters": (HONOURED, "always"),
+        "stage3_gather_16bit_weights_on_model_save": (HONOURED, "weights are saved whole"),
+        "stage3_gather_fp16_weights_on_model_save": (HONOURED, "weights are saved whole"),
+        "gather_16bit_weights_on_model_save": (HONOURED, "weights are saved whole"),
+        "zero_hpz_partition_size": (REFUSED, "say hybrid in the plan"),
+        "mics_shard_size": (REFUSED, "say hybrid in the plan"),
+        "zero_quantized_weights": _NONE,
+        "zero_quantized_nontrainable_weights": _NONE,
+        "zero_quantized_gradients": (REFUSED, "say quantised in the plan"),
+        "zenflow": _NONE,
+        **dict.fromkeys(
+            (
+                *("reduce_bucket_size", "allgather_partitions", "allgather_bucket_size"),
+                *("sub_group_size", "stage3_prefetch_bucket_size", "prefetch_bucket_size"),
+                *("stage3_param_persistence_threshold", "param_persistence_threshold"),
+                *("stage3_model_persistence_threshold", "model_persistence_threshold"),
+                *("stage3_max_live_parameters", "max_live_parameters"),
+                *("stage3_max_reuse_distance", "max_reuse_distance"),
+                *("stage3_module_granularity_threshold", "module_granularity_threshold"),
+                *("stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params"),
+                *("stage3_allgather_sequential", "allgather_sequential"),
+            ),
+            _BLOCK,
+        ),
+        **dict.fromkeys(
+            (
+                *("load_from_fp32_weights", "elastic_checkpoint", "legacy_stage1", "leaf_module"),
+                *("cpu_offload_use_pin_memory", "round_robin_gradients", "enable_sanity_checks"),
+                *("mics_hierarchical_params_gather", "memory_efficient_linear"),
+                *("override_module_apply", "log_trace_cache_warnings", "parameter_alignment"),
+                *("use_multi_rank_bucket_allreduce", "pipeline_loading_checkpoint"),
+                *("compute_grad_norm", "save_muon_momentum_buffer_in_memory"),
+            ),
+            _INNER,
+        ),
+    },
+}
+OFFLOAD = frozenset(
+    (
+        *("device", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "nvme_path"),
+        *("pipeline_read", "pipeline_write", "fast_init", "ratio", "cpuadam_cores_perc"),
+        "super_offload",
+    )
+)
+
+
+AUTO = "auto"
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the trainer knows, for "auto"; None: it was told nothing."""
+
+    world: int = 1
+    batch: int | None = None  # records of one step over all ranks
+    micro_batch: int | None = None  # of one pass on one rank
+    clipping: float | None = None
+    learning_rate: float = 2e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    total_steps: int = 1
+    hidden: int = 0
+    fp16: bool = False
+    bf16: bool = False
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Records of a step over all ranks, of one pass on one rank, and passes; None: not said."""
+
+    train: int | None
+    micro: int | None
+    steps: int | None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The file as a dictionary whose keys DeepSpeed knows.
+
+    Raises:
+        ValueError: no such file, not JSON, an unknown key.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"can't read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is not a DeepSpeed configuration: it must be a JSON object")
+    check_keys(found, str(path))
+    return found
+
+
+def check_keys(config: Mapping[str, Any], place: str = "ds_config") -> None:
+    """Raise ValueError at a key that DeepSpeed doesn't know, with the nearest that it does."""
+    _check(config, TOP, place)
+    for name, known in INSIDE.items():
+        section = config.get(name)
+        if section is None:
+            continue
+        if not isinstance(section, Mapping):
+            raise ValueError(f"{place}: {name} is {section!r}; it must be a JSON object")
+        _check(section, known, f"{place}: {name}")
+    zero = config.get("zero_optimization") or {}
+    for name in ("offload_optimizer", "offload_param"):
+        if isinstance(zero.get(name), Mapping):
+            _check(zero[name], OFFLOAD, f"{place}: zero_optimization: {name}")
+    stage = zero.get("stage", 0)
+    if type(stage) is not int or not 0 <= stage <= 3:
+        raise ValueError(f"{place}: zero_optimization: stage is {stage!r}; it is 0, 1, 2 or 3")
+    on = [enabled(config, name) for name in ("fp16", "bf16")]
+    if on == [True, True]:
+        raise ValueError(f"{place}: fp16 and bf16 are both enabled; keep one of them")
+
+
+def _check(section: Mapping[str, Any], known: Collection[str], place: str) -> None:
+    for key in section:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"{place}: unknown key {key!r}{hint}")
+
+
+def enabled(config: Mapping[str, Any], name: str) -> bool | str | None:
+    """True, False or "auto" of a section with a switch; None where there is no such section."""
+    section = config.get(name)
+    if name == "bf16" and section is None:
+        section = config.get("bfloat16")
+    if not isinstance(section, Mapping):
+        return None
+    value = section.get("enabled", False)
+    if isinstance(value, bool):
+        return value
+    if value != AUTO:
+        raise ValueError(f"{name}: enabled is {value!r}; it is true, false or auto")
+    return AUTO
+
+
+def explicit(value: Any) -> Any:
+    """The value, or None where it is left to the trainer."""
+    return None if value == AUTO else value
+
+
+def batch_sizes(config: Mapping[str, Any], known: Known) -> BatchSizes:
+    """The three sizes made whole from each other and from what the trainer was told.
+
+    Raises:
+        ValueError: two of them contradict each other, or the trainer.
+    """
+    given = [_size(config, key) for key in BATCH_KEYS]
+    train, micro, steps = given
+    world = known.world
+    if train and known.batch and train != known.batch:
+        raise ValueError(f"train_batch_size is {train} and global_batch_size is {known.batch}")
+    if micro and known.micro_batch and micro != known.micro_batch:
+        raise ValueError(
+            f"train_micro_batch_size_per_gpu is {micro} and micro_batch_size is {known.micro_batch}"
+        )
+    micro, train = micro or known.micro_batch, train or known.batch
+    if micro and steps and not train:
+        train = micro * steps * world
+    if train and steps and not micro:
+        micro = _divided(train, steps * world, f"{steps} passes on {world} rank(s)")
+    if train and micro and not steps:
+        steps = -(-train // (micro * world))  # the last pass of a step may be smaller
+        if given[0] and given[1] and train % (micro * world):
+            raise ValueError(
+                f"train_batch_size {train} can't be dealt to {world} rank(s) in passes of {micro} "
+                "(train_micro_batch_size_per_gpu) records"
+            )
+    if train and not micro and not steps and train % world == 0:
+        micro, steps = train // world, 1
+    if all(given) and train != (micro or 0) * (steps or 0) * world:
+        raise ValueError(
+            f"train_batch_size is {train}, but train_micro_batch_size_per_gpu {micro} x "
+            f"gradient_accumulation_steps {steps} x {world} rank(s) is "
+            f"{(micro or 0) * (steps or 0) * world}"
+        )
+    if given[1] and given[2] and train and train != (micro or 0) * (steps or 0) * world:
+        raise ValueError(
+            f"the step has {train} records, but train_micro_batch_size_per_gpu {micro} x "
+            f"gradient_accumulation_steps {steps} x {world} rank(s) is "
+            f"{(micro or 0) * (steps or 0) * world}"
+        )
+    return BatchSizes(train, micro, steps)
+
+
+def _size(config: Mapping[str, Any], key: str) -> int | None:
+    value = explicit(config.get(key))
+    if value is not None and (type(value) is not int or value < 1):
+        raise ValueError(f"{key} is {value!r}; it must be a number from 1 on, or auto")
+    return value
+
+
+def _divided(whole: int, by: int, words: str) -> int:
+    if whole % by:
+        raise ValueError(f"a step of {whole} records can't be dealt evenly to {words}")
+    return whole // by
+
+
+def filled(config: Mapping[str, Any], known: Known) -> dict[str, Any]:
+    """A copy without any "auto".
+
+    Raises:
+        ValueError: sizes that contradict, or an "auto" that nothing decides.
+    """
+    found = copy.deepcopy(dict(config))
+    sizes = batch_sizes(config, known)
+    for key, value in zip(BATCH_KEYS, (sizes.train, sizes.micro, sizes.steps), strict=True):
+        if key in found and value is not None:
+            found[key] = value
+        elif explicit(found.get(key)) is None:
+            found.pop(key, None)  # two of the three are enough for DeepSpeed
+    values: dict[tuple[str, ...], Any] = {
+        **{("zero_optimization", key): size for key, size in _by_width(known.hidden).items()},
+        ("gradient_clipping",): known.clipping or 0.0,
+        ("fp16", "enabled"): known.fp16,
+        ("bf16", "enabled"): known.bf16,
+        ("bfloat16", "enabled"): known.bf16,
+        ("optimizer", "params", "lr"): known.learning_rate,
+        ("optimizer", "params", "betas"): list(known.betas),
+        ("optimizer", "params", "eps"): known.eps,
+        ("optimizer", "params", "weight_decay"): known.weight_decay,
+        ("scheduler", "params", "warmup_min_lr"): 0,
+        ("scheduler", "params", "warmup_max_lr"): known.learning_rate,
+        ("scheduler", "params", "warmup_num_steps"): known.warmup_steps,
+        ("scheduler", "params", "total_num_steps"): known.total_steps,
+    }
+    left = [path for path in _autos(found) if path not in values]
+    if left:
+        raise ValueError(f"nothing decides {': '.join(left[0])}, which is auto: give a value")
+    for path in list(_autos(found)):
+        section = found
+        for name in path[:-1]:
+            section = section[name]
+        section[path[-1]] = values[path]
+    return found
+
+
+def _by_width(hidden: int) -> dict[str, int]:
+    """Sizes that follow from the model's width; none where that isn't known."""
+    if not hidden:
+        return {}
+    return {
+        "reduce_bucket_size": hidden * hidden,
+        "allgather_bucket_size": hidden * hidden,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+        "stage3_param_persistence_threshold": 10 * hidden,
+    }
+
+
+def _autos(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """The paths of all values that are "auto"."""
+    found: list[tuple[str, ...]] = []
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            found += _autos(value, (*above, key))
+        elif value == AUTO:
+            found.append((*above, key))
+    return found
+
+
+# What a DeepSpeed configuration means without DeepSpeed: settings, and a row for each of its keys.
+#
+# The settings are plain values (how weights are dealt out, number format, batch sizes); whoever
+# trains turns them into its own switches. The rows say of every key whether it is honoured, ignored
+# (with the reason) or refused, so that nothing is dropped in silence.
+
+ADAMW = frozenset({"adamw", "fusedadam", "deepspeedcpuadam"})
+SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+EPS = 1e-8
+
+
+@dataclass(frozen=True)
+class Row:
+    """One key of the file, what becomes of it, and as what or why."""
+
+    key: str
+    fate: str  # honoured, ignored, refused
+    words: str
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """The configuration's meaning; None and empty where it leaves the choice to the trainer."""
+
+    stage: int = 0
+    offload: bool = False
+    precision: str | None = None  # bf16, fp16
+    initial_scale: float = 65536.0
+    scale_window: int = 1000
+    recompute: bool = False
+    micro_batch: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)  # batch, rate, decay, clipping, ...
+    rows: tuple[Row, ...] = ()
+
+    @property
+    def refused(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.fate == REFUSED)
+
+
+def mapped(config: Mapping[str, Any], known: Known) -> Mapped:
+    """Read a configuration as settings.
+
+    Raises:
+        ValueError: an unknown key, or sizes that contradict each other.
+    """
+    check_keys(config)
+    sizes = batch_sizes(config, known)
+    zero = _section(config, "zero_optimization")
+    given = _given(config)
+    if config.get("train_batch_size") is not None or given.get("micro"):
+        given["batch"] = sizes.train if sizes.train != known.batch else None
+    fp16 = _section(config, "fp16")
+    power, window = _number(fp16, "initial_scale_power"), _number(fp16, "loss_scale_window")
+    precision = [name for name in ("bf16", "fp16") if enabled(config, name) is True]
+    activations = _section(config, "activation_checkpointing")
+    micro = sizes.micro if given.pop("micro", None) else None
+    return Mapped(
+        stage=zero.get("stage", 0),
+        offload=any(_offloads(zero, name) for name in ("optimizer", "param")),
+        precision=precision[0] if precision else None,
+        initial_scale=2.0 ** min(16 if power is None else int(power), 64),
+        scale_window=1000 if window is None else int(window),
+        recompute=bool(
+            activations.get("partition_activations") or activations.get("number_checkpoints")
+        ),
+        micro_batch=micro,
+        settings={key: value for key, value in given.items() if value is not None},
+        rows=tuple(_rows(config)),
+    )
+
+
+def _offloads(zero: Mapping[str, Any], what: str) -> bool:
+    place = zero.get(f"offload_{what}")
+    device = place.get("device", "none") if isinstance(place, Mapping) else "none"
+    old = "cpu_offload" if what == "optimizer" else "cpu_offload_param"
+    return device == "cpu" or zero.get(old) is True
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """What a key holds, nothing where it is left out or null.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    found = config.get(name)
+    if found is not None and not isinstance(found, Mapping):
+        raise ValueError(f"{name} is {found!r}; it must be a JSON object")
+    return found or {}
+
+
+def _number(section: Mapping[str, Any], name: str) -> float | None:
+    """A number from 0 on, or None where it is left to the trainer.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    value = explicit(section.get(name))
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
+        raise ValueError(f"{name} is {value!r}; it must be a number from 0 on, or auto")
+    return value
+
+
+def _given(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers that the file says itself."""
+    optimizer = _section(_section(config, "optimizer"), "params")
+    scheduler = _section(config, "scheduler")
+    timing = _section(scheduler, "params")
+    rate = _number(optimizer, "lr")
+    steps = _number(timing, "warmup_num_steps")
+    clipping = _number(config, "gradient_clipping")
+    passes = explicit(config.get("gradient_accumulation_steps"))
+    return {
+        "micro": explicit(config.get("train_micro_batch_size_per_gpu")) or passes,
+        "learning_rate": rate if rate is not None else _number(timing, "warmup_max_lr"),
+        "weight_decay": _number(optimizer, "weight_decay"),
+        "betas": explicit(optimizer.get("betas")),
+        "lr_schedule": SCHEDULES.get(str(scheduler.get("type"))),
+        "warmup_steps": None if steps is None else int(steps),
+        "max_grad_norm": clipping or None,  # 0 is no clipping
+        "no_clipping": True if clipping == 0 else None,
+    }
+
+
+def _rows(config: Mapping[str, Any]) -> Iterator[Row]:
+    for key, value in config.items():
+        inside = INSIDE.get(key)
+        if inside is None or not isinstance(value, Mapping):
+            yield _row(key, key, value, TOP[key])
+            continue
+        if key in ("fp16", "bf16", "bfloat16") and enabled(config, key) is not True:
+            auto = enabled(config, key) == AUTO
+            yield Row(key, HONOURED, "auto: as the plan says" if auto else "off")
+            continue
+        for name, item in value.items():
+            yield _row(f"{key}.{name}", name, item, inside[name])
+
+
+def _row(key: str, name: str, value: Any, fate: tuple[str, str]) -> Row:
+    """The table's word, unless the value changes it."""
+    kind, words = fate
+    if kind == REFUSED and not _switched_on(value):
+        return Row(key, IGNORED, "off")
+    if key in SPECIAL:
+        reason = SPECIAL[key](value)
+        if reason:
+            return Row(key, REFUSED, reason)
+    if name == "overlap_comm" and value is False:
+        return Row(key, IGNORED, "FSDP2 and DDP always overlap")
+    return Row(key, kind, words)
+
+
+def _switched_on(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return bool(value.get("enabled", bool(value)))
+    # A partition or pipeline of one is none; true isn't that one, though it equals it.
+    return bool(value) and (value is True or value != 1)
+
+
+def _wrong_offload(value: Any) -> str | None:
+    device = value.get("device", "none") if isinstance(value, Mapping) else "none"
+    return None if device in ("cpu", "none") else f"can't offload to {device}: only to cpu"
+
+
+def _wrong_optimizer(value: Any) -> str | None:
+    known = isinstance(value, str) and value.lower() in {*ADAMW, "adam"}
+    return None if known else f"{value!r} has no counterpart; AdamW has"
+
+
+def _wrong_parameters(value: Any) -> str | None:
+    found = value if isinstance(value, Mapping) else {}
+    eps = explicit(found.get("eps"))
+    if eps is not None and eps != EPS:
+        return f"eps is {eps}; a recipe's AdamW has {EPS}: say auto"
+    if found.get("adam_w_mode") is False:
+        return "adam_w_mode is false: L2 decay has no counterpart, AdamW's has"
+    return None
+
+
+def _wrong_schedule(value: Any) -> str | None:
+    return None if str(value) in SCHEDULES else f"{value!r} is none of {', '.join(SCHEDULES)}"
+
+
+def _wrong_scale(value: Any) -> str | None:
+    return None if value == 0 else f"a fixed loss scale of {value}: say 0, a dynamic one"
+
+
+SPECIAL = {
+    "zero_optimization.offload_optimizer": _wrong_offload,
+    "zero_optimization.offload_param": _wrong_offload,
+    "optimizer.type": _wrong_optimizer,
+    "optimizer.params": _wrong_parameters,
+    "scheduler.type": _wrong_schedule,
+    "fp16.loss_scale": _wrong_scale,
+}

@@ -1,0 +1,278 @@
+"""Shards of a model after FSDP2: each rank keeps a piece of every weight, gradient and moment.
+
+A decoder block's weights are brought together (all-gather) when its pass begins and let go when it
+is over; its gradients are added up and cut (reduce-scatter) as soon as they are there, while the
+blocks before it still compute. What lies outside the blocks (embedding, last norm, head) forms the
+outermost group, which stays together from the forward to the backward pass. The idea is ZeRO's
+(Rajbhandari et al., arXiv:1910.02054), the engine ``torch.distributed.fsdp.fully_shard``.
+
+    shard(module, mesh)                     # in place; the optimizer comes after it
+    send_gradients(module, last)            # before each backward pass of a step
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from hasten.parts.distributed.expert_parallel import SharedExperts
+from hasten.parts.nn.recompute import decoder_blocks
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is sharded.
+
+    Args:
+        reshard: let a block's weights go after its forward pass too, and bring them together again
+            for backward: less memory, half as much communication again.
+        offload: shards of weights, gradients and moments lie in host memory.
+        dtype: format in which blocks compute, weights staying as they are; None: the same.
+    """
+
+    reshard: bool = True
+    offload: bool = False
+    dtype: torch.dtype | None = None
+
+
+def shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    how: Sharding | None = None,
+    before: Callable[[nn.Module], None] = lambda part: None,
+) -> None:
+    """Turn the module's parameters into shards, in place: each block a group, the rest another.
+
+    Gradients are reduced in float32 where the module computes in half a format.
+
+    Args:
+        before: called with each block, and with the module at last, just before it is cut.
+    """
+    how = how or Sharding()
+    reduce = None if how.dtype is None else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=how.dtype, reduce_dtype=reduce)
+    offload = CPUOffloadPolicy() if how.offload else OffloadPolicy()
+    for block in _blocks(module):
+        before(block)
+        fully_shard(
+            block,
+            mesh=mesh,
+            reshard_after_forward=how.reshard,
+            mp_policy=policy,
+            offload_policy=offload,
+        )
+    before(module)
+    fully_shard(
+        module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload
+    )
+
+
+def is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
+
+
+def groups(module: nn.Module) -> int:
+    """How many pieces are brought together one after the other."""
+    return sum(isinstance(m, FSDPModule) for m in module.modules())
+
+
+def send_gradients(module: nn.Module, send: bool) -> None:
+    """Whether the next backward pass reduces its gradients, or each rank keeps whole ones."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(send)
+
+
+def let_go(module: nn.Module) -> None:
+    """Back to shards everywhere: after a pass without gradients the outermost group is whole."""
+    for found in module.modules():
+        if isinstance(found, FSDPModule):
+            found.reshard()
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    try:
+        return decoder_blocks(module)
+    except ValueError:  # nothing repeats: the whole module is one group
+        return []
+
+
+# The groups of weights that FSDP2 reduces at once, and how they lie in its messages.
+#
+# Each module that ``fully_shard`` was called on is one group. Its gradients lie in a message in rows,
+# one for each rank: row r holds the r-th piece of every weight, one after another, the last pieces
+# filled up with zeros. FSDP2 lets a caller put another reduce-scatter in the place of its own
+# (``set_custom_reduce_scatter``) and work on its result (``set_all_reduce_hook``), but doesn't say
+# what lies where: that is read from its parameter groups, which aren't documented, so ``why_not``
+# looks for them first.
+
+METHODS = ("set_custom_reduce_scatter", "set_all_reduce_hook")
+
+
+class Weight(NamedTuple):
+    """A trained weight of a group, as whole as one rank's layers have it."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numbers(self) -> int:
+        return math.prod(self.shape)
+
+    def piece(self, ranks: int) -> int:
+        """Numbers of it in a row, what it is filled up with included."""
+        return -(-self.shape[0] // ranks) * math.prod(self.shape[1:])
+
+
+@dataclass(frozen=True)
+class ShardGroup:
+    """Weights of one reduce-scatter over ``ranks``, in the order of its messages."""
+
+    module: Any  # an FSDPModule
+    weights: tuple[Weight, ...]
+    ranks: int
+
+    @property
+    def row(self) -> int:
+        """Numbers of a row."""
+        return sum(weight.piece(self.ranks) for weight in self.weights)
+
+    @property
+    def name(self) -> str:
+        """That of its first weight: no weight is in two groups."""
+        return self.weights[0].name
+
+
+def why_not() -> str:
+    """Why gradients of shards can't be made small with this torch, in one sentence; empty: they
+    can."""
+    missing = [name for name in METHODS if not hasattr(FSDPModule, name)]
+    if missing:
+        return f"FSDP2 of torch {torch.__version__} has no {missing[0]}; take torch 2.11 or later"
+    return ""
+
+
+def shard_groups(module: nn.Module) -> list[ShardGroup]:
+    """The groups of a module that has been sharded and hasn't run yet, those that learn.
+
+    Raises:
+        ValueError: this torch keeps its groups elsewhere.
+    """
+    names = {id(p): name for name, p in module.named_parameters()}
+    found = []
+    for member in module.modules():
+        if not isinstance(member, FSDPModule):
+            continue
+        for group in _parameter_groups(member):
+            learn = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+            weights = [Weight(names[id(p.sharded_param)], tuple(p._orig_size)) for p in learn]
+            if weights:
+                ranks = int(group.mesh_info.shard_mesh_size)
+                found.append(ShardGroup(member, tuple(weights), ranks))
+    return found
+
+
+def _parameter_groups(member: Any) -> Sequence[Any]:
+    """FSDP2's own record of what it reduces at once."""
+    state = member._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        found: Sequence[Any] = several
+        return found
+    if not hasattr(state, "_fsdp_param_group"):
+        raise ValueError(
+            f"torch {torch.__version__} keeps the groups of FSDP2 where hasten doesn't look for "
+            "them; leave the wire's technique out"
+        )
+    single = state._fsdp_param_group
+    return [] if single is None else [single]
+
+
+class RowReduceScatter:
+    """What FSDP2 calls in the place of its reduce-scatter, by the shape of torch's own class."""
+
+    def __init__(self, reduce: Callable[[Tensor, Tensor, Any, Any], None]) -> None:
+        self._reduce = reduce
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        self._reduce(output_tensor, input_tensor, group, op)
+
+
+def rows_of(values: Mapping[str, Tensor], group: ShardGroup, device: torch.device) -> Tensor:
+    """Whole float32 values by name as (ranks, row); what isn't given is zero."""
+    rows = torch.zeros(group.ranks, group.row, device=device)
+    for weight, part in _parts(rows, group):
+        if weight.name in values:
+            flat = torch.zeros(part.numel(), device=device)
+            given = values[weight.name].flatten()
+            flat[: given.numel()] = given.to(device, torch.float32)
+            part.copy_(flat.view(part.shape))
+    return rows
+
+
+def values_of(rows: Tensor, group: ShardGroup) -> dict[str, Tensor]:
+    """The reverse: flat values by name, without what they were filled up with."""
+    parts = _parts(rows, group)
+    return {weight.name: p.flatten()[: weight.numbers].clone() for weight, p in parts}
+
+
+def _parts(rows: Tensor, group: ShardGroup) -> list[tuple[Weight, Tensor]]:
+    """Each weight with its columns; all rows of them, end to end, are the weight."""
+    pieces = rows.split([weight.piece(group.ranks) for weight in group.weights], dim=1)
+    return list(zip(group.weights, pieces, strict=True))
+
+
+# Shards of what isn't an expert, beside experts that are shared out over ranks (FSDP2).
+#
+# Experts lie on their ranks whole and take no part in the all-gathers of a block; whatever else a
+# block holds does, as in :mod:`hasten.parts.distributed.fsdp`.
+
+
+def shard_rest(
+    module: nn.Module, shared: SharedExperts, mesh: DeviceMesh, reshard: bool = True
+) -> None:
+    """Turn all but the experts into shards, in place: each block a group, the rest another."""
+    experts = set(shared.parameters())
+    for block in decoder_blocks(module):
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, ignored_params=experts)
+    fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=experts)
+
+
+# Stages of a pipeline whose weights are sharded (FSDP2): each block a group, the rest another.
+#
+# A stage is a root of its own, whose groups come together for each pass over a micro-batch and let go
+# after it. Gradients are cut and added up (reduce-scatter) in every backward pass, since a rank's
+# passes of the next micro-batches stand between. See :mod:`hasten.parts.distributed.fsdp` for a
+# model that isn't cut into stages.
+
+
+def shard_stage(stage: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+    """Turn a stage's parameters into shards, in place; ``layers`` are those of all stages here."""
+    own = {id(layer) for layer in layers}
+    for module in list(stage.modules()):
+        if id(module) in own:
+            fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    # Let go as well: after a pass without gradients it would be stale once the pieces move.
+    fully_shard(stage, mesh=mesh, reshard_after_forward=True)

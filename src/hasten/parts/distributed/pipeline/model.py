@@ -1,0 +1,445 @@
+"""AsyncPipeline: a model in stages, and steps that send micro-batches through them.
+
+    pipeline = AsyncPipeline(stages=4, microbatch_size=8, overlap_communication=True)
+    model = pipeline.partition_model(model)           # this process's stages, balanced by cost
+    optimizer = AdamW(model.parameters())
+    for batch in loader:                              # the same batch on every rank
+        loss = pipeline.step(model, batch)            # gradients are left, the loss returned
+        optimizer.step(); optimizer.zero_grad()
+
+Without an optimizer over its parameters the pipeline takes one of its own, see
+:mod:`hasten.parts.distributed.pipeline.runtime`.
+
+With a process group of ``stages`` ranks each rank keeps its own part of the model and
+``torch.distributed.pipelining`` runs the schedule. Without one, all stages run in this process on
+the devices there are. A Hugging Face causal language model takes its usual batch (``input_ids``,
+``labels``, ...); the loss is the mean over all trained tokens of the batch, whatever the cut.
+An ``nn.Sequential`` takes ``(x, y)`` and a ``loss_fn(output, y)`` that is a mean over rows; without
+one, cross-entropy where ``y`` has whole numbers, else the mean squared error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from hasten.parts.distributed.pipeline import stages
+from hasten.parts.distributed.pipeline import stages as partition
+from hasten.parts.distributed.pipeline.runtime import (
+    LocalRunner,
+    LossFunction,
+    OptimizerFactory,
+    RanksRunner,
+    Runner,
+    Seams,
+    Settings,
+    Update,
+    Work,
+    is_pair,
+    language_batch,
+    micro_batches,
+    usual_loss,
+)
+from hasten.parts.distributed.pipeline.stages import (
+    Cuttable,
+    Elsewhere,
+    Inputs,
+    LanguageModel,
+    Layers,
+    TiedHead,
+)
+from hasten.parts.distributed.pipeline.trace import StageEvent, bubble_share, drawing, gathered
+from hasten.parts.nn.losses import WholeLogitsLoss
+
+
+class AsyncPipeline:
+    """How a model is laid out as a pipeline and stepped.
+
+    Args:
+        stages: ranks (or devices of this process) that the model is spread over.
+        microbatch_size: rows of a micro-batch; a batch that it doesn't divide is cut into the
+            largest equal pieces that are no larger.
+        overlap_communication: messages travel while ranks compute; False: each is waited for
+            where torch's plain schedules do, for comparison.
+        schedule: one of :data:`hasten.parts.distributed.pipeline.schedules.SCHEDULES`.
+        checkpoint: "never"; "always": a stage keeps its inputs alone and computes the rest again in
+            the backward pass; "except_last": so for all micro-batches but the last.
+        group: the ranks of the pipeline; None: all, where torch.distributed is initialised.
+        loss_fn: for an ``nn.Sequential``, where ``step`` isn't given one.
+        optimizer: makes one from parameters; ``step`` then moves the weights too, and begins
+            without gradients. None: AdamW with ``learning_rate``, unless an optimizer is there or
+            somebody has asked the partitioned model for its parameters. False: gradients are left.
+    """
+
+    def __init__(
+        self,
+        stages: int = 4,
+        microbatch_size: int = 8,
+        overlap_communication: bool = True,
+        *,
+        schedule: str = "1f1b",
+        checkpoint: str = "never",
+        group: dist.ProcessGroup | None = None,
+        loss_fn: LossFunction | None = None,
+        optimizer: OptimizerFactory | Literal[False] | None = None,
+        learning_rate: float = 1e-3,
+    ) -> None:
+        if microbatch_size < 1:
+            raise ValueError(f"microbatch_size is {microbatch_size}; give 1 at least")
+        self.settings = Settings(schedule, stages, checkpoint, overlap_communication)
+        self.microbatch_size = microbatch_size
+        self._group = group
+        self._loss_fn, self._update = loss_fn, Update(optimizer, learning_rate)
+        self._events: list[StageEvent] = []
+
+    def partition_model(
+        self,
+        model: nn.Module,
+        costs: Sequence[float] | str = "estimated",
+        sample: Any = None,
+        device: torch.device | str | None = None,
+    ) -> PipelineModel:
+        """This process's stages of a model, cut so that the slowest is as fast as can be.
+
+        Args:
+            model: a Hugging Face causal language model of a known kind, or an ``nn.Sequential``.
+            costs: "estimated" from the layers' matrices, "measured" on ``sample`` (a batch), or a
+                number per layer. Ranks take the measurement of the first of them.
+            device: where this rank's stages go; None: where the model is.
+
+        Raises:
+            ValueError: more stages than layers, or a model that can't be cut.
+        """
+        whole = _cuttable(model)
+        group = self._joined()
+        each, first, last = _costs(whole, costs, sample)
+        if group is not None and costs == "measured":
+            told = [(each, first, last)]
+            dist.broadcast_object_list(told, group=group, group_src=0)
+            ((each, first, last),) = told
+        sizes = partition.balanced(each, len(self.settings.homes), first, last)
+        return PipelineModel(whole, sizes, self.settings, group, device)
+
+    def step(self, model: PipelineModel, batch: Any, loss_fn: LossFunction | None = None) -> Tensor:
+        """Forward and backward passes of all micro-batches; the mean loss, on every rank.
+
+        Gradients that are left are added to those there are. Raises ValueError where the batch
+        can't be cut.
+        """
+        if not isinstance(model, PipelineModel):
+            raise ValueError(
+                f"step takes what partition_model returned, and this is a {type(model).__name__}"
+            )
+        loss_fn = loss_fn or self._loss_fn
+        if loss_fn is None and not model.language and is_pair(batch):
+            loss_fn, name = usual_loss(batch[1])
+            self._update.say(f"AsyncPipeline: no loss_fn was given, so {name} is taken")
+        given = batch, self.microbatch_size, loss_fn, model.language
+        pieces, weight = micro_batches(*given, model.place, self.settings)
+        self._update.before(model.stages, model.asked, model.group)
+        model.tied.begin()
+        total = model.runner.run(pieces, weight)
+        model.tied.add()
+        self._update.after()
+        if model.runner.work.recorder.on:
+            self._events = gathered(model.runner.work.recorder.events, model.group)
+        return total.double() * weight
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the pipeline's own optimizer, over this process's stages."""
+        return self._update.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._update.load_state_dict(state)
+
+    @contextmanager
+    def recording(self, model: PipelineModel) -> Iterator[None]:
+        """Steps in the block are timed pass by pass; on accelerators ranks then wait for each."""
+        recorder = model.runner.work.recorder
+        recorder.on = True
+        try:
+            yield
+        finally:
+            recorder.on = False
+
+    @property
+    def events(self) -> list[StageEvent]:
+        """What all ranks did in the last recorded step."""
+        return self._events
+
+    @property
+    def bubble(self) -> float:
+        """The share of the ranks' time that the last recorded step left idle."""
+        return bubble_share(self._events)
+
+    def timetable(self) -> str:
+        """The last recorded step as an SVG drawing."""
+        name = f"{self.settings.schedule} on {self.settings.ranks} ranks, measured"
+        return drawing(self._events, name)
+
+    def _joined(self) -> dist.ProcessGroup | None:
+        """The pipeline's ranks; None where all stages are in this process."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        group = self._group or dist.group.WORLD
+        size = dist.get_world_size(group)
+        if size == 1:
+            return None
+        if size != self.settings.ranks:
+            raise ValueError(
+                f"the pipeline has {self.settings.ranks} stages and its group {size} ranks; start "
+                "as many processes as stages, or give the group of one pipeline"
+            )
+        return group
+
+
+class PipelineModel(nn.Module):
+    """The stages of this process; its parameters are theirs."""
+
+    def __init__(
+        self,
+        whole: Cuttable,
+        sizes: Sequence[int],
+        settings: Settings,
+        group: dist.ProcessGroup | None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.asked = False  # for its parameters: somebody may move them
+        self.sizes, self.group = tuple(sizes), group
+        homes = settings.homes
+        rank = None if group is None else dist.get_rank(group)
+        own = {
+            index: whole.stage(span)
+            for index, span in enumerate(partition.ranges(sizes))
+            if rank in (None, homes[index])
+        }
+        self.stages = nn.ModuleList(own.values())
+        place = _device(device, self.stages)
+        work = Work(settings, Seams(), place)
+        self.runner: Runner
+        if group is None:
+            local = devices(settings.ranks, place)
+            if len(local) > 1 and isinstance(whole, LanguageModel) and whole.tied:
+                raise ValueError(
+                    "a head tied to the embedding can't be on two devices of one process; start a "
+                    "process per stage (torchrun), or untie it"
+                )
+            self.runner = LocalRunner(own, work, local)
+        else:
+            self.stages.to(place)
+            self.runner = RanksRunner(own, work, group, place, _shape_of(whole))
+        self.tied = TiedHead(whole, homes, group)
+        self.language = isinstance(whole, LanguageModel)
+        if isinstance(whole, LanguageModel):
+            whole.loss.model = nn.Module()  # other ranks' layers may go once nobody else has them
+        self.place = place
+
+    def named_parameters(self, *given: Any, **more: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        self.asked = True
+        found: Iterator[tuple[str, nn.Parameter]] = super().named_parameters(*given, **more)
+        return found
+
+
+def devices(ranks: int, place: torch.device) -> list[torch.device]:
+    """Where stages of one process lie: on accelerators, as far as there are, or all in place."""
+    if place.type == "cpu":
+        return [place]
+    count = min(ranks, torch.accelerator.device_count())
+    return [torch.device(place.type, index) for index in range(count)]
+
+
+def hidden_shape(width: int, dtype: Callable[[], torch.dtype]) -> Callable[[Inputs], Any]:
+    """Shape and format of what travels between the stages of a language model."""
+
+    def shape(inputs: Inputs) -> tuple[tuple[int, ...], torch.dtype]:
+        return (*inputs["input_ids"].shape, width), dtype()
+
+    return shape
+
+
+def _shape_of(whole: Cuttable) -> Callable[[Inputs], Any]:
+    """The same of any model; without an answer torch finds out in a pass. The model isn't kept."""
+    if not isinstance(whole, LanguageModel):
+        return lambda inputs: None
+    dtype = whole.dtype
+    return hidden_shape(whole.causal.config.hidden_size, lambda: dtype)
+
+
+def _cuttable(model: nn.Module) -> Cuttable:
+    if isinstance(model, nn.Sequential):
+        return Layers(model)
+    return LanguageModel(WholeLogitsLoss(model))
+
+
+def _costs(
+    whole: Cuttable, costs: Sequence[float] | str, sample: Any
+) -> tuple[list[float], float, float]:
+    if costs == "estimated":
+        return whole.costs()
+    if costs == "measured":
+        if sample is None:
+            raise ValueError("costs='measured' needs sample, a batch to measure the layers on")
+        inputs = sample if isinstance(sample, Mapping) else {"x": sample[0]}
+        return whole.measured(language_batch(inputs)[0] if "input_ids" in inputs else inputs)
+    if isinstance(costs, str) or len(costs) != whole.layers:
+        raise ValueError(
+            f"costs must be 'estimated', 'measured' or a number for each of the {whole.layers} "
+            f"layers, not {costs!r}"
+        )
+    return [float(c) for c in costs], 0.0, 0.0
+
+
+def _device(given: torch.device | str | None, module: nn.Module) -> torch.device:
+    if given is not None:
+        return torch.device(given)
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
+# A model in place that loses what other stages hold, and gets it back to be saved.
+#
+# :func:`prune` takes other ranks' layers, embedding, norm and head out of a model; what stays keeps
+# its name, since the list of layers keeps its numbers. :func:`put_together` brings everything to the
+# first rank, one tensor at a time from where it lies, and lets it go again afterwards.
+
+
+@dataclass
+class Pruned:
+    """Where each module of a language model is, and the structure of those that are not here."""
+
+    model: LanguageModel
+    places: dict[str, int]  # rank of ``layers.3``, ``embed_tokens``, ``norm``, ``lm_head``
+    rank: int
+    absent: dict[str, nn.Module] = field(default_factory=dict)  # on the meta device
+    tied: bool = False
+
+    def owner(self, name: str) -> nn.Module:
+        """The module that holds a place."""
+        found: nn.Module = self.model.causal if name == "lm_head" else self.model.trunk
+        return found.layers if name.startswith("layers.") else found
+
+
+def prune(model: LanguageModel, sizes: Sequence[int], homes: Sequence[int], rank: int) -> Pruned:
+    """Take out of the model what other ranks hold."""
+    places: dict[str, int] = {"embed_tokens": homes[0], "norm": homes[-1], "lm_head": homes[-1]}
+    for index, span in enumerate(stages.ranges(sizes)):
+        places |= {f"layers.{layer}": homes[index] for layer in span}
+    found = Pruned(model, places, rank, tied=model.tied)
+    for name, home in places.items():
+        if home != rank:
+            owner, key = found.owner(name), name.rpartition(".")[2]
+            module = owner._modules[key]
+            assert module is not None  # the places are the model's own
+            found.absent[name] = module.to("meta")
+            _replace(owner, key, None)
+    return found
+
+
+@contextmanager
+def put_together(pruned: Pruned, group: dist.ProcessGroup) -> Iterator[bool]:
+    """On the group's first rank the whole model, in host memory where it was elsewhere.
+
+    Every rank of the group enters, and leaves; True on the first.
+    """
+    first, came = pruned.rank == 0, []
+    for name, home in pruned.places.items():
+        if home == 0:
+            continue
+        if pruned.rank == home:
+            module = pruned.owner(name)._modules[name.rpartition(".")[2]]
+            assert module is not None  # this rank is its home
+            _send(_named(module), group)
+        elif first:
+            came.append(name)
+            _fill(pruned.absent[name], home, group)
+            _replace(pruned.owner(name), name.rpartition(".")[2], pruned.absent[name])
+    if first and pruned.tied:
+        pruned.model.causal.lm_head.weight = pruned.model.trunk.embed_tokens.weight
+    try:
+        yield first
+    finally:
+        for name in came:
+            pruned.absent[name].to("meta")
+            _replace(pruned.owner(name), name.rpartition(".")[2], None)
+
+
+def _replace(owner: nn.Module, key: str, module: nn.Module | None) -> None:
+    """Put a module in its place, or take it out; layers stay in the order of their numbers."""
+    if not isinstance(owner, nn.ModuleList):
+        setattr(owner, key, Elsewhere() if module is None else module)
+        return
+    kept: dict[str, Any] = dict(owner._modules)
+    kept.pop(key, None)
+    if module is not None:
+        kept[key] = module
+    owner._modules.clear()
+    owner._modules.update({k: kept[k] for k in sorted(kept, key=int)})
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Every parameter and buffer with the module that holds it, those that aren't saved too."""
+    for inner in module.modules():
+        for held in (inner._parameters, inner._buffers):
+            for key, tensor in held.items():
+                if tensor is not None:
+                    yield inner, key, tensor
+
+
+def brought(mine: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """On the group's first rank everybody's tensors by name, on the host; all ranks call it."""
+    if dist.get_rank(group):
+        _send(mine, group)
+        return dict(mine)
+    found = dict(mine)
+    for source in range(1, dist.get_world_size(group)):
+        found |= {name: tensor.cpu() for name, tensor in _received(source, group)}
+    return found
+
+
+def _send(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+    """To the first rank of the group, one after the other."""
+    device = _wire_device(group)
+    about = [[(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]]
+    dist.send_object_list(about, group=group, group_dst=0, device=device)
+    for tensor in tensors.values():
+        if tensor.numel():
+            dist.send(tensor.detach().to(device).contiguous(), group=group, group_dst=0)
+
+
+def _received(source: int, group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
+    device = _wire_device(group)
+    about: list[Any] = [None]
+    dist.recv_object_list(about, group=group, group_src=source, device=device)
+    for name, shape, dtype in about[0]:
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        if tensor.numel():
+            dist.recv(tensor, group=group, group_src=source)
+        yield name, tensor
+
+
+def _named(module: nn.Module) -> dict[str, Tensor]:
+    return {str(place): tensor for place, (_, _, tensor) in enumerate(_tensors(module))}
+
+
+def _fill(module: nn.Module, home: int, group: dist.ProcessGroup) -> None:
+    """Give a structure the weights of its other self on another rank."""
+    places = list(_tensors(module))
+    for (inner, key, old), (_, new) in zip(places, _received(home, group), strict=True):
+        if isinstance(old, nn.Parameter):
+            inner._parameters[key] = nn.Parameter(new.cpu(), requires_grad=old.requires_grad)
+        else:
+            inner._buffers[key] = new.cpu()
+
+
+def _wire_device(group: dist.ProcessGroup) -> torch.device:
+    """Where messages of a group have to lie."""
+    if dist.get_backend(group) == "gloo":
+        return torch.device("cpu")
+    kind = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if kind is None else torch.device(kind.type)

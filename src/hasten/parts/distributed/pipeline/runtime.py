@@ -1,0 +1,715 @@
+"""A pipeline over ranks, in the runtime of ``torch.distributed.pipelining``.
+
+(1) Each rank wraps its stages as torch's ``PipelineStage`` => (2) torch adds sends and receives to
+the schedule's order => (3) on gloo receives are posted earlier, see :func:`earlier` => (4) torch
+runs it. Hidden states of all micro-batches of a step have one shape, as torch's buffers want it;
+for each shape and number of micro-batches a runtime is kept, the last ``KEPT`` of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint as recomputed
+
+from hasten.parts.distributed.pipeline.schedules import (
+    SPLIT,
+    Op,
+    actions,
+    check,
+    enough,
+    homes,
+    impossible,
+    missing,
+    orders,
+)
+from hasten.parts.distributed.pipeline.trace import Recorder, timed
+
+# One pass of one stage: with its activations kept or not, in the number format of the run.
+#
+# Every runner hands each stage's passes to :class:`Work`, so that recomputation, precision and the
+# sum of the losses are the same in one process and in many.
+
+CHECKPOINTS = ("always", "except_last", "never")
+Inputs = Mapping[str, Any]
+Pass = Callable[[], Tensor]
+Beside = Callable[[int, Pass], tuple[Tensor, Tensor | None]]
+
+
+def nothing_beside(number: int, run: Pass) -> tuple[Tensor, Tensor | None]:
+    """A pass by itself."""
+    return run(), None
+
+
+@dataclass(frozen=True)
+class Seams:
+    """What the training loop around a pipeline does in each pass.
+
+    ``beside`` runs a stage's forward pass over the micro-batch of a number and says, with what came
+    out, what the pass adds to the step's summed loss (a balance of experts), or None.
+    """
+
+    region: Callable[[], AbstractContextManager[Any]] = nullcontext  # around a forward pass
+    after_backward: Callable[[], None] = field(default=lambda: None)  # takes gradients over
+    beside: Beside = nothing_beside
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a pipeline works, whatever runs it.
+
+    ``ranks`` are the processes (or, in one process, devices) it is laid out for; ``checkpoint``
+    says of which micro-batches a stage keeps its input alone and computes the rest again: of all,
+    of all but the last (whose backward pass follows at once), of none.
+    """
+
+    schedule: str
+    ranks: int
+    checkpoint: str = "never"
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        check(self.schedule)
+        if self.ranks < 1:
+            raise ValueError(f"stages is {self.ranks}; give 1 at least")
+        if self.checkpoint not in CHECKPOINTS:
+            raise ValueError(
+                f"checkpoint is {self.checkpoint!r}; it must be one of {', '.join(CHECKPOINTS)}"
+            )
+        if self.checkpoint != "never" and self.schedule in SPLIT:
+            raise ValueError(
+                f"{self.schedule} runs a backward pass in two halves and would compute the forward "
+                "pass again in each; take checkpoint='never', or the schedule 1f1b"
+            )
+
+    @property
+    def homes(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return homes(self.schedule, self.ranks)
+
+    def recomputes(self, number: int, count: int) -> bool:
+        """Whether micro-batch ``number`` of ``count`` is computed again in its backward pass."""
+        return self.checkpoint == "always" or (
+            self.checkpoint == "except_last" and number < count - 1
+        )
+
+
+class Work:
+    """The micro-batches of a step in progress, and what has come of them on this process."""
+
+    def __init__(self, settings: Settings, seams: Seams, device: torch.device) -> None:
+        self.settings, self.seams = settings, seams
+        self.recorder = Recorder(device)
+        self.last = len(settings.homes) - 1  # the stage whose output is the loss
+        self._device = device
+        # By stage and micro-batch, and not a sum: torch may try a pass out beforehand.
+        self._losses: dict[tuple[int, int], Tensor] = {}
+        self._scale = 1.0
+        self.recomputed = 0  # passes so far, for whoever asks
+        self._batches: Sequence[Inputs] = ()
+
+    def inputs(self, number: int) -> Inputs:
+        """A micro-batch of the step in progress."""
+        return self._batches[number]
+
+    def begin(self, micro_batches: Sequence[Inputs], group: Any = None, scale: float = 1.0) -> None:
+        """A step, whose backward passes are of ``scale`` x the losses."""
+        self._batches, self._scale = micro_batches, scale
+        self._losses.clear()
+        self.recorder.begin(group)
+
+    @property
+    def total(self) -> Tensor:
+        """What the stages here brought to the step's summed loss; the last one the loss itself."""
+        if not self._losses:
+            return torch.zeros((), device=self._device)
+        return torch.stack([loss.double() for loss in self._losses.values()]).sum()
+
+    def forward(self, stage: nn.Module, index: int, number: int, hidden: Tensor | None) -> Tensor:
+        """Hidden states of a micro-batch, or its loss, which is added up."""
+        with self.seams.region():
+            out, more = self.seams.beside(number, partial(self._run, stage, number, hidden))
+        if index == self.last:
+            out = out if more is None else out + more
+            self._losses[index, number] = out.detach()
+        elif more is not None:
+            self._losses[index, number] = more.detach()
+            if more.requires_grad:
+                zero: Any = Seed.apply(more, self._scale)
+                out = out + zero.to(out.dtype)
+        return out
+
+    def _run(self, stage: nn.Module, number: int, hidden: Tensor | None) -> Tensor:
+        inputs = self._batches[number]
+        out: Tensor
+        if torch.is_grad_enabled() and self.settings.recomputes(number, len(self._batches)):
+            self.recomputed += 1
+            out = recomputed(stage, hidden, inputs, use_reentrant=False)
+        else:
+            out = stage(hidden, inputs)
+        return out
+
+
+class Seed(torch.autograd.Function):
+    """Zero, added to what a stage sends on, so that a loss of the stage's own takes part in its
+    backward pass (as Megatron-LM's MoEAuxLossAutoScaler does)."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale, ctx.like = scale, (loss.dtype, loss.device)
+        return torch.zeros_like(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        dtype, device = ctx.like
+        return torch.full((), ctx.scale, dtype=dtype, device=device), None
+
+
+class Runner(Protocol):
+    """Runs stages over micro-batches in a schedule's order; in one process, or one of many."""
+
+    work: Work
+
+    def run(self, micro_batches: Sequence[Inputs], scale: float) -> Tensor:
+        """Gradients of ``scale`` x the summed losses; the sum itself, unscaled, on every rank."""
+
+
+KEPT = 4
+AHEAD = 2  # passes by which a receive is posted before torch would
+Shape = Callable[[Inputs], tuple[tuple[int, ...], torch.dtype] | None]  # of hidden states
+
+
+class RanksRunner:
+    """This rank's stages among those of a process group."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        work: Work,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        shape: Shape,
+    ) -> None:
+        if problem := missing(work.settings.schedule):
+            raise ValueError(problem)
+        self.work, self.group, self.device = work, group, device
+        self.rank = dist.get_rank(group)
+        self._stages, self._shape = dict(sorted(stages.items())), shape
+        self._scale = 1.0
+        self._runtimes: OrderedDict[Any, Any] = OrderedDict()
+
+    def run(self, micro_batches: Sequence[Inputs], scale: float) -> Tensor:
+        self._scale = scale
+        runtime = self._runtime(micro_batches)
+        numbers = torch.arange(len(micro_batches))
+        self.work.begin(micro_batches, self.group, scale)
+        runtime.step(
+            *((numbers,) if 0 in self._stages else ()),
+            target=numbers if self.work.last in self._stages else None,
+            return_outputs=False,
+            number=numbers,
+        )
+        return self._everywhere(self.work.total)
+
+    def evaluate(self, inputs: Inputs) -> Tensor:
+        """The loss of one micro-batch on every rank, forward passes alone.
+
+        Stages run one after the other: an evaluation is rare, and needs no buffers of its own.
+        """
+        homes = self.work.settings.homes
+        self.work.begin([inputs])
+        hidden: Tensor | None = None
+        for index, stage in self._stages.items():
+            if index and homes[index - 1] != self.rank:
+                hidden = self._received(homes[index - 1])
+            hidden = self.work.forward(stage, index, 0, hidden)
+            if index < self.work.last and homes[index + 1] != self.rank:
+                self._send(hidden, homes[index + 1])
+        return self._everywhere(self.work.total)
+
+    def _everywhere(self, total: Tensor) -> Tensor:
+        """What all ranks brought: the loss from the last, mostly nothing from the others."""
+        whole = total.double()
+        dist.all_reduce(whole, group=self.group)
+        return whole
+
+    def _runtime(self, micro_batches: Sequence[Inputs]) -> Any:
+        """The one for so many micro-batches of this shape, kept or new."""
+        first, count = micro_batches[0], len(micro_batches)
+        shape = self._shape(first)
+        key = (count, shape, tuple(v.shape for v in first.values() if isinstance(v, Tensor)))
+        if key not in self._runtimes:
+            self._runtimes[key] = self._build(count, shape)
+        self._runtimes.move_to_end(key)
+        if len(self._runtimes) > KEPT:
+            self._runtimes.popitem(last=False)
+        return self._runtimes[key]
+
+    def _build(self, count: int, shape: Any) -> Any:
+        from torch.distributed.pipelining import schedules, stage
+
+        if shape is None and not hasattr(stage, "InferenceMode"):
+            raise ValueError(
+                "this torch can't find out what travels between the stages of an nn.Sequential; "
+                "take torch 2.13, or a language model"
+            )
+        settings = self.work.settings
+        stages = [self._torch_stage(index, shape) for index in self._stages]
+        common: Any = {"loss_fn": self._loss, "scale_grads": False}
+        if not settings.overlap and settings.schedule in ("gpipe", "1f1b"):
+            plain: Any = schedules.ScheduleGPipe
+            if settings.schedule == "1f1b":
+                plain = schedules.Schedule1F1B
+            if settings.schedule == "gpipe" or count >= settings.ranks:
+                return plain(stages[0], count, **common)
+        runtime = schedules._PipelineScheduleRuntime(stages, count, **common)
+        runtime._prepare_schedule_with_comms(actions(settings.schedule, settings.ranks, count))
+        if settings.overlap and dist.get_backend(self.group) == "gloo":
+            listed = runtime.pipeline_order_with_comms
+            runtime.pipeline_order_with_comms = {r: earlier(listed[r], AHEAD) for r in listed}
+        return runtime
+
+    def _torch_stage(self, index: int, shape: Any) -> Any:
+        from torch.distributed.pipelining import PipelineStage
+
+        last, chunk = self.work.last, _Chunk(self._stages[index], index, self.work)
+        known: dict[str, Any] = {}
+        if shape is not None:
+            size, dtype = shape
+            hidden = torch.empty(size, dtype=dtype, device="meta").requires_grad_()
+            total = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta")
+            number = torch.empty(1, dtype=torch.int64, device="meta")
+            known["input_args"] = hidden if index else number
+            known["output_args"] = hidden if index < last else total.requires_grad_()
+        stage: Any = PipelineStage(chunk, index, last + 1, self.device, group=self.group, **known)
+        recorder, backward = self.work.recorder, stage.backward_one_chunk
+        whole = timed(recorder, backward, self.rank, "B", index)
+        half = timed(recorder, backward, self.rank, "I", index)
+
+        def either(number: int, loss: Any = None, full_backward: bool = True, **more: Any) -> None:
+            (whole if full_backward else half)(
+                number, loss=loss, full_backward=full_backward, **more
+            )
+            self.work.seams.after_backward()
+
+        def weights(number: int, **more: Any) -> None:
+            rest(number, **more)
+            self.work.seams.after_backward()
+
+        rest = timed(recorder, stage.backward_weight_one_chunk, self.rank, "W", index)
+        stage.forward_one_chunk = timed(recorder, stage.forward_one_chunk, self.rank, "F", index)
+        stage.backward_one_chunk, stage.backward_weight_one_chunk = either, weights
+        return stage
+
+    def _loss(self, total: Tensor, number: Any) -> Tensor:
+        return total * self._scale
+
+    def _send(self, hidden: Tensor, to: int) -> None:
+        about = [(tuple(hidden.shape), hidden.dtype)]
+        dist.send_object_list(about, group=self.group, group_dst=to, device=self.device)
+        dist.send(hidden.detach().contiguous(), group=self.group, group_dst=to)
+
+    def _received(self, source: int) -> Tensor:
+        about: list[Any] = [None]
+        dist.recv_object_list(about, group=self.group, group_src=source, device=self.device)
+        hidden = torch.empty(about[0][0], dtype=about[0][1], device=self.device)
+        dist.recv(hidden, group=self.group, group_src=source)
+        return hidden
+
+
+class _Chunk(nn.Module):
+    """A stage as torch calls it: with hidden states and the number of the micro-batch.
+
+    The micro-batch itself (ids, positions, labels) lies on every rank already, so that nothing but
+    hidden states travels.
+    """
+
+    def __init__(self, stage: nn.Module, index: int, work: Work) -> None:
+        super().__init__()
+        self.stage, self.index = stage, index
+        self._work = work
+
+    def forward(self, entering: Tensor, number: Tensor) -> Tensor:
+        hidden = entering if self.index else None
+        return self._work.forward(self.stage, self.index, int(number), hidden)
+
+
+def earlier(listed: Sequence[Any], ahead: int) -> list[Any]:
+    """Receives moved up by so many passes, in the order among themselves that they had.
+
+    A gloo message starts to travel when both its ends are posted; torch posts a receive just before
+    the pass that needs it, so that the pass would wait for all of the way. On NCCL receives stay:
+    there, one that stands before a send can hold it up.
+    """
+    found: list[Any] = []
+    floor = 0  # no receive may overtake the one before it
+    for action in listed:
+        place = len(found)
+        if action.computation_type.name in ("RECV_F", "RECV_B"):
+            passed = 0
+            while place > floor and passed < ahead:
+                place -= 1
+                passed += found[place].is_compute_op
+            floor = place + 1
+        found.insert(place, action)
+    return found
+
+
+# A pipeline in one process: stages lie on the devices there are, and none is left out.
+#
+# There is one thread, which starts each pass as soon as its inputs are there, rank by rank in the
+# schedule's own order. On accelerators a pass is only queued, so that devices work at the same time
+# and copies between them overlap with it; on a processor passes follow each other. The two halves of
+# a backward pass (I and W) run together: autograd frees what it saved after the first.
+
+
+class LocalRunner:
+    """All stages, each on a device of its own or all on one."""
+
+    def __init__(
+        self, stages: Mapping[int, nn.Module], work: Work, devices: Sequence[torch.device]
+    ) -> None:
+        self.work, self._stages = work, stages
+        self._homes = work.settings.homes
+        self._devices = [devices[home % len(devices)] for home in self._homes]
+        self._sent: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # (entered, came out)
+        self._returned: dict[tuple[int, int], Tensor] = {}  # gradients on their way back
+        for index, stage in stages.items():
+            stage.to(self._devices[index])
+
+    def run(self, micro_batches: Sequence[Inputs], scale: float) -> Tensor:
+        settings = self.work.settings
+        listed = orders(settings.schedule, settings.ranks, len(micro_batches))
+        self.work.begin([dict(m) for m in micro_batches], scale=scale)
+        self._sent.clear()  # what a step that failed has left isn't this one's
+        self._returned.clear()
+        at = [0] * len(listed)
+        while any(at[r] < len(ops) for r, ops in enumerate(listed)):
+            before = sum(at)
+            for rank, ops in enumerate(listed):
+                while at[rank] < len(ops) and self._ready(ops[at[rank]]):
+                    self._pass(rank, ops[at[rank]], micro_batches, scale)
+                    at[rank] += 1
+            if sum(at) == before:
+                raise RuntimeError(f"{settings.schedule}: ranks wait for each other for ever")
+        return self.work.total
+
+    def _ready(self, op: Op) -> bool:
+        kind, stage, number = op
+        if kind == "F":
+            return stage == 0 or (stage - 1, number) in self._sent
+        if kind == "W":
+            return True
+        there = (stage, number) in self._sent
+        return there and (stage == self.work.last or (stage, number) in self._returned)
+
+    def _pass(self, rank: int, op: Op, batches: Sequence[Inputs], scale: float) -> None:
+        kind, stage, number = op
+        if kind == "W":
+            return
+        with self.work.recorder.noting(rank, "F" if kind == "F" else "B", stage, number):
+            if kind == "F":
+                self._forward(stage, number)
+            else:
+                self._backward(stage, number, scale)
+
+    def _forward(self, stage: int, number: int) -> None:
+        hidden = None
+        if stage:
+            hidden = self._to(self._sent[stage - 1, number][1].detach(), stage)
+            hidden = hidden.requires_grad_(hidden.is_floating_point())
+        self._place(self.work.inputs(number), stage)
+        out = self.work.forward(self._stages[stage], stage, number, hidden)
+        self._sent[stage, number] = hidden, out
+
+    def _backward(self, stage: int, number: int, scale: float) -> None:
+        hidden, out = self._sent.pop((stage, number))
+        if stage == self.work.last:
+            (out * scale).backward()
+        else:
+            out.backward(self._returned.pop((stage, number)))
+        if hidden is not None and hidden.grad is not None:
+            self._returned[stage - 1, number] = self._to(hidden.grad, stage - 1)
+        self.work.seams.after_backward()
+
+    def _place(self, inputs: Any, stage: int) -> None:
+        """A micro-batch goes from stage to stage with its hidden states."""
+        for name, value in inputs.items():
+            if isinstance(value, Tensor):
+                inputs[name] = self._to(value, stage)
+
+    def _to(self, tensor: Any, stage: int) -> Any:
+        """On the stage's device; the copy waits for nobody where memory and device allow."""
+        if tensor is None:
+            return None
+        return tensor.to(self._devices[stage], non_blocking=self.work.settings.overlap)
+
+
+# A batch cut into micro-batches, and micro-batches of one shape, as stages send them.
+#
+# Stages exchange hidden states through buffers of one size, and some schedules want micro-batches in
+# certain numbers. So rows and columns of filler are added, and whole micro-batches where one is
+# missing. Filler has no label. In padded rows it stands behind the tokens, where causal attention
+# doesn't look; in packed rows it is a document of its own.
+
+IGNORED = -100
+FILLERS = {"input_ids": 0, "labels": IGNORED, "attention_mask": 1, "position_ids": 0}
+PACKED = ("document_lengths", "boundaries")
+LossFunction = Callable[[Any, Any], Tensor]
+TAKES = (
+    "a language model takes a batch with input_ids and labels; an nn.Sequential takes (x, y): give "
+    "loss_fn(output, y)"
+)
+
+
+def alike(batches: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
+    """``count`` micro-batches of the largest shape among those given.
+
+    Raises:
+        ValueError: an input whose filler isn't known.
+    """
+    strange = {name for batch in batches for name in batch} - {*FILLERS, *PACKED}
+    if strange:
+        raise ValueError(
+            f"a pipeline can't fill up the input {sorted(strange)[0]!r} of a micro-batch; it knows "
+            f"{', '.join((*FILLERS, *PACKED))}"
+        )
+    rows = max(len(b["input_ids"]) for b in batches)
+    width = max(b["input_ids"].shape[1] for b in batches)
+    found = [_filled(batch, rows, width) for batch in batches]
+    empty = {**found[-1], "labels": torch.full_like(found[-1]["labels"], IGNORED)}
+    return found + [empty] * (count - len(found))
+
+
+def language_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
+    """Labels aligned with the position that predicts them, as no model has to shift then."""
+    if "input_ids" not in batch or "labels" not in batch:
+        raise ValueError("a language model's batch needs input_ids and labels")
+    aligned = F.pad(batch["labels"], (0, 1), value=IGNORED)[..., 1:]
+    trained = int((aligned != IGNORED).sum())  # waits for the device; labels come from the host
+    return {**batch, "labels": aligned}, 1 / max(trained, 1)
+
+
+def usual_loss(target: Any) -> tuple[LossFunction, str]:
+    """The loss of a target where none is given, and its name.
+
+    Raises:
+        ValueError: the target is no tensor of numbers.
+    """
+    if not isinstance(target, Tensor) or target.is_complex():
+        raise ValueError(f"a target of type {type(target).__name__} has no usual loss; {TAKES}")
+    if target.is_floating_point():
+        return _squared_error, "the mean squared error"
+    return _class_error, "cross-entropy"
+
+
+def _class_error(output: Tensor, target: Tensor) -> Tensor:
+    if output.shape[:-1] == target.shape:  # (..., classes)
+        output, target = output.flatten(0, -2), target.flatten()
+    return F.cross_entropy(output, target)
+
+
+def _squared_error(output: Tensor, target: Tensor) -> Tensor:
+    if output.shape != target.shape:
+        raise ValueError(
+            f"the output has shape {tuple(output.shape)} and the target {tuple(target.shape)}, so "
+            f"no squared error was meant; {TAKES}"
+        )
+    return F.mse_loss(output, target)
+
+
+def micro_batches(
+    batch: Any,
+    rows: int,
+    loss_fn: LossFunction | None,
+    language: bool,
+    device: torch.device,
+    settings: Settings,
+) -> tuple[list[dict[str, Any]], float]:
+    """A batch in pieces that the schedule can run, and what the sum of their losses is scaled by.
+
+    Raises:
+        ValueError: it isn't what such a model takes, or the schedule wants other pieces.
+    """
+    if language and isinstance(batch, Mapping):
+        if loss_fn is not None:
+            raise ValueError(
+                "a language model's loss is computed in its last stage from the batch's "
+                "labels; leave loss_fn out, or cut an nn.Sequential"
+            )
+        whole, weight = language_batch(batch)
+    elif not language and loss_fn is not None and is_pair(batch):
+        whole, weight = {"x": batch[0], "y": batch[1]}, 0.0  # by the pieces, see below
+    else:
+        raise ValueError(TAKES)
+    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in whole.items()}
+    pieces = cut(moved, rows)
+    schedule, ranks = settings.schedule, settings.ranks
+    if problem := impossible(schedule, ranks, len(pieces)):
+        if not language:
+            raise ValueError(f"{problem}; change the batch or microbatch_size")
+        pieces = alike(pieces, enough(schedule, ranks, len(pieces)))
+    if language:
+        return pieces, weight
+    return [{**piece, "loss_fn": loss_fn} for piece in pieces], 1 / len(pieces)
+
+
+def is_pair(batch: Any) -> bool:
+    return isinstance(batch, tuple | list) and len(batch) == 2
+
+
+def cut(batch: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
+    """The largest equal pieces of ``rows`` rows at most.
+
+    What isn't a tensor with a row per row goes into all of them.
+    """
+    total = len(batch["input_ids"] if "input_ids" in batch else batch["x"])
+    if not total:
+        raise ValueError("a batch has no rows; leave it out")
+    most = min(rows, total)
+    rows = next(size for size in range(most, 0, -1) if total % size == 0)
+    count = total // rows
+    if 2 * rows < most:
+        words = f"microbatch_size={most} doesn't divide a batch of {total} rows, so it goes in"
+        warnings.warn(f"{words} {count} pieces of {rows}", stacklevel=4)
+    pieces: list[dict[str, Any]] = [{} for _ in range(count)]
+    for name, value in batch.items():
+        per_row = isinstance(value, Tensor) and value.dim() and len(value) == total
+        parts = value.split(rows) if per_row else [value] * count
+        for piece, part in zip(pieces, parts, strict=True):
+            piece[name] = part
+    return pieces
+
+
+def _filled(batch: Mapping[str, Any], rows: int, width: int) -> dict[str, Any]:
+    ids: Tensor = batch["input_ids"]
+    right, below = width - ids.shape[1], rows - len(ids)
+    if not right and not below:
+        return dict(batch)
+    found: dict[str, Any] = {
+        name: F.pad(value, (0, right, 0, below), value=FILLERS[name])
+        for name, value in batch.items()
+        if name in FILLERS
+    }
+    if "position_ids" in batch:  # filler counts from 0, like a document
+        positions = found["position_ids"]
+        positions[:, ids.shape[1] :] = torch.arange(right, device=ids.device)
+        positions[len(ids) :] = torch.arange(width, device=ids.device)
+    if "document_lengths" in batch:
+        more = [right] * bool(right) + [width] * below
+        lengths = (*batch["document_lengths"], *more)
+        found["document_lengths"] = lengths
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        found["boundaries"] = ends.to(batch["boundaries"])
+    return found
+
+
+# Who moves the weights of a pipeline: its user's optimizer, or one of the pipeline's own.
+#
+# A loop that partitions a model and calls ``step`` alone would train nothing. So the pipeline takes
+# an optimizer of its own unless one is there already, or the stages were asked for their parameters
+# (a loop may move them by hand). Where gradients are left to the user and nobody takes them, that is
+# said.
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+class Update:
+    """What follows the passes of a step.
+
+    Args:
+        build: makes the optimizer; None: AdamW if nobody else has one; False: gradients are left.
+    """
+
+    def __init__(
+        self, build: OptimizerFactory | Literal[False] | None, learning_rate: float
+    ) -> None:
+        self._build, self._rate = build, learning_rate
+        self.optimizer: Optimizer | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._marks: list[Any] = []  # of weights and gradients after the last step
+        self._state: Mapping[str, Any] | None = None  # for an optimizer that isn't there yet
+        self._said: set[str] = set()
+
+    def before(self, stages: nn.Module, asked: bool, group: dist.ProcessGroup | None) -> None:
+        """Before a step's passes; every rank of the pipeline calls it.
+
+        ``asked``: somebody has this rank's parameters.
+        """
+        found = [p for p in stages.parameters() if p.requires_grad]
+        if [*map(id, found)] != [*map(id, self._parameters)]:
+            self._parameters, self._marks = found, []
+            self._settle(asked or _has_optimizer(found), group)
+        elif (
+            self._marks and self._marks == _marks(found) and any(p.grad is not None for p in found)
+        ):
+            self.say("gradients of two steps add up and no optimizer has moved a weight")
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()  # here: after a step they can be looked at
+
+    def after(self) -> None:
+        """After a step's passes: the own optimizer moves the weights."""
+        if self.optimizer is not None:
+            self.optimizer.step()
+        else:
+            self._marks = _marks(self._parameters)
+
+    def say(self, words: str) -> None:
+        """Warn the caller of ``AsyncPipeline.step``, once."""
+        if words not in self._said:
+            self._said.add(words)
+            warnings.warn(words, stacklevel=4)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The own optimizer's state; None without one."""
+        return {"optimizer": self.optimizer.state_dict() if self.optimizer else self._state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; before the first step the optimizer takes it when it is made."""
+        self._state = state["optimizer"]
+        if self.optimizer is not None and self._state is not None:
+            self.optimizer.load_state_dict(dict(self._state))
+
+    def _settle(self, taken: bool, group: dist.ProcessGroup | None) -> None:
+        if group is not None:  # all ranks do the same
+            told: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(told, taken, group=group)
+            taken = any(told)
+        self.optimizer = None
+        if self._build is False or (self._build is None and taken) or not self._parameters:
+            return
+        if self._build is None:
+            self.say(
+                "AsyncPipeline: no optimizer was built over model.parameters(), so "
+                f"AdamW(lr={self._rate:g}) is used; give optimizer= for another"
+            )
+        build = self._build or (lambda found: torch.optim.AdamW(found, lr=self._rate))
+        self.optimizer = build(self._parameters)
+        if self._state is not None:
+            self.optimizer.load_state_dict(dict(self._state))
+
+
+def _has_optimizer(parameters: list[nn.Parameter]) -> bool:
+    """Whether any optimizer of this process has one of them; the model was maybe whole then."""
+    mine = {*map(id, parameters)}
+    there = (one for one in gc.get_objects() if issubclass(type(one), Optimizer))
+    return any(id(p) in mine for one in there for g in one.param_groups for p in g["params"])
+
+
+def _marks(parameters: list[nn.Parameter]) -> list[Any]:
+    """Torch counts changes in place: equal marks are untouched weights and gradients."""
+    return [
+        (p._version, None if p.grad is None else (id(p.grad), p.grad._version)) for p in parameters
+    ]

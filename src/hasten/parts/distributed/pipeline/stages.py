@@ -1,0 +1,441 @@
+"""A model cut into pipeline stages: each stage is a view that holds its own layers and no others.
+
+A view is the model's own class and code with other stages' layers left out, so that masks, rotary
+embedding and everything else that a forward pass does between layers stays the model's own. Views
+share parameters with the model they are taken from, and nothing is copied. Two kinds of model:
+
+- Hugging Face causal language models of ``KNOWN``: token ids enter the first stage, hidden states
+  travel, the last stage computes the loss. The others get hidden states as ``inputs_embeds``.
+- ``nn.Sequential``: each child is a layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from hasten.parts.nn.causal_lm import causal_lm, trunk
+
+# Where a model is cut into pipeline stages: the cut whose slowest stage is as fast as can be.
+#
+# A pipeline goes at the pace of its slowest stage, so the cut to look for has the smallest largest
+# stage (the linear partition problem; Skiena, The Algorithm Design Manual, 10.7). Layers stay in
+# order; the embedding is more work for the first stage, norm and head for the last. Among all cuts
+# with that bottleneck the evenest is taken, which is the one that keeps memory even too.
+
+SLACK = 1 + 1e-9  # sums of the same costs in another order differ by less
+
+
+def balanced(
+    costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0
+) -> tuple[int, ...]:
+    """Layers of each stage; every stage gets one at least.
+
+    Args:
+        costs: of each layer, in any unit.
+        stages: how many runs of layers to make.
+        first: what the first stage does beside its layers (embedding).
+        last: what the last stage does beside its layers (norm, head and loss).
+
+    Raises:
+        ValueError: there are fewer layers than stages, or a cost is no number from 0 on.
+    """
+    if stages < 1:
+        raise ValueError(f"{stages} stages: give 1 at least")
+    if len(costs) < stages:
+        raise ValueError(
+            f"a model of {len(costs)} layers can't be cut into {stages} stages; take "
+            f"{len(costs)} stages at most"
+        )
+    if any(not math.isfinite(c) or c < 0 for c in (*costs, first, last)):
+        raise ValueError("the costs of layers must be finite and not negative")
+    ends = (0.0, *itertools.accumulate(costs))
+
+    def stage(start: int, end: int, index: int) -> float:
+        more = (first if index == 0 else 0.0) + (last if index == stages - 1 else 0.0)
+        return ends[end] - ends[start] + more
+
+    bound = _bottleneck(len(costs), stages, stage) * SLACK
+    return _evenest(len(costs), stages, stage, bound)
+
+
+def bottleneck(
+    costs: Sequence[float], sizes: Sequence[int], first: float = 0.0, last: float = 0.0
+) -> float:
+    """The cost of the slowest stage of a cut."""
+    found, start = [], 0
+    for index, size in enumerate(sizes):
+        more = (first if index == 0 else 0.0) + (last if index == len(sizes) - 1 else 0.0)
+        found.append(math.fsum(costs[start : start + size]) + more)
+        start += size
+    return max(found)
+
+
+Stage = Callable[[int, int, int], float]  # cost of layers start..end as the stage of that index
+
+
+def _bottleneck(layers: int, stages: int, stage: Stage) -> float:
+    """The smallest possible largest stage; ``best[end]`` is that of the layers before ``end``."""
+    best = [0.0] + [math.inf] * layers
+    for index in range(stages):
+        row = [math.inf] * (layers + 1)
+        for end in range(index + 1, layers + 1):
+            row[end] = min(max(best[s], stage(s, end, index)) for s in range(index, end))
+        best = row
+    return best[layers]
+
+
+def _evenest(layers: int, stages: int, stage: Stage, bound: float) -> tuple[int, ...]:
+    """Of all cuts within the bound the one with the smallest sum of squares."""
+
+    @cache
+    def best(end: int, index: int) -> tuple[float, tuple[int, ...]]:
+        if index < 0:
+            return (0.0, ()) if end == 0 else (math.inf, ())
+        found: tuple[float, tuple[int, ...]] = (math.inf, ())
+        for start in range(index, end):
+            cost = stage(start, end, index)
+            if cost <= bound:
+                squares, sizes = best(start, index - 1)
+                found = min(found, (squares + cost * cost, (*sizes, end - start)))
+        return found
+
+    return best(layers, stages - 1)[1]
+
+
+def ranges(sizes: Sequence[int]) -> list[range]:
+    """The layers of each stage, as ranges."""
+    ends = list(itertools.accumulate(sizes))
+    return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def work(module: nn.Module, active: float = 1.0) -> float:
+    """Multiplications per token of a module: its matrices' elements, experts by their active share.
+
+    Args:
+        module: one layer. Convolutions count as often as their kernel is applied to one position.
+        active: the share of a layer's experts that a token passes through.
+    """
+    total = 0.0
+    for name, parameter in module.named_parameters():
+        if parameter.dim() >= 2:
+            routed = ".experts." in f".{name}"
+            total += parameter.numel() * (active if routed else 1.0)
+    return total or float(sum(p.numel() for p in module.parameters()))
+
+
+def seconds(run: Callable[[], torch.Tensor], device: torch.device, times: int = 3) -> float:
+    """Fastest of some forward and backward passes; gradients they leave are the caller's."""
+    best = math.inf
+    for _ in range(times):
+        _wait(device)
+        began = time.perf_counter()
+        out = run()
+        if out.requires_grad:
+            out.backward(torch.ones_like(out))
+        _wait(device)
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    """A measurement ends when the device has done the work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+# Trunks that embed, run layers that map hidden states to hidden states, and end with a norm;
+# nothing is scaled or added between (Gemma scales embeddings), so that a stage may begin anywhere.
+KNOWN = (
+    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"),
+    *("deepseek_v2", "deepseek_v3"),
+)
+Inputs = Mapping[str, Any]
+
+
+class Elsewhere(nn.Module):
+    """Stands where a module of another stage was, and hands its first argument on."""
+
+    def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        return hidden
+
+
+class Cuttable(Protocol):
+    """A model that can be cut between its layers."""
+
+    layers: int
+
+    def costs(self) -> tuple[list[float], float, float]:
+        """Estimated work of each layer, and what the first and the last stage do beside."""
+
+    def measured(self, inputs: Inputs) -> tuple[list[float], float, float]:
+        """The same in seconds, on one micro-batch."""
+
+    def stage(self, span: range) -> nn.Module:
+        """Maps (hidden or None, inputs of the micro-batch) to hidden states, or to the loss."""
+
+
+class LanguageModel:
+    """A loss module around a Hugging Face causal language model.
+
+    ``loss`` maps (labels, inputs) to (summed loss, count), as in :mod:`hasten.parts.nn.losses`.
+    """
+
+    def __init__(self, loss: Any) -> None:
+        self.loss = loss
+        self.causal = causal_lm(loss.model)
+        self.trunk: Any = trunk(loss.model)
+        kind = self.causal.config.model_type
+        if kind not in KNOWN:
+            raise ValueError(
+                f"models of type {kind} can't be cut into pipeline stages here; known are "
+                f"{', '.join(KNOWN)}, and any nn.Sequential"
+            )
+        self.layers = len(self.trunk.layers)
+
+    @property
+    def tied(self) -> bool:
+        """Whether head and embedding are one matrix."""
+        head = getattr(self.causal.lm_head, "weight", None)
+        return head is not None and head is getattr(self.trunk.embed_tokens, "weight", None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The format that hidden states travel in: that of the weights."""
+        return next(p.dtype for p in self.trunk.parameters() if p.is_floating_point())
+
+    def costs(self) -> tuple[list[float], float, float]:
+        """An embedding is looked up, which costs next to nothing beside a product."""
+        config = self.causal.config
+        routed = getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", None)
+        active = config.num_experts_per_tok / routed if routed else 1.0
+        each = [work(layer, active) for layer in self.trunk.layers]
+        return each, 0.0, float(config.vocab_size * config.hidden_size)
+
+    def measured(self, inputs: Inputs) -> tuple[list[float], float, float]:
+        device = inputs["input_ids"].device
+        calls: list[tuple[Any, Any]] = []
+
+        def note(layer: nn.Module, args: Any, kwargs: Any) -> None:
+            calls.append((args, kwargs))
+
+        hooks = [
+            layer.register_forward_pre_hook(note, with_kwargs=True) for layer in self.trunk.layers
+        ]
+        rest = {k: v for k, v in inputs.items() if k != "labels"}
+        try:
+            with torch.no_grad():
+                hidden = self.trunk(use_cache=False, **rest).last_hidden_state
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+        def layer(index: int) -> Tensor:
+            (before, *more), named = calls[index]
+            found: Tensor = self.trunk.layers[index](_leaf(before), *more, **named)
+            return found
+
+        def embedding() -> Tensor:
+            found: Tensor = self.trunk.embed_tokens(inputs["input_ids"])
+            return found
+
+        last = self.stage(range(self.layers, self.layers))
+
+        def head() -> Tensor:
+            found: Tensor = last(_leaf(hidden), inputs)
+            return found
+
+        with _gradients_put_back(self.loss):
+            each = [seconds(partial(layer, i), device) for i in range(self.layers)]
+            return (
+                each,
+                seconds(embedding, device),
+                seconds(head, device),
+            )
+
+    def stage(self, span: range) -> nn.Module:
+        """The stage that begins at layer 0 embeds; the one that ends at the last computes loss."""
+        found = view(self.trunk)
+        held = self.trunk.layers._modules  # by number: those of other ranks may be gone already
+        found.layers = nn.ModuleList(
+            held[str(index)] if index in span else Elsewhere() for index in range(self.layers)
+        )
+        if span.start > 0:
+            found.embed_tokens = Elsewhere()
+        if span.stop < self.layers:
+            found.norm = Elsewhere()
+            return TrunkStage(found, span.start == 0)
+        causal = view(self.causal)
+        setattr(causal, self.causal.base_model_prefix, found)
+        return LossStage(causal, self.loss, span.start == 0)
+
+
+class TrunkStage(nn.Module):
+    """Layers of a language model; hidden states come out."""
+
+    def __init__(self, trunk: Any, first: bool) -> None:
+        super().__init__()
+        self.trunk, self.first = trunk, first
+        self.dtype = next(p.dtype for p in trunk.parameters() if p.is_floating_point())
+
+    def forward(self, hidden: Tensor | None, inputs: Inputs) -> Tensor:
+        rest = {k: v for k, v in inputs.items() if k != "labels"}
+        out: Tensor = self.trunk(use_cache=False, **_entering(rest, hidden)).last_hidden_state
+        return out.to(self.dtype)  # autocast may have ended in another format
+
+
+class LossStage(nn.Module):
+    """The last layers, norm, head and loss: the summed loss comes out."""
+
+    def __init__(self, model: Any, loss: Any, first: bool) -> None:
+        super().__init__()
+        self.model, self.first = model, first
+        self._loss = (loss,)  # in a tuple: the whole model that it holds is not this stage's
+
+    def forward(self, hidden: Tensor | None, inputs: Inputs) -> Tensor:
+        """The loss itself runs, over this stage's view, so that what it counts is seen outside."""
+        (loss,) = self._loss
+        whole, loss.model = loss.model, self.model
+        try:
+            total: Tensor = type(loss).forward(loss, **_entering(inputs, hidden))[0]
+        finally:
+            loss.model = whole
+        return total
+
+
+class Layers:
+    """The children of an ``nn.Sequential``, one after the other."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        self.model = model
+        self.layers = len(model)
+
+    def costs(self) -> tuple[list[float], float, float]:
+        return [work(child) for child in self.model], 0.0, 0.0
+
+    def measured(self, inputs: Inputs) -> tuple[list[float], float, float]:
+        hidden, each = inputs["x"], []
+        with _gradients_put_back(self.model):
+            for child in self.model:
+                taken = _leaf(hidden)
+                each.append(seconds(partial(child, taken), taken.device))
+                with torch.no_grad():
+                    hidden = child(hidden)
+        return each, 0.0, 0.0
+
+    def stage(self, span: range) -> nn.Module:
+        return SequentialStage([self.model[i] for i in span], span.stop == self.layers)
+
+
+class SequentialStage(nn.Module):
+    """Some children of an ``nn.Sequential``; their output comes out, or of the last the loss."""
+
+    def __init__(self, children: Sequence[nn.Module], last: bool) -> None:
+        super().__init__()
+        self.last = last
+        self.run = nn.Sequential(*children)
+
+    def forward(self, hidden: Tensor | None, inputs: Inputs) -> Tensor:
+        out: Tensor = self.run(inputs["x"] if hidden is None else hidden)
+        return inputs["loss_fn"](out, inputs["y"]) if self.last else out
+
+
+def view(module: Any) -> Any:
+    """The module under another identity: same parameters and code, submodules of its own choice."""
+    found = copy.copy(module)
+    found._modules = dict(module._modules)
+    return found
+
+
+def _entering(inputs: Inputs, hidden: Tensor | None) -> dict[str, Any]:
+    """What a stage's model is called with: ids where it begins, hidden states where it goes on."""
+    if hidden is None:
+        return dict(inputs)
+    rest = {k: v for k, v in inputs.items() if k != "input_ids"}
+    return {"inputs_embeds": hidden, **rest}
+
+
+def _leaf(hidden: Tensor) -> Tensor:
+    return hidden.detach().requires_grad_(hidden.is_floating_point())
+
+
+@contextmanager
+def _gradients_put_back(module: nn.Module) -> Iterator[None]:
+    """What a measurement does to ``.grad`` is forgotten."""
+    kept = [(p, p.grad) for p in module.parameters()]
+    for parameter, _ in kept:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+
+# A head tied to the embedding, when the two are on different ranks: one weight in two places.
+#
+# Both ends hold the whole matrix and each gets its own part of the gradient. After the backward
+# passes the parts are added on both, so that both take the same update and stay the same: a sum of
+# two numbers doesn't depend on their order.
+
+MARK = "end_of_a_tied_head"  # the attribute of a weight whose other end is on another rank
+
+
+class TiedHead:
+    """The weight's copy on this rank, where the other is on another rank; else nothing."""
+
+    def __init__(
+        self, whole: Cuttable, homes: Sequence[int], group: dist.ProcessGroup | None
+    ) -> None:
+        self.weight: Tensor | None = None
+        self._before: Tensor | None = None
+        self.counts = True  # whether this rank's copy belongs into a sum over all weights
+        self._group, self._peer = group, -1
+        if group is None or not isinstance(whole, LanguageModel) or not whole.tied:
+            return
+        ends, rank = (homes[0], homes[-1]), dist.get_rank(group)
+        if ends[0] != ends[1] and rank in ends:
+            self.weight = whole.causal.lm_head.weight
+            setattr(self.weight, MARK, True)
+            self._peer = ends[1] if rank == ends[0] else ends[0]
+            self.counts = rank == ends[0]
+
+    def begin(self) -> None:
+        """A step begins: what earlier steps left is put aside, since it is a sum already."""
+        if self.weight is not None:
+            self._before, self.weight.grad = self.weight.grad, None
+
+    def add(self, of: Tensor | None = None) -> None:
+        """Add the other end's gradient to this one's; both ends call it.
+
+        ``of`` is the tensor that carries the gradient, where it isn't the weight itself (a master).
+        """
+        held: Any = self.weight if of is None else of
+        if self.weight is None or not held.requires_grad:
+            return
+        mine = held.grad if held.grad is not None else torch.zeros_like(held)
+        mine, other = (
+            mine.contiguous(),
+            torch.empty_like(mine, memory_format=torch.contiguous_format),
+        )
+        ends: Any = {"group": self._group, "group_peer": self._peer}
+        ops = [dist.P2POp(dist.isend, mine, **ends), dist.P2POp(dist.irecv, other, **ends)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        held.grad = mine + other if self._before is None else mine + other + self._before
+        self._before = None
+
+
+def is_end(weight: Tensor) -> bool:
+    """Whether it is an end of a tied head, or a master that took the weight's marks over."""
+    return hasattr(weight, MARK)
