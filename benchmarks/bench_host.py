@@ -62,7 +62,7 @@ def arm(name: str) -> None:
     """Train in turns: a line on stdin is an order, a line on stdout its answer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from hasten.core.batch import with_language_counts
+    from hasten.core.job import with_language_counts
     from hasten.parts.data.collate import padded
     from hasten.parts.nn.losses import LabelOnlyLoss
     from hasten.parts.optim.weight_average import decayed_groups

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from hasten.machine.processes import Pulse
-from hasten.core.guards import fingerprints
+from hasten.core.health import fingerprints
 
 SOAK = Path(__file__).parents[1] / "tests" / "faults" / "rank_soak.py"
 

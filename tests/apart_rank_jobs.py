@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hasten.core.evaluate import evaluate
 from hasten.core.job import Job, Stop
+from hasten.core.loop import evaluate
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from expert_session_jobs import NORM, biases
-from hasten.core.evaluate import evaluate
 from hasten.core.job import Stop
+from hasten.core.loop import evaluate
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare

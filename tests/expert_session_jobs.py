@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hasten.core.evaluate import evaluate
 from hasten.core.job import Stop
+from hasten.core.loop import evaluate
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare

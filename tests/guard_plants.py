@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hasten.core.batch import with_language_counts
 from hasten.core.contracts import Dense
-from hasten.core.job import Job, Stop
+from hasten.core.job import Job, Stop, with_language_counts
 from hasten.core.plan import Plan
 from hasten.core.session import Session
 from hasten.core.setup import Setup

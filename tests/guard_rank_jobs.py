@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hasten.core.guards import Guards, ReplicasDifferError
-from hasten.core.order import GlobalBatch, ShuffledOrder
+from hasten.core.health import Guards, ReplicasDifferError
+from hasten.core.job import GlobalBatch, ShuffledOrder
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 from hasten import DynamicBatchSampler, InputError, OptimizedTrainer
-from hasten.core.trainer import Outcome
+from hasten.core.loop import Outcome
 from hasten.integrations import optimized_trainer
 from hasten.machine.environment import World
 

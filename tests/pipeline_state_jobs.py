@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from expert_checkpoint_jobs import ALL, FIRST, apart, biases, shared_folder
-from hasten.core.evaluate import evaluate
 from hasten.core.job import Stop
+from hasten.core.loop import evaluate
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare

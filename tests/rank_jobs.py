@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from hasten.core.evaluate import evaluate
 from hasten.core.job import Job, Stop
+from hasten.core.loop import evaluate
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare

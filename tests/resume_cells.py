@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from feed_rank_jobs import with_dropout
-from hasten.core.job import Job, Stop
-from hasten.core.order import GlobalBatch, permutation, share
+from hasten.core.job import GlobalBatch, Job, Stop, permutation, share
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from hasten.core.evaluate import evaluate
 from hasten.core.job import Job, Stop
+from hasten.core.loop import evaluate
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare

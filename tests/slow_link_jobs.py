@@ -10,11 +10,11 @@ from hasten.machine import environment
 sys.path.insert(0, str(Path(__file__).parent))
 import torch
 
-from hasten.core import slow_link
+from hasten.core import health
+from hasten.core.health import LOOK, SlowLink
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
-from hasten.core.slow_link import LOOK, SlowLink
 from hasten.core.step import training
 from hasten.launch.ranks import process_group
 from hasten.machine.environment import World
@@ -28,7 +28,7 @@ def session_on(world: World) -> Session:
 
 
 def train(world: World) -> None:
-    slow_link.SHARE = 0.0  # a busy machine computes slowly as well
+    health.SHARE = 0.0  # a busy machine computes slowly as well
     link = SlowLink(print if world.is_main else lambda text: None)
     for metrics in training(session_on(world)):
         link.note(metrics)

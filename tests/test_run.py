@@ -11,8 +11,8 @@ import torch
 import yaml
 
 from hasten.core import facts
-from hasten.core.meter import StepMetrics
 from hasten.core.session import Session
+from hasten.core.timing import StepMetrics
 from hasten.errors import InputError
 from hasten.models.load import load_model, load_tokenizer
 from hasten.parts.nn.causal_lm import causal_lm

@@ -10,16 +10,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from hasten.core.batch import with_language_counts
 from hasten.core.facts import Facts, ModelFacts, RecordFacts
-from hasten.core.job import Job, Stop
-from hasten.core.meter import StepMetrics
-from hasten.core.order import GlobalBatch
+from hasten.core.job import GlobalBatch, Job, Stop, with_language_counts
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.core.technique import Technique
+from hasten.core.timing import StepMetrics
 from hasten.machine import host
 from hasten.machine.environment import World
 from hasten.parts.data.collate import TokenRecord, padded, token_record

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hasten.core.clock import HostClock, split
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.technique import Technique
+from hasten.core.timing import HostClock, split
 from hasten.machine.environment import World
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.techniques.batch import Accumulate, AdaptiveBatch
@@ -105,7 +105,7 @@ def _expected(session: Session) -> Any:
 
 
 def _unclocked(world: World) -> dict[str, Any]:
-    from hasten.core.clock import Unclocked
+    from hasten.core.timing import Unclocked
 
     session = session_on(world)
     session.setup.clock = Unclocked()

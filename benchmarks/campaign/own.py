@@ -23,7 +23,7 @@ import torch
 from campaign.ledger import NotHereError, Outcome
 from campaign.lives import outcome
 from fault_kit import PlantedLoss
-from hasten.core.guards import Guards
+from hasten.core.health import Guards
 from hasten.core.step import training
 from hasten.errors import InputError
 from hasten.recipe.schema import Recipe, load_recipe

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from hasten.core import facts
-from hasten.core.batch import with_language_counts
+from hasten.core.job import with_language_counts
 from hasten.core.facts import Facts, ModelFacts, RecordFacts
 from hasten.core.job import Job, Stop
-from hasten.core.order import GlobalBatch
+from hasten.core.job import GlobalBatch
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import obstacles, prepare

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from hasten.core.meter import StepMetrics
+from hasten.core.timing import StepMetrics
 from hasten.core.session import Session
 from hasten.training.run import train as run_training
 from step.clock import Clock

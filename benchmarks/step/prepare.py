@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hasten.core.order import GlobalBatch, ShuffledOrder
+from hasten.core.job import GlobalBatch, ShuffledOrder
 from hasten.data.corpus import Corpus, Portion, stdlib_corpus
 from hasten.data.conversation import Conversation
 from hasten.data.chat_template import encode_all

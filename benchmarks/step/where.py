@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from hasten.core.meter import StepMetrics
+from hasten.core.timing import StepMetrics
 from step.given import Given
 
 STEPS = 5

@@ -7,9 +7,8 @@ from dataclasses import astuple
 import torch
 from torch import Tensor
 
-from hasten.core.agreement import Agreement, EachStep
-from hasten.core.batch import Counts
-from hasten.core.contracts import Dense
+from hasten.core.contracts import Agreement, Dense, EachStep
+from hasten.core.job import Counts
 from hasten.parts.comm import streaming_local_sgd as parts
 from hasten.parts.comm.codecs import codec
 from hasten.techniques.wire.local import Apart, Stream

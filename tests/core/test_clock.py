@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hasten.core import clock as clock_module
 from hasten.core import step as step_module
-from hasten.core.clock import (
+from hasten.core import timing as clock_module
+from hasten.core.session import Session
+from hasten.core.timing import (
     BACKWARD,
     CHECKPOINT,
     COMMUNICATION,
@@ -34,7 +35,6 @@ from hasten.core.clock import (
     stability,
     step_total,
 )
-from hasten.core.session import Session
 from hasten.parts.data.collate import padded
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.techniques.checkpoint import Checkpoints
@@ -113,7 +113,7 @@ def after_a_nap(act: Callable[..., Any]) -> Callable[..., Any]:
 
 def napping_collate(records: Sequence[Any]) -> Any:
     PLANTED.sleep(NAP)
-    from hasten.core.batch import with_language_counts
+    from hasten.core.job import with_language_counts
 
     return with_language_counts(padded)(records)
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hasten.core.batch import MicroBatch
 from hasten.core.contracts import Wire
 from hasten.core.engine import Assembly, PlainEngine
+from hasten.core.job import MicroBatch
 from hasten.core.layout import OneProcess
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot

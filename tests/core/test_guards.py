@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fault_kit import PlantedLoss
-from hasten.core.guards import (
+from hasten.core.health import (
     Guards,
     NotFiniteError,
     ReplicasDifferError,
@@ -23,7 +23,7 @@ from hasten.core.guards import (
     compare_replicas,
     fingerprints,
 )
-from hasten.core.order import GlobalBatch, ShuffledOrder
+from hasten.core.job import GlobalBatch, ShuffledOrder
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from ranks import on_ranks

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from hasten.core.job import Stop
+from hasten.core.job import GlobalBatch, Schedule, Stop
 from hasten.core.job_record import check_same_job, job_record
-from hasten.core.order import GlobalBatch
 from hasten.core.plan import Plan
-from hasten.core.schedule import Schedule
 from hasten.core.setup import Setup, prepare
 from hasten.core.state import restore, state_of
 from hasten.core.technique import Technique

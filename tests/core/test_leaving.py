@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from hasten.core.leaving import HASTE, Notice, ask_to_leave, patient
+from hasten.core.loop import HASTE, Notice, Watch, ask_to_leave, fit, patient
 from hasten.core.session import Session
-from hasten.core.trainer import Watch, fit
 from tiny import language_job, session_of
 
 

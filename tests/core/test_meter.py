@@ -8,16 +8,16 @@ from functools import partial
 import pytest
 from torch import Tensor
 
-from hasten.core.batch import Counts, with_language_counts
+from hasten.core.job import Counts, with_language_counts
 from hasten.core.layout import OneProcess
-from hasten.core.meter import Meter, StepMetrics
+from hasten.core.loop import Watch, fit
 from hasten.core.plan import Plan
 from hasten.core.session import assemble, batches
 from hasten.core.setup import prepare
 from hasten.core.slot import Slot
 from hasten.core.step import training
 from hasten.core.technique import Technique
-from hasten.core.trainer import Watch, fit
+from hasten.core.timing import Meter, StepMetrics
 from hasten.models.flops import config_flops, model_flops
 from hasten.parts.data.collate import packed, padded
 from hasten.techniques import CATALOGUE

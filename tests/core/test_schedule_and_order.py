@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.core.order import GlobalBatch, ShuffledOrder, permutation, share
-from hasten.core.schedule import Schedule
+from hasten.core.job import GlobalBatch, Schedule, ShuffledOrder, permutation, share
 from hasten.errors import InputError
 
 

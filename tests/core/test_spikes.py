@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from hasten.core.health import SpikeError, SpikePolicy, SpikeWatch, check_policy
 from hasten.core.session import Session
-from hasten.core.spikes import SpikeError, SpikePolicy, SpikeWatch, check_policy
 from hasten.core.step import training
 from hasten.errors import InputError
 from hasten.techniques.checkpoint import Checkpoints

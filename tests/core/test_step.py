@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hasten.core.job import Stop
-from hasten.core.order import GlobalBatch, ShuffledOrder
+from hasten.core.job import GlobalBatch, ShuffledOrder, Stop
 from hasten.core.plan import Plan
 from hasten.core.session import assemble, batches
 from hasten.core.setup import prepare
@@ -105,7 +104,7 @@ def test_clipping_limits_the_update_and_reports_the_norm_before_it() -> None:
 
 
 def test_the_learning_rate_follows_the_schedule() -> None:
-    from hasten.core.schedule import Schedule
+    from hasten.core.job import Schedule
 
     job = language_job(steps=4, lr=0.5, schedule=Schedule("linear", 0, total_steps=4))
     rates = [m.learning_rate for m in run(session_of(job))]

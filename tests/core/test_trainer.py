@@ -14,11 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hasten.core.evaluate import Evaluation, evaluate
 from hasten.core.job import Stop
+from hasten.core.loop import Evaluation, Outcome, Watch, evaluate, fit
 from hasten.core.state import restore, state_of
 from hasten.core.step import training
-from hasten.core.trainer import Outcome, Watch, fit
 from hasten.errors import InputError
 from hasten.parts import checkpoint
 from hasten.techniques.adapter import LoRA

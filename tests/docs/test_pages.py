@@ -11,9 +11,9 @@ import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from hasten.core.meter import StepMetrics
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
+from hasten.core.timing import StepMetrics
 from hasten.models.presets import PRESETS
 from hasten.recipe.schema import Price, Recipe
 from hasten.techniques import CATALOGUE

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hasten.core.batch import MicroBatch, StepBatch, language_counts
 from hasten.core.contracts import Engine
-from hasten.core.evaluate import evaluate
+from hasten.core.job import MicroBatch, StepBatch, language_counts
+from hasten.core.loop import evaluate
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot

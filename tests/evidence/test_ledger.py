@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hasten.core.clock import HostClock
 from hasten.core.session import Session
 from hasten.core.step import training
+from hasten.core.timing import HostClock
 from hasten.machine import host
 from hasten.measure.ledger import ledger_of, utilisation
 from hasten.measure.ledger_memory import OWNERS, SavedTensors, memory_of, storages

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.core.switch import Switch
+from hasten.core.technique import Switch
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.training.live import BLOCK, Candidate, Live, sentence

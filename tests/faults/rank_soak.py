@@ -36,7 +36,7 @@ import torch.distributed as dist
 import transformers.models.llama.modeling_llama  # noqa: F401  # what ranks need is loaded once
 
 from fault_kit import damage
-from hasten.core.order import GlobalBatch
+from hasten.core.job import GlobalBatch
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare

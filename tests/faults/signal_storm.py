@@ -24,9 +24,8 @@ import torch
 import torch._dynamo  # an optimizer does so: here once, and not in each life
 import transformers.models.llama.modeling_llama  # noqa: F401
 
-from hasten.core.leaving import HASTE, patient
+from hasten.core.loop import HASTE, Watch, fit, patient
 from hasten.core.session import Session
-from hasten.core.trainer import Watch, fit
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.training.run_folder import Lines
 from tiny import language_job, records, session_of, tiny_model

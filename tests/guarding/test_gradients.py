@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from guard_plants import bench
-from hasten.core.evaluate import Evaluation
+from hasten.core.loop import Evaluation
 from hasten.core.plan import Plan
 from hasten.measure.quality.gradients import CUTS, REFERENCE, errors, gradient, reference
 from hasten.measure.quality.job import _at, losses, train

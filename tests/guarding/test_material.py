@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from guard_plants import bench
 from hasten.core.facts import ModelFacts
-from hasten.core.order import GlobalBatch
+from hasten.core.job import GlobalBatch
 from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.measure.quality.bench import (

@@ -131,7 +131,7 @@ def loader(size: int = BATCH, workers: int = 0) -> Any:
 def test_lightning_has_the_losses_of_hastens_own(
     plan: tuple[Technique, ...], tmp_path: Path
 ) -> None:
-    from hasten.core.batch import with_language_counts
+    from hasten.core.job import with_language_counts
     from hasten.integrations.batches import collator
     from hasten.parts.data.collate import padded
 

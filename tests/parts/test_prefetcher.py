@@ -268,7 +268,7 @@ def test_settings_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
 
 
 def test_every_tensor_of_a_nesting_is_changed_and_all_else_kept() -> None:
-    from hasten.core.batch import Counts, MicroBatch
+    from hasten.core.job import Counts, MicroBatch
 
     one = torch.ones(2, dtype=torch.int64)
     batch = (MicroBatch({"a": one, "lengths": (3, 4)}, Counts(1, 2, 3, 4)), [one, "text"])

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hasten.core.evaluate import Evaluation
-from hasten.core.spikes import SpikePolicy, SpikeWatch
+from hasten.core.health import SpikePolicy, SpikeWatch
+from hasten.core.loop import Evaluation
 from hasten.errors import InputError
 from hasten.recipe.faults import set_guards, supervision_of, watch_notices
 from hasten.recipe.prepare import evaluations_before

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.core.batch import Counts, MicroBatch
+from hasten.core.job import Counts, MicroBatch
 from hasten.core.state import restore, state_of
 from hasten.core.step import training
 from hasten.techniques.checkpoint import Checkpoints

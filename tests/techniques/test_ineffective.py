@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.core.order import GlobalBatch
+from hasten.core.job import GlobalBatch
 from hasten.core.session import Session
 from hasten.core.technique import Technique
 from hasten.parts.data.collate import token_record
@@ -121,7 +121,7 @@ def test_each_kind_of_experts_is_told_by_what_runs(kind: str) -> None:
 
 def test_a_loss_over_tokens_that_all_carry_loss_saves_no_row() -> None:
     def aligned(records: Any) -> Any:
-        from hasten.core.batch import with_language_counts
+        from hasten.core.job import with_language_counts
         from hasten.parts.data.collate import padded
 
         batch = with_language_counts(padded)(records)

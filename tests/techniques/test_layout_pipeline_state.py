@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expert_checkpoint_jobs import ALL, FIRST
-from hasten.core.state_parts import order_of
+from hasten.core.state import order_of
 from hasten.errors import InputError
 from hasten.parts.optim.weight_average import decayed_groups
 from pipeline_state_jobs import CASES, LONG, ON_FOUR

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hasten.core.evaluate import held_out_loss
 from hasten.core.facts import Facts, ModelFacts
+from hasten.core.loop import held_out_loss
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare

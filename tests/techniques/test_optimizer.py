@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hasten.core.schedule import Schedule
+from hasten.core.job import Schedule
 from hasten.core.session import Session
 from hasten.core.state import restore, state_of
 from hasten.core.step import training

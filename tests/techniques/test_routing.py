@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config
 
-from hasten.core.evaluate import evaluate
+from hasten.core.loop import evaluate
 from hasten.core.session import Session
 from hasten.core.state import restore, state_of
 from hasten.core.technique import Technique

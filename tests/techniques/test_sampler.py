@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from hasten.core.facts import Facts, RecordFacts
-from hasten.core.job import Stop
-from hasten.core.order import GlobalBatch
+from hasten.core.job import GlobalBatch, Stop
 from hasten.core.plan import Plan
 from hasten.core.session import batches
 from hasten.core.setup import prepare

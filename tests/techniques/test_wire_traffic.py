@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hasten.core.clock import HostClock
+from hasten.core.timing import HostClock
 from hasten.techniques.layout.ddp import DDP
 from ranks import on_ranks
 from tiny import language_job, run, session_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hasten.core.evaluate import evaluate
+from hasten.core.loop import evaluate
 from hasten.core.step import training
 from hasten.errors import InputError
 from hasten.measure.experiment import Subject, prepared

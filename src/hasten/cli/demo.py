@@ -19,9 +19,9 @@ from hasten.cli.display import Display
 from hasten.cli.report_table import print_table
 from hasten.cli.speedup import design_line
 from hasten.cli.train import StepLine
-from hasten.core.leaving import ask_to_leave
-from hasten.core.meter import StepMetrics
+from hasten.core.loop import ask_to_leave
 from hasten.core.session import Session
+from hasten.core.timing import StepMetrics
 from hasten.formatting import duration, span
 from hasten.machine import host
 from hasten.measure.ablation import Design, Which

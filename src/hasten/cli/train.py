@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hasten.cli.display import Display
-from hasten.core.meter import StepMetrics
 from hasten.core.session import Session
+from hasten.core.timing import StepMetrics
 from hasten.errors import FAILED, INTERRUPTED, LEFT
 from hasten.formatting import duration, size
 from hasten.launch.ranks import again, start

@@ -5,15 +5,19 @@ Session and setup are made of these, so methods that are handed one can't name i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hasten.core.batch import MicroBatch
-from hasten.core.meter import StepMetrics
+from hasten.core.job import Counts, MicroBatch
+from hasten.core.timing import BACKWARD, StepMetrics
+from hasten.errors import InputError
 
 
 class Precision(Protocol):
@@ -172,3 +176,222 @@ class Engine(Protocol):
 
     def discard(self) -> None:
         """Forget the gradients without moving anything (a step that wasn't finite)."""
+
+
+# What ranks tell each other in a step beside gradients, and the default: everything, at once.
+#
+# Where a wire lets ranks train apart from each other (local steps), a step that waited for such sums
+# would be as slow as the link. Then a step goes by what its own rank knows, times the number of
+# ranks, and ``settle`` makes weights and counts of all ranks equal again: before an evaluation,
+# before a checkpoint, at the end.
+
+
+class Sums(Protocol):
+    """What adds up over ranks: a layout."""
+
+    def sum(self, values: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class Agreement(Protocol):
+    """A wire that is one too takes the place of the default."""
+
+    apart: bool  # ranks may differ in weights, optimizer state and progress until they settle
+
+    def counts(self, mine: Counts, stop: bool) -> tuple[Counts, bool]:
+        """Before a step's first pass: counts over all ranks, and whether the run stops here.
+
+        The answer to the second is the same on every rank.
+        """
+
+    def sum(self, values: Tensor) -> Tensor:
+        """A step's other sums over ranks: loss, gradients that aren't finite, load of experts."""
+
+    def skipped(self) -> None:
+        """A step was given up; ``after_update`` of the wire is not called for it."""
+
+    def settle(self) -> None:
+        """Every rank calls it between the same two steps; weights are equal after it."""
+
+    def others(self, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        """On rank 0 the same of each other rank, in order. For checkpoints; all ranks call it."""
+
+
+class EachStep:
+    """Every sum is taken when it is asked for, so that ranks never differ."""
+
+    apart = False
+
+    def __init__(self, layout: Sums) -> None:
+        self._layout = layout
+
+    def counts(self, mine: Counts, stop: bool) -> tuple[Counts, bool]:
+        sums = self._layout.sum(torch.tensor([*astuple(mine), float(stop)], dtype=torch.float64))
+        *found, wanted = sums.tolist()
+        return Counts(*(round(v) for v in found)), bool(wanted)
+
+    def sum(self, values: Tensor) -> Tensor:
+        return self._layout.sum(values)
+
+    def skipped(self) -> None:
+        return None
+
+    def settle(self) -> None:
+        return None
+
+    def others(self, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        return []
+
+
+# What a run asks of CHECKPOINT, and the default: state stays in memory.
+
+
+class Checkpointing(Protocol):
+    """CHECKPOINT: called between two steps, never inside one."""
+
+    def after_step(self, session: Any) -> None:
+        """A step is done."""
+
+    def after_epoch(self, session: Any) -> None:
+        """An epoch is done, after its last step."""
+
+    def resume(self, session: Any, path: Path | None = None) -> Path | None:
+        """Bring a fresh session to the newest saved state, or to that of ``path``; its path, or
+        None without one."""
+
+    def settle(self) -> None:
+        """Until nothing is under way, before another process is measured on this machine."""
+
+    def running(self, session: Any) -> AbstractContextManager[None]:
+        """Around all steps: what can't be written is refused before them, and what is under way
+        is done after them. A run that was asked to stop is saved."""
+
+
+class NoCheckpoint:
+    """State stays in memory."""
+
+    def after_step(self, session: Any) -> None:
+        return None
+
+    def after_epoch(self, session: Any) -> None:
+        return None
+
+    def resume(self, session: Any, path: Path | None = None) -> Path | None:
+        if path is not None:
+            raise InputError(
+                f"resume: {path} needs checkpoints in the plan, or checkpoint_every, to be read"
+            )
+        return None
+
+    def settle(self) -> None:
+        return None
+
+    def running(self, session: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+# What a step asks of a loss scale, and the default: losses as they are.
+
+
+class LossScaling(Protocol):
+    """Belongs to PRECISION: what losses are multiplied by where gradients of fp16 would vanish."""
+
+    value: float
+    searching: bool  # the last step was given up to find the scale, which is no failure
+
+    def unscale(self, gradients: Sequence[Tensor]) -> None:
+        """Divide the complete gradients of a step, in place."""
+
+    def judge(self, finite: bool) -> None:
+        """Called after each norm with what all ranks agreed on."""
+
+
+class Unscaled:
+    """Losses as they are; every step that isn't finite is a failure."""
+
+    value = 1.0
+    searching = False
+
+    def unscale(self, gradients: Sequence[Tensor]) -> None:
+        return None
+
+    def judge(self, finite: bool) -> None:
+        return None
+
+
+# What a step asks of ROUTING, and the default: tokens go where the model sends them.
+
+
+class Routing(Protocol):
+    """ROUTING: how tokens are balanced over experts."""
+
+    def prepare(self, model: nn.Module) -> None:
+        """Look at the fresh model's routers, before anything replaces modules."""
+
+    def forward(self, module: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """The forward pass of a micro-batch: (loss summed over trained tokens, their number)."""
+
+    def after_update(self, total: Callable[[Tensor], Tensor]) -> None:
+        """The weights have moved; ``total`` sums a float64 tensor on the host over all ranks."""
+
+    def discard(self) -> None:
+        """The passes since the last update don't count."""
+
+    def load_ratio(self) -> float | None:
+        """The busiest expert's load / the mean in the last step, over layers; None: unknown."""
+
+
+class AsTheModelDoes:
+    """Nothing beside what the model's own routers do."""
+
+    def prepare(self, model: nn.Module) -> None:
+        return None
+
+    def forward(self, module: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        loss, labels = module(**micro_batch.inputs)
+        return loss, labels
+
+    def after_update(self, total: Callable[[Tensor], Tensor]) -> None:
+        return None
+
+    def discard(self) -> None:
+        return None
+
+    def load_ratio(self) -> float | None:
+        return None
+
+
+# What a step's exchange between ranks took on this rank, where the layout can tell.
+#
+# A layout that can is ``Measures`` by its shape; with any other the step says that it isn't known.
+# What ranks tell each other beside it (counts, the loss) isn't in here: the clock's marks have it.
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of one step's gradients, or of the weights that travel in their place.
+
+    Args:
+        exposed: seconds in which this rank had nothing to do but wait for it; None: not known.
+        hidden: seconds in which it was under way beside the computation; None: not known.
+        sent_bytes: what this rank has handed over for others; None: not known.
+        during: the part of the step in which the exposed seconds were spent.
+    """
+
+    exposed: float | None
+    hidden: float | None = None
+    sent_bytes: int | None = None
+    during: str = BACKWARD
+
+
+@runtime_checkable
+class Measures(Protocol):
+    """A layout, or a wire, that knows what its exchange took."""
+
+    def traffic(self) -> Traffic | None:
+        """Of the step that has just moved the weights, or given up; asked once a step."""
+
+
+def traffic_of(holder: object) -> Traffic | None:
+    """What it knows of the step."""
+    return holder.traffic() if isinstance(holder, Measures) else None

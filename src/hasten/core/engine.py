@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hasten.core.batch import MicroBatch
-from hasten.core.clock import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER
+from hasten.core.job import MicroBatch
 from hasten.core.layout import gradients_of
 from hasten.core.setup import Setup
+from hasten.core.timing import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER
 
 Sums = tuple[Tensor, Tensor]  # of loss and of what carries it
 

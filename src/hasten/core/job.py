@@ -6,17 +6,257 @@ over is used as it is and trained in place.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, runtime_checkable
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hasten.core.batch import Collate
-from hasten.core.order import GlobalBatch
-from hasten.core.schedule import Schedule
 from hasten.errors import InputError
+
+# A micro-batch is one forward and backward pass; a step batch is all of them on this rank.
+#
+# Both carry their counts, so that no later line has to look into a tensor to know how much of it was
+# padding: *slots* are positions of the tensor, *tokens* those that belong to a record, *trained
+# tokens* those that carry loss. *Pairs* are the sum of the records' squared lengths, which the work
+# of attention goes by.
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How much work a batch is, in five units."""
+
+    records: int = 0
+    tokens: int = 0
+    slots: int = 0
+    trained_tokens: int = 0
+    pairs: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.records + other.records,
+            self.tokens + other.tokens,
+            self.slots + other.slots,
+            self.trained_tokens + other.trained_tokens,
+            self.pairs + other.pairs,
+        )
+
+    @property
+    def padding_share(self) -> float:
+        return 1 - self.tokens / self.slots if self.slots else 0.0
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Keyword arguments of the training module, with their counts.
+
+    ``records`` are those it was laid out from, so that BATCH can cut a failed step once more.
+    """
+
+    inputs: Mapping[str, Any]
+    counts: Counts
+    records: Sequence[Any] = ()
+
+    def to(self, device: str) -> MicroBatch:
+        """The same on a device; copies don't wait for the host when the memory is pinned."""
+        return replace(self, inputs={k: _move(v, device) for k, v in self.inputs.items()})
+
+
+Collate = Callable[[Sequence[Any]], MicroBatch]
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One optimizer step's work on this rank, and the whole step's counts over all ranks."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    counts: Counts
+    epoch: int
+
+
+def language_counts(records: Sequence[Any], inputs: Mapping[str, Any]) -> Counts:
+    """Counts of token records laid out as ``input_ids`` with aligned ``labels`` (-100: no loss)."""
+    lengths = [len(r.input_ids) for r in records]
+    return Counts(
+        records=len(records),
+        tokens=sum(lengths),
+        slots=inputs["input_ids"].numel(),
+        trained_tokens=int((inputs["labels"] != -100).sum()),  # on the host: no device waits
+        pairs=sum(n * n for n in lengths),
+    )
+
+
+def with_language_counts(lay_out: Callable[[Sequence[Any]], Mapping[str, Any]]) -> Collate:
+    """A collator of token records out of a function that only lays out tensors."""
+
+    def collate(records: Sequence[Any]) -> MicroBatch:
+        inputs = lay_out(records)
+        return MicroBatch(inputs, language_counts(records, inputs))
+
+    return collate
+
+
+def _move(value: Any, device: str) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {k: _move(v, device) for k, v in value.items()}
+    if isinstance(value, tuple | list):
+        moved = [_move(item, device) for item in value]
+        return tuple(moved) if isinstance(value, tuple) else moved
+    return value
+
+
+# Data order as a pure function of (seed, epoch, index): what resumes, splits and repeats exactly.
+#
+# A *step plan* of an epoch is a list of steps, each a list of record indices over all ranks. Any rank
+# computes the whole of it without talking to another, then takes its own part. How a step is dealt to
+# ranks belongs to the order: one that packs rows keeps each row whole and deals by cost.
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """How much one step takes over all ranks: a number of records, or of tokens."""
+
+    records: int | None = 32
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.records is None) == (self.tokens is None):
+            raise InputError("give global_batch_size or global_batch_tokens, one of the two")
+        if (self.records or self.tokens or 0) < 1:
+            raise InputError(f"the global batch must hold at least one record or token, not {self}")
+
+
+class Sampler(Protocol):
+    """Which records share a step; the same answer on every rank for the same arguments."""
+
+    def steps(self, epoch: int) -> Iterator[list[int]]:
+        """The epoch's steps, each the record indices of all ranks together."""
+
+    def local_steps(self, epoch: int, rank: int, world_size: int) -> Iterator[list[list[int]]]:
+        """One rank's part of the same steps, in pieces: BATCH may cut a piece, never mix two."""
+
+
+@dataclass(frozen=True)
+class ShuffledOrder:
+    """Every record once per epoch, in an order drawn from (seed, epoch).
+
+    Raises:
+        InputError: the token budget can't hold the longest record.
+    """
+
+    lengths: Sequence[int]
+    batch: GlobalBatch
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        longest = max(self.lengths, default=0)
+        if self.batch.tokens is not None and longest > self.batch.tokens:
+            raise InputError(
+                f"global_batch_tokens={self.batch.tokens} can't hold the longest record of "
+                f"{longest} tokens; raise it to at least {longest} or lower cutoff_len"
+            )
+
+    def steps(self, epoch: int) -> Iterator[list[int]]:
+        order = permutation(len(self.lengths), self.seed, epoch)
+        if self.batch.records is not None:
+            size = self.batch.records
+            yield from (order[i : i + size] for i in range(0, len(order), size))
+        else:
+            yield from self._by_tokens(order)
+
+    def local_steps(self, epoch: int, rank: int, world_size: int) -> Iterator[list[list[int]]]:
+        for step in self.steps(epoch):
+            yield [share(step, rank, world_size)]
+
+    def _by_tokens(self, order: Sequence[int]) -> Iterator[list[int]]:
+        assert self.batch.tokens is not None  # steps() asked for it
+        step: list[int] = []
+        filled = 0
+        for index in order:
+            if step and filled + self.lengths[index] > self.batch.tokens:
+                yield step
+                step, filled = [], 0
+            step.append(index)
+            filled += self.lengths[index]
+        if step:
+            yield step
+
+
+def permutation(count: int, seed: int, epoch: int) -> list[int]:
+    """A shuffle of ``range(count)`` that depends on nothing but its arguments."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    order: list[int] = torch.randperm(count, generator=generator).tolist()
+    return order
+
+
+def share(step: Sequence[int], rank: int, world_size: int) -> list[int]:
+    """The records of one rank: every ``world_size``-th, so that ranks differ by one at most."""
+    return list(step[rank::world_size])
+
+
+# Learning-rate schedules as a factor of the peak rate: constant, linear, cosine, and WSD.
+#
+# WSD (warm-up, stable, decay) holds the peak until the last part of the run: Hu et al., MiniCPM,
+# arXiv:2404.06395.
+
+Kind = Literal["constant", "linear", "cosine", "wsd"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Factor of the peak learning rate at a step, counted from 0.
+
+    Args:
+        kind: shape after the warm-up.
+        warmup_steps: steps of linear rise; the first step already has a rate above zero.
+        total_steps: steps of the whole run; the floor is reached on the last one.
+        floor: lowest factor of the decay.
+        decay_share: part of the run that WSD decays in.
+    """
+
+    kind: Kind = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 1
+    floor: float = 0.0
+    decay_share: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("constant", "linear", "cosine", "wsd"):
+            raise InputError(
+                f"lr_schedule: {self.kind!r} is not one of constant, linear, cosine, wsd"
+            )
+        if self.warmup_steps < 0 or not 0 <= self.floor <= 1 or not 0 < self.decay_share <= 1:
+            raise InputError(
+                f"lr_schedule: warm-up {self.warmup_steps}, floor {self.floor} and decay share "
+                f"{self.decay_share} must be >= 0, within 0..1, within 0..1"
+            )
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        start = self._decay_start()
+        length = max(self.total_steps - 1 - start, 1)
+        progress = min(max((step - start) / length, 0.0), 1.0)
+        return self.floor + (1 - self.floor) * self._shape(progress)
+
+    def _decay_start(self) -> int:
+        if self.kind != "wsd":
+            return self.warmup_steps
+        decay_steps = max(round(self.total_steps * self.decay_share), 1)
+        return max(self.total_steps - decay_steps, self.warmup_steps)
+
+    def _shape(self, progress: float) -> float:
+        if self.kind == "constant":
+            return 1.0
+        if self.kind == "cosine":
+            return 0.5 * (1 + math.cos(math.pi * progress))
+        return 1 - progress
+
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[NamedParameters], Optimizer]

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from hasten.core.order import GlobalBatch
-from hasten.core.schedule import Schedule
+from hasten.core.job import GlobalBatch, Schedule
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Technique

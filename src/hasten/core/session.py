@@ -22,14 +22,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hasten.core.batch import Counts, MicroBatch, StepBatch
-from hasten.core.checkpointing import NoCheckpoint
-from hasten.core.clock import CHECKPOINT, COMMUNICATION, DATA
-from hasten.core.contracts import Engine
+from hasten.core.contracts import Engine, NoCheckpoint
 from hasten.core.engine import Assembly, PlainEngine
+from hasten.core.job import Counts, MicroBatch, StepBatch
 from hasten.core.layout import PlacesParts, SendsWeights
-from hasten.core.meter import Meter
 from hasten.core.setup import Setup, on_device
+from hasten.core.timing import CHECKPOINT, COMMUNICATION, DATA, Meter
 from hasten.errors import InputError
 
 

@@ -13,31 +13,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten.core.agreement import Agreement, EachStep
-from hasten.core.batch import Collate, MicroBatch, StepBatch
-from hasten.core.checkpointing import Checkpointing, NoCheckpoint
-from hasten.core.clock import Clock, Unclocked
 from hasten.core.contracts import (
     Adjusting,
+    Agreement,
     AsGiven,
     AsSet,
+    AsTheModelDoes,
     Average,
+    Checkpointing,
     Dense,
+    EachStep,
     Engine,
+    LossScaling,
     NoAverage,
+    NoCheckpoint,
     NoSpikes,
     Precision,
+    Routing,
     SpikeWatching,
+    Unscaled,
     Wire,
 )
 from hasten.core.facts import Facts
-from hasten.core.guards import Guards
-from hasten.core.job import Job, OptimizerFactory
+from hasten.core.health import Guards
+from hasten.core.job import (
+    Collate,
+    Job,
+    MicroBatch,
+    OptimizerFactory,
+    Sampler,
+    ShuffledOrder,
+    StepBatch,
+)
 from hasten.core.layout import DealsState, DealsWeights, Layout, OneProcess
-from hasten.core.loss_scaling import LossScaling, Unscaled
-from hasten.core.order import Sampler, ShuffledOrder
 from hasten.core.plan import Plan
-from hasten.core.routing import AsTheModelDoes, Routing
+from hasten.core.timing import Clock, Unclocked
 from hasten.errors import InputError
 
 Edit = Callable[[nn.Module], None]

@@ -20,8 +20,11 @@ from typing import Any
 
 import torch
 
-from hasten.core.batch import StepBatch
-from hasten.core.clock import (
+from hasten.core.contracts import Traffic, traffic_of
+from hasten.core.health import NotFiniteError
+from hasten.core.job import StepBatch
+from hasten.core.session import Session, batches
+from hasten.core.timing import (
     BACKWARD,
     BETWEEN,
     CHECKPOINT,
@@ -30,11 +33,8 @@ from hasten.core.clock import (
     FORWARD,
     IDLE,
     OPTIMIZER,
+    StepMetrics,
 )
-from hasten.core.guards import NotFiniteError
-from hasten.core.meter import StepMetrics
-from hasten.core.session import Session, batches
-from hasten.core.traffic import Traffic, traffic_of
 from hasten.machine import host
 
 __all__ = ["NotFiniteError", "StepMetrics", "train_step", "training"]

@@ -21,10 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hasten.core import facts
-from hasten.core.batch import with_language_counts
 from hasten.core.facts import Facts, ModelFacts
-from hasten.core.job import Job, NamedParameters, Stop
-from hasten.core.order import GlobalBatch
+from hasten.core.job import GlobalBatch, Job, NamedParameters, Stop, with_language_counts
 from hasten.core.plan import Plan
 from hasten.core.setup import Setup, obstacles, prepare
 from hasten.core.slot import Slot

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader
 
-from hasten.core.batch import Collate
-from hasten.core.order import Sampler
+from hasten.core.job import Collate, Sampler
 from hasten.errors import InputError
 from hasten.parts.data.collate import TokenRecord, token_record
 

@@ -28,7 +28,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from hasten.core.batch import Counts, MicroBatch
+from hasten.core.job import Counts, MicroBatch
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.parts.data.prefetch import each_tensor

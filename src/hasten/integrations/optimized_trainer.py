@@ -23,12 +23,12 @@ from torch.optim import Optimizer
 from hasten.core import facts
 from hasten.core.facts import Facts, ModelFacts
 from hasten.core.job import Job, Stop
+from hasten.core.loop import Outcome, Watch, fit
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import Setup, obstacles, prepare
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
-from hasten.core.trainer import Outcome, Watch, fit
 from hasten.errors import InputError
 from hasten.integrations.given_loader import GivenLoader, micro_batch
 from hasten.launch.cluster import CloudConfig

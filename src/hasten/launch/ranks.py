@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from hasten.core.leaving import HASTE
+from hasten.core.loop import HASTE
 from hasten.launch.joining import backend_for, join
 from hasten.machine import environment as environment_
 from hasten.machine.environment import World

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from hasten.core.guards import append_line
+from hasten.core.health import append_line
 from hasten.launch.attempt import Attempt, Ending, Limits, Process
 from hasten.launch.ranks import rank_environment
 from hasten.launch.standby import Spares

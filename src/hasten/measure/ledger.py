@@ -1,6 +1,6 @@
 """The ledger of a run: where a step's time goes, whose the memory is, how even the steps are.
 
-Times come from the clock at the step's seams (:mod:`hasten.core.clock`), which a run has to start
+Times come from the clock at the step's seams (:mod:`hasten.core.timing`), which a run has to start
 with; without one nothing was counted and every time is None. Memory takes one pass of its own,
 outside the training: ask for the ledger when the run's last step is done and its techniques have
 been asked what they did.
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hasten.core.clock import HostClock, split, stability, step_total
 from hasten.core.session import Session
+from hasten.core.timing import HostClock, split, stability, step_total
 from hasten.machine import host
 from hasten.measure.ledger_memory import memory_of
 

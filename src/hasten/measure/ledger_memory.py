@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from hasten.core.batch import MicroBatch
-from hasten.core.clock import Unclocked
+from hasten.core.job import MicroBatch
 from hasten.core.session import Session, step_outside
 from hasten.core.setup import leave
+from hasten.core.timing import Unclocked
 from hasten.machine import host
 
 OWNERS = ("weights", "gradients", "optimizer", "activations", "logits", "other")

@@ -25,21 +25,21 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
-from hasten.core.clock import (
+from hasten.core.contracts import Dense
+from hasten.core.engine import PlainEngine, SendsLate
+from hasten.core.layout import OneProcess
+from hasten.core.session import Progress, Session
+from hasten.core.step import training
+from hasten.core.timing import (
     BETWEEN,
     CHECKPOINT,
     DeviceClock,
     HostClock,
+    StepMetrics,
     clock_on,
     data_stall,
     split,
 )
-from hasten.core.contracts import Dense
-from hasten.core.engine import PlainEngine, SendsLate
-from hasten.core.layout import OneProcess
-from hasten.core.meter import StepMetrics
-from hasten.core.session import Progress, Session
-from hasten.core.step import training
 from hasten.errors import InputError
 from hasten.measure.ledger import ledger_of
 from hasten.measure.profile_operators import operators, table

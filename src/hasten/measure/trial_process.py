@@ -94,10 +94,10 @@ class Arm:
     """A session that trains in pieces; what its plan writes goes to ``place``."""
 
     def __init__(self, recipe: Recipe, place: Path, more: More = ()) -> None:
-        from hasten.core.clock import clock_on
         from hasten.core.session import assemble
         from hasten.core.setup import prepare
         from hasten.core.step import training
+        from hasten.core.timing import clock_on
         from hasten.recipe.build import facts_of, job_of, plan_of, requested_plan
         from hasten.recipe.material import gather
         from hasten.recipe.peak_flops import meter_of
@@ -120,7 +120,7 @@ class Arm:
 
     def obey(self, order: dict[str, Any]) -> dict[str, Any]:
         """The answer to one order; all ranks are given the same."""
-        from hasten.core.evaluate import evaluate
+        from hasten.core.loop import evaluate
 
         if order["do"] == "steps":
             if order.get("again"):
@@ -192,10 +192,10 @@ def zygote(recipe_path: str, control: int) -> int:
 
 def _import_all(recipe: Path) -> None:
     """What an arm imports, the model's own module with it."""
-    import hasten.core.clock
-    import hasten.core.evaluate
+    import hasten.core.loop
     import hasten.core.session
     import hasten.core.step
+    import hasten.core.timing
     import hasten.measure.ledger
     import hasten.measure.own_folder
     import hasten.measure.serving

@@ -14,12 +14,17 @@ from torch import nn
 from torch.optim import AdamW
 
 from hasten.core import facts
-from hasten.core.batch import with_language_counts
 from hasten.core.facts import Facts, ModelFacts
-from hasten.core.job import Job, NamedParameters, Stop
-from hasten.core.order import GlobalBatch, Sampler
+from hasten.core.job import (
+    GlobalBatch,
+    Job,
+    NamedParameters,
+    Sampler,
+    Schedule,
+    Stop,
+    with_language_counts,
+)
 from hasten.core.plan import Plan
-from hasten.core.schedule import Schedule
 from hasten.core.setup import obstacles, prepare
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique

@@ -8,12 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hasten.core.guards import Guards, check_comparable
-from hasten.core.leaving import Notice, ask_to_leave
+from hasten.core.health import NEEDS_CHECKPOINTS, Guards, SpikeWatch, check_comparable, check_policy
+from hasten.core.loop import Notice, ask_to_leave
 from hasten.core.plan import Plan
 from hasten.core.session import Session
 from hasten.core.slot import Slot
-from hasten.core.spikes import NEEDS_CHECKPOINTS, SpikeWatch, check_policy
 from hasten.errors import InputError
 from hasten.launch.attempt import Limits
 from hasten.launch.supervisor import Supervision

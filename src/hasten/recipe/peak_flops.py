@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import nn
 
 from hasten.core.facts import Facts
-from hasten.core.meter import Meter
+from hasten.core.timing import Meter
 from hasten.errors import InputError
 from hasten.machine.accelerators import datasheet
 from hasten.machine.benchmark import MachineRates, measure

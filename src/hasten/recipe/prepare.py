@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from hasten.core.evaluate import Evaluation
 from hasten.core.facts import Facts
 from hasten.core.job_record import batch_record, check_same_job
-from hasten.core.meter import StepMetrics
+from hasten.core.loop import Evaluation
 from hasten.core.plan import Plan
 from hasten.core.session import Session
+from hasten.core.timing import StepMetrics
 from hasten.data.file_lock import only_run_in
 from hasten.data.token_store import inspect
 from hasten.errors import InputError

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hasten.core.evaluate import evaluating
 from hasten.core.job import Indexed
+from hasten.core.loop import evaluating
 from hasten.core.session import Session
 from hasten.parts.data.collate import TokenRecord
 from hasten.parts.nn.causal_lm import causal_lm

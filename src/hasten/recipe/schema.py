@@ -14,8 +14,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from hasten.core.health import SpikePolicy
 from hasten.core.plan import did_you_mean
-from hasten.core.spikes import SpikePolicy
 from hasten.errors import InputError
 from hasten.launch.transport import checked
 from hasten.recipe.checkpoint_keys import read_resume

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from hasten.core.clock import PARTS
+from hasten.core.timing import PARTS
 from hasten.report.profile_text import NOT_MEASURED, Rows, head, tables, time_text
 
 COLOURS = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hasten.core.clock import PARTS, step_total
+from hasten.core.timing import PARTS, step_total
 
 NOT_MEASURED = "not measured"
 Rows = Sequence[Sequence[str]]

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hasten.core.evaluate import evaluating, held_out_loss
 from hasten.core.facts import Facts
+from hasten.core.loop import evaluating, held_out_loss
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.core.batch import MicroBatch, StepBatch
 from hasten.core.contracts import Engine
 from hasten.core.engine import PlainEngine, SendsLate
 from hasten.core.facts import Facts
+from hasten.core.job import MicroBatch, StepBatch
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.switch import Switch
-from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.core.technique import Fidelity, Forecast, Proof, Switch, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.machine.memory import Headroom, is_out_of_memory, memory_meter
 from hasten.parts.data import collate as cut

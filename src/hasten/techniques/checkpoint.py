@@ -13,8 +13,7 @@ import torch
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.state import restore, state_of
-from hasten.core.state_parts import told
+from hasten.core.state import restore, state_of, told
 from hasten.core.technique import Fidelity, Proof, Technique, setting
 from hasten.errors import InputError
 from hasten.parts.checkpoint import SmartCheckpointer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hasten.core.batch import with_language_counts
 from hasten.core.facts import Facts
+from hasten.core.job import with_language_counts
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot

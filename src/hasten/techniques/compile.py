@@ -14,9 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from hasten.core.batch import Collate, MicroBatch
 from hasten.core.facts import Facts
-from hasten.core.job import Job
+from hasten.core.job import Collate, Job, MicroBatch
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot

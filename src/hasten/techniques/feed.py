@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hasten.core.batch import MicroBatch
 from hasten.core.facts import Facts
+from hasten.core.job import MicroBatch
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot

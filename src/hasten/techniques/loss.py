@@ -10,8 +10,7 @@ from hasten.core.facts import Facts
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.switch import Switch
-from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob
+from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Switch, Technique, knob
 from hasten.errors import InputError
 from hasten.parts.nn.losses import LabelOnlyLoss, WholeLogitsLoss, chunk_rows
 from hasten.techniques import changing

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hasten.core.batch import Collate, Counts
-from hasten.core.order import Sampler
+from hasten.core.job import Collate, Counts, Sampler
 from hasten.core.session import Session
 from hasten.parts.nn.losses import LabelOnlyLoss
 from hasten.parts.nn.multi_token import MultiToken

@@ -11,8 +11,7 @@ from hasten.core.facts import Facts
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.switch import Switch
-from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Switch, Technique, knob, setting
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.techniques import changing
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from hasten.core.batch import MicroBatch
 from hasten.core.facts import Facts
+from hasten.core.job import MicroBatch
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hasten.core.facts import Facts
-from hasten.core.order import ShuffledOrder
+from hasten.core.job import ShuffledOrder
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hasten.core.guards import append_line
+from hasten.core.health import append_line
 from hasten.core.session import Session
 from hasten.recipe.schema import Recipe
 from hasten.training.live import Live, sentence

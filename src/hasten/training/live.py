@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from hasten.core.meter import StepMetrics
 from hasten.core.session import Session
 from hasten.core.slot import Slot
-from hasten.core.switch import Switch
+from hasten.core.technique import Switch
+from hasten.core.timing import StepMetrics
 from hasten.errors import InputError
 from hasten.measure.statistics import DOUBT, mean_and_error
 from hasten.measure.students_t import student_quantile

@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from hasten.core.loop import Watch
 from hasten.core.session import Session
-from hasten.core.trainer import Watch
 from hasten.machine import environment, host
 from hasten.machine.gpu import Gpus
 from hasten.recipe.schema import Recipe

@@ -25,16 +25,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hasten.core.clock import clock_on
-from hasten.core.evaluate import Evaluation
 from hasten.core.facts import Facts
-from hasten.core.leaving import patient
-from hasten.core.meter import StepMetrics
+from hasten.core.health import SlowLink
+from hasten.core.loop import Evaluation, Outcome, Watch, fit, patient
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
-from hasten.core.slow_link import SlowLink
-from hasten.core.trainer import Outcome, Watch, fit
+from hasten.core.timing import StepMetrics, clock_on
 from hasten.launch.joining import agree
 from hasten.launch.naming_ranks import naming_ranks
 from hasten.launch.ranks import process_group

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hasten.core.evaluate import evaluate
+from hasten.core.loop import evaluate
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.step import training

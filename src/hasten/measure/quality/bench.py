@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.core.facts import Facts
-from hasten.core.job import Job, Stop
-from hasten.core.order import GlobalBatch, ShuffledOrder
+from hasten.core.job import GlobalBatch, Job, ShuffledOrder, Stop
 from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.parts.data.collate import TokenRecord

@@ -7,8 +7,8 @@ import itertools
 from dataclasses import asdict, replace
 from typing import Any
 
-from hasten.core.evaluate import Evaluation, evaluate
 from hasten.core.job import Stop
+from hasten.core.loop import Evaluation, evaluate
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import Setup, prepare

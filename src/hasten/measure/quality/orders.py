@@ -6,7 +6,7 @@ import gc
 from collections.abc import Mapping
 from typing import Any
 
-from hasten.core.guards import NotFiniteError
+from hasten.core.health import NotFiniteError
 from hasten.errors import InputError
 from hasten.measure.quality.bench import Bench
 from hasten.measure.quality.gradients import gradient, reference

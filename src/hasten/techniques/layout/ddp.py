@@ -12,15 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.core.agreement import Agreement
-from hasten.core.contracts import Wire
+from hasten.core.contracts import Agreement, Traffic, Wire, traffic_of
 from hasten.core.facts import Facts
 from hasten.core.layout import gradients_of, total_norm
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique, knob
-from hasten.core.traffic import Traffic, traffic_of
 from hasten.machine.environment import World
 from hasten.parts.comm.collectives import TopoAwareCollective
 from hasten.parts.comm.link_model import by_link

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hasten.core.batch import MicroBatch
-from hasten.core.clock import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER
 from hasten.core.contracts import Wire
 from hasten.core.engine import Assembly
 from hasten.core.facts import Facts
+from hasten.core.job import MicroBatch
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.core.timing import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER
 from hasten.errors import InputError
 from hasten.machine import environment
 from hasten.parts.distributed.deepspeed_config import (

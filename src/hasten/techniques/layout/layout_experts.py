@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.core.agreement import Agreement
-from hasten.core.contracts import Wire
+from hasten.core.contracts import Agreement, Wire
 from hasten.core.facts import Facts
 from hasten.core.layout import gradients_of, total_norm
 from hasten.core.session import Session

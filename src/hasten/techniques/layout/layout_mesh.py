@@ -13,12 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hasten.core.contracts import AsGiven, Dense, Wire
+from hasten.core.contracts import AsGiven, AsTheModelDoes, Dense, Traffic, Wire
 from hasten.core.facts import Facts
-from hasten.core.routing import AsTheModelDoes
 from hasten.core.setup import Setup, on_device
 from hasten.core.slot import Slot
-from hasten.core.traffic import Traffic
 from hasten.errors import InputError
 from hasten.parts.comm.methods import Settings
 from hasten.parts.distributed.fsdp import Sharding, is_sharded, send_gradients, shard

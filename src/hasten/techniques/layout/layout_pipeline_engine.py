@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten.core.batch import Counts, MicroBatch
+from hasten.core.contracts import AsTheModelDoes
 from hasten.core.engine import Assembly, PlainEngine
-from hasten.core.routing import AsTheModelDoes
+from hasten.core.job import Counts, MicroBatch
 from hasten.errors import InputError
 from hasten.parts.distributed.pipeline.runtime import Pass, Seams, alike, nothing_beside
 from hasten.parts.distributed.pipeline.schedules import enough

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hasten.core.setup import Setup, once
-from hasten.core.state_parts import order_of
+from hasten.core.state import order_of
 from hasten.errors import InputError
 from hasten.parts.distributed.pipeline import stages as partition
 from hasten.parts.distributed.pipeline.model import (

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hasten.core.batch import Counts
+from hasten.core.contracts import Traffic
 from hasten.core.facts import Facts
+from hasten.core.job import Counts
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
-from hasten.core.traffic import Traffic
 from hasten.errors import InputError
 from hasten.parts.comm import local_sgd, streaming_local_sgd
 from hasten.parts.comm.codecs import Codec, codec

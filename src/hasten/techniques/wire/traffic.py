@@ -6,9 +6,8 @@ from typing import Protocol, runtime_checkable
 
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.core.clock import OPTIMIZER
-from hasten.core.contracts import Dense, Wire
-from hasten.core.traffic import Traffic
+from hasten.core.contracts import Dense, Traffic, Wire
+from hasten.core.timing import OPTIMIZER
 from hasten.parts.distributed.ddp import ring_bytes, under_way, watch
 
 

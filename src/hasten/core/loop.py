@@ -1,0 +1,370 @@
+"""The trainer's loop: steps, evaluation, the best model so far, early stop, a clean interrupt."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hasten.core.job import share
+from hasten.core.session import Progress, Session, without_loss
+from hasten.core.step import training
+from hasten.core.timing import StepMetrics, data_stall, split, stability
+from hasten.machine import host
+
+# Held-out loss over every trained token of the held-out records, and the user's own metrics.
+
+RECORDS_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Quality of the model as it is now; the loss is None where nothing was held out."""
+
+    step: int
+    tokens: int
+    held_out_loss: float | None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "held_out_loss": self.held_out_loss,
+            **self.metrics,
+        }
+
+
+def evaluate(session: Session) -> Evaluation:
+    """Loss per trained token of the held-out records, and every metric of the job.
+
+    Metrics are for ranks that can have the whole model: the first, and its replicas.
+    """
+    session.settle()
+    progress, job = session.progress, session.setup.job
+    metrics: dict[str, float] = {}
+    with evaluating(session.loss_module):
+        loss = held_out_loss(session)
+        if job.metrics:
+            with session.setup.layout.gather(session.model) as whole:
+                if whole:
+                    metrics = {n: float(metric(session.model)) for n, metric in job.metrics.items()}
+    return Evaluation(progress.step, progress.tokens, loss, metrics)
+
+
+def held_out_loss(session: Session) -> float | None:
+    """Summed loss over trained tokens, divided by their number, over all ranks."""
+    setup, held_out = session.setup, session.setup.job.held_out
+    if not len(held_out):
+        return None
+    collate = setup.collate or setup.job.collate
+    ranks = setup.layout.data_size
+    mine = share(range(len(held_out)), setup.layout.data_rank, ranks)
+    sums = torch.zeros(2, dtype=torch.float64)
+    # Shards meet in every pass: a rank with fewer records takes part without any loss.
+    for start in range(0, math.ceil(len(held_out) / ranks), RECORDS_AT_ONCE):
+        records = [held_out[i] for i in mine[start : start + RECORDS_AT_ONCE]]
+        batch = collate(records) if records else without_loss(collate([held_out[0]]))
+        batch = batch.to(setup.job.device)
+        with setup.precision.region():
+            loss, _ = session.loss_module(**batch.inputs)
+        sums += torch.tensor([float(loss), batch.counts.trained_tokens], dtype=torch.float64)
+    total, count = setup.layout.sum(sums).tolist()
+    return total / count if count else None
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Without dropout and gradients; the mode before is restored, random state untouched."""
+    was_training = module.training
+    module.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=()):
+            yield
+    finally:
+        module.train(was_training)
+
+
+# Leaving between two steps: on Ctrl-C, on a scheduler's signal, on a notice of the machine's end.
+#
+#     Ctrl-C (SIGINT)       the step is finished, state and model are saved; a second one ends at once
+#     SIGTERM, SIGUSR1      the same in haste: no evaluation, no samples; more of them change nothing
+#     a notice              as SIGTERM: a file that appears, or a command that ends with code 0
+#
+# Schedulers repeat themselves and send SIGKILL after a grace time, so that saving must not be ended
+# by the second SIGTERM and must not wait for an evaluation. SIGUSR1 is what Slurm sends ahead of time
+# (``--signal=USR1@120``). A cloud announces the end of a spot machine where a command can ask.
+
+HASTE = tuple(getattr(signal, n) for n in ("SIGTERM", "SIGUSR1") if hasattr(signal, n))
+COMMAND_SECONDS = 30.0  # a command of a notice that takes longer says nothing
+
+
+def ask_to_leave(session: Session, haste: bool) -> None:
+    """Stop after this step, on all ranks; ``haste``: the machine goes away."""
+    session.leaving = session.leaving or haste
+    session.stop_requested = True
+
+
+@contextlib.contextmanager
+def interruptible(session: Session) -> Iterator[None]:
+    """Signals ask for a stop between two steps; a second Ctrl-C acts as usual."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python delivers signals to the main thread alone
+        return
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, *HASTE)}
+
+    def ask(number: int, frame: object) -> None:
+        ask_to_leave(session, haste=number != signal.SIGINT)
+        if number == signal.SIGINT:
+            signal.signal(number, before[signal.SIGINT])
+
+    for number in before:
+        signal.signal(number, ask)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def patient(session: Callable[[], Session | None]) -> Iterator[None]:
+    """Around a whole run: while one leaves and saves, a scheduler's signals change nothing.
+
+    Before its first step and after a run that wasn't asked, they act as they did.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {s: signal.getsignal(s) for s in HASTE}
+
+    def hear(number: int, frame: object) -> None:
+        found = session()
+        if found is not None and found.leaving:
+            return
+        signal.signal(number, before[signal.Signals(number)])
+        signal.raise_signal(number)
+
+    for number in before:
+        signal.signal(number, hear)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def asked(session: Session) -> tuple[bool, bool]:
+    """Whether any rank was asked to stop, and whether in haste; every rank calls it at the end."""
+    mine = torch.tensor([session.stop_requested, session.leaving], dtype=torch.float64)
+    stop, haste = session.setup.layout.sum(mine).tolist()
+    session.leaving = session.leaving or bool(haste)
+    return bool(stop), bool(haste)
+
+
+class Notice:
+    """Watches, in a thread, for the news that this machine goes away.
+
+    Args:
+        file: leave as soon as it is there.
+        command: leave as soon as it ends with code 0; a program and its arguments, no shell.
+        every: seconds between two looks.
+    """
+
+    def __init__(
+        self,
+        on_notice: Callable[[], None],
+        file: Path | None = None,
+        command: Sequence[str] = (),
+        every: float = 5.0,
+    ) -> None:
+        self._on_notice, self._file, self._command = on_notice, file, tuple(command)
+        self._every, self._over = every, threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="notice", daemon=True)
+
+    def __enter__(self) -> Notice:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+
+    def there(self) -> bool:
+        """Look now."""
+        if self._file is not None and os.path.exists(self._file):  # unlike Path's, never raises
+            return True
+        if not self._command:
+            return False
+        try:
+            done = subprocess.run(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=COMMAND_SECONDS,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        return done.returncode == 0
+
+    def _watch(self) -> None:
+        while not self._over.is_set():
+            if self.there():
+                self._on_notice()
+                return
+            self._over.wait(self._every)
+
+
+@dataclass(frozen=True)
+class Watch:
+    """When to look at held-out data, and what follows from it.
+
+    Args:
+        every_steps: evaluate so often; 0: at the end only.
+        patience: evaluations without a better held-out loss before stopping; 0: never stop early.
+        earlier: what an attempt before this one measured, the same on every rank.
+        on_step: called after every step (progress, metrics file).
+        on_evaluation: called after every evaluation.
+        on_best: called when the held-out loss is the lowest so far (keep the model).
+    """
+
+    every_steps: int = 0
+    patience: int = 0
+    earlier: Sequence[Evaluation] = ()
+    on_step: Callable[[StepMetrics], None] = lambda metrics: None
+    on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None
+    on_best: Callable[[Evaluation], None] = lambda evaluation: None
+
+
+@dataclass
+class Outcome:
+    """What a run did, from its first step to its last.
+
+    ``before`` is what an earlier process had done; times and rates are of this one alone.
+    """
+
+    before: Progress = field(default_factory=Progress)
+    seconds: float = 0.0
+    step_seconds: list[float] = field(default_factory=list)
+    epoch_seconds: dict[int, float] = field(default_factory=dict)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    last_loss: float = math.nan
+    peak_memory_bytes: int = 0
+    model_flops: float = 0.0
+    stopped: str = "done"  # done | early stop | interrupted | left
+
+    @property
+    def best(self) -> Evaluation | None:
+        measured = [e for e in self.evaluations if _finite(e.held_out_loss) is not None]
+        return min(measured, key=lambda e: e.held_out_loss or 0.0, default=None)
+
+    def tokens(self, session: Session) -> int:
+        """Those that this process trained."""
+        return session.progress.tokens - self.before.tokens
+
+    def summary(self, session: Session) -> dict[str, Any]:
+        """The measured part of ``summary.json``."""
+        progress = session.progress
+        trained = sum(self.step_seconds)
+        last = self.evaluations[-1] if self.evaluations else None
+        loss = _finite(last.held_out_loss) if last else None
+        records = progress.records - self.before.records
+        meter, clocked = session.meter, list(session.setup.clock.steps)
+        return {
+            "stopped": self.stopped,
+            "steps": progress.step,
+            "tokens": progress.tokens,
+            "trained_tokens": progress.trained_tokens,
+            "records": progress.records,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens(session) / trained if trained else None,
+            "records_per_second": records / trained if trained else None,
+            "epoch_seconds": list(self.epoch_seconds.values()),
+            "step_seconds_median": statistics.median(self.step_seconds or [0.0]),
+            "step_parts": split(clocked, session.saves),
+            "data_stall_share": data_stall(clocked),
+            "stability": stability(self.step_seconds),
+            "model_flops_per_second": self.model_flops / trained if self.model_flops else None,
+            "mfu": meter.mfu(self.model_flops or None, trained),
+            "ceiling": asdict(meter) if meter.ceiling else None,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "peak_host_memory_bytes": host.host_memory_peak(),
+            "training_loss": _finite(self.last_loss),
+            "held_out_loss": loss,
+            "perplexity": math.exp(min(loss, 700.0)) if loss is not None else None,
+            "metrics": last.metrics if last else {},
+            "world_size": session.setup.facts.world.size,
+        }
+
+
+def fit(session: Session, watch: Watch | None = None) -> Outcome:
+    """Train to the job's stop, evaluating as ``watch`` says and once at the end.
+
+    An interrupt lets the current step finish on all ranks (:mod:`hasten.core.loop`); where the
+    machine goes away, the evaluation at the end is left out. What comes after is up to the caller:
+    the session is intact.
+    """
+    watch = watch or Watch()
+    outcome = Outcome(replace(session.progress), evaluations=[*watch.earlier])
+    began = time.perf_counter()
+    with interruptible(session):
+        for metrics in training(session):
+            _take_note(outcome, metrics)
+            watch.on_step(metrics)
+            if watch.every_steps and metrics.step % watch.every_steps == 0:
+                _look(session, watch, outcome)
+                if _should_stop(outcome, watch):
+                    outcome.stopped = "early stop"
+                    break
+    stopped, in_haste = asked(session)
+    if stopped:
+        outcome.stopped = "left" if in_haste else "interrupted"
+    if in_haste:
+        outcome.seconds = time.perf_counter() - began
+        return outcome
+    here = outcome.evaluations[len(watch.earlier) :]
+    if not here or here[-1].step != session.progress.step:
+        _look(session, watch, outcome)
+    outcome.seconds = time.perf_counter() - began
+    return outcome
+
+
+def _take_note(outcome: Outcome, metrics: StepMetrics) -> None:
+    outcome.step_seconds.append(metrics.step_seconds)
+    outcome.last_loss = metrics.loss
+    outcome.model_flops += metrics.model_flops or 0.0
+    outcome.peak_memory_bytes = max(outcome.peak_memory_bytes, metrics.peak_memory_bytes)
+    spent = outcome.epoch_seconds
+    spent[metrics.epoch] = spent.get(metrics.epoch, 0.0) + metrics.step_seconds
+
+
+def _look(session: Session, watch: Watch, outcome: Outcome) -> None:
+    evaluation = evaluate(session)
+    outcome.evaluations.append(evaluation)
+    if evaluation is outcome.best:
+        watch.on_best(evaluation)  # first: an attempt after this one believes what was told
+    watch.on_evaluation(evaluation)
+
+
+def _should_stop(outcome: Outcome, watch: Watch) -> bool:
+    best = outcome.best
+    if not watch.patience or best is None:
+        return False
+    return len(outcome.evaluations) - 1 - outcome.evaluations.index(best) >= watch.patience
+
+
+def _finite(loss: float | None) -> float | None:
+    """A loss that JSON can say."""
+    return loss if loss is not None and math.isfinite(loss) else None
