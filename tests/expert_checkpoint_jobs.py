@@ -22,7 +22,7 @@ from hasten.machine.environment import World
 from hasten.models.save import save_model
 from hasten.techniques.average import WeightAverage
 from hasten.techniques.checkpoint import Checkpoints
-from hasten.techniques.layout.layout_experts import ExpertParallel
+from hasten.techniques.layout.experts import ExpertParallel
 from hasten.techniques.optimizer import CompactAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.routing import BalancedRouting

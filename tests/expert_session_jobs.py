@@ -23,7 +23,7 @@ from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed
 from hasten.techniques.compile import Compiled
 from hasten.techniques.experts import ExpertsImplementation
-from hasten.techniques.layout.layout_experts import ExpertParallel
+from hasten.techniques.layout.experts import ExpertParallel
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import FusedAdamW, Muon
 from hasten.techniques.precision import Autocast, BF16MasterWeights

@@ -14,7 +14,7 @@ from hasten.measure.quality.orders import obey
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed
 from hasten.techniques.layout.fsdp import FSDP2
-from hasten.techniques.layout.layout_pipeline import Pipeline
+from hasten.techniques.layout.pipeline import Pipeline
 from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.wire.compress import Half

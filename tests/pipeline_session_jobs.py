@@ -22,7 +22,7 @@ from hasten.machine.environment import World
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed
-from hasten.techniques.layout.layout_pipeline import Pipeline
+from hasten.techniques.layout.pipeline import Pipeline
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import Autocast, BF16MasterWeights
 from hasten.techniques.recompute import Recompute

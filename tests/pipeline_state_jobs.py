@@ -23,7 +23,7 @@ from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.layout.hybrid import Hybrid
-from hasten.techniques.layout.layout_pipeline import Pipeline
+from hasten.techniques.layout.pipeline import Pipeline
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.routing import BalancedRouting

@@ -25,9 +25,9 @@ from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.parts.optim.weight_average import decayed_groups
 from hasten.parts.data.collate import token_record
 from hasten.techniques.layout.ddp import DDP
-from hasten.techniques.layout.layout_experts import ExpertParallel
+from hasten.techniques.layout.experts import ExpertParallel
 from hasten.techniques.layout.hybrid import Hybrid
-from hasten.techniques.layout.layout_pipeline import Pipeline
+from hasten.techniques.layout.pipeline import Pipeline
 from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.layout.tensor import TensorParallel
 

@@ -31,7 +31,7 @@ from hasten.techniques.collate import Packed
 from hasten.techniques.compile import Compiled
 from hasten.techniques.experts import ExpertsImplementation
 from hasten.techniques.layout.deepspeed import DeepSpeed
-from hasten.techniques.layout.layout_experts import ExpertParallel
+from hasten.techniques.layout.experts import ExpertParallel
 from hasten.techniques.optimizer import CompactAdamW
 from hasten.techniques.precision import Autocast, BF16MasterWeights, Float8
 from hasten.techniques.recompute import Recompute

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hasten.machine.environment import World
 from hasten.techniques.layout.ddp import Replicas
-from hasten.techniques.layout.layout_experts import SharedOut
+from hasten.techniques.layout.experts import SharedOut
 
 TWO = World(0, 0, 2)
 

@@ -15,7 +15,7 @@ from hasten.core.setup import prepare
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.techniques.layout.layout_experts import ExpertParallel, SharedOut
+from hasten.techniques.layout.experts import ExpertParallel, SharedOut
 from hasten.techniques.recompute import Recompute
 from hasten.techniques.wire.local import LocalSteps
 from ranks import on_ranks

@@ -12,10 +12,9 @@ import torch
 from hasten.core.contracts import Dense
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
-from hasten.techniques.layout import layout_experts_sharded
+from hasten.techniques.layout import experts as layout_experts_sharded
+from hasten.techniques.layout.experts import ExpertParallel, SharedAndSharded, routed
 from hasten.techniques.layout.hybrid import Hybrid
-from hasten.techniques.layout.layout_experts import ExpertParallel, routed
-from hasten.techniques.layout.layout_experts_sharded import SharedAndSharded
 from hasten.techniques.layout.tensor import TensorParallel
 from hybrid_rank_jobs import CASES, REFUSED, on_four
 from ranks import on_ranks

@@ -21,9 +21,8 @@ from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.batch import AdaptiveBatch
 from hasten.techniques.compile import Compiled
 from hasten.techniques.layout.ddp import DDP
-from hasten.techniques.layout.layout_pipeline import Pipeline
-from hasten.techniques.layout.layout_stages import Stages, check_wire
-from hasten.techniques.layout.layout_stages_cut import Cut, check_company
+from hasten.techniques.layout.pipeline import Pipeline
+from hasten.techniques.layout.pipeline_stages import Cut, Stages, check_company, check_wire
 from hasten.techniques.recompute import Recompute
 from hasten.techniques.wire.compress import Half, Quantised
 from hasten.techniques.wire.local import LocalSteps

@@ -11,7 +11,7 @@ from hasten.core.session import Session
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.parts.nn.recompute import BlockRecompute
-from hasten.techniques import changing
+from hasten.techniques import batch
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed
 from hasten.techniques.feed import Prefetched
@@ -25,7 +25,7 @@ STEPS = 6
 @pytest.fixture(autouse=True)
 def _much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever this machine has, and the tests before have taken of it."""
-    monkeypatch.setattr(changing, "memory_meter", lambda device: lambda: (0.0, 1e12))
+    monkeypatch.setattr(batch, "memory_meter", lambda device: lambda: (0.0, 1e12))
 
 
 def job() -> Any:
@@ -66,7 +66,7 @@ def test_chunks_grow_only_where_their_logits_fit(monkeypatch: pytest.MonkeyPatch
     assert offered(LabelledTokenLoss(chunk=256)) == {
         "labelled_token_loss.chunk": (64, 128, 256, 512)
     }
-    monkeypatch.setattr(changing, "fits", lambda session, more: False)
+    monkeypatch.setattr(batch, "fits", lambda session, more: False)
     assert offered(LabelledTokenLoss(chunk=256)) == {"labelled_token_loss.chunk": (64, 128, 256)}
 
 
@@ -80,7 +80,7 @@ def test_recomputation_may_rest_only_where_all_activations_fit(
         asked.append(more)
         return False
 
-    monkeypatch.setattr(changing, "fits", fits)
+    monkeypatch.setattr(batch, "fits", fits)
     assert offered(Recompute()) == {}
     assert asked[0] > 0
 
@@ -121,19 +121,19 @@ def test_steps_that_were_read_ahead_are_counted() -> None:
     session = session_of(job(), Accumulate(micro_batch_size=4), Prefetched(lookahead=3))
     [metrics] = [m for m in training(session) if m.step == STEPS]
     assert metrics.step == STEPS
-    assert changing.steps_read_ahead(session) >= 4
-    assert changing.steps_read_ahead(session_of(job())) == 0
+    assert batch.steps_read_ahead(session) >= 4
+    assert batch.steps_read_ahead(session_of(job())) == 0
 
 
 def test_the_largest_micro_batch_is_found_in_the_order() -> None:
     session = session_of(job(), Accumulate(micro_batch_size=2))
     lengths = sorted((r.length for r in job().records), reverse=True)
-    found = changing.largest_micro_batch(session)
+    found = batch.largest_micro_batch(session)
     assert lengths[0] < found <= 2 * lengths[0]
 
 
 def test_room_is_counted_with_the_peak_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     session = session_of(job())
-    monkeypatch.setattr(changing, "memory_meter", lambda device: lambda: (50.0, 100.0))
-    assert changing.fits(session, 30.0)
-    assert not changing.fits(session, 31.0)
+    monkeypatch.setattr(batch, "memory_meter", lambda device: lambda: (50.0, 100.0))
+    assert batch.fits(session, 30.0)
+    assert not batch.fits(session, 31.0)

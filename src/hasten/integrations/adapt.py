@@ -32,7 +32,7 @@ from hasten.parts.data.collate import IGNORED, padded
 from hasten.parts.nn.causal_lm import causal_lm, routed_experts
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.techniques.layout.ddp import DDP
-from hasten.techniques.wire.wire_compressed import Compressed
+from hasten.techniques.wire.compressed_wire import Compressed
 
 EDITS = (Slot.EXPERTS, Slot.ATTENTION, Slot.LAYERS, Slot.LOSS, Slot.RECOMPUTE, Slot.THREADS)
 HERE = "train with `hasten train` for it"

@@ -16,10 +16,10 @@ from hasten.techniques.feed import Prefetched
 from hasten.techniques.layers import FusedLayers
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.deepspeed import DeepSpeed
+from hasten.techniques.layout.experts import ExpertParallel
 from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.layout.hybrid import Hybrid
-from hasten.techniques.layout.layout_experts import ExpertParallel
-from hasten.techniques.layout.layout_pipeline import Pipeline
+from hasten.techniques.layout.pipeline import Pipeline
 from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.objective import MultiTokenPrediction

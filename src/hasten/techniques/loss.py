@@ -13,7 +13,7 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Switch, Technique, knob
 from hasten.errors import InputError
 from hasten.parts.nn.losses import LabelOnlyLoss, WholeLogitsLoss, chunk_rows
-from hasten.techniques import changing
+from hasten.techniques import batch
 
 # Architectures whose logits are head x hidden state, capped or not: no scaling.
 PLAIN_HEADS = (
@@ -69,7 +69,7 @@ class LabelledTokenLoss(Technique):
             return ()
         rows, width = loss.chunk, 4 * max(session.setup.facts.model.vocabulary, 1)
         values = [v for v in (rows // 4, rows // 2) if v >= 64]
-        more = [2 * rows] if changing.fits(session, 2 * rows * width) else []
+        more = [2 * rows] if batch.fits(session, 2 * rows * width) else []
 
         def change(chunk: int) -> None:
             loss.chunk = chunk

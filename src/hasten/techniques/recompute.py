@@ -13,7 +13,7 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Switch, Technique, knob, setting
 from hasten.parts.nn.recompute import BlockRecompute
-from hasten.techniques import changing
+from hasten.techniques import batch as changing
 
 MEASURED_RECORDS = 4  # of the micro-batch on which the probe measures
 

@@ -12,7 +12,7 @@ from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, se
 from hasten.models.memory import ADAMW_FLOAT32
 from hasten.parts.distributed.fsdp import Sharding, groups, is_sharded
 from hasten.parts.distributed.mesh import MeshSizes
-from hasten.techniques.layout.layout_mesh import How, Meshed, lay_out, no_ranks
+from hasten.techniques.layout.mesh import How, Meshed, lay_out, no_ranks
 
 
 @dataclass(frozen=True)

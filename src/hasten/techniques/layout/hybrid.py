@@ -11,12 +11,11 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.parts.distributed.fsdp import Sharding
 from hasten.parts.distributed.mesh import MeshSizes
-from hasten.techniques.layout import layout_experts
-from hasten.techniques.layout.layout_experts import ExpertParallel
-from hasten.techniques.layout.layout_experts_sharded import SharedAndSharded
-from hasten.techniques.layout.layout_mesh import no_ranks
-from hasten.techniques.layout.layout_pipeline import Pipeline
-from hasten.techniques.layout.layout_stages_pieces import StagesInPieces
+from hasten.techniques.layout import experts
+from hasten.techniques.layout.experts import ExpertParallel, SharedAndSharded
+from hasten.techniques.layout.mesh import no_ranks
+from hasten.techniques.layout.pipeline import Pipeline
+from hasten.techniques.layout.pipeline_stages import StagesInPieces
 from hasten.techniques.layout.tensor import cut, forecast, no_plan, proof
 
 
@@ -107,12 +106,12 @@ class Hybrid(Technique):
         if self.pp > 1 and sizes.shard * sizes.tp > 1:
             return forecast(facts, replace(sizes, shard=sizes.shard * self.pp))
         if self.ep > 1:
-            return layout_experts.forecast(facts, self.ep, self.shard)
+            return experts.forecast(facts, self.ep, self.shard)
         return other.forecast(facts) if other else forecast(facts, sizes)
 
     def probe(self, session: Session) -> Proof:
         other, layout = self._other(), session.setup.layout
         if isinstance(layout, SharedAndSharded) and layout.shared is not None:
             held = sum(p.numel() for p in layout.weights.parameters())
-            return layout_experts.proof(layout.shared, f"; this rank holds {held:,} weights")
+            return experts.proof(layout.shared, f"; this rank holds {held:,} weights")
         return other.probe(session) if other else proof(session)

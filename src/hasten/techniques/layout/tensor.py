@@ -22,8 +22,8 @@ from hasten.parts.distributed.tensor_parallel import split_layers, split_vocabul
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.losses import LabelOnlyLoss, WholeLogitsLoss
 from hasten.techniques.compile import Bucketed
-from hasten.techniques.layout.layout_experts import routed
-from hasten.techniques.layout.layout_mesh import How, Meshed, lay_out, no_ranks
+from hasten.techniques.layout.experts import routed
+from hasten.techniques.layout.mesh import How, Meshed, lay_out, no_ranks
 from hasten.techniques.precision import AutocastRegion
 
 

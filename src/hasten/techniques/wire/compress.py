@@ -12,9 +12,9 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.parts.comm.gradient_compressor import GradientCompressor
+from hasten.techniques.wire.compressed_wire import CLAIMS, check, fill, memory, obstacles, proof
 from hasten.techniques.wire.local import LocalSteps, Stream
 from hasten.techniques.wire.topology import Automatic
-from hasten.techniques.wire.wire_compressed import CLAIMS, check, fill, memory, obstacles, proof
 
 DENSE = "share of the run's steps at the start in which gradients travel in full"
 SMALL = "buckets of fewer numbers travel in full"

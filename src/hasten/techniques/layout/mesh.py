@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from hasten.core.contracts import AsGiven, AsTheModelDoes, Dense, Traffic, Wire
 from hasten.core.facts import Facts
@@ -19,14 +20,43 @@ from hasten.core.setup import Setup, on_device
 from hasten.core.slot import Slot
 from hasten.errors import InputError
 from hasten.parts.comm.methods import Settings
+from hasten.parts.distributed import local_shards
 from hasten.parts.distributed.fsdp import Sharding, is_sharded, send_gradients, shard
 from hasten.parts.distributed.local_shards import LocalShards, whole_on_first
 from hasten.parts.distributed.mesh import MeshSizes, data_mesh
 from hasten.parts.distributed.weight_broadcast import Arrival
 from hasten.parts.optim.master_weights import MasterWeights
-from hasten.techniques.layout import layout_dealt
-from hasten.techniques.wire.wire_compressed import Compressed
-from hasten.techniques.wire.wire_sharded import Exchange, exchange_for
+from hasten.techniques.wire.compressed_wire import Compressed, Exchange, exchange_for
+
+# State of weights that are dealt out as DTensors: made whole, and dealt out again.
+
+
+def whole_of(name: str, weights: LocalShards, weight: Tensor, value: Tensor, keeps: bool) -> Tensor:
+    """What belongs to a weight, whole where ``keeps``; all ranks of its mesh call it.
+
+    Raises:
+        InputError: the value isn't laid out like its weight, under the layout of that name.
+    """
+    parameter = weights.parameter_of(weight)
+    if not isinstance(parameter, DTensor) or not value.ndim:  # a number of steps
+        return value
+    try:
+        return local_shards.whole_of(value, parameter, keeps)
+    except ValueError as error:
+        raise InputError(
+            f"{name}: this optimizer keeps its state in another shape than weights have ({error}); "
+            "leave checkpoints out, or take another optimizer"
+        ) from error
+
+
+def part_of(weights: LocalShards, weight: Tensor, whole: Tensor) -> Tensor:
+    """This rank's piece of what belongs to a weight."""
+    parameter = weights.parameter_of(weight)
+    if not isinstance(parameter, DTensor) or whole.shape != parameter.shape:
+        return whole
+    part = local_shards.part_of(whole, parameter)
+    return part if parameter is weight else part.to_local()
+
 
 Split = Callable[[nn.Module, DeviceMesh], nn.Module]  # cut layers over a mesh's tp axis
 
@@ -148,10 +178,10 @@ class Meshed:
         return whole_on_first(self._module, model, self._first)
 
     def whole_of(self, weight: Tensor, value: Tensor) -> Tensor:
-        return layout_dealt.whole_of(self.how.name, self.weights, weight, value, self._first)
+        return whole_of(self.how.name, self.weights, weight, value, self._first)
 
     def part_of(self, weight: Tensor, whole: Tensor) -> Tensor:
-        return layout_dealt.part_of(self.weights, weight, whole)
+        return part_of(self.weights, weight, whole)
 
 
 def _weights(setup: Setup) -> LocalShards:

@@ -1,0 +1,444 @@
+"""The layout behind pipeline: ranks in pipelines, each rank with its stages of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from hasten.core.contracts import Dense, Wire
+from hasten.core.layout import gradients_of, total_norm
+from hasten.core.setup import Setup, on_device, once
+from hasten.core.state import order_of
+from hasten.errors import InputError
+from hasten.models.tensor_plans import TENSOR_PLANS
+from hasten.parts.distributed.ddp import reduce_now
+from hasten.parts.distributed.fsdp import shard_stage
+from hasten.parts.distributed.local_shards import LocalShards, whole_on_first
+from hasten.parts.distributed.mesh import MeshSizes, data_mesh
+from hasten.parts.distributed.pipeline import stages as partition
+from hasten.parts.distributed.pipeline.model import (
+    Pruned,
+    brought,
+    hidden_shape,
+    prune,
+    put_together,
+)
+from hasten.parts.distributed.pipeline.runtime import RanksRunner, Seams, Settings, Work
+from hasten.parts.distributed.pipeline.schedules import SPLIT
+from hasten.parts.distributed.pipeline.stages import LanguageModel, TiedHead, is_end
+from hasten.parts.distributed.tensor_parallel import split_layers
+from hasten.parts.nn.recompute import BlockRecompute
+from hasten.parts.optim.master_weights import MasterWeights
+from hasten.techniques.compile import Compiling
+from hasten.techniques.layout import mesh as layout_dealt
+from hasten.techniques.layout.tensor import refuse_other_code
+from hasten.techniques.wire.compressed_wire import Compressed
+
+# One rank's part of a pipeline: a model is cut, stages run, and the whole comes together again.
+
+
+class Cut:
+    """What this rank, ``stage`` of its pipeline, holds of the model; all of it before ``split``.
+
+    Args:
+        stage: this rank's place among those of its pipeline, which ``group`` opens.
+        first: this rank's pipeline is the one that states and saved models come from.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        settings: Settings,
+        stage: int,
+        first: bool,
+        group: Callable[[], dist.ProcessGroup],
+    ) -> None:
+        self.setup, self.settings = setup, settings
+        self.sizes: tuple[int, ...] = ()  # layers of each stage
+        self.names: tuple[str, ...] = ()  # in the whole module's state
+        self.copies: dict[str, str] = {}  # of a tied head where the embedding isn't
+        self.runner: RanksRunner | None = None
+        self._stage, self._first, self._open = stage, first, group
+        self._device = torch.device(setup.job.device)
+        self._pruned: Pruned | None = None
+        self._tied: TiedHead | None = None
+        self._trained: list[tuple[str, Tensor]] = []  # of the whole model, without memory
+
+    @cached_property
+    def group(self) -> dist.ProcessGroup:
+        """The pipeline's ranks; opened once, when all ranks come here."""
+        return self._open()
+
+    @property
+    def model(self) -> LanguageModel:
+        assert self._pruned is not None  # split() comes first
+        return self._pruned.model
+
+    @property
+    def tied(self) -> TiedHead:
+        assert self._tied is not None  # split() comes first
+        return self._tied
+
+    def split(self, module: nn.Module) -> nn.Module:
+        """Cut by cost, and let go what other ranks hold; evaluation goes through all stages."""
+        check_company(self.setup, self.settings)
+        try:
+            whole = LanguageModel(module)
+            costs, first, last = whole.costs()
+            self.sizes = partition.balanced(costs, len(self.settings.homes), first, last)
+        except AttributeError as error:
+            raise InputError(
+                f"pipeline: {type(module).__name__} isn't a loss around a language model "
+                "of Hugging Face's, and nothing else can be cut into stages; take ddp or fsdp2"
+            ) from error
+        except ValueError as error:
+            raise InputError(f"pipeline: {error}") from error
+        self._tied = TiedHead(whole, self.settings.homes, self.group)
+        state = module.state_dict(keep_vars=True)
+        originals = {id(tensor): name for name, tensor in reversed(state.items())}
+        self.names = tuple(state)
+        self._trained = [
+            (n, p.detach().to("meta")) for n, p in module.named_parameters() if p.requires_grad
+        ]
+        self._pruned = prune(whole, self.sizes, self.settings.homes, self._stage)
+        here = module.state_dict(keep_vars=True)
+        both = {name: originals[id(tensor)] for name, tensor in here.items()}
+        self.copies = {name: original for name, original in both.items() if original not in here}
+        if isinstance(self.setup.recompute, BlockRecompute):
+            self.setup.recompute.among = lambda module: list(whole.trunk.layers)
+        loss: Any = module
+        loss.forward = self._evaluate  # of this instance; the class's own runs in the last stage
+        return module
+
+    @cached_property
+    def stages(self) -> dict[int, nn.Module]:
+        """This rank's stages by number, over the modules as they were when first asked for."""
+        spans = partition.ranges(self.sizes)
+        homes = enumerate(self.settings.homes)
+        return {i: self.model.stage(spans[i]) for i, home in homes if home == self._stage}
+
+    def start(self, seams: Seams) -> RanksRunner:
+        """What runs this rank's stages."""
+        whole, work = self.model, Work(self.settings, seams, self._device)
+        shape = hidden_shape(whole.causal.config.hidden_size, lambda: whole.dtype)
+        self.runner = RanksRunner(self.stages, work, self.group, self._device, shape)
+        return self.runner
+
+    def _evaluate(self, **inputs: Any) -> tuple[Tensor, Tensor]:
+        assert self.runner is not None  # the engine has started it
+        with torch.no_grad():
+            total = self.runner.evaluate(inputs)
+        return total, (inputs["labels"] != -100).sum()
+
+    def put_together(self) -> AbstractContextManager[bool]:
+        """The whole model on the pipeline's first rank; every rank of it enters."""
+        assert self._pruned is not None  # split() comes first
+        return put_together(self._pruned, self.group)
+
+    def ordered(self) -> list[str]:
+        """Names of the whole model's trained weights as its optimizer counts them."""
+        assert self.setup.optimizer is not None  # prepare() put the job's there
+        return order_of(self.setup.optimizer, self._trained)
+
+    def told(self, mine: Any) -> list[Any]:
+        """What each rank of the pipeline says."""
+        found: list[Any] = [None] * self.settings.ranks
+        dist.all_gather_object(found, mine, group=self.group)
+        return found
+
+    def brought(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Everybody's tensors on the first rank of the first pipeline."""
+        return brought(mine, self.group) if self._first else dict(mine)
+
+
+def check_company(setup: Setup, settings: Settings) -> None:
+    """InputError for techniques that reach into passes which a pipeline runs itself."""
+    said = {
+        "compiled": isinstance(setup.compile, Compiling)
+        and "since it compiles a whole model's blocks and a rank has some of them; leave it out",
+        "adaptive_batch": setup.attempt is not once
+        and "no rank can run its passes again by itself; leave it out",
+        "recompute": isinstance(setup.recompute, BlockRecompute)
+        and _no_recompute(setup.recompute, settings),
+    }
+    for name, reason in said.items():
+        if reason:
+            raise InputError(
+                f"plan: {name} doesn't work under pipeline here, {reason}, or take another layout"
+            )
+
+
+def _no_recompute(recompute: BlockRecompute, settings: Settings) -> str:
+    if settings.checkpoint != "never":
+        return f"whose own checkpoint is {settings.checkpoint} already; give one of the two"
+    if recompute.segments is not None:
+        return "since a rank's layers need not follow each other; leave segments out"
+    if settings.schedule in SPLIT:
+        return (
+            f"since {settings.schedule} runs a backward pass in two halves that would each compute "
+            "the blocks again; take the schedule 1f1b"
+        )
+    return ""
+
+
+class DealsCut:
+    """A layout of stages deals weights as its cut does (``hasten.core.layout.DealsWeights``)."""
+
+    cut: Cut
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self.cut.names
+
+    @property
+    def copies(self) -> Mapping[str, str]:
+        return self.cut.copies
+
+    def ordered(self) -> list[str]:
+        return self.cut.ordered()
+
+    def told(self, mine: Any) -> list[Any]:
+        return self.cut.told(mine)
+
+    def brought(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self.cut.brought(mine)
+
+
+class Stages(DealsCut):
+    """``data_size`` pipelines side by side; neighbouring ranks make up one of them.
+
+    Stages that several pipelines have are copies: their gradients are averaged when all passes of a
+    step are done, in DistributedDataParallel's buckets and by the wire's codec.
+    """
+
+    whole = False
+
+    def __init__(self, setup: Setup, settings: Settings) -> None:
+        world = setup.facts.world
+        if world.size % settings.ranks:
+            raise InputError(
+                f"pipeline: {world.size} ranks can't be dealt into pipelines of {settings.ranks} "
+                "stages; make nproc a multiple of stages"
+            )
+        self.settings = settings
+        self.size, self.data_size = world.size, world.size // settings.ranks
+        self.averages = self.data_size
+        self.data_rank, stage = divmod(world.rank, settings.ranks)
+        self.cut = Cut(
+            setup, settings, stage, not self.data_rank, lambda: self.mesh.get_group("pp")
+        )
+        self._device = torch.device(setup.job.device)
+        self._replicas: DistributedDataParallel | None = None
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """Pipelines x stages; made once, when all ranks come here."""
+        shape, names = (self.data_size, self.settings.ranks), ("dp", "pp")
+        return init_device_mesh(self._device.type, shape, mesh_dim_names=names)
+
+    def split(self, module: nn.Module) -> nn.Module:
+        return self.cut.split(module)
+
+    def within(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def across(self, module: nn.Module, wire: Wire) -> nn.Module:
+        check_wire(wire, self.data_size)
+        if self.data_size > 1:
+            group = self.mesh.get_group("dp")
+            self._replicas = DistributedDataParallel(module, process_group=group)
+            wire.attach(self._replicas)
+        return module
+
+    def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def average(self) -> None:
+        """Gradients of this rank's stages over the pipelines; experts without tokens bring 0."""
+        if self._replicas is not None:
+            reduce_now(self._replicas)
+
+    def carrier(self, parameters: Sequence[Tensor]) -> Tensor | None:
+        """The tied weight among the true weights: itself, or its master."""
+        return next((p for p in parameters if is_end(p)), None)
+
+    def sum(self, values: Tensor) -> Tensor:
+        return self.everywhere(values) / self.settings.ranks
+
+    def of_layers(self, values: Tensor) -> Tensor:
+        """The sum over data ranks of what each rank knows of its own layers, 0 of the others'."""
+        return self.everywhere(values)
+
+    def everywhere(self, values: Tensor) -> Tensor:
+        moved = values.to(self._device, copy=True)
+        dist.all_reduce(moved)
+        return moved.cpu()
+
+    def norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Squares summed over stages; a tied head counts where it embeds."""
+        twice = None if self.cut.tied.counts else self.carrier(parameters)
+        own = total_norm(gradients_of([p for p in parameters if p is not twice]))
+        squares = own.to(self._device, torch.float64) ** 2
+        dist.all_reduce(squares, group=self.cut.group)
+        return squares.sqrt().to(own.dtype)
+
+    def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
+        return nullcontext(False) if self.data_rank else self.cut.put_together()
+
+
+def check_wire(wire: Wire, pipelines: int) -> None:
+    """InputError for a wire that can't carry what the pipelines exchange."""
+    if isinstance(wire, Dense):
+        return
+    if not isinstance(wire, Compressed):
+        raise InputError(
+            f"plan: pipelines average the gradients of their stages, which "
+            f"{type(wire).__name__.lower()} can't do for some of the ranks; take half, quantised, "
+            "topk or powersgd as the wire, or none"
+        )
+    if pipelines == 1:
+        raise InputError(
+            f"plan: {wire.kind} has nothing to compress in a single pipeline, whose ranks exchange "
+            "hidden states alone; leave it out, or set stages below the number of ranks"
+        )
+    if wire.compressor.settings()["scope"] != "all":
+        raise InputError(
+            f"plan: {wire.kind} with scope hosts works on gradients of all ranks, and pipelines "
+            "average stage by stage; set scope to all"
+        )
+
+
+# The layout behind hybrid's pipelines of pieces: stages whose weights are sharded, layers cut.
+
+
+class StagesInPieces(DealsCut):
+    """Pipelines of ``settings.ranks`` stages, each stage on copies, shards and pieces of layers.
+
+    Ranks are numbered with ``tp`` innermost and stages next to it, so that what talks most are
+    neighbours. Hidden states travel whole; embedding and head are whole on each piece's rank.
+    """
+
+    whole = False
+    pieces = True
+
+    def __init__(self, setup: Setup, settings: Settings, sizes: MeshSizes) -> None:
+        world = setup.facts.world
+        if sizes.size * settings.ranks != world.size:
+            raise InputError(
+                f"hybrid: {sizes} x pp {settings.ranks} is {sizes.size * settings.ranks} ranks and "
+                f"{world.size} are running; change the sizes, or nproc"
+            )
+        if isinstance(setup.precision, MasterWeights):
+            raise InputError(
+                "hybrid: bf16_master_weights doesn't know the pieces of a pipeline's stages; take "
+                "autocast, or pp beside dp alone"
+            )
+        self.sizes, self.settings = sizes, settings
+        self.size, self.data_size, self.averages = world.size, sizes.data_size, sizes.data_size
+        lane, self._piece = divmod(world.rank, sizes.tp)
+        self.data_rank, stage = divmod(lane, settings.ranks)
+        self._keeps = self.data_rank == self._piece == 0  # one rank of each stage
+        self.cut = Cut(setup, settings, stage, self._keeps, lambda: self.mesh.get_group("pp"))
+        self.weights = LocalShards(setup.precision)
+        setup.precision = self.weights
+        self._device, self._module = torch.device(setup.job.device), nn.Module()
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        shape = (self.sizes.dp, self.sizes.shard, self.settings.ranks, self.sizes.tp)
+        names = ("dp", "shard", "pp", "tp")
+        return init_device_mesh(self._device.type, shape, mesh_dim_names=names)
+
+    def split(self, module: nn.Module) -> nn.Module:
+        return self.cut.split(module)
+
+    def within(self, module: nn.Module) -> nn.Module:
+        if self.sizes.tp == 1:
+            return module
+        refuse_other_code(self.cut.setup, "hybrid")
+        causal = self.cut.model.causal
+        plan = TENSOR_PLANS.get(causal.config.model_type)
+        if plan is None:
+            raise InputError(
+                f"hybrid: how to cut the layers of {type(causal).__name__} isn't known"
+            )
+        try:
+            split_layers(causal, self.mesh["tp"], plan, sequence=False)
+        except ValueError as error:
+            raise InputError(f"hybrid: {error}") from error
+        return module
+
+    def across(self, module: nn.Module, wire: Wire) -> nn.Module:
+        if not isinstance(wire, Dense):
+            raise InputError(
+                "plan: stages in pieces move their gradients in torch's own reduce-scatter, which "
+                "no wire enters here; leave the wire's technique out, or give pp beside dp alone"
+            )
+        self._module = module
+        if self.data_size > 1:
+            for stage in self.cut.stages.values():
+                shard_stage(stage, self.cut.model.trunk.layers, data_mesh(self.mesh))
+        return module
+
+    def place(self, module: nn.Module) -> None:
+        """Shards are on the device already; what isn't sharded goes there."""
+        if self.data_size == 1:
+            on_device(module, str(self._device))
+
+    def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def average(self) -> None:
+        """Nothing is left to do: each backward pass has averaged its gradients."""
+
+    def carrier(self, parameters: Sequence[Tensor]) -> Tensor | None:
+        """This rank's piece of the tied weight."""
+        if self.cut.tied.weight is None:
+            return None
+        model = self.cut.model
+        end = model.trunk.embed_tokens if self.cut.tied.counts else model.causal.lm_head
+        owners = self.weights.parameter_of
+        return next((p for p in parameters if owners(p) is end.weight), None)
+
+    def sum(self, values: Tensor) -> Tensor:
+        return self.everywhere(values) / (self.settings.ranks * self.sizes.tp)
+
+    def of_layers(self, values: Tensor) -> Tensor:
+        """The sum over data ranks of what each rank knows of its own layers, 0 of the others'."""
+        return self.everywhere(values) / self.sizes.tp
+
+    def everywhere(self, values: Tensor) -> Tensor:
+        moved = values.to(self._device, copy=True)
+        dist.all_reduce(moved)
+        return moved.cpu()
+
+    def norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Each piece counts once among the ranks of its stage; a tied head where it embeds."""
+        twice = None if self.cut.tied.counts else self.carrier(parameters)
+        counted = [p for p in parameters if p is not twice]
+        return self.weights.norm(counted, self.size // self.settings.ranks, self.everywhere)
+
+    @contextmanager
+    def gather(self, model: nn.Module) -> Iterator[bool]:
+        """First each stage is made whole, on one rank, then all of them on the first."""
+        with whole_on_first(self._module, model, self._keeps) as kept:
+            if not kept:
+                yield False
+                return
+            with self.cut.put_together() as first:
+                yield first
+
+    def whole_of(self, weight: Tensor, value: Tensor) -> Tensor:
+        """Whole on one rank of the stage; ``brought`` takes it to the first."""
+        return layout_dealt.whole_of("hybrid", self.weights, weight, value, self._keeps)
+
+    def part_of(self, weight: Tensor, whole: Tensor) -> Tensor:
+        return layout_dealt.part_of(self.weights, weight, whole)
