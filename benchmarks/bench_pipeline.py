@@ -168,7 +168,7 @@ def _bubbles(asked: argparse.Namespace) -> dict[str, Any]:
 def _link(asked: argparse.Namespace) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from hasten.launch.netlab.rates import bits_per_second
+    from hasten.launch.netlab.registry import bits_per_second
 
     width = int(asked.kilobytes * 1000 / 4)
     travel = 2 * asked.micro_batches * 8000 * asked.kilobytes / (bits_per_second(asked.rate) or 1)

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from hasten.launch.joining import backend_for, join
+from hasten.launch.ranks import backend_for, join
 from hasten.machine import environment
 from hasten.machine.environment import World
 

@@ -95,7 +95,7 @@ def _words_after_a_flip(world: World, rank: int) -> str:
 
 def waits_for_one_that_hangs(world: World) -> dict[str, Any]:
     """Rank 1 sleeps until rank 0 has said what it has to say, and how soon (its limit is 1 s)."""
-    from hasten.launch.naming_ranks import LinkError, naming_ranks
+    from hasten.launch.ranks import LinkError, naming_ranks
 
     group = dist.new_group()  # to meet may take longer
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1), group)

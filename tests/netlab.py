@@ -19,7 +19,8 @@ import psutil
 import pytest
 
 from hasten.errors import InputError
-from hasten.launch.netlab import Lab, system
+from hasten.launch.netlab import Lab
+from hasten.launch.netlab import network as system
 
 JOBS = Path(__file__).with_name("netlab_jobs.py")
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from hasten.errors import InputError
-from hasten.launch.joining import agree
-from hasten.launch.ranks import process_group
+from hasten.launch.ranks import agree, process_group
 from hasten.machine import environment
 
 NAMES = {

@@ -11,7 +11,7 @@ import errno
 import os
 from pathlib import Path
 
-from hasten.launch.netlab import system
+from hasten.launch.netlab import network
 
 BLOCK = bytes(1 << 16)
 FILLER = "filler"
@@ -25,14 +25,14 @@ def mount_small_disk(place: Path, size: int) -> None:
     """
     user, group = os.geteuid(), os.getegid()
     try:
-        system.unshare(system.NEW_MOUNTS)
+        network.unshare(network.NEW_MOUNTS)
     except OSError:
-        system.unshare(system.NEW_USER | system.NEW_MOUNTS)
-        system.become_root_of_own_users(user, group)
+        network.unshare(network.NEW_USER | network.NEW_MOUNTS)
+        network.become_root_of_own_users(user, group)
     options = f"size={size}".encode()
-    nothing, below = ctypes.c_ulong(0), ctypes.c_ulong(system.PRIVATE_AND_BELOW)
-    system._call("mount", None, b"/", None, below, None)
-    system._call("mount", b"tmpfs", os.fsencode(place), b"tmpfs", nothing, options)
+    nothing, below = ctypes.c_ulong(0), ctypes.c_ulong(network.PRIVATE_AND_BELOW)
+    network._call("mount", None, b"/", None, below, None)
+    network._call("mount", b"tmpfs", os.fsencode(place), b"tmpfs", nothing, options)
 
 
 def fill(place: Path, leave: int) -> None:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from hasten.cli.main import app
 from hasten.errors import InputError
-from hasten.launch.netlab import naming
+from hasten.launch.netlab import registry
 from netlab import lab_with_links
 
 pytestmark = pytest.mark.waits
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.waits
 def own_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     room = tmp_path / "room"
     room.mkdir(mode=0o700)
-    monkeypatch.setattr(naming, "room", lambda: room)
-    monkeypatch.setattr(naming, "SECONDS_TO_END", 60.0)  # a busy machine's guard is slow
+    monkeypatch.setattr(registry, "room", lambda: room)
+    monkeypatch.setattr(registry, "SECONDS_TO_END", 60.0)  # a busy machine's guard is slow
     return room
 
 
@@ -69,7 +69,7 @@ def test_a_lab_stays_from_up_to_down(own_room: Path) -> None:
 def test_down_removes_all_that_ended_and_none_that_runs(own_room: Path) -> None:
     folder = own_room / "0000000a"
     folder.mkdir()
-    noted = {"kind": naming.KIND, "name": folder.name, "process": 2**22, "born": 1}
+    noted = {"kind": registry.KIND, "name": folder.name, "process": 2**22, "born": 1}
     noted |= {"bits": 0, "hosts": 2, "ranks": 1, "mode": "user"}
     (folder / "manifest.json").write_text(json.dumps(noted))
     name = netlab("up", "--mode", "loopback").strip()

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from hasten.errors import InputError
 from hasten.launch.cluster import CloudConfig
 from hasten.launch.targets import Launch, files, write
-from hasten.launch.targets.environment import exports, variables
-from hasten.launch.targets.job import MARK, name_of
+from hasten.launch.targets.job import MARK, exports, name_of, variables
 from launch_stubs import PYTHON as STUB
 from launch_stubs import SCONTROL, SRUN, called, program
 

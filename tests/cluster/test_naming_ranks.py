@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hasten.launch.naming_ranks import LinkError, naming_ranks
+from hasten.launch.ranks import LinkError, naming_ranks
 from hasten.machine.environment import World
 from ranks import on_ranks
 

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
-from hasten.launch.netlab import Lab, naming, network
-from hasten.launch.netlab.rates import SEGMENT, bits_per_second, burst_bytes
+from hasten.launch.netlab import Lab, network, registry
+from hasten.launch.netlab.registry import SEGMENT, bits_per_second, burst_bytes
 from netlab import lab_with_links
 
 modes = pytest.mark.parametrize("mode", ["user", "root", "loopback"])
@@ -35,8 +35,8 @@ STUBBORN = (
 def own_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     room = tmp_path / "room"
     room.mkdir(mode=0o700)
-    monkeypatch.setattr(naming, "room", lambda: room)
-    monkeypatch.setattr(naming, "SECONDS_TO_END", 60.0)  # a busy machine's guard is slow
+    monkeypatch.setattr(registry, "room", lambda: room)
+    monkeypatch.setattr(registry, "SECONDS_TO_END", 60.0)  # a busy machine's guard is slow
     return room
 
 
@@ -124,13 +124,13 @@ def test_killing_the_guard_leaves_only_a_folder_that_is_offered_for_removal(own_
     lab = lab_with_links().start()
     lab.begin([sys.executable, "-c", STUBBORN, mark])
     wait_for(mark, 4)
-    os.kill(naming.manifest(lab.name)["process"], signal.SIGKILL)
+    os.kill(registry.manifest(lab.name)["process"], signal.SIGKILL)
     assert gone(mark)
     with pytest.raises(InputError, match="has ended"):
         lab.bytes(0)
     lab.close()
-    assert [(noted["name"], alive) for noted, alive in naming.labs()] == [(lab.name, False)]
-    naming.remove(lab.name)
+    assert [(noted["name"], alive) for noted, alive in registry.labs()] == [(lab.name, False)]
+    registry.remove(lab.name)
     assert list(own_room.iterdir()) == []
 
 
@@ -139,29 +139,29 @@ def test_a_lab_that_stays_outlives_its_maker_until_it_is_removed(own_room: Path)
     lab = Lab.attach(name)
     assert [r.code for r in lab.run(["true"])] == [0, 0]
     lab.close()
-    assert naming.alive(naming.manifest(name))
-    naming.remove(name)
+    assert registry.alive(registry.manifest(name))
+    registry.remove(name)
     assert list(own_room.iterdir()) == []
     with pytest.raises(InputError, match="there is no lab"):
-        naming.remove(name)
+        registry.remove(name)
 
 
 def test_a_folder_without_a_manifest_of_a_lab_is_never_touched(own_room: Path) -> None:
     other = own_room / "0123abcd"
     other.mkdir()
     with pytest.raises(InputError, match="there is no lab 0123abcd"):
-        naming.remove("0123abcd")
+        registry.remove("0123abcd")
     (other / "manifest.json").write_text(json.dumps({"kind": "another tool", "name": "0123abcd"}))
     with pytest.raises(InputError, match="no manifest of the lab"):
-        naming.remove("0123abcd")
+        registry.remove("0123abcd")
     (other / "manifest.json").write_text("{")
     with pytest.raises(InputError, match="damaged"):
-        naming.remove("0123abcd")
+        registry.remove("0123abcd")
     for name in ("../0123abcd", "0123ABCD", ""):
         with pytest.raises(InputError, match="no lab's name"):
-            naming.remove(name)
+            registry.remove(name)
     assert other.exists()
-    assert naming.labs() == []
+    assert registry.labs() == []
 
 
 def test_a_process_with_the_keepers_old_number_is_not_ended(own_room: Path) -> None:
@@ -169,11 +169,11 @@ def test_a_process_with_the_keepers_old_number_is_not_ended(own_room: Path) -> N
     folder.mkdir()
     stranger = subprocess.Popen(["sleep", "300"])
     try:
-        born = naming.born(stranger.pid)
+        born = registry.born(stranger.pid)
         assert born is not None
-        noted = {"kind": naming.KIND, "name": folder.name, "process": stranger.pid}
+        noted = {"kind": registry.KIND, "name": folder.name, "process": stranger.pid}
         (folder / "manifest.json").write_text(json.dumps({**noted, "born": born - 1}))
-        naming.remove(folder.name)
+        registry.remove(folder.name)
         assert stranger.poll() is None
         assert not folder.exists()
     finally:

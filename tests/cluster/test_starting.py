@@ -20,8 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
-from hasten.launch.joining import backend_for, join
-from hasten.launch.naming_ranks import LinkError
+from hasten.launch.ranks import LinkError, backend_for, join
 from hasten.launch.supervisor import FINAL
 from hasten.machine.environment import (
     LAUNCHERS,

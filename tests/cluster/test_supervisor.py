@@ -17,9 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from hasten.launch.attempt import Attempt, Limits
 from hasten.launch.standby import Spares
-from hasten.launch.supervisor import LEFT, WORN_OUT, Ranks, Supervision, supervise
+from hasten.launch.supervisor import LEFT, WORN_OUT, Attempt, Limits, Ranks, Supervision, supervise
 from hasten.machine.processes import BEAT, Pulse
 from offspring import children
 

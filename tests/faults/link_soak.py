@@ -26,10 +26,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import rank_soak
 from rank_soak import HOLD, Forked, hold
 
-from hasten.launch.attempt import Limits
 from hasten.launch.netlab import Lab
 from hasten.launch.netlab.network import NIC, address
-from hasten.launch.supervisor import Ranks, Supervision, supervise
+from hasten.launch.supervisor import Limits, Ranks, Supervision, supervise
 from hasten.machine.processes import ATTEMPT, on_a_leash
 from netlab import enter, places
 

@@ -41,10 +41,8 @@ from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.step import training
-from hasten.launch.attempt import Limits
-from hasten.launch.naming_ranks import naming_ranks
-from hasten.launch.ranks import TIMEOUT, process_group
-from hasten.launch.supervisor import Ranks, Supervision, supervise
+from hasten.launch.ranks import TIMEOUT, naming_ranks, process_group
+from hasten.launch.supervisor import Limits, Ranks, Supervision, supervise
 from hasten.machine.processes import Pulse, attempt, attempt_folder, on_a_leash, telling
 from hasten.parts.checkpoint import STATE, checkpoints
 from hasten.techniques.checkpoint import Checkpoints

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hasten.launch import attempt
-from hasten.launch.attempt import Attempt, Limits
+from hasten.launch import supervisor
+from hasten.launch.supervisor import Attempt, Limits
 from hasten.machine.processes import Pulse
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="states are Linux's")
@@ -48,7 +48,7 @@ def test_a_stopped_rank_is_named_though_another_fell_silent_before_it(
             assert time.monotonic() < end
         pulses = [0.1, 0.1]
         pulses[stopped] = 0.2
-        monkeypatch.setattr(attempt, "time", PlantedTime(tmp_path, pulses))
+        monkeypatch.setattr(supervisor, "time", PlantedTime(tmp_path, pulses))
         ending = Attempt(tmp_path, 2, lambda rank: ranks[rank], Limits(1.0, 60.0)).watch()
     finally:
         for rank in ranks:

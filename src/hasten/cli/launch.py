@@ -16,8 +16,7 @@ from hasten.core.plan import did_you_mean
 from hasten.errors import InputError
 from hasten.launch.cluster import CloudConfig
 from hasten.launch.targets import TARGETS, Launch, files, submission, write
-from hasten.launch.targets.environment import advice
-from hasten.launch.targets.job import name_of
+from hasten.launch.targets.job import advice, name_of
 from hasten.planner.launch_plan import config_of, planned, scaled_rate
 from hasten.planner.launch_recipe import recipe_there, records, tiny_recipe
 from hasten.recipe.schema import Recipe, load_recipe

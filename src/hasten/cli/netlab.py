@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from hasten.errors import InputError
-from hasten.launch.netlab import Lab, Result, Running, check, naming
+from hasten.launch.netlab import Lab, Result, Running, check, registry
 from hasten.launch.netlab.lab import MODES, Mode
 
 app = typer.Typer(
@@ -102,7 +102,7 @@ def run(
 @app.command("list")
 def list_command() -> None:
     """Show the labs of this user, and which have ended without being cleared away."""
-    found = naming.labs()
+    found = registry.labs()
     for noted, alive in found:
         rate = f"{noted['bits'] / 1e6:g} Mbit/s" if noted["bits"] else "no limit"
         state = "runs" if alive else "ended; hasten netlab down --stale clears it away"
@@ -120,11 +120,11 @@ def down(
     """End labs and all that runs in them; only what has a lab's manifest is touched."""
     chosen = list(names or [])
     if stale:
-        chosen += [noted["name"] for noted, alive in naming.labs() if not alive]
+        chosen += [noted["name"] for noted, alive in registry.labs() if not alive]
     elif not chosen:
         raise InputError("say which labs: hasten netlab down NAME, or --stale for those that ended")
-    for noted in [naming.manifest(name) for name in chosen]:  # all are looked at before any goes
-        naming.remove(noted["name"])
+    for noted in [registry.manifest(name) for name in chosen]:  # all are looked at before any goes
+        registry.remove(noted["name"])
         print(f"{noted['name']} removed")
 
 

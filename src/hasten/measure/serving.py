@@ -10,8 +10,7 @@ import datetime
 from collections.abc import Callable
 from typing import Any
 
-from hasten.launch.naming_ranks import naming_ranks
-from hasten.launch.ranks import process_group
+from hasten.launch.ranks import naming_ranks, process_group
 from hasten.machine.environment import World
 
 

@@ -14,8 +14,7 @@ from hasten.core.plan import Plan
 from hasten.core.session import Session
 from hasten.core.slot import Slot
 from hasten.errors import InputError
-from hasten.launch.attempt import Limits
-from hasten.launch.supervisor import Supervision
+from hasten.launch.supervisor import Limits, Supervision
 from hasten.recipe.schema import Recipe
 
 SPARES = "hasten.cli.standby_rank"

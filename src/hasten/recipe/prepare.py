@@ -25,7 +25,7 @@ from hasten.core.timing import StepMetrics
 from hasten.data.file_lock import only_run_in
 from hasten.data.token_store import inspect
 from hasten.errors import InputError
-from hasten.launch.joining import backend_for
+from hasten.launch.ranks import backend_for
 from hasten.machine import environment
 from hasten.machine.environment import World
 from hasten.machine.processes import started_by_hasten
@@ -47,7 +47,7 @@ OWN = ("nproc", "output", "min_nproc")  # a rank may have its own
 
 
 def promised(recipe: Recipe, known: Facts) -> dict[str, dict[str, Any]]:
-    """What must be the same on every rank, for :func:`hasten.launch.joining.agree`."""
+    """What must be the same on every rank, for :func:`hasten.launch.ranks.agree`."""
     keys = recipe.model_dump(mode="json")
     return {
         "recipe": {key: value for key, value in keys.items() if key not in OWN},

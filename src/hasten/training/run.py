@@ -32,9 +32,7 @@ from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.timing import StepMetrics, clock_on
-from hasten.launch.joining import agree
-from hasten.launch.naming_ranks import naming_ranks
-from hasten.launch.ranks import process_group
+from hasten.launch.ranks import agree, naming_ranks, process_group
 from hasten.machine import host
 from hasten.machine.processes import Pulse, attempt, attempt_folder, telling
 from hasten.measure.energy import meter_of_run

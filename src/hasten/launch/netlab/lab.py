@@ -15,16 +15,67 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from hasten.errors import InputError
-from hasten.launch.netlab import naming
-from hasten.launch.netlab.rates import bits_per_second
-from hasten.launch.netlab.running import Result, Running
+from hasten.launch.netlab import registry
+from hasten.launch.netlab.registry import bits_per_second
 from hasten.machine import environment
+
+# A command that runs on a lab's ranks, and how each rank ended.
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a rank ended: its exit code (negative: the signal; None: never started) and its words.
+
+    ``reason`` is empty unless the lab ended it.
+    """
+
+    rank: int
+    host: int
+    code: int | None
+    output: str
+    reason: str = ""
+
+
+class Running:
+    """A command that runs on a lab's ranks."""
+
+    def __init__(
+        self, ask: Callable[..., dict[str, Any]], ranks: int, job: int, place: Path
+    ) -> None:
+        self._ask, self._ranks, self._job, self.place = ask, ranks, job, place
+
+    def done(self) -> bool:
+        """Whether all ranks have ended."""
+        return bool(self._ask("poll", job=self._job, seconds=0)["done"])
+
+    def end(self) -> None:
+        """Have all ranks ended; ``wait`` gives the results."""
+        self._ask("end", job=self._job)
+
+    def log(self, rank: int) -> Path:
+        """The file into which a rank speaks, while it runs too."""
+        return self.place / f"rank-{rank}.log"
+
+    def wait(self) -> list[Result]:
+        """The results, by rank. The time limit given at the start ends a job that hangs."""
+        while not (found := self._ask("poll", job=self._job, seconds=2.0))["done"]:
+            pass
+        return [
+            Result(rank, rank // self._ranks, code, self._words(rank), found["reason"])
+            for rank, code in enumerate(found["codes"])
+        ]
+
+    def _words(self, rank: int) -> str:
+        path = self.log(rank)
+        return path.read_text(errors="replace") if path.exists() else ""
+
 
 Mode = Literal["auto", "user", "root", "loopback"]
 MODES: tuple[Mode, ...] = ("user", "root", "loopback")
@@ -85,8 +136,8 @@ class Lab:
     @classmethod
     def attach(cls, name: str) -> Lab:
         """A lab that ``hasten netlab up`` left running; ``close`` leaves it as it is."""
-        noted = naming.manifest(name)
-        if not naming.alive(noted):
+        noted = registry.manifest(name)
+        if not registry.alive(noted):
             raise InputError(f"the lab {name} has ended: hasten netlab down {name} clears it away")
         lab = cls(noted["hosts"], noted["ranks"], mode=noted["mode"])
         lab._called(name)
@@ -110,9 +161,9 @@ class Lab:
         """Build it in one mode; the complaint if it can't be."""
         if mode != "loopback" and sys.platform != "linux":
             return "network namespaces are Linux's"
-        folder = naming.new_folder()
+        folder = registry.new_folder()
         process = os.getpid()
-        owner = None if stay else {"process": process, "born": naming.born(process)}
+        owner = None if stay else {"process": process, "born": registry.born(process)}
         spec = {**self._spec, "mode": mode, "owner": owner}
         (folder / "spec.json").write_text(json.dumps(spec))
         with (folder / "keeper.log").open("wb") as log:
@@ -128,7 +179,7 @@ class Lab:
             words = (folder / "keeper.log").read_text() if folder.exists() else ""
             guard.terminate()
             guard.wait()
-            naming.clear(folder)
+            registry.clear(folder)
             last = (words.strip().splitlines() or ["its keeper ended without a word"])[-1]
             return str(answer.get("error", last))
         self.mode, self._guard = mode, guard
@@ -136,7 +187,7 @@ class Lab:
         return ""
 
     def _called(self, name: str) -> None:
-        self.name, self._folder = name, naming.room() / name
+        self.name, self._folder = name, registry.room() / name
 
     def __enter__(self) -> Self:
         return self if self.name else self.start()
@@ -155,11 +206,11 @@ class Lab:
             return
         self._guard.stdin.close()
         try:
-            self._guard.wait(naming.SECONDS_TO_END)
+            self._guard.wait(registry.SECONDS_TO_END)
         except subprocess.TimeoutExpired:
             self._guard.kill()
             self._guard.wait()
-            naming.clear(self._folder)
+            registry.clear(self._folder)
         self._guard = None
 
     def begin(
@@ -260,3 +311,51 @@ def _first_line(guard: subprocess.Popen[bytes]) -> dict[str, Any]:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# Which kinds of lab work on this machine, found by making one of each.
+
+ADVICE = {
+    "user": "allow users their own namespaces: sysctl user.max_user_namespaces above 0, and on "
+    "Ubuntu kernel.apparmor_restrict_unprivileged_userns=0",
+    "root": "run it as root with CAP_SYS_ADMIN and CAP_NET_ADMIN",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One kind of lab: what it offers, whether it works here, and if not, why and what to do."""
+
+    mode: str
+    offers: str
+    works: bool
+    reason: str = ""
+
+
+def check() -> list[Finding]:
+    """One finding for each kind of lab; each is made, asked for its bytes and removed."""
+    kinds: list[tuple[Mode, bool]] = [
+        (m, switch) for m in MODES if m != "loopback" for switch in (False, True)
+    ]
+    found = []
+    kinds.append(("loopback", False))
+    for mode, switch in kinds:
+        plain = mode == "loopback"
+        offers = "processes" if plain else "rate, delay, loss, cut" if switch else "rate, cut"
+        rate = None if plain else "100mbit"
+        try:
+            with Lab(2, 1, rate, delay_ms=1.0 if switch else 0.0, mode=mode) as lab:
+                lab.bytes(0)
+            found.append(Finding(mode, offers, True))
+        except InputError as error:
+            reason = str(error).partition(f"({mode}: ")[2].partition("): see")[0] or str(error)
+            found.append(Finding(mode, offers, False, f"{reason}; {_advice(mode, reason)}"))
+    return found
+
+
+def _advice(mode: str, reason: str) -> str:
+    if "iproute2" in reason:
+        return "then ask again"
+    if "tun" in reason.lower():
+        return "load the kernel's module tun, or give the container /dev/net/tun"
+    return ADVICE.get(mode, "nothing more is needed than this Python")

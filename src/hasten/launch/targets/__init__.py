@@ -7,7 +7,6 @@ Nothing is submitted and nothing that a user gave is run or pasted: texts become
 """
 
 from hasten.launch.targets.job import TARGETS, Launch
-from hasten.launch.targets.targets import files, submission
-from hasten.launch.targets.writing import write
+from hasten.launch.targets.writing import files, submission, write
 
 __all__ = ["TARGETS", "Launch", "files", "submission", "write"]

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hasten.errors import InputError
-from hasten.launch.targets.environment import exports
-from hasten.launch.targets.job import MARK, Launch
+from hasten.launch.targets.job import MARK, Launch, exports
 from hasten.launch.targets.node import meeting_at
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")

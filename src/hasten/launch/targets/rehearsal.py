@@ -15,7 +15,7 @@ from typing import Any
 
 from hasten.errors import InputError
 from hasten.launch.netlab import Lab, Result
-from hasten.launch.targets import torchrun
+from hasten.launch.targets import node
 from hasten.launch.targets.job import Launch
 from hasten.launch.targets.writing import write
 
@@ -72,7 +72,7 @@ def rehearse(
         seconds: the longest it may take.
     """
     alone = replace(launch, interface="", hosts=())
-    write(torchrun.files(alone), folder)
+    write(node.files(alone), folder)
     with Lab(hosts=launch.cloud.nodes, ranks=1, rate=rate) as lab:
         limit = rate if isinstance(rate, str) else f"{(rate or 0) / 1e6:,.0f} Mbit/s"
         tell(f"lab: {lab.hosts} hosts ({lab.mode}), links {limit if rate else 'none'}")
