@@ -81,7 +81,7 @@ def now() -> tuple[float, float]:
 
 
 def hasten_arm(folder: Path, out: Path, workers: int) -> dict[str, Any]:
-    from hasten.recipe.material import gather
+    from hasten.recipe.prepared_data import gather
     from hasten.recipe.schema import Recipe
 
     began = now()

@@ -113,7 +113,7 @@ def _cold_start(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _few_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe on Python's own modules reads some of them: all take 5 s."""
-    monkeypatch.setattr("hasten.recipe.reading.stdlib_corpus", material.some_modules)
+    monkeypatch.setattr("hasten.recipe.prepared_data.stdlib_corpus", material.some_modules)
 
 
 @pytest.fixture(autouse=True)

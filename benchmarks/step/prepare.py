@@ -27,7 +27,7 @@ from hasten.data.tokenizer import train_bpe
 from hasten.models.adapters import add_lora
 from hasten.models.load import quiet
 from hasten.models.presets import PRESETS, build_config
-from hasten.recipe.material import gather
+from hasten.recipe.prepared_data import gather
 from hasten.recipe.schema import Recipe
 from step.given import Given, Records, Settings, write_settings
 

@@ -31,7 +31,7 @@ from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.recipe.build import facts_of, job_of
-from hasten.recipe.material import gather
+from hasten.recipe.prepared_data import gather
 from hasten.recipe.schema import recipe_from
 from hasten.tune.plans import plan_space
 from hasten.techniques import CATALOGUE

@@ -15,7 +15,7 @@ from hasten.data.corpus import Corpus, Portion
 from hasten.models.presets import PRESETS
 from hasten.parts.kernels import rowwise
 from hasten.recipe.build import facts_of, plan_of, requested_plan
-from hasten.recipe.material import gather
+from hasten.recipe.prepared_data import gather
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.training import run as run_module
 
@@ -57,7 +57,7 @@ def sums(path: Path) -> Path:
 
 def short(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     """The example with seconds of work and everything of its own kept."""
-    monkeypatch.setattr("hasten.recipe.reading.stdlib_corpus", short_corpus)
+    monkeypatch.setattr("hasten.recipe.prepared_data.stdlib_corpus", short_corpus)
     recipe = load_recipe(path)
     changes: dict[str, Any] = {**SHORT, "patience": 0, "output": str(folder / "run")}
     if recipe.dataset not in ("stdlib", "stdlib-text"):

@@ -12,7 +12,7 @@ import pytest
 from hasten.core.health import SpikePolicy, SpikeWatch
 from hasten.core.loop import Evaluation
 from hasten.errors import InputError
-from hasten.recipe.faults import set_guards, supervision_of, watch_notices
+from hasten.recipe.build import set_guards, supervision_of, watch_notices
 from hasten.recipe.prepare import evaluations_before
 from hasten.recipe.schema import recipe_from
 from hasten.techniques.checkpoint import Checkpoints

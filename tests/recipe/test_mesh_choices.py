@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.machine.environment import World
-from hasten.recipe.mesh_choices import mixed_layouts
+from hasten.recipe.build import mixed_layouts
 from tiny import job_facts, language_job
 
 

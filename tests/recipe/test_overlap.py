@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.parts.data.collate import TokenRecord, token_record
-from hasten.recipe.overlap import overlap
+from hasten.recipe.prepared_data import overlap
 
 
 class Records(list[TokenRecord]):

@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from hasten.errors import InputError
-from hasten.recipe.material import gather
-from hasten.recipe.reading import read_source
+from hasten.recipe.prepared_data import gather, read_source
 from hasten.recipe.schema import Recipe, load_recipe
 
 

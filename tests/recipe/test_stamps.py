@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hasten.errors import InputError
-from hasten.recipe import stamps as module
-from hasten.recipe.stamps import stamps
+from hasten.recipe import prepared_data as module
+from hasten.recipe.prepared_data import stamps
 
 
 def write(path: Path, text: str = "x") -> Path:

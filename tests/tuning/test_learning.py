@@ -14,7 +14,7 @@ from hasten.errors import InputError
 from hasten.measure.experiment import Subject, prepared
 from hasten.progress import Silence
 from hasten.recipe.build import job_of
-from hasten.recipe.material import gather
+from hasten.recipe.prepared_data import gather
 from hasten.recipe.schema import load_recipe, recipe_from
 from hasten.tune import learning_study, whole_trainings
 from hasten.tune.learning_study import LearningWishes, learn

@@ -18,7 +18,7 @@ from hasten.data.token_store import inspect as rendered
 from hasten.errors import InputError
 from hasten.formatting import shown
 from hasten.recipe.build import DEFAULT_BATCH
-from hasten.recipe.material import Material, gather
+from hasten.recipe.prepared_data import Material, gather
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.report.data_page import write_page
 

@@ -12,10 +12,9 @@ from hasten.errors import InputError
 from hasten.launch import transport
 from hasten.parts.kernels import amx, codec, rowwise
 from hasten.recipe.build import batch_of, facts_of, job_of, requested_plan
-from hasten.recipe.material import Material, gather
-from hasten.recipe.overlap import overlap
 from hasten.recipe.peak_flops import ceiling_of
 from hasten.recipe.prepare import check_folder, check_space, first_record
+from hasten.recipe.prepared_data import Material, gather, overlap
 from hasten.recipe.schema import Recipe, load_recipe
 
 SHOWN = 3  # files that are named

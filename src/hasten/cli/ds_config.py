@@ -8,8 +8,8 @@ from typing import Any
 
 from hasten.errors import InputError
 from hasten.parts.distributed.deepspeed_config import HONOURED, IGNORED, REFUSED
-from hasten.recipe.deepspeed_key import meaning_of, settings_of, techniques_of, world_of
 from hasten.recipe.preset_plans import entries_of
+from hasten.recipe.shorthands import meaning_of, settings_of, techniques_of, world_of
 from hasten.recipe.yaml_reader import read_overrides, read_yaml_file
 
 

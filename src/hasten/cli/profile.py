@@ -22,9 +22,9 @@ from hasten.launch.ranks import again, process_group
 from hasten.machine import environment, host
 from hasten.measure.profile import measure, steps_needed
 from hasten.recipe.build import job_of
-from hasten.recipe.material import Material
 from hasten.recipe.peak_flops import meter_of, mfu_words
 from hasten.recipe.prepare import ready
+from hasten.recipe.prepared_data import Material
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.report.profile_page import write_profile
 from hasten.report.profile_text import render_text

@@ -15,8 +15,8 @@ from hasten.machine import host
 from hasten.measure.experiment import measured, prepared
 from hasten.measure.statistics import Interval
 from hasten.recipe.build import requested_plan
+from hasten.recipe.prepared_data import data_files
 from hasten.recipe.schema import Recipe, recipe_from
-from hasten.recipe.sources import data_files
 from hasten.recipe.yaml_reader import read_overrides
 from hasten.report.bundle import Bundle, measurements, read_bundle, stamp
 from hasten.report.compared_runs import MACHINE

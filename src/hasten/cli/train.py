@@ -20,8 +20,7 @@ from hasten.launch.supervisor import Ranks, supervise
 from hasten.machine import environment, host
 from hasten.machine.environment import World
 from hasten.machine.processes import attempt_folder, on_a_leash
-from hasten.recipe.build import facts_of, plan_of
-from hasten.recipe.faults import saves, supervision_of
+from hasten.recipe.build import facts_of, plan_of, saves, supervision_of
 from hasten.recipe.prepare import ready
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.training.run import train as run_training

@@ -99,8 +99,8 @@ class Arm:
         from hasten.core.step import training
         from hasten.core.timing import clock_on
         from hasten.recipe.build import facts_of, job_of, plan_of, requested_plan
-        from hasten.recipe.material import gather
         from hasten.recipe.peak_flops import meter_of
+        from hasten.recipe.prepared_data import gather
 
         imported = time.perf_counter()
         self.material = gather(recipe, Path(recipe.output) / "data")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import itertools
+import json
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +20,7 @@ from torch.optim import AdamW
 
 from hasten.core import facts
 from hasten.core.facts import Facts, ModelFacts
+from hasten.core.health import NEEDS_CHECKPOINTS, Guards, SpikeWatch, check_comparable, check_policy
 from hasten.core.job import (
     GlobalBatch,
     Job,
@@ -24,22 +30,130 @@ from hasten.core.job import (
     Stop,
     with_language_counts,
 )
+from hasten.core.loop import Notice, ask_to_leave
 from hasten.core.plan import Plan
+from hasten.core.session import Session
 from hasten.core.setup import obstacles, prepare
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.launch.supervisor import Limits, Supervision
 from hasten.models.load import count_parameters, load_model, read_config
 from hasten.parts.data.collate import padded
 from hasten.parts.nn.causal_lm import routed_experts
 from hasten.parts.nn.losses import LossTerms, WholeLogitsLoss, token_accuracy
 from hasten.parts.optim.weight_average import decayed_groups
 from hasten.recipe.catalogue import catalogue
-from hasten.recipe.material import Material
+from hasten.recipe.prepared_data import Material
 from hasten.recipe.schema import Recipe
-from hasten.recipe.terms import terms_of
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.layout.ddp import DDP
+from hasten.techniques.layout.hybrid import Hybrid
+
+# Every way to deal ranks out to two or three layouts at once, for those who choose among them.
+
+
+def mixed_layouts(ranks: int) -> list[Technique]:
+    """Layouts of so many ranks that no single technique has; none of two or three ranks.
+
+    Whether a model can be cut so is for their obstacles to say.
+    """
+    shares = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    found: list[Technique] = []
+    for dp, shard, tp in itertools.product(shares, repeat=3):
+        if dp * shard * tp == ranks and sum(n > 1 for n in (dp, shard, tp)) > 1:
+            found.append(Hybrid(dp=dp, shard=shard, tp=tp))
+    for part in shares[1:-1]:
+        found.append(Hybrid(dp=ranks // part, pp=part))
+        found.append(Hybrid(dp=ranks, ep=part))
+    return found
+
+
+# A recipe's keys for what can go wrong, as the objects that watch for it.
+
+SPARES = "hasten.cli.standby_rank"
+
+
+def set_guards(session: Session, recipe: Recipe, output: Path) -> None:
+    """What the session's steps are checked for, before it resumes.
+
+    Raises:
+        InputError: a guard can't do its work in this plan.
+    """
+    session.setup.guards = Guards(
+        recipe.max_skipped, output / "quarantined.jsonl", recipe.check_replicas
+    )
+    check_comparable(session, recipe.check_replicas)
+    if recipe.loss_spike is not None:
+        session.setup.spikes = SpikeWatch(recipe.loss_spike, output / "spikes.jsonl")
+        check_policy(session)
+
+
+def check_faults(recipe: Recipe, plan: Plan) -> None:
+    """Raise InputError where a policy can't do what it says, before anything is read."""
+    if recipe.loss_spike is not None and not saves(plan):
+        raise InputError(NEEDS_CHECKPOINTS)
+
+
+def watch_notices(session: Session, recipe: Recipe) -> AbstractContextManager[Any]:
+    """Leave when the recipe's file appears or its command says so; on the first rank."""
+    if not session.setup.facts.world.is_main or not (recipe.leave_file or recipe.leave_command):
+        return contextlib.nullcontext()
+    file = Path(recipe.leave_file) if recipe.leave_file else None
+    leave = partial(ask_to_leave, session, haste=True)
+    return Notice(leave, file, recipe.leave_command or ())
+
+
+def supervision_of(recipe: Recipe) -> Supervision:
+    """What the supervisor of the recipe's ranks may do."""
+    return Supervision(
+        recipe.max_restarts,
+        Limits(recipe.hang_seconds, recipe.start_seconds),
+        recipe.min_nproc,
+        SPARES if recipe.warm_restarts else None,
+    )
+
+
+def saves(plan: Plan) -> bool:
+    """Whether restarts have anything to go on from."""
+    return Slot.CHECKPOINT in plan
+
+
+# What of a recipe decides the training, beside what every job knows; checkpoints note it.
+
+WORDS = (
+    *("from_scratch", "finetuning_type", "learning_rate", "weight_decay"),
+    *("adam_betas", "label_smoothing", "z_loss"),
+)
+# Of a model's config, what says where it came from and not how it computes.
+OF_ORIGIN = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype")
+
+
+def words_of(recipe: Recipe) -> dict[str, Any]:
+    """As far as the recipe alone says it, before any data is read."""
+    lora = {key for key in Recipe.model_fields if key.startswith("lora_")}
+    keys = {*WORDS, *(lora if recipe.finetuning_type == "lora" else ())}
+    words = recipe.model_dump(mode="json", include=keys)
+    return {"model": _name(recipe.model), **words}
+
+
+def terms_of(recipe: Recipe, material: Material) -> dict[str, Any]:
+    """All of it: the model's config and the prepared data by their hashes, too."""
+    config = read_config(recipe.model, vocab_size=len(material.tokenizer)).to_diff_dict()
+    kept = {key: value for key, value in config.items() if key not in OF_ORIGIN}
+    text = json.dumps(kept, sort_keys=True, default=str)
+    return {
+        **words_of(recipe),
+        "model_config": hashlib.sha256(text.encode()).hexdigest()[:16],
+        "data": material.identity(),
+    }
+
+
+def _name(model: str) -> str:
+    """Of a folder its own name and its parent's: trees may move, and runs/a/model isn't b's."""
+    path = Path(model)
+    return "/".join(path.resolve().parts[-2:]) if path.is_dir() else model.rstrip("/")
+
 
 METRICS = {"token_accuracy": token_accuracy}
 DEFAULT_BATCH = 32  # records of a step where the recipe says nothing

@@ -32,13 +32,10 @@ from hasten.machine.processes import started_by_hasten
 from hasten.models.adapters import adapted_table, parameter_counts
 from hasten.parts.checkpoint import checkpoints
 from hasten.parts.checkpoint.format import read_manifest
-from hasten.recipe.build import batch_of, facts_of, job_of, plan_of
-from hasten.recipe.faults import check_faults
-from hasten.recipe.material import Material, gather
-from hasten.recipe.overlap import tell_overlap
+from hasten.recipe.build import batch_of, check_faults, facts_of, job_of, plan_of, words_of
 from hasten.recipe.peak_flops import settle
+from hasten.recipe.prepared_data import Material, gather, tell_overlap
 from hasten.recipe.schema import Recipe
-from hasten.recipe.terms import words_of
 from hasten.techniques.checkpoint import Checkpoints
 
 SHOWN_CHARACTERS = 500  # of a record, at the start

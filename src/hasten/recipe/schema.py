@@ -18,16 +18,29 @@ from hasten.core.health import SpikePolicy
 from hasten.core.plan import did_you_mean
 from hasten.errors import InputError
 from hasten.launch.transport import checked
-from hasten.recipe.checkpoint_keys import read_resume
-from hasten.recipe.data_source import DataSource
-from hasten.recipe.deepspeed_key import beside_deepspeed, with_deepspeed
-from hasten.recipe.layout_keys import with_layout_key
 from hasten.recipe.preset_plans import entries_of
 from hasten.recipe.price import Price, price_of
-from hasten.recipe.yaml_reader import first_complaint, read_overrides, read_yaml, read_yaml_file
+from hasten.recipe.shorthands import beside_deepspeed, read_resume, with_deepspeed, with_layout_key
+from hasten.recipe.yaml_reader import first_complaint, read_overrides, read_yaml_file
+
+# A source of records as a recipe writes it.
+
+
+class DataSource(BaseModel):
+    """A source of records with more to say than where it lies."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str = Field(min_length=1, description="a file, a folder, or dataset_info.json:NAME")
+    weight: float = Field(
+        1.0, gt=0, le=1000, description="how many times one epoch sees each of its records"
+    )
+    columns: dict[str, str] | None = Field(
+        None, description="as the recipe's columns, for this source alone"
+    )
+
 
 FINITE = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
-__all__ = ["DataSource", "Price", "Recipe", "load_recipe", "read_yaml", "recipe_from"]
 
 
 class Recipe(BaseModel):

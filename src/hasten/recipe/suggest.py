@@ -7,6 +7,7 @@ techniques from padding, loss mask and number formats. It is a start that runs, 
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import textwrap
 from collections.abc import Sequence
@@ -19,12 +20,14 @@ import yaml
 from numpy.typing import NDArray
 
 from hasten.core.facts import Facts
+from hasten.core.plan import Plan
 from hasten.core.setup import obstacles
+from hasten.core.technique import Technique
 from hasten.data.statistics import padding_share, useful_row
 from hasten.models.presets import PRESETS
 from hasten.parts.data.packing import choose_method
 from hasten.recipe.build import facts_of, requested_plan
-from hasten.recipe.material import Material, gather
+from hasten.recipe.prepared_data import Material, gather
 from hasten.recipe.schema import Recipe, recipe_from
 from hasten.recipe.yaml_reader import check_keys, one_line
 from hasten.techniques.precision import gain_here
@@ -200,3 +203,28 @@ def _batching(
 
 def _obstacles(look: Recipe, entry: Any, known: Facts) -> Sequence[str]:
     return obstacles(requested_plan(look.model_copy(update={"plan": [entry]})), known)
+
+
+# A recipe as people write it: every line that isn't a default, a plan, and words at its head.
+
+
+def recipe_text(recipe: Recipe, plan: Plan, words: Sequence[str]) -> str:
+    """A recipe with a plan as people write it, with words as comments at its head."""
+    values = {
+        name: value
+        for name, value in recipe.model_dump(mode="json").items()
+        if name in recipe.model_fields_set and name not in ("plan", "checkpoint_every")
+    }
+    head = [line for text in words for line in textwrap.wrap(one_line(text), 97)]
+    comment = "".join(f"# {line}\n" for line in head)
+    entries = [_entry(t) for t in plan]
+    body = yaml.safe_dump({**values, "plan": entries}, sort_keys=False, width=100)
+    return f"{comment}{body}"
+
+
+def _entry(technique: Technique) -> Any:
+    """A technique as people write it: its name, and what differs from its defaults."""
+    fields = dataclasses.fields(technique)  # type: ignore[arg-type]  # every technique is one
+    plain = technique.settings()
+    changed = {f.name: plain[f.name] for f in fields if getattr(technique, f.name) != f.default}
+    return {technique.name(): changed} if changed else technique.name()

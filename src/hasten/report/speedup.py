@@ -15,9 +15,9 @@ from hasten.measure.controller import Measured
 from hasten.measure.experiment import Subject, measured, prepared
 from hasten.progress import Audience, Silence
 from hasten.recipe.peak_flops import mfu_words
+from hasten.recipe.prepared_data import data_files
 from hasten.recipe.preset_plans import preset_of
 from hasten.recipe.schema import Recipe
-from hasten.recipe.sources import data_files
 from hasten.report.climb import Climb, by_gain, climb
 from hasten.report.completion import completed
 from hasten.report.findings import report_of

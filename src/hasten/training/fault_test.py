@@ -29,9 +29,9 @@ from hasten.data.file_lock import only_run_in
 from hasten.errors import FAILED, InputError
 from hasten.machine import environment
 from hasten.parts.checkpoint import checkpoints
-from hasten.recipe.checkpoint_keys import is_checkpoints
 from hasten.recipe.prepare import check_folder
 from hasten.recipe.schema import Recipe, load_recipe
+from hasten.recipe.shorthands import is_checkpoints
 
 STEPS, EVERY, KILLS = 8, 2, 3
 PLAIN: dict[str, Any] = dict.fromkeys(("max_restarts", "eval_every", "patience"), 0)

@@ -36,9 +36,7 @@ from hasten.launch.ranks import agree, naming_ranks, process_group
 from hasten.machine import host
 from hasten.machine.processes import Pulse, attempt, attempt_folder, telling
 from hasten.measure.energy import meter_of_run
-from hasten.recipe.build import job_of
-from hasten.recipe.faults import set_guards, watch_notices
-from hasten.recipe.material import Material, write_rejected
+from hasten.recipe.build import job_of, set_guards, watch_notices
 from hasten.recipe.memory_check import advising, settle_memory
 from hasten.recipe.peak_flops import meter_of
 from hasten.recipe.prepare import (
@@ -50,6 +48,7 @@ from hasten.recipe.prepare import (
     resume_from,
     tell_what_trains,
 )
+from hasten.recipe.prepared_data import Material, write_rejected
 from hasten.recipe.price import cost_of
 from hasten.recipe.sample import Sample
 from hasten.recipe.schema import Recipe

@@ -15,7 +15,7 @@ from torch import nn
 from hasten.core.session import Session
 from hasten.models.adapters import adapted_table
 from hasten.models.save import save_adapter, save_model
-from hasten.recipe.material import Material
+from hasten.recipe.prepared_data import Material
 from hasten.recipe.sample import Sample, write_samples
 
 

@@ -24,8 +24,8 @@ from hasten.measure.budget import seconds_of
 from hasten.measure.experiment import prepared
 from hasten.measure.record import Record, key_of
 from hasten.progress import Audience, Silence
-from hasten.recipe.recipe_text import recipe_text
 from hasten.recipe.schema import Recipe
+from hasten.recipe.suggest import recipe_text
 from hasten.tune.learning import Learning, Learnt
 from hasten.tune.learnt_report import document, said
 from hasten.tune.report import page

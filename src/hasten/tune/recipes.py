@@ -19,11 +19,10 @@ from hasten.measure.experiment import Subject, measured
 from hasten.measure.grouping import SHARE
 from hasten.measure.turns import Runner, duel_steps
 from hasten.progress import Audience
-from hasten.recipe.build import batch_of
+from hasten.recipe.build import batch_of, mixed_layouts
 from hasten.recipe.catalogue import catalogue
-from hasten.recipe.mesh_choices import mixed_layouts
-from hasten.recipe.recipe_text import recipe_text
 from hasten.recipe.schema import Recipe
+from hasten.recipe.suggest import recipe_text
 from hasten.tune.duel import judged
 from hasten.tune.plans import plan_space
 from hasten.tune.proposers import Beforehand

@@ -27,7 +27,7 @@ from hasten.machine import host
 from hasten.machine.processes import end_with_parent
 from hasten.measure.own_folder import own_folder
 from hasten.recipe.build import facts_of, job_of, plan_of
-from hasten.recipe.material import gather
+from hasten.recipe.prepared_data import gather
 from hasten.recipe.schema import Recipe, load_recipe
 
 

@@ -18,7 +18,7 @@ from hasten.measure.experiment import Subject, environment
 from hasten.measure.trial import Trial, TrialFailedError
 from hasten.measure.turns import RunnerFailedError
 from hasten.recipe.build import batch_of, job_of, warmup_steps
-from hasten.recipe.material import gather
+from hasten.recipe.prepared_data import gather
 from hasten.recipe.schema import Recipe
 from hasten.tune.learning import LOOKS
 from hasten.tune.space import Dimension, Point, Space

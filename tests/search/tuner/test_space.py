@@ -13,8 +13,8 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Knob
 from hasten.errors import InputError
 from hasten.machine.environment import World
+from hasten.recipe.build import mixed_layouts
 from hasten.recipe.catalogue import catalogue
-from hasten.recipe.mesh_choices import mixed_layouts
 from hasten.tune.plans import NONE, plan_space, values_of
 from hasten.tune.space import Dimension, Space, of_values
 from tiny import able, job_facts, language_job

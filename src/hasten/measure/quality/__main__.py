@@ -64,7 +64,7 @@ def opened(path: Path, folder: Path) -> Bench:
     from hasten.core.job import Job
     from hasten.core.plan import Plan
     from hasten.recipe.build import facts_of, job_of, plan_of
-    from hasten.recipe.material import gather
+    from hasten.recipe.prepared_data import gather
     from hasten.recipe.schema import load_recipe
 
     recipe = load_recipe(path)

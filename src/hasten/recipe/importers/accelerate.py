@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hasten.recipe.importers.common import half
-from hasten.recipe.importers.draft import Draft, Handler, drafted, named, needless, unmapped
+from hasten.recipe.importers.draft import Draft, Handler, drafted, half, named, needless, unmapped
 
 NAME = "accelerate"
 MARKS = ("compute_environment", "distributed_type", "num_machines", "mixed_precision")

@@ -4,8 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from hasten.recipe.importers.common import TRAINING, batch, defaults, epochs, recompute, schedule
-from hasten.recipe.importers.draft import Draft, Handler, drafted, named, needless, switch, unmapped
+from hasten.recipe.importers.draft import (
+    TRAINING,
+    Draft,
+    Handler,
+    batch,
+    defaults,
+    drafted,
+    epochs,
+    named,
+    needless,
+    recompute,
+    schedule,
+    switch,
+    unmapped,
+)
 
 NAME = "axolotl"
 MARKS = ("base_model", "sequence_len", "micro_batch_size", "sample_packing", "adapter", "datasets")

@@ -7,11 +7,14 @@ source), ``contradicts`` (two keys of the source can't both be meant).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from hasten.errors import InputError
+from hasten.recipe.yaml_reader import one_line
 
 Fate = Literal["mapped", "needless", "unmapped", "contradicts"]
 SHOWN = 60  # characters of a value
@@ -133,3 +136,290 @@ def switch(technique: str, settings: Mapping[str, Any] | None = None) -> Handler
             draft.note(key, "needless", "it is off")
 
     return handle
+
+
+# Settings that most trainers share, under the names of Hugging Face's ``TrainingArguments``.
+
+SCHEDULES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "warmup_stable_decay": "wsd",
+}
+ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adamw_apex_fused")
+INT8 = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adamw_torch_8bit")
+WRITERS = ("tensorboard", "wandb", "mlflow")
+BETAS = [0.9, 0.999]  # what the other trainers take where the file says nothing
+EPSILON = 1e-8
+PRINTED = needless("hasten writes a line per step into metrics.jsonl")
+MEMORY = needless("hasten copies and pins batches by itself (technique prefetched)")
+
+
+def epochs(draft: Draft, key: str, value: Any) -> None:
+    """Whole passes; a part of one is rounded up, and said so."""
+    whole = math.ceil(float(value))
+    draft.say(key, "epochs", whole)
+    if whole != float(value):
+        draft.note(key, "unmapped", f"epochs are whole here: {whole} in the place of {value}")
+
+
+def steps(draft: Draft, key: str, value: Any) -> None:
+    if value is not None and int(value) > 0:
+        draft.say(key, "max_steps", int(value))
+    else:
+        draft.note(key, "needless", "it is off")
+
+
+def schedule(draft: Draft, key: str, value: Any) -> None:
+    found = SCHEDULES.get(str(value))
+    if found is None:
+        known = ", ".join(sorted(set(SCHEDULES.values())))
+        draft.note(key, "unmapped", f"there is no schedule {value!r}; hasten has {known}")
+    else:
+        draft.say(key, "lr_schedule", found)
+
+
+def warmup(draft: Draft, key: str, value: Any) -> None:
+    """Steps, or a share of all steps below 1, under either of the two names."""
+    number = float(value or 0)
+    if number:
+        draft.say(key, "warmup_steps", number if number < 1 else int(number))
+    else:
+        draft.note(key, "needless", "it is off")
+
+
+def optimizer(draft: Draft, key: str, value: Any) -> None:
+    if value in ADAMW:
+        draft.note(key, "mapped", "AdamW is the optimizer where the plan names none")
+    elif value in INT8:
+        draft.use(key, "compact_adamw", {"moments": "int8"})
+    elif value == "muon":
+        draft.use(key, "muon")
+    else:
+        draft.note(key, "unmapped", f"there is no optimizer {value!r}: AdamW takes its place")
+
+
+def beta(place: int) -> Handler:
+    """One of AdamW's two, beside the other tools' default of the second one."""
+
+    def handle(draft: Draft, key: str, value: Any) -> None:
+        found = list(draft.values.get("adam_betas", BETAS))
+        found[place] = BETAS[place] if value is None else float(value)
+        draft.values["adam_betas"], draft.why["adam_betas"] = found, "adam_beta1, adam_beta2"
+        draft.note(key, "mapped", f"adam_betas: {found}")
+
+    return handle
+
+
+def epsilon(draft: Draft, key: str, value: Any) -> None:
+    same = value is None or float(value) == EPSILON
+    words = f"hasten's AdamW has {EPSILON}" + ("" if same else f", not {value}")
+    draft.note(key, "needless" if same else "unmapped", words)
+
+
+def defaults(draft: Draft) -> None:
+    """What the other trainers do where the file says nothing and hasten does something else."""
+    if "adam_betas" not in draft.values:
+        draft.values["adam_betas"], draft.why["adam_betas"] = [*BETAS], "that tool's default"
+
+
+def half(dtype: str) -> Handler:
+    """``bf16: true`` and ``fp16: true``, of which one may be on."""
+
+    def handle(draft: Draft, key: str, value: Any) -> None:
+        if value not in (True, "auto", "full"):
+            draft.note(key, "needless", "it is off")
+        elif "autocast" in draft.techniques or "bf16_master_weights" in draft.techniques:
+            draft.note(key, "contradicts", "another number format is on already, which is kept")
+        else:
+            draft.use(key, "autocast", {"dtype": dtype})
+
+    return handle
+
+
+def writers(draft: Draft, key: str, value: Any) -> None:
+    asked = [value] if isinstance(value, str) else list(value or [])
+    known = [w for w in asked if w in WRITERS]
+    if known:
+        draft.say(key, "log_to", known)
+    rest = [w for w in asked if w not in (*WRITERS, "none", "all")]
+    if rest:
+        draft.note(key, "unmapped", f"hasten doesn't write to {', '.join(map(str, rest))}")
+    elif not known:
+        draft.note(key, "needless", "it is off")
+
+
+def recompute(draft: Draft, key: str, value: Any) -> None:
+    on = value in (True, "true", "unsloth", "offload")
+    if on:
+        draft.use(key, "recompute")
+    else:
+        draft.note(key, "needless", "it is off")
+
+
+def batch(draft: Draft, each: str, accumulation: str, ranks: int) -> None:
+    """Records of a pass x passes x ranks make the global batch; the cut stays as it was."""
+    size = int(draft.given.get(each) or 1)
+    passes = int(draft.given.get(accumulation) or 1)
+    draft.say(each, "global_batch_size", size * passes * ranks)
+    if accumulation in draft.given:
+        words = f"{size} records x {passes} passes x {ranks} ranks make the global batch"
+        draft.note(accumulation, "mapped", words)
+    if passes > 1:
+        draft.use(each, "accumulate", {"micro_batch_size": size})
+
+
+def resumed(draft: Draft, key: str, value: Any) -> None:
+    if value in (True, "auto"):
+        draft.say(key, "resume", "auto")
+    elif isinstance(value, str) and value:
+        words = "another trainer's checkpoint can't be gone on with: name its model as `model`"
+        draft.note(key, "unmapped", words)
+    else:
+        draft.note(key, "needless", "it is off")
+
+
+def saves(draft: Draft, key: str, value: Any) -> None:
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 1:
+        draft.say(key, "checkpoint_every", int(value))
+    else:
+        draft.note(key, "needless", "the model is saved at the end")
+
+
+def deepspeed(draft: Draft, key: str, value: Any) -> None:
+    if isinstance(value, str) and value:
+        draft.say(key, "deepspeed", value)
+    else:
+        draft.note(key, "needless", "it is off")
+
+
+TRAINING: dict[str, Handler] = {
+    "output_dir": named("output"),
+    "learning_rate": named("learning_rate", float),
+    "num_train_epochs": epochs,
+    "max_steps": steps,
+    "lr_scheduler_type": schedule,
+    "warmup_steps": warmup,
+    "warmup_ratio": warmup,
+    "weight_decay": named("weight_decay", float),
+    "max_grad_norm": named("max_grad_norm", float),
+    "label_smoothing_factor": named("label_smoothing", float),
+    "seed": named("seed", int),
+    "data_seed": needless("the data's order follows seed"),
+    "optim": optimizer,
+    "adam_beta1": beta(0),
+    "adam_beta2": beta(1),
+    "adam_epsilon": epsilon,
+    "bf16": half("bf16"),
+    "fp16": half("fp16"),
+    "tf32": unmapped("hasten has no switch for TF32"),
+    "gradient_checkpointing": recompute,
+    "gradient_checkpointing_kwargs": needless("recomputation never re-enters autograd"),
+    "save_steps": saves,
+    "save_strategy": needless("checkpoint_every decides"),
+    "save_total_limit": needless("the technique checkpoints keeps three"),
+    "save_safetensors": needless("nothing else is written"),
+    "eval_steps": named("eval_every", int),
+    "eval_strategy": needless("eval_every decides"),
+    "evaluation_strategy": needless("eval_every decides"),
+    "per_device_eval_batch_size": needless("16 records at once"),
+    "eval_accumulation_steps": needless("sums alone are kept"),
+    "logging_steps": PRINTED,
+    "logging_dir": PRINTED,
+    "logging_strategy": PRINTED,
+    "logging_first_step": PRINTED,
+    "disable_tqdm": PRINTED,
+    "report_to": writers,
+    "run_name": needless("a run is known by its folder"),
+    "overwrite_output_dir": needless("an earlier run moves to previous/"),
+    "ddp_timeout": needless("link_seconds bounds how long a rank waits"),
+    "ddp_find_unused_parameters": needless("unused parameters are found"),
+    "dataloader_num_workers": MEMORY,
+    "dataloader_pin_memory": MEMORY,
+    "dataloader_prefetch_factor": MEMORY,
+    "dataloader_drop_last": needless("the last step may be smaller"),
+    "remove_unused_columns": needless("columns that aren't needed are left"),
+    "group_by_length": switch("length_grouped"),
+    "resume_from_checkpoint": resumed,
+    "deepspeed": deepspeed,
+    "torch_compile": switch("compiled"),
+    "use_liger_kernel": switch("fused_layers"),
+    "neftune_noise_alpha": unmapped("hasten adds no noise to embeddings"),
+    "push_to_hub": unmapped("hasten uploads nothing"),
+    "do_train": needless("hasten train trains"),
+    "do_eval": needless("held-out records are evaluated at the end"),
+    "do_predict": unmapped("hasten train doesn't predict"),
+    "load_best_model_at_end": needless("best/ holds it where eval_every is set"),
+}
+
+
+# Files of other trainers that ask for another training than hasten's: they are refused by name.
+#
+# The keys are those of LLaMA-Factory, axolotl and TRL. A file of preference training that became a
+# recipe would train the rejected answers, or none.
+
+OURS = ("sft", "pt", "pretrain")
+PREFERENCES, REWARDS = "preference training", "the training of a reward model"
+REINFORCEMENT, MEDIA = "reinforcement learning", "training with images, audio or video"
+STAGES = {
+    **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "ipo", "cpo", "bco", "nca"), PREFERENCES),
+    **dict.fromkeys(("rm", "prm", "reward"), REWARDS),
+    **dict.fromkeys(("ppo", "grpo", "gdpo", "rloo", "gkd"), REINFORCEMENT),
+    "ebft": "training on energies",
+}
+# Keys that ask for such a training wherever they are on.
+SIGNS = {
+    **dict.fromkeys(("reward_model", "process_reward_model", "num_labels"), REWARDS),
+    **dict.fromkeys(("center_rewards_coefficient",), REWARDS),
+    **dict.fromkeys(("pref_loss", "simpo_gamma", "pref_ftx", "reference_free"), PREFERENCES),
+    **dict.fromkeys(("desirable_weight", "undesirable_weight"), PREFERENCES),
+    **dict.fromkeys(("precompute_ref_log_probs", "rpo_alpha", "dpo_beta"), PREFERENCES),
+    **dict.fromkeys(("num_generations", "reward_funcs", "reward_model_path"), REINFORCEMENT),
+    **dict.fromkeys(("num_ppo_epochs", "ppo_epochs", "trl", "vllm_mode"), REINFORCEMENT),
+    **dict.fromkeys(("processor_type", "is_multimodal", "freeze_vision_tower"), MEDIA),
+    **dict.fromkeys(("image_max_pixels", "video_max_pixels", "image_resolution"), MEDIA),
+    "diffusion": "the training of a diffusion model",
+    "export_dir": "merging and exporting a model, which `hasten merge` does",
+    "infer_backend": "chatting with a model",
+    "sample_backend": "chatting with a model",
+}
+PREFERENCE_LOSSES = ("sigmoid", "hinge", "ipo", "kto_pair", "orpo", "simpo", "apo_zero", "kto")
+OFF = (None, False, 0, "", "none")
+
+
+def refuse_other_training(path: Path, given: Mapping[str, Any]) -> None:
+    """Refuse a file whose keys ask for another training, with the key and its value.
+
+    Raises:
+        InputError: it does.
+    """
+    found = _other_training(given)
+    if found is not None:
+        key, what = found
+        asked = one_line(f"{key}: {given[key]}")[:80]
+        raise InputError(
+            f"{path}: {asked} means {what}; hasten imports supervised fine-tuning and continued "
+            "pretraining alone, so nothing was written"
+        )
+
+
+def _other_training(given: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The key that asks for it, and what it is called."""
+    for key in ("stage", "rl"):
+        value = given.get(key)
+        if value not in OFF and value not in OURS:
+            return key, STAGES.get(str(value).lower(), "another training")
+    for key, what in SIGNS.items():
+        if given.get(key) not in OFF:
+            return key, what
+    if str(given.get("loss_type")).lower() in PREFERENCE_LOSSES:
+        return "loss_type", PREFERENCES
+    if given.get("do_predict") is True and given.get("do_train") is not True:
+        return "do_predict", "predictions of a trained model"
+    plugins = given.get("plugins")
+    for plugin in plugins if isinstance(plugins, list) else ():
+        if "diffusion" in str(plugin).lower():
+            return "plugins", SIGNS["diffusion"]
+    return None

@@ -5,8 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hasten.recipe.importers.common import TRAINING, batch, defaults, saves
-from hasten.recipe.importers.draft import Draft, Handler, drafted, named, needless, switch, unmapped
+from hasten.recipe.importers.draft import (
+    TRAINING,
+    Draft,
+    Handler,
+    batch,
+    defaults,
+    drafted,
+    named,
+    needless,
+    saves,
+    switch,
+    unmapped,
+)
 
 NAME = "LLaMA-Factory"
 MARKS = ("stage", "finetuning_type", "model_name_or_path", "template", "cutoff_len", "dataset_dir")

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from hasten.recipe.importers.common import TRAINING, batch, defaults
-from hasten.recipe.importers.draft import Draft, Handler, drafted, named, needless, switch, unmapped
+from hasten.recipe.importers.draft import (
+    TRAINING,
+    Draft,
+    Handler,
+    batch,
+    defaults,
+    drafted,
+    named,
+    needless,
+    switch,
+    unmapped,
+)
 
 NAME = "TrainingArguments"
 MARKS = ("per_device_train_batch_size", "num_train_epochs", "output_dir", "lr_scheduler_type")

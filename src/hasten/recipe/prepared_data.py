@@ -1,0 +1,516 @@
+"""The data of a recipe: read, split, tokenised once into the run's folder, mapped ever after.
+
+Reading spools the records to disk, so memory doesn't grow with their number; one process prepares
+at a time, and others wait for it. What was prepared is noted in ``data/index.json`` under a key of
+everything that decides it, so that other processes of the run (ranks, arms of an experiment) and
+later runs open it at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from hasten.core.facts import RecordFacts
+from hasten.data.chat_template import choose_chat_template
+from hasten.data.conversation import Conversation, columns_of
+from hasten.data.corpus import stdlib_corpus
+from hasten.data.file_lock import one_writer
+from hasten.data.readers import Reading, read_sources
+from hasten.data.sources import Source, entry_of, source_of, weighted
+from hasten.data.spool import Choice, Gathered, spools
+from hasten.data.token_store import Records, Subset, TokenStore, split, tokenize
+from hasten.data.tokenize import sweep
+from hasten.data.tokenizer import train_bpe
+from hasten.errors import InputError
+from hasten.machine import host
+from hasten.models.load import load_tokenizer
+from hasten.models.presets import PRESETS
+from hasten.recipe.schema import DataSource, Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# The conversations of a recipe, read and drawn, before anything is tokenised.
+#
+# (1) sources are read, each with its columns, or the embedded corpus is taken
+# (2) with weights, the held-out records leave first, each once: no copy of one is trained on
+# (3) what is left is repeated or thinned by its source's weight
+# (4) `max_records` of it are drawn
+#
+# Records may lie on disk meanwhile (`data/spool.py`): everything after (1) moves rows, not records.
+
+EMBEDDED = ("stdlib", "stdlib-text")
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """Conversations before tokenising."""
+
+    train: Sequence[Conversation]
+    held_out: Sequence[Conversation] | None  # None: to be split off the training records
+    shapes: dict[str, str]
+    corpus_sha256: str | None = None
+    rejected: list[list[Any]] = field(default_factory=list)
+    containers: dict[str, str] = field(default_factory=dict)
+
+
+def read_source(
+    recipe: Recipe, tell: Tell, gathered: Callable[[], Gathered] = list
+) -> Conversations:
+    """Everything that the recipe's words on data mean; tells what was found.
+
+    ``gathered`` makes what the records of a file are put into: lists, or spools on disk.
+
+    Raises:
+        InputError: a missing or unusable file, too many rejected records.
+    """
+    embedded = [data.path for data in recipe.datasets if data.path in EMBEDDED]
+    if embedded and len(recipe.datasets) > 1:
+        raise InputError(f"dataset: {embedded[0]} can't be mixed with files; give one or the other")
+    source = (
+        _embedded(recipe, embedded[0], gathered) if embedded else _files(recipe, tell, gathered)
+    )
+    if source.corpus_sha256:
+        tell(f"embedded corpus, sha256 {source.corpus_sha256[:16]}")
+    for file, shape in source.shapes.items():
+        tell(f"{file} ({source.containers[file]}): {shape} records")
+    return replace(source, train=_draw(source.train, recipe.max_records, recipe.seed))
+
+
+def _embedded(recipe: Recipe, name: str, gathered: Callable[[], Gathered]) -> Conversations:
+    corpus = stdlib_corpus()
+    kind = "texts" if name == "stdlib-text" else "pairs"
+    train = weighted([getattr(corpus.train, kind)], [recipe.datasets[0].weight], recipe.seed)
+    held_out = _held_out_file(recipe, gathered)
+    if held_out is None and not isinstance(recipe.held_out, str):
+        theirs = getattr(corpus.held_out, kind)
+        share = recipe.held_out
+        held_out = _draw(theirs, int(share) if share >= 1 else None, recipe.seed) if share else ()
+    return Conversations(train, held_out, {}, corpus.sha256)
+
+
+def _files(recipe: Recipe, tell: Tell, gathered: Callable[[], Gathered]) -> Conversations:
+    readings = read_sources(
+        [_source(recipe, data) for data in recipe.datasets], recipe.max_rejected, gathered
+    )
+    groups: list[Choice] = [Choice([reading.conversations]) for reading in readings]
+    weights = [data.weight for data in recipe.datasets]
+    held_out = _held_out_file(recipe, gathered)
+    if any(weight != 1 for weight in weights):
+        if held_out is None and not isinstance(recipe.held_out, str):
+            groups, held_out = _apart(groups, recipe.held_out, recipe.seed)
+        train = weighted(groups, weights, recipe.seed)
+        for data, group in zip(recipe.datasets, groups, strict=True):
+            tell(f"{data.path}: {len(group):,} records to train on, weight {data.weight:g}")
+    else:
+        train = Choice(groups)
+    return Conversations(
+        train,
+        held_out,
+        _merged(readings, "shapes"),
+        rejected=[[*row] for reading in readings for row in reading.rejected],
+        containers=_merged(readings, "containers"),
+    )
+
+
+def _source(recipe: Recipe, data: DataSource) -> Source:
+    given = recipe.columns if data.columns is None else data.columns
+    return source_of(data.path, columns_of(given))
+
+
+def _held_out_file(
+    recipe: Recipe, gathered: Callable[[], Gathered]
+) -> Sequence[Conversation] | None:
+    """The records of the held-out file, with the recipe's columns; None where it names none."""
+    if not isinstance(recipe.held_out, str):
+        return None
+    source = source_of(recipe.held_out, columns_of(recipe.columns))
+    return Choice([read_sources([source], recipe.max_rejected, gathered)[0].conversations])
+
+
+def _apart(
+    groups: Sequence[Choice], held_out: float, seed: int
+) -> tuple[list[Choice], Sequence[Conversation]]:
+    """The groups without the held-out records, and these."""
+    whole = Choice(groups)
+    ours, theirs = split(whole, held_out, seed)
+    firsts = np.cumsum([0, *map(len, groups)])
+    borders = np.searchsorted(ours, firsts)
+    kept = [whole.take(ours[a:b]) for a, b in itertools.pairwise(borders)]
+    return kept, whole.take(theirs)
+
+
+def _merged(readings: Sequence[Reading], name: str) -> dict[str, str]:
+    return {file: what for reading in readings for file, what in getattr(reading, name).items()}
+
+
+def _draw(
+    conversations: Sequence[Conversation], count: int | None, seed: int
+) -> Sequence[Conversation]:
+    """``count`` of them, chosen by the seed and kept in order; all of them without a count."""
+    if count is None or count >= len(conversations):
+        return conversations
+    chosen = np.random.default_rng(seed).choice(len(conversations), count, replace=False)
+    return Choice([conversations], np.sort(chosen))
+
+
+# Stamps of the files that a recipe names: what tells, without reading them, that they changed.
+#
+# A file that changed has another size or time, as for make. A folder stands for all its files, those
+# in its folders included, since saved data sets and tokenizers keep theirs there.
+
+DEEPEST = 4  # levels of folders within a folder
+MOST_FILES = 100_000
+
+
+def stamps(names: Iterable[str], output: Path) -> list[list[Any]]:
+    """Name, size and time of each file, and of each in a folder; the names of what isn't there.
+
+    Folders count with those in them, four levels deep, since data sets and tokenizers may keep
+    their files there. Hidden folders and folders of runs (they have a recipe.yaml) don't, nor does
+    ``output``: what a run writes beside its own data must not make it prepare that data anew.
+    """
+    found: list[list[Any]] = []
+    waiting = [(Path(name), 0) for name in names]
+    while waiting:
+        path, depth = waiting.pop()
+        if not os.path.isdir(path):  # unlike Path's, silent about names that no file can have
+            found.append(_stamp(path))
+            if len(found) > MOST_FILES:
+                raise InputError(
+                    f"{path.parent} and the other files that the recipe names are more than "
+                    f"{MOST_FILES:,}: name the files that are meant, or a smaller folder"
+                )
+        elif depth == 0 or not _stamps_apart(path, depth, output.resolve()):
+            waiting += [(inner, depth + 1) for inner in _inside(path)]
+    return sorted(found, key=str)
+
+
+def _stamps_apart(folder: Path, depth: int, output: Path) -> bool:
+    """Whether a folder within a folder has nothing to do with the data."""
+    if depth > DEEPEST or folder.name.startswith("."):
+        return True
+    return folder.resolve().is_relative_to(output) or (folder / "recipe.yaml").exists()
+
+
+def _inside(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:  # whoever needs what is in it will say so
+        return []
+
+
+def _stamp(path: Path) -> list[Any]:
+    try:
+        stat = path.stat()
+    except (OSError, ValueError):  # absent, a link to nothing, or no name of a file
+        return [str(path)]
+    return [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
+
+
+OnProgress = Callable[[int, int], None]
+_FATE = {
+    "truncate": "dialogues are cut, plain texts go on in further pieces",
+    "split": "they go on in further pieces, as far as those have a part of an answer",
+    "drop": "left out",
+}
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a recipe trains and is judged on."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: Records
+    held_out: Records | tuple[()]
+    note: Note
+
+    def record_facts(self) -> RecordFacts:
+        tokens = int(self.train.lengths.sum())
+        return RecordFacts(
+            count=len(self.train),
+            tokens=tokens,
+            longest=int(self.train.lengths.max()),
+            trained_share=float(self.train.trained_counts.sum()) / max(tokens, 1),
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """Which tokens are trained on, whatever files they came from; for checkpoints."""
+        whole = self.train.records if isinstance(self.train, Subset) else self.train
+        digest = xxhash.xxh3_128(whole.digest if isinstance(whole, TokenStore) else b"")
+        if isinstance(self.train, Subset):
+            digest.update(self.train.indices.tobytes())
+        known = self.record_facts()
+        return {"records": known.count, "tokens": known.tokens, "hash": digest.hexdigest()[:16]}
+
+
+@dataclass(frozen=True)
+class Note:
+    """What ``data/index.json`` says: where the prepared data lies and where it came from."""
+
+    key: str
+    tokenizer: str
+    train: str
+    held_out: str | None
+    split: float | None  # share or number held out of ``train`` itself
+    shapes: dict[str, str] = field(default_factory=dict)
+    corpus_sha256: str | None = None
+    rejected: list[list[Any]] = field(default_factory=list)
+    containers: dict[str, str] = field(default_factory=dict)
+    long: int = 0  # training records that are longer than cutoff_len
+
+
+def gather(
+    recipe: Recipe,
+    folder: Path,
+    tell: Tell = lambda text: None,
+    on_progress: OnProgress | None = None,
+) -> Material:
+    """Open the recipe's prepared data in ``folder``, or prepare it there first.
+
+    Raises:
+        InputError: a missing or unusable file, too many rejected records, nothing to train on.
+    """
+    key = _key(recipe)
+    ready = _opened(recipe, folder, key)
+    if ready is not None:
+        return ready
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with one_writer(folder / "writing.lock", tell):
+            ready = _opened(recipe, folder, key)  # another process may have prepared it meanwhile
+            if ready is not None:
+                return ready
+            with spools(folder) as spooled:
+                source = read_source(recipe, tell, spooled.new)
+                return _prepared(recipe, source, folder, key, tell, on_progress)
+    except OSError as error:
+        raise InputError(
+            f"the data can't be prepared in {folder}: {error.strerror or error}"
+        ) from error
+
+
+def _prepared(
+    recipe: Recipe,
+    source: Conversations,
+    folder: Path,
+    key: str,
+    tell: Tell,
+    on_progress: OnProgress | None,
+) -> Material:
+    """Tokenise what was read, and note it."""
+    tokenizer = _tokenizer(recipe, source, tell)
+    tell(f"tokenising {len(source.train):,} records")
+
+    def store(conversations: Sequence[Conversation]) -> TokenStore:
+        return tokenize(
+            conversations,
+            tokenizer,
+            folder,
+            recipe.cutoff_len,
+            recipe.max_rejected,
+            on_progress,
+            recipe.too_long,
+            host.usable_cores() if recipe.data_workers == "auto" else recipe.data_workers,
+            tell,
+        )
+
+    train = store(source.train)
+    if train.long:
+        tell(
+            f"{train.long:,} of {len(source.train):,} records are longer than "
+            f"cutoff_len={recipe.cutoff_len}: {_FATE[recipe.too_long]} "
+            f"(too_long: {recipe.too_long})"
+        )
+    held_out = store(source.held_out) if source.held_out else None
+    tokenizer.save_pretrained(folder / "tokenizer")
+    rejected = [*source.rejected, *([*r] for r in train.rejected)]
+    own = source.held_out is not None
+    note = Note(
+        key=key,
+        tokenizer="tokenizer",
+        train=train.path.name,
+        held_out=held_out.path.name if held_out is not None else None,
+        split=None if own or isinstance(recipe.held_out, str) else recipe.held_out,
+        shapes=source.shapes,
+        corpus_sha256=source.corpus_sha256,
+        rejected=rejected,
+        containers=source.containers,
+        long=train.long,
+    )
+    _write(folder / "index.json", json.dumps(asdict(note), indent=1))
+    sweep(folder)
+    return _material(recipe, note, tokenizer, train, held_out)
+
+
+def write_rejected(note: Note, path: Path) -> None:
+    """One line of JSON for each record that was left out: file, line, reason."""
+    lines = [json.dumps({"file": f, "line": n, "reason": r}) for f, n, r in note.rejected]
+    _write(path, "\n".join(lines) + "\n")
+
+
+def _material(
+    recipe: Recipe,
+    note: Note,
+    tokenizer: PreTrainedTokenizerBase,
+    train: TokenStore,
+    held_out: TokenStore | None,
+) -> Material:
+    if note.split is None:
+        return Material(tokenizer, train, held_out if held_out is not None else (), note)
+    if not note.split:
+        return Material(tokenizer, train, (), note)
+    ours, theirs = split(train, note.split, recipe.seed)
+    return Material(tokenizer, Subset(train, ours), Subset(train, theirs), note)
+
+
+def _opened(recipe: Recipe, folder: Path, key: str) -> Material | None:
+    try:
+        note = Note(**json.loads((folder / "index.json").read_text()))
+        if note.key != key:
+            return None
+        train = TokenStore(folder / note.train)
+        held_out = TokenStore(folder / note.held_out) if note.held_out else None
+        tokenizer = load_tokenizer(str(folder / note.tokenizer))
+    except (OSError, ValueError, TypeError):
+        return None  # absent, damaged or of another version: prepared anew
+    return _material(recipe, note, tokenizer, train, held_out)
+
+
+def _tokenizer(recipe: Recipe, source: Conversations, tell: Tell) -> PreTrainedTokenizerBase:
+    where = recipe.tokenizer or recipe.model
+    if where in PRESETS:
+        tell(f"training a tokenizer of {recipe.vocabulary:,} on the data (the preset has none)")
+        tokenizer = train_bpe(_texts(source.train), recipe.vocabulary)
+        choose_chat_template(tokenizer, recipe.chat_template)
+        return tokenizer
+    tokenizer = load_tokenizer(where)
+    template = choose_chat_template(tokenizer, recipe.chat_template)
+    tell(f"chat template: {template}")
+    return tokenizer
+
+
+def _texts(conversations: Sequence[Conversation]) -> Iterable[str]:
+    for conversation in conversations:
+        if conversation.text is not None:
+            yield conversation.text
+        yield from (message.content for message in conversation.messages)
+
+
+def _key(recipe: Recipe) -> str:
+    """Of the recipe's words on data, the files' sizes and times, and the versions that read them.
+
+    Contents are not read: a file that changed has another size or time, as for make.
+    """
+    paths = [path for name in _named(recipe) for path in (name, *_behind(name))]
+    fields = recipe.model_dump(
+        include={
+            *("model", "tokenizer", "dataset", "held_out", "max_records", "max_rejected"),
+            *("cutoff_len", "vocabulary", "seed", "columns", "too_long", "chat_template"),
+        }
+    )
+    parts = [fields, stamps(paths, Path(recipe.output)), host.versions()]
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode()))
+
+
+def _named(recipe: Recipe) -> list[str]:
+    """Whatever of the recipe's words may be a file."""
+    names = [*(data.path for data in recipe.datasets), recipe.tokenizer or recipe.model]
+    return [*names, recipe.chat_template, *([h] if isinstance(h := recipe.held_out, str) else [])]
+
+
+def _behind(name: str) -> list[str]:
+    """The list and the file behind the name of a listed data set."""
+    entry = entry_of(name)
+    return [name.rpartition(":")[0], str(entry[0])] if entry else []
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+# Held-out records that stand in the training data too: a held-out loss that flatters.
+#
+# Records are compared by their tokens, all of them; near-duplicates aren't looked for. Only training
+# records that agree with a held-out one in length and in the number of trained tokens are read.
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How many of the held-out records occur in the training data, word for word."""
+
+    count: int
+    held_out: int
+
+    @property
+    def advice(self) -> str:
+        """One sentence for the user; empty where there is nothing to say."""
+        if not self.count:
+            return ""
+        verb = "stands" if self.count == 1 else "stand"
+        return (
+            f"{self.count:,} of {self.held_out:,} held-out records {verb} in the training data "
+            "too, token for token, so the held-out loss flatters: take duplicates out of the data, "
+            "or give held_out a file of its own"
+        )
+
+
+def overlap(material: Material) -> Overlap:
+    """Count the held-out records whose tokens are those of a training record."""
+    held_out, train = material.held_out, material.train
+    if isinstance(held_out, tuple) or not len(held_out):
+        return Overlap(0, 0)
+    wanted = [_digest(held_out[i]) for i in range(len(held_out))]
+    alike = np.isin(_shapes(train), _shapes(held_out)).nonzero()[0]
+    found = set(wanted) & set(_digests(train, alike.tolist()))
+    return Overlap(sum(digest in found for digest in wanted), len(held_out))
+
+
+def tell_overlap(material: Material, tell: Callable[[str], None]) -> None:
+    """Say it once, before anything is trained."""
+    advice = overlap(material).advice
+    if advice:
+        tell(advice)
+
+
+def _shapes(records: Any) -> NDArray[np.int64]:
+    """Length and trained tokens of each record as one number."""
+    counts = records.trained_counts.astype(np.int64)
+    found: NDArray[np.int64] = (records.lengths.astype(np.int64) << 32) + counts
+    return found
+
+
+def _digests(records: Any, indices: Iterable[int]) -> Iterable[int]:
+    return (_digest(records[i]) for i in indices)
+
+
+def _digest(record: Any) -> int:
+    return int(xxhash.xxh3_128_intdigest(np.ascontiguousarray(record.input_ids).tobytes()))
+
+
+# The files of records that a recipe names.
+
+
+def data_files(recipe: Recipe) -> list[Path]:
+    """Files and folders, in the recipe's order; embedded corpora and names on a hub have none."""
+    names = [source.path for source in recipe.datasets]
+    names += [recipe.held_out] if isinstance(recipe.held_out, str) else []
+    paths = []
+    for name in names:
+        entry = entry_of(name)
+        paths.append(Path(str(entry[0])) if entry else Path(name))
+    return [path for path in paths if path.exists()]

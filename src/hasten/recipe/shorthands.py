@@ -1,0 +1,261 @@
+"""``checkpoint_every`` and ``checkpoint_dir``: settings of the technique ``checkpoints``, as keys.
+
+They are folded into the plan when a recipe is read, so that the resolved recipe, a plan's hash and
+an experiment know of one place only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hasten.core.plan import did_you_mean
+from hasten.core.slot import Slot
+from hasten.machine import environment, host
+from hasten.parts.distributed.deepspeed_config import Known, Mapped, mapped, read_config
+
+NAME = "checkpoints"
+
+
+def with_checkpoint_keys(values: Mapping[str, Any], plan: list[Any]) -> dict[str, Any]:
+    """The recipe's values with the two keys moved into ``plan``.
+
+    Raises:
+        ValueError: a key's value isn't one, or it has nothing to act on.
+    """
+    every, folder = values.get("checkpoint_every"), values.get("checkpoint_dir")
+    if every is not None and every != "dynamic" and not (type(every) is int and every >= 1):
+        raise ValueError(f"checkpoint_every is {every!r}; give dynamic, or a number of steps")
+    if folder is not None and not (isinstance(folder, str) and folder):
+        raise ValueError(f"checkpoint_dir is {folder!r}; give a folder or an address")
+    place = next((i for i, entry in enumerate(plan) if is_checkpoints(entry)), None)
+    if every is not None:
+        if place is not None:
+            raise ValueError(
+                "checkpoint_every and checkpoints in the plan both say when to save; keep one"
+            )
+        plan, place = [*plan, {NAME: {"interval": every}}], len(plan)
+    if folder is not None:
+        if place is None:
+            raise ValueError(
+                "checkpoint_dir has no effect: say checkpoint_every, or put checkpoints into plan"
+            )
+        plan = [
+            *plan[:place],
+            {NAME: {**_settings(plan[place]), "folder": folder}},
+            *plan[place + 1 :],
+        ]
+    return {**values, "plan": plan, "checkpoint_every": None, "checkpoint_dir": None}
+
+
+def read_resume(value: Any) -> Any:
+    """``auto``, ``never``, or a path: a word alone is rather a slip."""
+    if value in ("auto", "never") or (isinstance(value, str) and "/" in value):
+        return value
+    raise ValueError("give auto, never, or the path of a checkpoint, such as ./step-00000100")
+
+
+def is_checkpoints(entry: Any) -> bool:
+    """Whether an entry of a plan, in any of its forms, is this technique."""
+    if isinstance(entry, Mapping):
+        entry = entry.get("technique") or next(iter(entry), None)
+    return isinstance(entry, str) and entry.lower().replace("-", "_") == NAME
+
+
+def _settings(entry: Any) -> dict[str, Any]:
+    if isinstance(entry, str):
+        return {}
+    if "technique" in entry:
+        return {key: value for key, value in entry.items() if key != "technique"}
+    settings = entry[next(iter(entry))] or {}
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"plan: {NAME} is {settings!r}; write its settings as {{name: value}}")
+    return dict(settings)
+
+
+# ``layout``: which rank holds which part, as a key of a recipe beside the plan.
+#
+#     layout: fsdp2                        a technique by its name
+#     layout: {fsdp2: {reshard: false}}    the same with settings
+#     layout: {dp: 2, tp: 2}               sizes of a mesh: the technique hybrid
+#
+# It is folded into the plan when a recipe is read, so that the resolved recipe, a plan's hash and an
+# experiment know of one place only.
+
+AXES = ("dp", "shard", "tp", "pp", "ep")
+
+
+def with_layout_key(values: Mapping[str, Any], plan: list[Any]) -> dict[str, Any]:
+    """The recipe's values with ``layout``, and the keys of checkpoints, moved into ``plan``.
+
+    Raises:
+        ValueError: no layout has that name, or no axis; or as ``with_checkpoint_keys`` says.
+    """
+    asked = values.get("layout")
+    folded = with_checkpoint_keys(values, plan if asked is None else [*plan, _entry(asked)])
+    return {**folded, "layout": None}
+
+
+def _entry(asked: Any) -> Any:
+    """A line of the plan."""
+    from hasten.recipe.catalogue import catalogue  # torch, which reading a recipe can do without
+    from hasten.techniques.layout.hybrid import Hybrid
+
+    layouts = tuple(kind.name() for kind in catalogue() if kind.slot is Slot.LAYOUT)
+    settings = tuple(field.name for field in dataclasses.fields(Hybrid))
+    if isinstance(asked, str):
+        _check(asked.lower().replace("-", "_"), layouts, "layout", "layouts")
+        return asked
+    if not isinstance(asked, Mapping) or not asked:
+        raise ValueError(
+            f"layout is {asked!r}; give a name ({', '.join(layouts)}) or sizes: {{dp: 2, tp: 2}}"
+        )
+    names = [str(key) for key in asked]
+    if len(names) == 1 and names[0].lower().replace("-", "_") in layouts:
+        return dict(asked)
+    for name in names:
+        _check(name, settings, "layout's", "sizes", shown=AXES)
+    for name in AXES:
+        size = asked.get(name, 1)
+        if type(size) is not int or size < 1:
+            raise ValueError(f"layout's {name} is {size!r}; it is a number of ranks, at least 1")
+    return {Hybrid.name(): dict(asked)}
+
+
+def _check(
+    name: str, known: tuple[str, ...], whose: str, what: str, shown: tuple[str, ...] = ()
+) -> None:
+    if name not in known:
+        hint = did_you_mean(name, known) or f" ({what}: {', '.join(shown or known)})"
+        raise ValueError(f"{whose} {name!r} isn't known{hint}")
+
+
+# ``deepspeed: FILE``: a ds_config.json as settings and techniques of a recipe.
+#
+# They are folded in when a recipe is read, as ``checkpoint_every`` is, so that the resolved recipe
+# needs the file no more. What the recipe says itself may repeat what the file says, not contradict
+# it. ``hasten doctor --ds-config FILE`` shows what becomes of each key.
+
+ACCUMULATE, SIZE = "accumulate", "micro_batch_size"
+NAMES = {
+    "batch": "global_batch_size",
+    **{n: n for n in ("learning_rate", "weight_decay", "lr_schedule", "warmup_steps")},
+    "betas": "adam_betas",
+    "max_grad_norm": "max_grad_norm",
+}
+
+
+def with_deepspeed(values: Mapping[str, Any], plan: list[Any]) -> dict[str, Any]:
+    """The recipe's values with the file's in their place, and its techniques in ``plan``.
+
+    Raises:
+        ValueError: the file can't be used, a key has no counterpart, or the two contradict.
+    """
+    file = values["deepspeed"]
+    if not isinstance(file, str) or not file:
+        raise ValueError(f"deepspeed is {file!r}; give the path of a ds_config.json")
+    found = meaning_of(Path(file), values, plan)
+    if found.refused:
+        row = found.refused[0]
+        raise ValueError(f"{file}: {row.key}: {row.words}")
+    merged = _merged(values, found, file)
+    more = [entry for entry in techniques_of(found, values) if entry not in plan]
+    names = {_name(entry) for entry in plan}
+    twice = next((entry for entry in more if _name(entry) in names), None)
+    if twice is not None:
+        raise ValueError(f"{file} asks for {twice} and the plan says {_name(twice)} too; keep one")
+    return {**merged, "plan": [*plan, *more], "deepspeed": None}
+
+
+def beside_deepspeed(values: Mapping[str, Any], plan: list[Any]) -> dict[str, Any]:
+    """The recipe's values where its plan runs DeepSpeed itself: the config's numbers join them.
+
+    Raises:
+        ValueError: as above.
+    """
+    entry = next((e for e in plan if _name(e).replace("_", "") == "deepspeed"), None)
+    file = _setting(entry, "config")
+    if not isinstance(file, str) or not file:
+        return dict(values)
+    found = meaning_of(Path(file), values, plan)
+    merged = _merged(values, found, file)
+    if found.micro_batch is None or _micro_batch(plan) is not None:
+        return merged
+    return {**merged, "plan": [*plan, {ACCUMULATE: {SIZE: found.micro_batch}}]}
+
+
+def meaning_of(file: Path, values: Mapping[str, Any], plan: list[Any]) -> Mapped:
+    """The file read beside a recipe's own words."""
+    return mapped(
+        read_config(file),
+        Known(
+            world=world_of(values),
+            batch=values.get("global_batch_size"),
+            micro_batch=_micro_batch(plan),
+        ),
+    )
+
+
+def techniques_of(found: Mapped, values: Mapping[str, Any]) -> list[Any]:
+    """The plan's entries that do what the file asks for, on the ranks and device there are."""
+    entries: list[Any] = []
+    if found.micro_batch is not None:
+        entries.append({ACCUMULATE: {SIZE: found.micro_batch}})
+    if found.recompute:
+        entries.append("recompute")
+    if found.precision == "bf16":
+        entries.append("bf16_master_weights")
+    elif found.precision == "fp16":
+        settings = {"initial_scale": found.initial_scale, "growth_interval": found.scale_window}
+        entries.append({"autocast": {"dtype": "fp16", **settings}})
+    if found.stage and world_of(values) > 1:  # on one rank there is nothing to deal out
+        # On a processor everything lies in host memory already.
+        on_gpu = values.get("device", "auto") != "cpu" and host.default_device() != "cpu"
+        settings = {"reshard": found.stage == 3, "offload": found.offload and on_gpu}
+        entries.append({"fsdp2": settings})
+    return entries
+
+
+def _merged(values: Mapping[str, Any], found: Mapped, file: str) -> dict[str, Any]:
+    merged = dict(values)
+    for name, value in settings_of(found).items():
+        said = merged.get(name)
+        if said is not None and said != value:
+            raise ValueError(f"{file} says {name} is {value} and the recipe {said}; keep one")
+        merged[name] = value
+    return merged
+
+
+def settings_of(found: Mapped) -> dict[str, Any]:
+    """The recipe's keys that the file decides."""
+    settings = {NAMES[key]: value for key, value in found.settings.items() if key in NAMES}
+    return settings | ({"max_grad_norm": None} if found.settings.get("no_clipping") else {})
+
+
+def world_of(values: Mapping[str, Any]) -> int:
+    """Ranks of a launcher, or those that the recipe starts itself."""
+    here = environment.world().size
+    asked = values.get("nproc", 1)
+    return here if here > 1 or type(asked) is not int else max(asked, 1)
+
+
+def _micro_batch(plan: list[Any]) -> int | None:
+    entry = next((entry for entry in plan if _name(entry) == ACCUMULATE), None)
+    size = _setting(entry, SIZE)
+    return size if type(size) is int and size > 0 else None
+
+
+def _setting(entry: Any, name: str) -> Any:
+    """A setting of a plan's entry; None where it has none."""
+    if not isinstance(entry, Mapping):
+        return None
+    settings = entry if "technique" in entry else entry[next(iter(entry))]
+    return settings.get(name) if isinstance(settings, Mapping) else None
+
+
+def _name(entry: Any) -> str:
+    if isinstance(entry, Mapping):
+        entry = entry.get("technique") or next(iter(entry), "")
+    return str(entry).lower().replace("-", "_")
