@@ -42,7 +42,7 @@ from typing import Any
 from wire import links
 
 from hasten.launch.netlab import Lab
-from hasten.measure.students_t import student_quantile
+from hasten.measure.statistics import student_quantile
 
 RANK = Path(__file__).parent / "wire" / "rank.py"
 SPEED = "apart,alone,ddp,half,int8,int4,powersgd:16,topk:0.05,diloco:20,stream"

@@ -13,7 +13,7 @@ from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
-from hasten.measure.ledger_memory import memory_of
+from hasten.measure.profile import memory_of
 from hasten.models.flops import model_flops
 from hasten.models.memory import ModelSize
 from hasten.recipe.memory_check import largest_micro_batch, needs_of

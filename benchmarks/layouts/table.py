@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hasten.measure.students_t import student_quantile
+from hasten.measure.statistics import student_quantile
 
 ALONE, APART = "alone", "apart"
 LEAST = 60.0  # seconds of a sitting

@@ -11,8 +11,7 @@ from guard_plants import HalfRate, Here, Leaky, MeanOfMeans, NotExact, Ruinous, 
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.measure.quality.guard import GuardDesign, guard_report
-from hasten.measure.quality.guard_lossy import lossy_rows
-from hasten.measure.quality.guard_rows import FLOAT32, bound_of, failures
+from hasten.measure.quality.requirements import FLOAT32, bound_of, failures, lossy_rows
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed

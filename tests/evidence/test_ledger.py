@@ -15,8 +15,7 @@ from hasten.core.session import Session
 from hasten.core.step import training
 from hasten.core.timing import HostClock
 from hasten.machine import host
-from hasten.measure.ledger import ledger_of, utilisation
-from hasten.measure.ledger_memory import OWNERS, SavedTensors, memory_of, storages
+from hasten.measure.profile import OWNERS, SavedTensors, ledger_of, memory_of, storages, utilisation
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Arm
-from hasten.measure.luck import BELIEF, USUAL, luck_of, with_luck
-from hasten.measure.significance import noise_floor, p_beyond
-from hasten.measure.statistics import Interval, Luck
-from hasten.measure.students_t import student_quantile
+from hasten.measure.significance import BELIEF, USUAL, luck_of, noise_floor, p_beyond, with_luck
+from hasten.measure.statistics import Interval, Luck, student_quantile
 from hasten.report.comparisons import interaction_of, noise_of, ratio_between, ratio_to
 from hasten.report.judgement import judge
 

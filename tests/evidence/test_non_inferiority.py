@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
-from hasten.measure.non_inferiority import non_inferiority
+from hasten.measure.significance import non_inferiority
 
 
 def test_the_upper_end_is_students_by_hand() -> None:

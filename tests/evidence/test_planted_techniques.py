@@ -14,7 +14,7 @@ from evidence.planted_techniques import (
     small_proofs,
 )
 from hasten.errors import InputError
-from hasten.measure.quality.guard_rows import Owed
+from hasten.measure.quality.requirements import Owed
 from hasten.recipe.build import requested_plan
 from hasten.recipe.schema import Recipe
 from tiny import language_job, run, session_of

@@ -13,9 +13,17 @@ from hypothesis import strategies as st
 
 from hasten.core.job import Stop
 from hasten.errors import InputError
-from hasten.measure.profile import efficiency, measure, steps_needed
-from hasten.measure.profile_operators import OTHER, Operator, family_of, table
-from hasten.measure.profile_trace import keep_trace, longest
+from hasten.measure.profile import (
+    OTHER,
+    Operator,
+    efficiency,
+    family_of,
+    keep_trace,
+    longest,
+    measure,
+    steps_needed,
+    table,
+)
 from hasten.report import profile_page
 from hasten.report.profile_page import render_page, timeline, write_profile
 from hasten.report.profile_text import render_text

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from hasten.errors import InputError
-from hasten.measure.students_t import student_quantile, student_tail
+from hasten.measure.statistics import student_quantile, student_tail
 
 
 @pytest.mark.parametrize("dof", [1, 2, 3, 4, 5, 7, 9, 10, 19, 30, 99, 1000, 31_623, 100_000, 2.5])

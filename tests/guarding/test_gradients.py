@@ -11,11 +11,18 @@ import torch
 from guard_plants import bench
 from hasten.core.loop import Evaluation
 from hasten.core.plan import Plan
-from hasten.measure.quality.gradients import CUTS, REFERENCE, errors, gradient, reference
+from hasten.measure.quality.gradients import (
+    CUTS,
+    REFERENCE,
+    errors,
+    gradient,
+    leak,
+    others,
+    reference,
+    update,
+)
 from hasten.measure.quality.job import _at, losses, train
-from hasten.measure.quality.leaks import leak, others
 from hasten.measure.quality.orders import obey
-from hasten.measure.quality.updates import update
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed

@@ -10,7 +10,7 @@ from guard_plants import bench
 from hasten.core.plan import Plan
 from hasten.measure.quality.gradients import reference
 from hasten.measure.quality.guard_process import together
-from hasten.measure.quality.guard_rows import FLOAT32, LEAK_FLOAT32, WIRE
+from hasten.measure.quality.requirements import FLOAT32, LEAK_FLOAT32, WIRE
 from ranks import on_ranks
 
 Found = dict[str, dict[str, Any]]

@@ -23,7 +23,7 @@ from hasten.launch.ranks import places
 from hasten.measure.experiment import Subject, environment, prepared
 from hasten.measure.quality.guard import GuardDesign, guard_report
 from hasten.measure.quality.guard_process import Processes
-from hasten.measure.quality.guard_rows import failures
+from hasten.measure.quality.requirements import failures
 from hasten.measure.record import key_of, source_digest
 from hasten.recipe.build import batch_of
 from hasten.recipe.schema import Recipe, load_recipe

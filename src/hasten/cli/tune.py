@@ -16,7 +16,7 @@ from hasten.data.file_lock import replace_file
 from hasten.formatting import duration, size
 from hasten.measure.experiment import Subject
 from hasten.measure.quality.guard import GuardDesign
-from hasten.measure.quality.guard_rows import failures
+from hasten.measure.quality.requirements import failures
 from hasten.recipe.price import Price
 from hasten.recipe.schema import load_recipe
 from hasten.tune.api import Tuned

@@ -13,22 +13,32 @@ The weights move, in 5 apart on each rank: the session is spent afterwards.
 
 from __future__ import annotations
 
+import gzip
+import json
+import re
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.profiler import ProfilerActivity
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from hasten.core.contracts import Dense
 from hasten.core.engine import PlainEngine, SendsLate
+from hasten.core.job import MicroBatch
 from hasten.core.layout import OneProcess
-from hasten.core.session import Progress, Session
+from hasten.core.session import Progress, Session, step_outside
+from hasten.core.setup import leave
 from hasten.core.step import training
 from hasten.core.timing import (
     BETWEEN,
@@ -36,14 +46,348 @@ from hasten.core.timing import (
     DeviceClock,
     HostClock,
     StepMetrics,
+    Unclocked,
     clock_on,
     data_stall,
     split,
+    stability,
+    step_total,
 )
 from hasten.errors import InputError
-from hasten.measure.ledger import ledger_of
-from hasten.measure.profile_operators import operators, table
-from hasten.measure.profile_trace import keep_trace
+from hasten.machine import host
+
+# Operators of a profiled step by own time, sorted into families that a person can act on.
+#
+# A name decides the family, the first pattern that matches wins. Own time is what an operator spent
+# outside the operators it called, so families add up. Kernels of hasten's own are called from
+# functions of autograd and are found under those functions' names.
+
+OTHER = "other"
+FAMILIES: tuple[tuple[str, str], ...] = (
+    ("communication", r"c10d|gloo|nccl|all_?reduce|all_?gather|reduce_scatter|all_?to_?all"),
+    ("communication", r"broadcast_|barrier"),
+    ("optimizer", r"Optimizer|adam|sgd|muon|lerp|addcmul|addcdiv|_foreach"),
+    ("loss and head", r"log_?softmax|nll_?loss|cross_?entropy|logsumexp"),
+    ("attention", r"attention|attend|flash|sdpa|softmax"),
+    ("products", r"(^|[^a-z])(add|b|addb|ba)?mm_?\b|_mm\b|gemm|matmul|grouped_mm|MmBackward"),
+    ("products", r"linear|addmv|::mv|::dot|product|experts|joined|einsum|mkldnn|cutlass|xmma"),
+    ("copies", r"copy|::to\b|clone|contiguous|::cat\b|memcpy|memset|::empty|::zero|::fill"),
+    ("copies", r"index|gather|scatter|embedding|::stack|select_backward|slice_backward|::sort"),
+    ("copies", r"pin_memory|::new_|repeat|::pad|resize"),
+    ("norm and elementwise", r"norm|swiglu|silu|gelu|relu|sigmoid|rotate|rotary|dropout|tanh"),
+    ("norm and elementwise", r"::(mul|add|sub|div|neg|pow|rsqrt|sqrt|exp|log|sin|cos)_?\b"),
+    ("norm and elementwise", r"::(mean|sum|where|masked\w*|eq|ne|lt|le|gt|ge|bitwise\w*)_?\b"),
+    ("norm and elementwise", r"::(clamp\w*|cumsum|max|min|abs)_?\b|elementwise|reduce_kernel"),
+    ("norm and elementwise", r"(Mul|Add|Sub|Div|Neg)Backward"),
+)
+_COMPILED = [(family, re.compile(pattern, re.IGNORECASE)) for family, pattern in FAMILIES]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One row of the profiler: own seconds of all its calls on the device that did the work."""
+
+    name: str
+    seconds: float
+    calls: int
+
+    @property
+    def family(self) -> str:
+        return family_of(self.name)
+
+
+def family_of(name: str) -> str:
+    """The family that an operator's, function's or kernel's name puts it into."""
+    return next((family for family, pattern in _COMPILED if pattern.search(name)), OTHER)
+
+
+def operators(averages: Iterable[Any], on_gpu: bool) -> list[Operator]:
+    """The profiler's averages as rows with time, the longest first.
+
+    On a GPU these are its kernels; a step there waits for them and not for the host's operators.
+    """
+    rows = []
+    for event in averages:
+        spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if spent > 0 and not event.key.startswith("ProfilerStep"):
+            rows.append(Operator(str(event.key), spent / 1e6, int(event.count)))
+    return sorted(rows, key=lambda row: -row.seconds)
+
+
+def table(rows: list[Operator], step_seconds: float, count: int = 15) -> dict[str, Any]:
+    """Families and the longest operators with their shares of all operators' own time.
+
+    ``outside_seconds`` is the part of the profiled step in which no operator ran: Python, waiting,
+    and code that the profiler doesn't see; None where several threads or streams overlapped.
+    """
+    whole = sum(row.seconds for row in rows)
+    families: dict[str, list[Operator]] = {}
+    for row in rows:
+        families.setdefault(row.family, []).append(row)
+    found = [
+        {
+            "family": family,
+            "seconds": sum(row.seconds for row in members),
+            "share": sum(row.seconds for row in members) / whole,
+            "calls": sum(row.calls for row in members),
+        }
+        for family, members in families.items()
+    ]
+    outside = step_seconds - whole
+    return {
+        "seconds": whole,
+        "outside_seconds": outside if outside >= 0 else None,
+        "families": sorted(found, key=lambda row: -row["seconds"]),
+        "top": [
+            {**asdict(row), "family": row.family, "share": row.seconds / whole}
+            for row in rows[:count]
+        ],
+    }
+
+
+# The trace of a profiled step: Chrome's trace format, compressed, of bounded size.
+#
+# ``trace.json.gz`` opens in https://ui.perfetto.dev or chrome://tracing. A step with very many
+# operators keeps its longest events; how many were left out is said in the profile.
+
+NAME = "trace.json.gz"
+MOST_EVENTS = 100_000  # some 2 MB compressed; a viewer in the browser stays quick
+
+
+def keep_trace(
+    export: Callable[[str], object], folder: Path, most: int = MOST_EVENTS
+) -> dict[str, Any]:
+    """Let the profiler ``export``, cut what it wrote to size, and put it into ``folder``.
+
+    The file appears complete or not at all; an earlier one is replaced.
+    """
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".trace-") as place:
+        raw = Path(place) / "raw.json"
+        export(str(raw))
+        trace = json.loads(raw.read_bytes())
+        kept = longest(trace["traceEvents"], most)
+        dropped = len(trace["traceEvents"]) - len(kept)
+        part = Path(place) / NAME
+        with gzip.open(part, "wt", encoding="utf-8") as file:
+            json.dump({**trace, "traceEvents": kept}, file)
+        part.replace(folder / NAME)
+    return {"file": NAME, "events": len(kept), "left_out": dropped}
+
+
+def longest(events: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """The longest ``most`` events with a duration in their order; all names of rows are kept."""
+    timed = [e.get("dur", 0.0) for e in events if e.get("ph") == "X"]
+    if len(timed) <= most:
+        return [e for e in events if e.get("ph") in ("X", "M")] if len(events) > most else events
+    limit = sorted(timed, reverse=True)[most - 1]
+    room = most - sum(d > limit for d in timed)
+    kept = []
+    for event in events:
+        if event.get("ph") == "M":
+            kept.append(event)
+        elif event.get("ph") == "X" and event.get("dur", 0.0) >= limit:
+            if event.get("dur", 0.0) == limit:
+                room -= 1
+                if room < 0:
+                    continue
+            kept.append(event)
+    return kept
+
+
+# Memory by owner: whose bytes they are, counted from tensors in one pass outside the training.
+#
+#     weights       parameters and buffers of the model as they are in memory
+#     gradients     what a backward pass leaves, before it is forgotten
+#     optimizer     the optimizer's state, and true weights that it keeps beside the model's
+#     activations   what forward keeps for backward, vocabulary-wide tensors left out
+#     logits        the largest vocabulary-wide tensor that existed
+#     other         the run's peak less all of these: temporary tensors, communication buffers,
+#                   fragments; on a processor also Python, its libraries, and the data
+#
+# Each storage counts once, however many tensors look at it, and of a sharded tensor the part that
+# lies here. The pass runs the largest micro-batch of the epoch's first step; its gradients are
+# forgotten and no weight moves. Other steps may be larger: compare ``other`` only within one job.
+
+OWNERS = ("weights", "gradients", "optimizer", "activations", "logits", "other")
+Storages = dict[int, int]  # address -> bytes
+
+
+def memory_of(session: Session) -> dict[str, int | None]:
+    """Bytes of each owner on this rank; None where nobody can tell. All ranks call it together."""
+    setup = session.setup
+    peak = host.memory_peak(setup.job.device)  # before the pass below
+    weights = storages([*session.module.parameters(), *session.module.buffers()])
+    masters = storages(setup.precision.parameters())
+    state = masters | storages(_tensors(list(session.optimizer.state.values())))
+    found: dict[str, int | None] = dict.fromkeys(OWNERS)
+    found["weights"] = sum(weights.values())
+    found["optimizer"] = sum(_without(state, weights).values())
+    micro_batches = step_outside(session)
+    if micro_batches is None:
+        return found
+    largest = max(micro_batches, key=lambda m: m.counts.slots)
+    try:
+        found |= _one_pass(session, largest, weights)
+    except (RuntimeError, MemoryError):
+        # Too large, or an operator that can't be watched: what was measured before stays good. On
+        # several ranks the others wait in this pass, so there the run has to end.
+        if setup.layout.size > 1:
+            raise
+        return found
+    known = [found[owner] or 0 for owner in OWNERS]
+    found["other"] = peak - sum(known) if peak >= sum(known) else None
+    return found
+
+
+def storages(tensors: Iterable[Tensor]) -> Storages:
+    """The memory behind tensors, each piece once."""
+    found = {}
+    for tensor in tensors:
+        for piece in _local(tensor):
+            storage = piece.untyped_storage()
+            if storage.data_ptr():  # nothing lies behind a tensor without memory
+                found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def _one_pass(session: Session, micro_batch: MicroBatch, weights: Storages) -> dict[str, int]:
+    """Forward and backward under watch; the gradients are counted and forgotten."""
+    setup = session.setup
+    device, clock = torch.device(setup.job.device), setup.clock
+    gpus = [] if device.type == "cpu" else [device.index or 0]
+    watch = SavedTensors(setup.facts.model.vocabulary)
+    wide = WidestTensor(setup.facts.model.vocabulary, weights)
+    # Compiled code doesn't run under a mode: the pass would measure another program.
+    watched = setup.compile is leave and setup.facts.model.vocabulary > 0
+    setup.clock = Unclocked()
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(gpus, device_type=device.type))
+            stack.enter_context(watch.watching())
+            if watched:
+                stack.enter_context(wide)
+            session.engine.gradients((micro_batch,), max(micro_batch.counts.trained_tokens, 1))
+        owners = [*session.module.parameters(), *setup.precision.parameters()]
+        gradients = storages([p.grad for p in owners if p.grad is not None])
+    finally:
+        session.engine.discard()
+        setup.clock = clock
+    found = {
+        "gradients": sum(_without(gradients, weights).values()),
+        "activations": sum(_without(watch.kept, weights).values()),
+    }
+    return {**found, "logits": wide.bytes} if watched else found
+
+
+class SavedTensors:
+    """Storages that autograd keeps while it is watched; those as wide as the vocabulary apart."""
+
+    def __init__(self, vocabulary: int = 0) -> None:
+        self.kept: Storages = {}
+        self._vocabulary = vocabulary
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            yield
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if not (self._vocabulary and _is_wide(tensor, self._vocabulary)):
+            self.kept |= storages([tensor])
+        return tensor.detach()  # an output that held itself would never be freed
+
+
+class WidestTensor(TorchDispatchMode):
+    """The largest result of any operator whose rows are as long as the vocabulary, in bytes."""
+
+    def __init__(self, vocabulary: int, weights: Storages) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._vocabulary, self._weights = vocabulary, weights
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and _is_wide(leaf, self._vocabulary):
+                behind = storages([leaf])
+                if not behind.keys() & self._weights.keys():
+                    self.bytes = max(self.bytes, sum(behind.values()))
+        return out
+
+
+def _is_wide(tensor: Tensor, vocabulary: int) -> bool:
+    """Rows of scores; a head's transposed weight or gradient has them in its columns' place."""
+    return tensor.dim() > 1 and int(tensor.shape[-1]) == vocabulary and tensor.is_contiguous()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor inside nested containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _local(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that a sharded or quantised one is made of, as far as they lie here."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            inner = getattr(tensor, name)
+            if isinstance(inner, Tensor):  # a mesh of ranks may be named among them
+                yield from _local(inner)
+    else:
+        yield tensor
+
+
+def _without(found: Storages, others: Storages) -> Storages:
+    return {address: size for address, size in found.items() if address not in others}
+
+
+# The ledger of a run: where a step's time goes, whose the memory is, how even the steps are.
+#
+# Times come from the clock at the step's seams (:mod:`hasten.core.timing`), which a run has to start
+# with; without one nothing was counted and every time is None. Memory takes one pass of its own,
+# outside the training: ask for the ledger when the run's last step is done and its techniques have
+# been asked what they did.
+
+WARMUP = 2  # first steps: they compile, allocate and read what later ones find ready
+
+
+def ledger_of(session: Session, warmup: int = WARMUP) -> dict[str, Any]:
+    """The keys of an arm's ``ledger`` in the report. All ranks call it together.
+
+    Args:
+        warmup: steps to leave out at the beginning, as long as others remain.
+    """
+    setup = session.setup
+    every = list(setup.clock.steps)
+    steps = every[warmup:] or every
+    return {
+        "step": split(steps, session.saves),
+        "memory": memory_of(session),
+        "stability": stability([step_total(step) for step in steps]),
+        "utilisation": utilisation(session, warmup),
+    }
+
+
+def utilisation(session: Session, warmup: int = WARMUP) -> float | None:
+    """Share of the device's time that was used: of all usable cores, or as a GPU's driver says.
+
+    On a processor it is that of this process with all its threads, and one that waits awake counts
+    as busy, which is why fast code and much waiting may have the same figure.
+    """
+    clock = session.setup.clock
+    if not isinstance(clock, HostClock):
+        return host.device_utilisation(session.setup.job.device)
+    keep = warmup if len(clock.steps) > warmup else 0
+    whole = sum(step_total(step) for step in list(clock.steps)[keep:])
+    return sum(list(clock.busy)[keep:]) / whole / host.usable_cores() if whole else None
+
 
 Tell = Callable[[str, float], None]
 CANT_RUN_ALONE = "not measured: with this layout no rank can run its passes alone"

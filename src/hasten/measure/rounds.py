@@ -19,8 +19,8 @@ from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Arm, Design, Kind
-from hasten.measure.luck import with_luck
 from hasten.measure.record import Event
+from hasten.measure.significance import with_luck
 
 Key = tuple[int, int]  # sitting, round
 

@@ -144,7 +144,7 @@ class Arm:
     def _finish(self) -> dict[str, Any]:
         from dataclasses import asdict
 
-        from hasten.measure.ledger import ledger_of
+        from hasten.measure.profile import ledger_of
 
         proofs = [(t.name(), t.probe(self.session)) for t in self._switches]
         ledger = ledger_of(self.session)
@@ -196,8 +196,8 @@ def _import_all(recipe: Path) -> None:
     import hasten.core.session
     import hasten.core.step
     import hasten.core.timing
-    import hasten.measure.ledger
     import hasten.measure.own_folder
+    import hasten.measure.profile
     import hasten.measure.serving
     import hasten.recipe.peak_flops  # noqa: F401
     from hasten.recipe.build import facts_of

@@ -16,7 +16,7 @@ from typing import Any
 from hasten.core.technique import Technique
 from hasten.formatting import signed
 from hasten.measure.ablation import Arm
-from hasten.measure.quality.guard_rows import FAILED
+from hasten.measure.quality.requirements import FAILED
 from hasten.measure.significance import LEAST_FLOOR, holm, p_beyond, rounds_needed
 from hasten.measure.statistics import DOUBT, Interval, verdict
 from hasten.report.comparisons import floor_of, ratio_to, ratios_of

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from hasten.formatting import NOT_MEASURED, span, words
-from hasten.measure.quality.guard_rows import FAILED
+from hasten.measure.quality.requirements import FAILED
 from hasten.measure.significance import LEAST_FLOOR
 from hasten.measure.statistics import Interval, Luck, paired_ratio, verdict
 

@@ -25,8 +25,7 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Switch
 from hasten.core.timing import StepMetrics
 from hasten.errors import InputError
-from hasten.measure.statistics import DOUBT, mean_and_error
-from hasten.measure.students_t import student_quantile
+from hasten.measure.statistics import DOUBT, mean_and_error, student_quantile
 
 BLOCK = 3  # steps of a block, beside those that still have the old value
 BEFORE = 3  # steps before anything is tried: the first ones prepare much

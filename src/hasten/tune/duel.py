@@ -16,7 +16,7 @@ from typing import Any
 from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.measure.ablation import AGAIN, BASELINE, Arm
-from hasten.measure.luck import with_luck
+from hasten.measure.significance import with_luck
 from hasten.measure.turns import Runner, RunnerFailedError
 from hasten.report.comparisons import floor_of, ratio_to
 from hasten.report.judgement import idle, judge

@@ -13,8 +13,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from hasten.measure.statistics import hodges_lehmann
-from hasten.measure.students_t import student_quantile
+from hasten.measure.statistics import hodges_lehmann, student_quantile
 from hasten.measure.turns import OutOfTimeError, Runner, RunnerFailedError, rate
 from hasten.tune.space import Point
 

@@ -16,20 +16,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hasten.core.layout import DealsState, DealsWeights, Layout
 from hasten.core.plan import Plan
-from hasten.core.session import assemble
+from hasten.core.session import Session, assemble, batches
 from hasten.core.setup import in_one_piece, once, prepare
 from hasten.core.step import training
 from hasten.errors import InputError
 from hasten.measure.quality.bench import Bench, seeded, still, trainable
+from hasten.parts.data.collate import TokenRecord
 from hasten.parts.nn.causal_lm import causal_lm
 
 REFERENCE = "reference.pt"
@@ -157,3 +159,110 @@ def errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, A
 
 def _cpu(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.float64)
+
+
+# Whether one document's loss depends on another: change all others and look.
+#
+# The documents are laid out together, as the plan does it. Loss is asked of one alone; then every
+# token of the others becomes another token, lengths kept, and the loss of that one has to stay. Bits
+# may differ where experts multiply the tokens of several documents in one product, so a difference
+# within rounding is none.
+
+DOCUMENTS = 4  # of the proof's records, laid out together
+
+
+def leak(bench: Bench, plan: Plan) -> dict[str, Any]:
+    """The largest relative change of a document's loss by changes of the others."""
+    job = bench.small(plan)
+    session = assemble(prepare(job, plan, bench.known, bench.folder))
+    still(session.loss_module)
+    records: list[TokenRecord] = [job.records[i] for i in range(min(DOCUMENTS, len(job.records)))]
+    changed = others(records)
+    worst, where = 0.0, 0
+    for index, record in enumerate(records):
+        before = _loss(session, records, index)
+        after = _loss(session, [record if i == index else c for i, c in enumerate(changed)], index)
+        change = abs(after - before) / max(abs(before), 1e-30)
+        if not change <= worst:
+            worst, where = change, index
+    return {"change": worst, "document": where, "documents": len(records)}
+
+
+def others(records: Sequence[TokenRecord]) -> list[TokenRecord]:
+    """The same lengths with another token at every position, of those that occur."""
+    low = min(int(r.input_ids.min()) for r in records)
+    span = max(int(r.input_ids.max()) for r in records) - low + 1
+    step = max(span // 3, 1)
+    return [
+        TokenRecord((low + (r.input_ids - low + step) % span).astype(np.int32), r.trained)
+        for r in records
+    ]
+
+
+def _loss(session: Session, records: Sequence[TokenRecord], asked: int) -> float:
+    """The loss of one document among its neighbours, whose tokens carry none."""
+    setup = session.setup
+    silent = [
+        r if i == asked else TokenRecord(r.input_ids, np.zeros_like(r.trained))
+        for i, r in enumerate(records)
+    ]
+    batch = (setup.collate or setup.job.collate)(silent).to(setup.job.device)
+    with setup.precision.region():
+        loss, _ = session.module(**batch.inputs)
+    return float(loss.detach())
+
+
+# The same gradients through two optimizers: the proof that another form of one update rule owes.
+#
+# A gradient says nothing of an optimizer. So the plan without it makes some steps, its gradients are
+# kept, and the plan with it is given the same ones, tensor by tensor. What the weights have moved by
+# is compared. A weight of size w in float32 can't show a move finer than w / 2^23, so that a small
+# learning rate is known less exactly; the floor that follows is part of the answer.
+
+STEPS = 3
+Named = dict[str, Tensor]
+
+
+def update(bench: Bench, without: Plan, plan: Plan) -> dict[str, Any]:
+    """Relative difference of what the weights moved by, and the floor that float32 sets."""
+    usual = _session(bench, without)
+    start = _weights(usual)
+    given = [_step(usual, None, number) for number in range(STEPS)]
+    ended = _weights(usual)
+    del usual
+    ours = _session(bench, plan)
+    for number, gradients in enumerate(given):
+        _step(ours, gradients, number)
+    found = _weights(ours)
+    moved = _norm({n: ended[n] - w for n, w in start.items()})
+    apart = _norm({n: found[n] - w for n, w in ended.items()})
+    floor = torch.finfo(torch.float32).eps * _norm(ended) / max(moved, 1e-300)
+    return {"error": apart / max(moved, 1e-300), "floor": floor, "steps": STEPS}
+
+
+def _session(bench: Bench, plan: Plan) -> Session:
+    session = assemble(prepare(bench.small(plan), plan, bench.known, bench.folder))
+    still(session.loss_module)
+    return session
+
+
+def _step(session: Session, gradients: Named | None, number: int) -> Named:
+    """One update, with its own gradients or with those given; the gradients."""
+    setup, parameters = session.setup, dict(trainable(session.module))
+    if gradients is None:
+        setup.attempt(session.engine, next(batches(session)))
+        gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
+    for name, parameter in parameters.items():
+        parameter.grad = gradients[name].clone() if name in gradients else None
+    session.engine.norm()
+    session.engine.update(setup.job.schedule(number))
+    session.progress.step += 1
+    return gradients
+
+
+def _weights(session: Session) -> Named:
+    return {n: p.detach().double().cpu().clone() for n, p in trainable(session.module)}
+
+
+def _norm(tensors: Named) -> float:
+    return math.sqrt(sum(float(t.square().sum()) for t in tensors.values()))

@@ -21,11 +21,14 @@ from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
-from hasten.measure.quality.guard_exact import exact_orders, exact_rows
-from hasten.measure.quality.guard_gradients import Gradients
-from hasten.measure.quality.guard_lossy import lossy_rows
 from hasten.measure.quality.guard_process import Perform
-from hasten.measure.quality.guard_rows import Owed
+from hasten.measure.quality.requirements import (
+    Gradients,
+    Owed,
+    exact_orders,
+    exact_rows,
+    lossy_rows,
+)
 
 MARGIN = 0.01  # of the held-out loss
 Tell = Callable[[str], None]

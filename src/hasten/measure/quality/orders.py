@@ -9,10 +9,8 @@ from typing import Any
 from hasten.core.health import NotFiniteError
 from hasten.errors import InputError
 from hasten.measure.quality.bench import Bench
-from hasten.measure.quality.gradients import gradient, reference
+from hasten.measure.quality.gradients import gradient, leak, reference, update
 from hasten.measure.quality.job import losses, train
-from hasten.measure.quality.leaks import leak
-from hasten.measure.quality.updates import update
 
 ALIKE = (InputError, NotFiniteError)  # all ranks meet with these, at the same place
 

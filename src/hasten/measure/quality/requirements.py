@@ -1,0 +1,624 @@
+"""Rows of report.guard and report.invariance, and the bounds that they are judged by.
+
+Bounds are relative L2 errors of one step's gradient against float64, fixed here, before any run.
+A float32 number has 24 bits and a step of a small model loses two or three digits of them in its
+sums; bf16 has 8 bits, of which products that are summed in float32 keep the relative error near
+2^-8 per layer. Where the bare job itself is less exact than the bound (a deep model), a technique
+may be ``TIMES`` as far off as that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from hasten.core.plan import Plan
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Technique
+from hasten.measure.crew import Answer
+from hasten.measure.quality.guard_process import Order, Perform
+from hasten.measure.significance import NonInferiority, non_inferiority
+
+FLOAT32, HALF = 1e-4, 5e-2  # of the whole gradient
+TENSOR = 10.0  # a single tensor may be so many times as far off
+TIMES, WIDEST = 4.0, 10.0  # of the bare job's own error; and at most so many times the bound
+LOSS_FLOAT32, LOSS_HALF = 1e-5, 1e-2  # of a loss
+LEAK_FLOAT32, LEAK_HALF = 1e-5, 1e-3  # of a document's loss, by changes of its neighbours
+UPDATE = 1e-3  # of what the weights moved by in three steps
+WIRE = 4e-3  # of numbers that travel in 16 bits: 2^-9 for each of two roundings of bf16
+FAILED = ("differs", "worse")  # the words for a technique that does harm
+
+
+@dataclass(frozen=True)
+class Invariance:
+    """One line of report.invariance."""
+
+    what: str
+    verdict: str  # equal | differs | not tested
+    found: float | None
+    tolerance: float | None
+    text: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return _plain(asdict(self))
+
+
+@dataclass(frozen=True)
+class Owed:
+    """One line of report.guard."""
+
+    technique: str
+    fidelity: str
+    test: str
+    verdict: str  # equal | not worse | worse | differs | inconclusive | not tested
+    found: float | None
+    allowed: float | None
+    text: str
+    seeds: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return _plain(asdict(self))
+
+
+def owed(technique: Technique, test: str, verdict: str, text: str, **numbers: Any) -> Owed:
+    """A line for a technique; ``numbers`` are found, allowed and seeds where there are any."""
+    values = {"found": None, "allowed": None, **numbers}
+    return Owed(technique.name(), technique.fidelity.name, test, verdict, text=text, **values)
+
+
+def failures(report: Mapping[str, Any]) -> list[str]:
+    """What of a guard's report says that a plan must not be used as it is."""
+    found = [f"{r['what']}: {r['text']}" for r in report["invariance"] if r["verdict"] in FAILED]
+    return found + [
+        f"{r['technique']}: {r['text']}" for r in report["guard"] if r["verdict"] in FAILED
+    ]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How far a gradient may be from float64: as a whole, in each tensor, and its loss."""
+
+    whole: float
+    tensor: float
+    loss: float
+
+    def excess(self, answer: Mapping[str, Any]) -> float:
+        """The largest error as a share of what is allowed; above 1 it fails."""
+        shares = (
+            answer["error"] / self.whole,
+            answer["worst"] / self.tensor,
+            answer["loss_error"] / self.loss,
+        )
+        return math.inf if any(math.isnan(s) for s in shares) else max(shares)
+
+    def words(self, answer: Mapping[str, Any]) -> str:
+        """The three errors, the one that fails first with what it may be."""
+        said = [
+            (answer["loss_error"], self.loss, "loss off by"),
+            (answer["error"], self.whole, "gradient off by"),
+            (answer["worst"], self.tensor, f"worst tensor {answer['name']} off by"),
+        ]
+        wrong = [f"{w} {e:.2g}, allowed {b:.2g}" for e, b, w in said if not e <= b]
+        return "; ".join(wrong) or ", ".join(f"{w} {e:.1g}" for e, _, w in said)
+
+
+def short(answer: Mapping[str, Any]) -> str:
+    """The one error that says most."""
+    return f"off by {answer['error']:.1g}"
+
+
+def bound_of(half: bool, usual: Mapping[str, Any] | None) -> Bound:
+    """The bound of a number format, widened to what the plan's own way of counting already has."""
+    whole, loss = (HALF, LOSS_HALF) if half else (FLOAT32, LOSS_FLOAT32)
+    if usual is None or "failed" in usual:
+        return Bound(whole, TENSOR * whole, loss)
+    seen = (usual["error"], usual["worst"], usual["loss_error"])
+    if not all(map(math.isfinite, seen)):
+        return Bound(whole, TENSOR * whole, loss)
+    allowed = zip((whole, TENSOR * whole, loss), seen, strict=True)
+    return Bound(*(max(fixed, min(TIMES * error, WIDEST * fixed)) for fixed, error in allowed))
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no word for infinity: what isn't finite wasn't measured."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+
+
+# EXACT, proven: the plan's losses with the technique and without it, compared bit by bit.
+
+
+def exact_orders(plan: Plan, steps: int) -> list[Order]:
+    """The plan, and the plan without each of its EXACT techniques; nothing if it has none."""
+    exact = _exact(plan)
+    return [_order(p, steps) for p in (plan, *(plan.without(t) for t in exact))] if exact else []
+
+
+def exact_rows(plan: Plan, answers: Sequence[Answer], perform: Perform, steps: int) -> list[Owed]:
+    """One line for each EXACT technique of the plan; ``answers`` are those to `exact_orders`.
+
+    A plan whose own losses differ from one run to the next can't show that a technique leaves
+    their bits alone; that is found out only where a difference makes it necessary.
+    """
+    exact = _exact(plan)
+    if not exact:
+        return []
+    whole, *rest = answers
+    differ = [_differs(whole, answer) for answer in rest]
+    repeats = True
+    if any(differ):
+        again = perform([_order(plan, steps)])[0]
+        repeats = not _differs(whole, again) and "failed" not in again
+    return [_row(t, whole, answer, steps, repeats) for t, answer in zip(exact, rest, strict=True)]
+
+
+def _exact(plan: Plan) -> list[Technique]:
+    return [t for t in plan if t.fidelity is Fidelity.EXACT]
+
+
+def _order(plan: Plan, steps: int) -> Order:
+    return Order("losses", plan, plan, {"steps": steps})
+
+
+def _differs(one: Answer, other: Answer) -> bool:
+    parts = ("losses", "weights")
+    return "failed" not in one and "failed" not in other and any(one[k] != other[k] for k in parts)
+
+
+def _row(technique: Technique, whole: Answer, rest: Answer, steps: int, repeats: bool) -> Owed:
+    test = f"losses and weights of {steps} steps with and without it, bit by bit"
+    failed = whole.get("failed") or rest.get("failed")
+    if failed:
+        return owed(technique, test, "not tested", failed)
+    ours, theirs = _numbers(whole), _numbers(rest)
+    if len(ours) != len(theirs) or not ours:
+        return owed(technique, test, "not tested", "the job has fewer steps than were asked for")
+    if not _differs(whole, rest):
+        text = f"{len(ours)} losses and the weights after them are the same to the last bit"
+        return owed(technique, test, "equal", text, found=0.0, allowed=0.0)
+    pairs = list(zip(ours, theirs, strict=True))
+    first = next((i for i, (a, b) in enumerate(pairs, start=1) if a != b), None)
+    off = max(abs(a - b) / max(abs(b), 1e-300) for a, b in pairs if a != b) if first else 0.0
+    if not repeats:
+        text = "the plan itself doesn't repeat its bits, so nothing follows"
+        return owed(technique, test, "inconclusive", text, found=off, allowed=0.0)
+    text = "the losses are the same, the weights after them aren't"
+    if first:
+        text = f"the loss of step {first} is the first to differ; by {off:.2g} at most"
+    return owed(technique, test, "differs", text, found=off, allowed=0.0)
+
+
+def _numbers(answer: Answer) -> Sequence[float]:
+    found = [float.fromhex(text) for text in answer["losses"]]
+    return [math.inf if math.isnan(v) else v for v in found]  # NaN equals NaN here
+
+
+# LOSSY, proven: the plan against the plan without the technique, seed by seed, at equal tokens.
+#
+# The held-out loss must not be worse by more than the margin, nor any measure of the job's own; of
+# those more is better, and worse means how many times as large the other's is.
+
+ADVICE = 5  # seeds with which a first answer is likely
+WORST_FIRST = ("worse", "inconclusive", "not worse")  # the least good measure decides
+
+
+def lossy_rows(plan: Plan, perform: Perform, seeds: int, tokens: int, margin: float) -> list[Owed]:
+    """One line for each LOSSY technique of the plan; without seeds they are not tested."""
+    lossy = [t for t in plan if t.fidelity is Fidelity.LOSSY]
+    if not seeds or not tokens:
+        text = f"takes trainings with several seeds: --seeds {ADVICE}"
+        return [owed(t, _test(margin), "not tested", text, allowed=margin) for t in lossy]
+    if not lossy:
+        return []
+    plans = [plan, *(plan.without(t) for t in lossy)]
+    orders = [
+        Order("train", p, p, {"seed": seed, "tokens": tokens})
+        for p in plans
+        for seed in range(1, seeds + 1)
+    ]
+    answers = perform(orders)
+    runs = [answers[i * seeds : (i + 1) * seeds] for i in range(len(plans))]
+    return [_lossy_row(t, runs[0], runs[i], margin) for i, t in enumerate(lossy, start=1)]
+
+
+def _lossy_row(
+    technique: Technique, ours: list[Answer], theirs: list[Answer], margin: float
+) -> Owed:
+    pairs = list(zip(theirs, ours, strict=True))
+    usable = [(a, b) for a, b in pairs if _loss(a) is not None and _loss(b) is not None]
+    broken = next((b for a, b in pairs if _loss(a) is not None and _diverged(b)), None)
+    if broken is not None:
+        text = f"training with it ended without a finite loss: {broken.get('failed', 'NaN')}"
+        return owed(technique, _test(margin), "worse", text, allowed=margin, seeds=len(pairs))
+    if not usable:
+        why = next((a["failed"] for pair in pairs for a in pair if "failed" in a), "")
+        text = why or "nothing is held out: give held_out"
+        return owed(technique, _test(margin), "not tested", text, allowed=margin)
+    measures = [_Measure("held-out loss", *_values(usable, _loss)), *_own_measures(usable)]
+    found = [m.judged(margin) for m in measures]
+    verdict = min((f.verdict for f in found), key=WORST_FIRST.index)
+    upper = max(f.upper for f in found) - 1
+    tokens = f"{usable[0][0]['tokens']:,} and {usable[0][1]['tokens']:,} tokens"
+    said = [m.words(f) for m, f in zip(measures, found, strict=True)]
+    text = f"after {tokens}, {len(usable)} seeds: {'; '.join(said)}"
+    numbers = {"found": upper if math.isfinite(upper) else None, "allowed": margin}
+    test = _test(margin, [m.name for m in measures])
+    return owed(technique, test, verdict, text, seeds=len(usable), **numbers)
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """One measure of quality, seed by seed; of ``rises`` more is better, of the others less."""
+
+    name: str
+    without: list[float]
+    with_: list[float]
+    rises: bool = False
+
+    def judged(self, margin: float) -> NonInferiority:
+        if not self.rises:
+            return non_inferiority(self.without, self.with_, margin)
+        without, with_ = ([1 / value for value in values] for values in (self.without, self.with_))
+        return non_inferiority(without, with_, margin)
+
+    def words(self, found: NonInferiority) -> str:
+        """Means with and without, by how much it is worse, and how sure that is."""
+        mean = sum(self.without) / len(self.without), sum(self.with_) / len(self.with_)
+        change = f"{100 * (found.ratio - 1):+.2f} %{' worse' if self.rises else ''}"
+        said = f"{self.name} {mean[0]:.4f} without and {mean[1]:.4f} with it, {change}"
+        if math.isfinite(found.upper):
+            said += f", at most {100 * (found.upper - 1):+.2f} % (95 %)"
+        if found.verdict != "inconclusive":
+            return said
+        if found.more is None:
+            return f"{said}; no number of seeds would tell it from the margin"
+        return f"{said}; about {found.more} more seeds would tell"
+
+
+def _own_measures(pairs: list[tuple[Answer, Answer]]) -> list[_Measure]:
+    """The job's own measures, of which more is better, where every training has one above 0."""
+    found = []
+    for name in pairs[0][0].get("metrics") or {}:
+        without, with_ = _values(pairs, partial(_measured, name=name))
+        if all(0 < value < math.inf for value in (*without, *with_)):
+            found.append(_Measure(name, without, with_, rises=True))
+    return found
+
+
+def _values(
+    pairs: list[tuple[Answer, Answer]], of: Callable[[Answer], float | None]
+) -> tuple[list[float], list[float]]:
+    without, with_ = ([float(of(pair[i]) or 0.0) for pair in pairs] for i in (0, 1))
+    return without, with_
+
+
+def _measured(answer: Answer, name: str) -> float | None:
+    value: float | None = (answer.get("metrics") or {}).get(name)
+    return value
+
+
+def _loss(answer: Answer) -> float | None:
+    value = answer.get("held_out_loss")
+    return value if value is not None and math.isfinite(value) and value > 0 else None
+
+
+def _diverged(answer: Answer) -> bool:
+    """It trained to no finite loss; a process that died for another reason says nothing of it."""
+    if "failed" in answer:
+        return str(answer["failed"]).startswith("NotFiniteError")
+    value = answer.get("held_out_loss")
+    return value is not None and not math.isfinite(value)
+
+
+def _test(margin: float, names: Sequence[str] = ("held-out loss",)) -> str:
+    measures = " and ".join(names)
+    return f"{measures} at equal tokens, paired seeds, margin {100 * margin:g} % fixed before"
+
+
+# What ranks add to a guard's rows: records dealt to them, and gradients that travel between them.
+#
+# A wire of ROUNDING may send numbers in 16 bits, each rounded on its way there and back. So it is not
+# among the techniques that are tested together, whose bound is that of float32, but beside them.
+
+ONE_PROCESS = "needs several ranks, and one process ran; nproc: 2 in the recipe runs two"
+Found = Mapping[str, Answer]  # of the orders `planned` and `wire` on all ranks, `single` on one
+
+
+def split_row(ranks: int, found: Found, bound: Bound) -> Invariance:
+    """Whether the step's records may be dealt to ranks: both ways agree with float64."""
+    if ranks == 1:
+        return Invariance("split over ranks", "not tested", None, None, ONE_PROCESS)
+    what, here, alone = f"split over {ranks} ranks", found["planned"], found["single"]
+    failed = _failed(ranks, here, alone)
+    if failed:
+        return Invariance(what, "not tested", None, None, failed)
+    good, alone_good = (bound.excess(answer) <= 1 for answer in (here, alone))
+    if good and alone_good:
+        text = f"on {ranks} ranks the gradient is {short(here)}, in one process {short(alone)}"
+        return Invariance(what, "equal", here["error"], bound.whole, text)
+    if good:
+        text = f"in one process {bound.words(alone)}; not so on {ranks} ranks"
+        return Invariance(what, "differs", alone["error"], bound.whole, text)
+    text = f"{bound.words(here)}; {'not so' if alone_good else 'nor is it equal'} in one process"
+    return Invariance(what, "differs", here["error"], bound.whole, text)
+
+
+def wire_row(technique: Technique, ranks: int, found: Found, bound: Bound) -> Owed:
+    """Whether gradients arrive as they left, but for the rounding of what travels."""
+    test = f"gradient of one step on {ranks} ranks against float64, all that isn't lossy beside it"
+    if ranks == 1:
+        return owed(technique, "gradient of one step against float64", "not tested", ONE_PROCESS)
+    answer, without = found["wire"], found["planned"]
+    failed = _failed(ranks, answer, without)
+    if failed:
+        return owed(technique, test, "not tested", failed)
+    if bound.excess(without) > 1:
+        text = f"without it, too: {bound.words(without)}"
+        return owed(technique, test, "inconclusive", text)
+    allowed = Bound(
+        max(WIRE, bound.whole), max(TENSOR * WIRE, bound.tensor), max(LOSS_FLOAT32, bound.loss)
+    )
+    verdict = "equal" if allowed.excess(answer) <= 1 else "differs"
+    text = f"{allowed.words(answer)}; without it the gradient is {short(without)}"
+    return owed(technique, test, verdict, text, found=answer["error"], allowed=allowed.whole)
+
+
+def _failed(ranks: int, here: Answer, other: Answer) -> str | None:
+    """Why there is nothing to judge."""
+    for answer in (here, other):
+        if "failed" in answer:
+            return str(answer["failed"])
+    if here["ranks"] != ranks:
+        return f"{here['ranks']} of {ranks} ranks took part"
+    return None
+
+
+# What one step of a plan shows: gradients against float64, leaks, an optimizer's move.
+#
+# Every layout of the plan is held against the same reference, the bare job in float64 record by
+# record, so each is compared with each. On a job of several ranks the plan's layouts run on all of
+# them, and the plan once in one process. Where the plan fails, techniques are left out one at a time:
+# those without which it passes are to blame.
+
+LAYOUTS = {  # name -> (what it is in words, cut, rows as without a technique)
+    "planned": ("micro-batches as planned", "planned", False),
+    "whole": ("all records in one micro-batch", "whole", False),
+    "single": ("each record in a micro-batch", "single", False),
+    "padded": ("rows padded, whatever the plan's collator", "whole", True),
+}
+
+LATER = 3  # step: DDP forms its buckets anew after the first, and a wire may begin with the next
+
+
+class Gradients:
+    """What one step shows: gradients of several layouts, leaks, the optimizer's move."""
+
+    def __init__(self, plan: Plan, perform: Perform, ranks: int = 1) -> None:
+        self.plan, self._perform, self.ranks = plan, perform, ranks
+        # An adapter decides which parameters there are, so the reference has it too.
+        self.base = Plan(t for t in plan if t.slot is Slot.ADAPTER)
+        apart = (Slot.ADAPTER, Slot.PRECISION, Slot.OPTIMIZER, Slot.WIRE)
+        rounding = [t for t in plan if t.fidelity is not Fidelity.LOSSY]
+        self.close = self.base.with_(*(t for t in rounding if t.slot not in apart))
+        self.single = Plan(t for t in self.close if t.slot is not Slot.LAYOUT)  # for one process
+        wires = [t for t in rounding if t.slot is Slot.WIRE]
+        self.wire = next((t for t in wires if t.fidelity is Fidelity.ROUNDING), None)
+        self.precision = next((t for t in rounding if t.slot is Slot.PRECISION), None)
+        self.optimizer = next((t for t in rounding if t.slot is Slot.OPTIMIZER), None)
+        self.without_precision = Plan(t for t in plan if t.slot is not Slot.PRECISION)
+        self.layouts = [n for n in LAYOUTS if n != "padded" or Slot.COLLATE in plan]
+        self.found: dict[str, Answer] = {}
+        self.guilty: dict[str, list[str]] = {}  # what failed -> names, where it is known
+
+    def make(self, others: Sequence[Order] = ()) -> list[Answer]:
+        """All proofs of the plan, then those that find out who is to blame.
+
+        ``others`` go with the first, since a process takes seconds to start; their answers.
+        """
+        orders = self._orders()
+        answers = self._perform([*orders.values(), *others])
+        self.found |= zip(orders, answers, strict=False)
+        usual = self.found["bare"] if "failed" not in self.found["bare"] else None
+        self.bound = bound_of(False, usual)
+        half = self.found.get("half bare")
+        self.half_bound = bound_of(True, half)
+        self._blame()
+        return answers[len(orders) :]
+
+    def _orders(self) -> dict[str, Order]:
+        orders = {"reference": self._order("reference", self.base, alone=True)}
+        orders["bare"] = self._gradient(self.base, "whole", alone=True)
+        orders |= {name: self._gradient(self.close, name) for name in self.layouts}
+        if self.ranks > 1:
+            orders["single"] = self._gradient(self.single, "planned", alone=True)
+        if self.ranks > 1 and self.wire is not None:
+            orders["wire"] = self._gradient(self.close.with_(self.wire), "planned", step=LATER)
+        if self.precision is not None:
+            bare = self.base.with_(self.precision)
+            orders["half bare"] = self._gradient(bare, "whole", alone=True)
+            orders["half"] = self._gradient(self.close.with_(self.precision), "planned")
+        orders["leak"] = self._order("leak", self.without_precision)
+        if Slot.PRECISION in self.plan:
+            alone = self.base.with_(*(t for t in self.plan if t.slot is Slot.PRECISION))
+            orders["half leak"] = self._order("leak", self.plan)
+            orders["half leak bare"] = self._order("leak", alone)  # rows apart: rounding alone
+        if self.optimizer is not None:
+            with_it, without = self.single.with_(self.optimizer), self.single.to_list()
+            orders["update"] = self._order("update", with_it, alone=True, without=without)
+        return orders
+
+    def _order(self, do: str, plan: Plan, alone: bool = False, **details: Any) -> Order:
+        return Order(do, plan, self.plan, details, alone and self.ranks > 1)
+
+    def _gradient(self, plan: Plan, layout: str, alone: bool = False, step: int = 1) -> Order:
+        _, cut, padded = LAYOUTS[layout]
+        return self._order("gradient", plan, alone, cut=cut, padded=padded, step=step)
+
+    def _ask(self, orders: dict[str, Order]) -> None:
+        if orders:
+            self.found |= zip(orders, self._perform(list(orders.values())), strict=True)
+
+    def _blame(self) -> None:
+        """Leave techniques out one at a time wherever the plan failed as a whole."""
+        # The reference is there already: the orders run in the same folder.
+        wanted: dict[str, Order] = {}
+        for name in self._failed():
+            plan = self._plan_of(name)
+            for technique in plan:
+                if technique in self.base and "leak" not in name:
+                    continue
+                rest = plan.without(technique)
+                if "leak" in name:
+                    order = self._order("leak", rest)
+                else:
+                    order = self._gradient(rest, "planned" if name == "half" else name)
+                wanted[f"{name} without {technique.name()}"] = order
+        self._ask(wanted)
+        for name in self._failed():
+            plan = self._plan_of(name)
+            cured = [
+                t.name()
+                for t in plan
+                if (key := f"{name} without {t.name()}") in self.found and self._passes(name, key)
+            ]
+            self.guilty[name] = cured
+
+    def _plan_of(self, name: str) -> Plan:
+        if name == "half":
+            return self.close.with_(*([self.precision] if self.precision else []))
+        return {"leak": self.without_precision, "half leak": self.plan}.get(name, self.close)
+
+    def _failed(self) -> list[str]:
+        names = [n for n in (*self.layouts, "half", "leak", "half leak") if n in self.found]
+        return [n for n in names if "failed" not in self.found[n] and not self._passes(n, n)]
+
+    def _passes(self, name: str, key: str) -> bool:
+        """Whether an answer passes by the rule of ``name``."""
+        answer = self.found[key]
+        if "failed" in answer:
+            return False
+        if "leak" in name:
+            return bool(answer["change"] <= self._leak_allowed(name))
+        return (self.half_bound if name == "half" else self.bound).excess(answer) <= 1
+
+    def _leak_allowed(self, name: str) -> float:
+        """Experts sort the tokens of all rows, so that even rows apart may differ by rounding."""
+        if name == "leak":
+            return LEAK_FLOAT32
+        usual = float(self.found["half leak bare"].get("change", 0.0))
+        return max(LEAK_HALF, min(TIMES * usual, 10 * LEAK_HALF))
+
+    def invariance(self) -> list[Invariance]:
+        """The lines of the plan as a whole."""
+        rows = [self._layout_row(name) for name in self.layouts]
+        rows += [self._leak_row(name) for name in ("leak", "half leak") if name in self.found]
+        return [*rows, split_row(self.ranks, self.found, self.bound)]
+
+    def _layout_row(self, name: str) -> Invariance:
+        what, answer = LAYOUTS[name][0], self.found[name]
+        if "failed" in answer:
+            return Invariance(what, "not tested", None, None, self._why(answer))
+        good, words = self._passes(name, name), self.bound.words(answer)
+        text = f"{words} ({self._taken()})" if good else f"{words}; {self._blamed(name)}"
+        verdict = "equal" if good else "differs"
+        return Invariance(what, verdict, answer["error"], self.bound.whole, text)
+
+    def _leak_row(self, name: str) -> Invariance:
+        allowed = self._leak_allowed(name)
+        what = "a document among changed neighbours"
+        what += ", in the plan's number format" if name == "half leak" else ""
+        answer = self.found[name]
+        if "failed" in answer:
+            return Invariance(what, "not tested", None, None, answer["failed"])
+        change = answer["change"]
+        if self._passes(name, name):
+            text = f"{answer['documents']} documents, each keeps its loss to {change:.1g}"
+            return Invariance(what, "equal", change, allowed, text)
+        text = (
+            f"document {answer['document'] + 1} of {answer['documents']} changes its loss by "
+            f"{change:.2g} when the others change; {self._blamed(name)}"
+        )
+        return Invariance(what, "differs", change, allowed, text)
+
+    def _blamed(self, name: str) -> str:
+        guilty = self.guilty.get(name, [])
+        if guilty:
+            return f"not so without {' or without '.join(guilty)}"
+        return "no single technique is to blame: it stays so whichever is left out"
+
+    def _why(self, answer: Answer) -> str:
+        """Why there is no gradient to judge: without a reference there is none at all."""
+        return str(self.found["reference"].get("failed", answer["failed"]))
+
+    def _taken(self) -> str:
+        reference = self.found["reference"]
+        if "failed" in reference:
+            return str(reference["failed"])
+        return (
+            f"{reference['records']} records, {reference['tokens']:,} tokens, {_layers(reference)}"
+        )
+
+    def owed(self) -> list[Owed]:
+        """The lines of techniques that owe a gradient."""
+        rows = [self._rounding(t) for t in self.close if t.fidelity is Fidelity.ROUNDING]
+        if self.precision is not None:
+            rows.append(self._precision(self.precision))
+        if self.optimizer is not None and self.optimizer.fidelity is Fidelity.ROUNDING:
+            rows.append(self._moved(self.optimizer))
+        if self.wire is not None:
+            rows.append(wire_row(self.wire, self.ranks, self.found, self.bound))
+        return rows
+
+    def _rounding(self, technique: Technique) -> Owed:
+        test = "gradient of one step against float64, the plan's other techniques beside it"
+        if technique.slot is Slot.LAYOUT and self.ranks == 1:
+            return owed(technique, test, "not tested", ONE_PROCESS)
+        answers = {n: self.found[n] for n in ("planned", "half") if n in self.found}
+        failed = next((a["failed"] for a in answers.values() if "failed" in a), None)
+        if failed:
+            return owed(technique, test, "not tested", self._why({"failed": failed}))
+        bounds = {"planned": self.bound, "half": self.half_bound}
+        for name, answer in answers.items():
+            if self._passes(name, name):
+                continue
+            guilty = self.guilty[name]
+            if technique.name() in guilty or not guilty:
+                text = f"{bounds[name].words(answer)}; {self._blamed(name)}"
+                return self._judged(technique, test, "differs", answer, bounds[name], text)
+        wrong = next((n for n in answers if not self._passes(n, n)), None)
+        if wrong:
+            text = f"the plan fails, but not by it: {self._blamed(wrong)}"
+            return owed(technique, test, "inconclusive", text)
+        text = f"in float32 the gradient is {short(answers['planned'])}"
+        if "half" in answers:
+            text += f", in the plan's number format {short(answers['half'])}"
+        return self._judged(technique, test, "equal", answers["planned"], self.bound, text)
+
+    def _precision(self, technique: Technique) -> Owed:
+        test, answer = "gradient of one step against float64, alone", self.found["half bare"]
+        if "failed" in answer:
+            return owed(technique, test, "not tested", self._why(answer))
+        bound = bound_of(True, None)
+        verdict = "equal" if bound.excess(answer) <= 1 else "differs"
+        text = f"{bound.words(answer)} ({self._taken()})"
+        return self._judged(technique, test, verdict, answer, bound, text)
+
+    def _moved(self, technique: Technique) -> Owed:
+        test, answer = "the same gradients through both update rules", self.found["update"]
+        if "failed" in answer:
+            return owed(technique, test, "not tested", answer["failed"])
+        allowed = max(UPDATE, 4 * answer["floor"])
+        verdict = "equal" if answer["error"] <= allowed else "differs"
+        text = f"after {answer['steps']} steps the weights have moved {answer['error']:.2g} apart"
+        return owed(technique, test, verdict, text, found=answer["error"], allowed=allowed)
+
+    def _judged(
+        self, technique: Technique, test: str, verdict: str, answer: Answer, bound: Bound, text: str
+    ) -> Owed:
+        return owed(technique, test, verdict, text, found=answer["error"], allowed=bound.whole)
+
+
+def _layers(reference: Answer) -> str:
+    return f"{reference['layers']} layers"
