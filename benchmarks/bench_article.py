@@ -17,7 +17,7 @@ from typing import Any
 from hasten.cli.display import Display
 from hasten.measure.ablation import Design
 from hasten.measure.budget import seconds_of
-from hasten.report.report import render_markdown, write_report
+from hasten.report.page import render_markdown, write_report
 from hasten.report.speedup import ablate
 from hasten.recipe.schema import Recipe
 

@@ -16,7 +16,7 @@ from hasten.measure import experiment
 from hasten.measure.ablation import Design
 from hasten.measure.sittings import Table
 from hasten.recipe.schema import Recipe
-from hasten.report.report_schema import read_report
+from hasten.report.schema import read_report
 from hasten.report.speedup import ablate, gradual_optimize
 from hasten.techniques import CATALOGUE
 from hasten.techniques.collate import Packed

@@ -34,7 +34,7 @@ from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.measure.ablation import AGAIN, BASELINE, Arm, Design
 from hasten.measure.budget import seconds_of
-from hasten.report.comparisons import floor_of, ratio_between
+from hasten.report.verdicts import floor_of, ratio_between
 from hasten.measure.statistics import hodges_lehmann
 from hasten.measure.experiment import Subject, environment, measured, prepared
 from hasten.machine import host

@@ -14,8 +14,7 @@ import yaml
 from hasten.cli.regress import conclusion
 from hasten.measure.ablation import Arm, Design
 from hasten.measure.controller import Measured, design_words
-from hasten.report.bundle import read_bundle
-from hasten.report.regress import Change
+from hasten.report.bundle import Change, read_bundle
 from material import small
 
 pytestmark = pytest.mark.usefixtures("bf16_products")

@@ -17,7 +17,7 @@ from hasten.core.plan import Plan
 from hasten.measure.ablation import Arm, Design
 from hasten.recipe.schema import Recipe
 from hasten.report.findings import report_of
-from hasten.report.report import render_markdown
+from hasten.report.page import render_markdown
 
 
 @pytest.mark.slow

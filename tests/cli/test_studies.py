@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hasten.cli.report import report
-from hasten.report.studies import section, studies_of
+from hasten.report.runs import section, studies_of
 
 SPEED = {
     "said": "1.500× of the speed with PRECISION=autocast. 3 trials; 3 trials were done.",

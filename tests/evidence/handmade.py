@@ -11,7 +11,7 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Proof, Technique
 from hasten.measure.ablation import Arm
 from hasten.report.findings import report_of
-from hasten.report.report_schema import read_report
+from hasten.report.schema import read_report
 
 WEATHER = (1.0, 0.5, 1.6, 0.8, 1.2)  # a machine that is busy in some rounds
 SPEED, MEMORY = "tokens_per_second", "peak_memory_bytes"

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from hasten.report.report_shapes import REPORT
+from hasten.report.schema import REPORT
 
 Report = dict[str, Any]
 DATA = Path(__file__).parent / "data"

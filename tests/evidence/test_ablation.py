@@ -21,7 +21,7 @@ from hasten.measure.controller import measure_arms, table
 from hasten.recipe.prepare import ready
 from hasten.recipe.schema import Recipe
 from hasten.report.findings import report_of
-from hasten.report.report_schema import read_report
+from hasten.report.schema import read_report
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.optimizer import FusedAdamW

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hasten.report.charts import (
+from hasten.report.svg import (
     Bar,
     Curve,
     Stack,

@@ -10,7 +10,7 @@ import pytest
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.measure.ablation import Arm
-from hasten.report.climb import by_gain, climb, decide
+from hasten.report.speedup import by_gain, climb, decide
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.optimizer import FusedAdamW

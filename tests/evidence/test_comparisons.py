@@ -11,7 +11,7 @@ import pytest
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Arm
 from hasten.report.claims import claims_of
-from hasten.report.comparisons import (
+from hasten.report.verdicts import (
     floor_of,
     interaction_of,
     noise_of,

@@ -17,7 +17,7 @@ from hasten.measure import seat
 from hasten.measure.ablation import Design, with_second_baseline
 from hasten.measure.record import Record, seconds_of
 from hasten.report.findings import report_of
-from hasten.report.report_schema import read_report
+from hasten.report.schema import read_report
 from pretence import KINDS, NAMES, PLANS, log, pretend
 
 HEAD: dict[str, Any] = {"title": "t", "command": "c", "hardware": {}, "versions": {}}

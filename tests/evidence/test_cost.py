@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hasten.errors import InputError
 from hasten.recipe.preset_plans import preset
+from hasten.report.claims import preset_claims
 from hasten.report.cost import (
     cost_of_experiment,
     money,
@@ -19,8 +20,7 @@ from hasten.report.cost import (
     speed_words,
     time_saved,
 )
-from hasten.report.preset_claims import preset_claims
-from hasten.report.report_schema import read_report
+from hasten.report.schema import read_report
 
 PRICE = {"currency": "CNY", "per_device_hour": 0.6, "devices": 4, "per_kwh": None}
 

@@ -12,7 +12,7 @@ from evidence.handmade import (
     report,
     verdict_of,
 )
-from hasten.report.judgement import quality
+from hasten.report.verdicts import quality
 
 GUILTY = {
     "technique": "fake",

@@ -25,8 +25,7 @@ from hasten.measure.profile import (
     table,
 )
 from hasten.report import profile_page
-from hasten.report.profile_page import render_page, timeline, write_profile
-from hasten.report.profile_text import render_text
+from hasten.report.profile_page import render_page, render_text, timeline, write_profile
 from hasten.techniques.collate import Packed
 from hasten.techniques.compile import Compiled
 from tiny import language_job, session_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hasten.report.profile_text import render_text
+from hasten.report.profile_page import render_text
 from ranks import on_ranks
 
 

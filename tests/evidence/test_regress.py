@@ -22,13 +22,14 @@ from hasten.report.bundle import (
     Bundle,
     Measurement,
     bundle_of,
+    changes,
+    lost,
     measurements,
     pack,
     read_bundle,
     stamp,
     write_bundle,
 )
-from hasten.report.regress import changes, lost
 from hasten.techniques import CATALOGUE
 
 

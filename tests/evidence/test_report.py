@@ -12,7 +12,7 @@ import pytest
 
 from evidence.report_pages import Page, Report, full_report
 from hasten.errors import InputError
-from hasten.report.report import render_markdown, write_report
+from hasten.report.page import render_markdown, write_report
 
 SCHEMA_DOC = Path(__file__).parents[2] / "docs" / "report-schema.md"
 

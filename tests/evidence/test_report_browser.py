@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from evidence.report_pages import Report, full_report
-from hasten.report.report import write_report
+from hasten.report.page import write_report
 
 BROWSER = next(
     (found for name in ("chromium", "google-chrome", "chrome") if (found := shutil.which(name))), ""

@@ -6,8 +6,7 @@ import pytest
 
 from evidence.report_pages import Report, full_report
 from hasten.report.figures import drawings
-from hasten.report.report import render_markdown
-from hasten.report.report_gains import (
+from hasten.report.gains import (
     against,
     fastest_of_equal_quality,
     ladder_of,
@@ -18,8 +17,8 @@ from hasten.report.report_gains import (
     unmeasured,
     unpaid,
 )
-from hasten.report.report_page import page_of
-from hasten.report.report_schema import read_report
+from hasten.report.page import page_of, render_markdown
+from hasten.report.schema import read_report
 
 WEATHER = (1.0, 0.6, 1.5, 1.1)  # what slows a round slows all arms of it
 JITTER = (1.001, 0.999, 1.0005, 0.9995)

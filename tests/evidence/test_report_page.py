@@ -11,10 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from evidence.report_pages import Page, Report, full_report, large_report, reports
 from hasten.errors import InputError
 from hasten.formatting import span
-from hasten.report.report import render_markdown, write_report
-from hasten.report.report_page import page_of
-from hasten.report.report_schema import as_json, read_report
-from hasten.report.report_shapes import REPORT
+from hasten.report.page import page_of, render_markdown, write_report
+from hasten.report.schema import REPORT, as_json, read_report
 
 DOC = Path(__file__).parents[2] / "docs" / "report-schema.md"
 

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from hasten.report.report import render_markdown, write_report
-from hasten.report.report_gains import rungs
-from hasten.report.report_rows import fastest, machine, proofs
-from hasten.report.report_schema import read_report
+from hasten.report.gains import fastest, machine, proofs, rungs
+from hasten.report.page import render_markdown, write_report
+from hasten.report.schema import read_report
 
 RATES = {"baseline": 100.0, "+ a": 150.0, "+ b": 300.0, "+ c": 270.0}
 WEATHER = (1.0, 0.6, 1.5)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hasten.errors import InputError
-from hasten.report.report import write_report
-from hasten.report.report_schema import read_report
+from hasten.report.page import write_report
+from hasten.report.schema import read_report
 
 Report = dict[str, Any]
 

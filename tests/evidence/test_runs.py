@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
-from hasten.report.compared_runs import compare_runs, render
-from hasten.report.runs import Point, RunFacts, number, read_runs
+from hasten.report.runs import Point, RunFacts, compare_runs, number, read_runs, render
 
 HERE = {"cpu": "a processor", "usable_cores": 2, "memory_limit_bytes": 10**10}
 RECIPE = {"model": "m", "dataset": "d.jsonl", "seed": 0, "learning_rate": 1e-3, "output": "x"}

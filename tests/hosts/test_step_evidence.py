@@ -13,8 +13,7 @@ from torch import Tensor
 from hasten.errors import InputError
 from hasten.integrations import lightning, lightning_seams
 from hasten.integrations.metrics_file import MetricsFile, TokenCount
-from hasten.report.compared_runs import compare_runs, render
-from hasten.report.runs import read_runs
+from hasten.report.runs import compare_runs, read_runs, render
 from tiny import tiny_model
 
 

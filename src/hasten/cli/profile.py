@@ -26,8 +26,7 @@ from hasten.recipe.peak_flops import meter_of, mfu_words
 from hasten.recipe.prepare import ready
 from hasten.recipe.prepared_data import Material
 from hasten.recipe.schema import Recipe, load_recipe
-from hasten.report.profile_page import write_profile
-from hasten.report.profile_text import render_text
+from hasten.report.profile_page import render_text, write_profile
 
 WARMUP = 3  # steps; a compiled graph and a prefetcher are settled by then
 SCRATCH = ".profile"  # for techniques that write while they train; goes with the command

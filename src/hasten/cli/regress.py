@@ -18,9 +18,8 @@ from hasten.recipe.build import requested_plan
 from hasten.recipe.prepared_data import data_files
 from hasten.recipe.schema import Recipe, recipe_from
 from hasten.recipe.yaml_reader import read_overrides
-from hasten.report.bundle import Bundle, measurements, read_bundle, stamp
-from hasten.report.compared_runs import MACHINE
-from hasten.report.regress import Change, changes, lost
+from hasten.report.bundle import Bundle, Change, changes, lost, measurements, read_bundle, stamp
+from hasten.report.runs import MACHINE
 
 LOST = 4  # the exit code
 MAY_CHANGE = ("dataset", "held_out", "model", "tokenizer", "price", "data_workers", "ceiling")

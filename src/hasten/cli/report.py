@@ -11,10 +11,8 @@ from hasten.errors import InputError
 from hasten.formatting import duration, size
 from hasten.planner.plan_run import predicted_lines, predicted_section
 from hasten.recipe.yaml_reader import read_yaml_file
-from hasten.report.compared_runs import compare_runs, render
-from hasten.report.report import render_markdown, write_report
-from hasten.report.runs import read_object, read_runs
-from hasten.report.studies import section, studies_of
+from hasten.report.page import render_markdown, write_report
+from hasten.report.runs import compare_runs, read_object, read_runs, render, section, studies_of
 
 
 def report(paths: Sequence[Path], as_json: bool = False) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from hasten.report.report import render_markdown
-from hasten.report.report_gains import slower_than_above
-from hasten.report.report_schema import read_report
+from hasten.report.gains import slower_than_above
+from hasten.report.page import render_markdown
+from hasten.report.schema import read_report
 
 
 def print_table(report: Mapping[str, Any], console: Console | None = None) -> None:

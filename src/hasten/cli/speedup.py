@@ -20,9 +20,9 @@ from hasten.measure.ablation import Design, Grouping
 from hasten.measure.budget import seconds_of
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.report.bundle import pack
-from hasten.report.judgement import GUILTY
-from hasten.report.report import write_report
+from hasten.report.page import write_report
 from hasten.report.speedup import Order, ablate, gradual_optimize
+from hasten.report.verdicts import GUILTY
 
 Arms = Literal["plan", "ladder", "alone", "left-out", "all", "climb"]
 NOISE_FROM = 4  # rounds from which a second baseline tells something of the noise

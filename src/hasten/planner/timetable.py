@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hasten.planner.schedules import Event, StageSeconds, Timetable, orders, simulate
-from hasten.report.charts_svg import px, rect, svg, svg_text
+from hasten.report.svg import px, rect, svg, svg_text
 
 MOST_CELLS = 3000  # more boxes than that are slow to show and can't be told apart
 LEFT, TOP, ROW = 64.0, 8.0, 24.0

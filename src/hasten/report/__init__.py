@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hasten.measure.ablation import Design
     from hasten.measure.loops import Comparison, compare
-    from hasten.report.climb import Climb
+    from hasten.report.speedup import Climb
 
 # What starts from a recipe lives above this room, in `hasten.measure.experiment`.
 _HOMES = {
-    "Climb": "hasten.report.climb",
+    "Climb": "hasten.report.speedup",
     "Comparison": "hasten.measure.loops",
     "Design": "hasten.measure.ablation",
     "ablate": "hasten.measure.experiment",

@@ -10,7 +10,7 @@ from jinja2 import Environment
 
 from hasten.data.statistics import Layout, Statistics
 from hasten.errors import InputError
-from hasten.report.charts import Bar, bar_chart, visible
+from hasten.report.svg import Bar, bar_chart, visible
 
 WIDTHS = (800, 360)  # pixels: a wide drawing and one for telephones
 

@@ -13,18 +13,7 @@ from typing import Any
 
 from hasten.formatting import UNITS, span, words
 from hasten.measure.statistics import Interval
-from hasten.report.charts import (
-    NOT_MEASURED,
-    Bar,
-    Curve,
-    Stack,
-    Strip,
-    bar_chart,
-    line_chart,
-    stack_chart,
-    strip_chart,
-)
-from hasten.report.report_gains import (
+from hasten.report.gains import (
     Arm,
     Switch,
     against,
@@ -35,6 +24,17 @@ from hasten.report.report_gains import (
     said,
     switches,
     word_of,
+)
+from hasten.report.svg import (
+    NOT_MEASURED,
+    Bar,
+    Curve,
+    Stack,
+    Strip,
+    bar_chart,
+    line_chart,
+    stack_chart,
+    strip_chart,
 )
 
 WIDTHS = (800, 324)  # pixels of a drawing for wide and for narrow screens

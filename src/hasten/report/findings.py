@@ -10,13 +10,26 @@ import datetime
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from hasten.measure.ablation import Arm
+from hasten.measure.ablation import Arm, Design
 from hasten.measure.statistics import spread
-from hasten.report.claims import claims_of
-from hasten.report.comparisons import NOT_MEASURED, interaction_of, noise_of, ratio_to, rebuilt_of
-from hasten.report.judgement import Guard, Judgement, judge, last_loss, quality
+from hasten.report.bundle import bundle_of, stamp, write_bundle
+from hasten.report.claims import claims_of, preset_claims
+from hasten.report.cost import cost_of_experiment
+from hasten.report.verdicts import (
+    NOT_MEASURED,
+    Guard,
+    Judgement,
+    interaction_of,
+    judge,
+    last_loss,
+    noise_of,
+    quality,
+    ratio_to,
+    rebuilt_of,
+)
 
 
 def report_of(
@@ -157,3 +170,42 @@ def _cost(
         "per_device_hour": per_device_hour,
         "per_million_tokens": per_million,
     }
+
+
+# What is added to a report once it stands: its cost, a published plan's claims, and the bundle.
+
+
+def completed(
+    report: dict[str, Any],
+    arms: Sequence[Arm],
+    design: Design,
+    folder: Path,
+    *,
+    price: Mapping[str, Any] | None = None,
+    preset: Mapping[str, Any] | None = None,
+    data: Sequence[Path] = (),
+    energy: str = "not measured",
+    earlier_seconds: float = 0.0,
+) -> dict[str, Any]:
+    """The report with all that follows from it; ``bundle.json`` is written into the folder.
+
+    Args:
+        report: as `hasten.report.findings.report_of` gives it.
+        arms: from which it was made.
+        design: as it was asked for.
+        folder: of the experiment.
+        price: as `hasten.report.cost.cost_of_experiment` takes it.
+        preset: the published plan that was measured, if it was one.
+        data: the files of the records.
+        energy: which counter the arms' joules are of, or why there is none.
+        earlier_seconds: of experiments that led to this one; their cost is a part of its own.
+    """
+    joules = {arm.name: arm.joules_per_token for arm in arms if arm.failed is None}
+    cost = cost_of_experiment(report, price, joules, source=energy, earlier_seconds=earlier_seconds)
+    if cost is not None:
+        report["cost"] = {**cost, **(report["cost"] or {})}
+    if preset is not None:
+        report["claims"] = [*report["claims"], *preset_claims(preset, report)]
+    bundle = bundle_of(arms, design, report, [stamp(path) for path in data])
+    write_bundle(bundle, report, folder)
+    return report

@@ -18,8 +18,7 @@ from hasten.errors import InputError
 from hasten.measure.ablation import AGAIN, BASELINE, Arm
 from hasten.measure.significance import with_luck
 from hasten.measure.turns import Runner, RunnerFailedError
-from hasten.report.comparisons import floor_of, ratio_to
-from hasten.report.judgement import idle, judge
+from hasten.report.verdicts import floor_of, idle, judge, ratio_to
 from hasten.tune.space import Point
 
 MOST_ROUNDS, FEWEST_ROUNDS = 20, 3
