@@ -11,8 +11,8 @@ import pytest
 from hasten.core.session import Session
 from hasten.errors import InputError
 from hasten.recipe.schema import Recipe
-from hasten.training import live
-from hasten.training.adjusting import adjusted
+from hasten.training import auto_adjust
+from hasten.training.auto_adjust import adjusted
 from hasten.training.run import train
 from material import small
 
@@ -32,7 +32,7 @@ def test_a_run_tries_its_settings_and_learns_as_one_that_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("BLOCK", 1), ("LOOKS", (2,)), ("MOST", 2)):
-        monkeypatch.setattr(live, name, value)
+        monkeypatch.setattr(auto_adjust, name, value)
     plain, _, _ = run(tmp_path / "plain")
     summary, told, session = run(tmp_path / "auto", auto=True)
     assert summary["held_out_loss"] == pytest.approx(plain["held_out_loss"], rel=1e-4)
@@ -42,7 +42,9 @@ def test_a_run_tries_its_settings_and_learns_as_one_that_does_not(
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines
     assert all(line["switch"] is None or line["tries"] >= 2 for line in lines)
-    assert [t for t in told if t.startswith("step ")] == [live.sentence(line) for line in lines]
+    assert [t for t in told if t.startswith("step ")] == [
+        auto_adjust.sentence(line) for line in lines
+    ]
     kept = {line["switch"]: line["to"] for line in lines if line.get("kept")}
     assert summary["adjusted"] == kept
 
@@ -55,7 +57,7 @@ def test_a_resumed_run_goes_on_with_what_was_kept(
     values["lr_schedule"] = "constant"  # a longer run has another cosine
 
     def keep(session: Session) -> None:
-        assert isinstance(session.setup.adjusting, live.Live)
+        assert isinstance(session.setup.adjusting, auto_adjust.Live)
         session.setup.adjusting.load_state_dict({"standing": {"accumulate.micro_batch_size": 1}})
 
     train(Recipe(**values), tell=lambda text: None, on_start=keep)

@@ -14,7 +14,7 @@ import torch
 from hasten.core.technique import Switch
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.training.live import BLOCK, Candidate, Live, sentence
+from hasten.training.auto_adjust import BLOCK, Candidate, Live, sentence
 
 VALUES = (1, 2, 4, 8)
 

@@ -47,7 +47,7 @@ from hasten.machine.processes import Pulse, attempt, attempt_folder, on_a_leash,
 from hasten.parts.checkpoint import STATE, checkpoints
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout.ddp import DDP
-from hasten.training.run_folder import Lines, keep_lines_until
+from hasten.training.folder import Lines, keep_lines_until
 from tiny import job_facts, language_job, records, tiny_model
 
 gc.freeze()  # what is loaded: ranks look for garbage in what is their own

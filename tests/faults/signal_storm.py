@@ -27,7 +27,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 from hasten.core.loop import HASTE, Watch, fit, patient
 from hasten.core.session import Session
 from hasten.techniques.checkpoint import Checkpoints
-from hasten.training.run_folder import Lines
+from hasten.training.folder import Lines
 from tiny import language_job, records, session_of, tiny_model
 
 gc.freeze()  # what is loaded: lives look for garbage in what is their own

@@ -16,7 +16,7 @@ from hasten.recipe.build import set_guards, supervision_of, watch_notices
 from hasten.recipe.prepare import evaluations_before
 from hasten.recipe.schema import recipe_from
 from hasten.techniques.checkpoint import Checkpoints
-from hasten.training.run_folder import Lines, clear_the_way, keep_lines_until
+from hasten.training.folder import Lines, clear_the_way, keep_lines_until
 from tiny import language_job, session_of
 
 GOOD = {"model": "deepseek-llm-tiny", "dataset": "stdlib", "max_steps": 3}

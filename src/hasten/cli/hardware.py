@@ -17,7 +17,7 @@ from hasten.machine import host
 from hasten.machine.accelerators import datasheet
 from hasten.machine.benchmark import DiskSpeed, MachineRates, measure_disk
 from hasten.recipe.peak_flops import read_rates
-from hasten.training.recorded import machine
+from hasten.training.recording import machine
 
 WIDTH = 16  # of the names on the left
 

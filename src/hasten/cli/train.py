@@ -23,8 +23,8 @@ from hasten.machine.processes import attempt_folder, on_a_leash
 from hasten.recipe.build import facts_of, plan_of, saves, supervision_of
 from hasten.recipe.prepare import ready
 from hasten.recipe.schema import Recipe, load_recipe
+from hasten.training.folder import clear_the_way
 from hasten.training.run import train as run_training
-from hasten.training.run_folder import clear_the_way
 
 
 def train(path: Path, overrides: Sequence[str], started: float) -> int:

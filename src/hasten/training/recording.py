@@ -1,13 +1,4 @@
-"""What a run writes for those who watch it, besides its lines of steps and evaluations.
-
-    run.json       when it began, how many steps it will have, its plan, price and process
-    machine.jsonl  every ten seconds: how busy, warm and full devices, host and disk are
-    ranks/R.json   with several ranks, every ten seconds: how long a rank's own work takes
-
-A thread reads the machine, so the step waits for nothing; the first rank's machine speaks for it.
-A rank's own work is what it does before it must wait for others: data, copy, forward. In backward
-all ranks wait for the slowest, so their whole steps take equally long and don't tell who it is.
-"""
+"""What a run tells those who watch it: its start, its machine, and its numbers for other tools."""
 
 from __future__ import annotations
 
@@ -17,14 +8,30 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from hasten.core.loop import Watch
+from hasten.core.session import Session
+from hasten.machine import environment, host
 from hasten.machine.gpu import Gpus, Reading
+from hasten.recipe.schema import Recipe
 from hasten.training.metric_writers import Writers
+
+# What a run writes for those who watch it, besides its lines of steps and evaluations.
+#
+#     run.json       when it began, how many steps it will have, its plan, price and process
+#     machine.jsonl  every ten seconds: how busy, warm and full devices, host and disk are
+#     ranks/R.json   with several ranks, every ten seconds: how long a rank's own work takes
+#
+# A thread reads the machine, so the step waits for nothing; the first rank's machine speaks for it.
+# A rank's own work is what it does before it must wait for others: data, copy, forward. In backward
+# all ranks wait for the slowest, so their whole steps take equally long and don't tell who it is.
 
 EVERY_SECONDS = 10.0
 OWN = ("data", "copy", "forward")
@@ -176,3 +183,63 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.part")
     temporary.write_text(json.dumps(value, default=str))
     temporary.replace(path)
+
+
+@contextmanager
+def recorded(watch: Watch, session: Session, recipe: Recipe, output: Path) -> Iterator[Watch]:
+    """Around a run's steps, on every rank: the watch with the recording of the run in it."""
+    known = session.setup.facts
+    recording = Recording(
+        output,
+        start_of(session, recipe),
+        rank=known.world.rank,
+        ranks=known.world.size,
+        parts=session.setup.clock.steps,
+        log_to=recipe.log_to,
+        gpus=host.accelerator_uuids(known.device, environment.ranks_here(known.world)),
+    )
+    with recording:
+        yield replace(
+            watch,
+            on_step=both(watch.on_step, recording.step),
+            on_evaluation=both(watch.on_evaluation, recording.evaluation),
+        )
+
+
+def start_of(session: Session, recipe: Recipe) -> dict[str, Any]:
+    """What ``run.json`` says of a run."""
+    setup, price = session.setup, recipe.price
+    size = setup.facts.world.size
+    return {
+        "model": recipe.model,
+        "total_steps": setup.job.schedule.total_steps,
+        "world_size": size,
+        "plan": setup.plan.to_list(),
+        "hardware": setup.facts.hardware.short,
+        "currency": price.currency if price else None,
+        "price_per_hour": price.hour * price.paid(size) if price else None,
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What the machine has besides what ``hardware`` names, for the summary and ``hardware``."""
+    gpus = Gpus()
+    return {
+        "numa": [asdict(node) for node in host.numa_nodes()],
+        "disks": [asdict(mount) for mount in host.mounts()],
+        "network": [asdict(card) for card in host.cards()],
+        "limits": asdict(host.limits()),
+        "driver": gpus.driver,
+        "gpus": [asdict(gpu) for gpu in gpus.descriptions()],
+        "gpu_paths": gpus.paths(),
+    }
+
+
+def both(one: Callable[[Any], None], other: Callable[[Any], None]) -> Callable[[Any], None]:
+    """One function that calls both."""
+
+    def call(value: Any) -> None:
+        one(value)
+        other(value)
+
+    return call

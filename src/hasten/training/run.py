@@ -53,10 +53,16 @@ from hasten.recipe.price import cost_of
 from hasten.recipe.sample import Sample
 from hasten.recipe.schema import Recipe
 from hasten.report.card import write_card
-from hasten.training.adjusting import adjust, adjusted
-from hasten.training.recorded import both, machine, recorded
-from hasten.training.run_folder import Lines, clear_the_way, keep_lines_until
-from hasten.training.saving import form, save_all, save_weights
+from hasten.training.auto_adjust import adjust, adjusted
+from hasten.training.folder import (
+    Lines,
+    clear_the_way,
+    form,
+    keep_lines_until,
+    save_all,
+    save_weights,
+)
+from hasten.training.recording import both, machine, recorded
 
 EVALUATED = "evaluations.jsonl"
 OnStep = Callable[[StepMetrics], None]

@@ -1,13 +1,4 @@
-"""Switches of a running session, tried in turns: what pays is kept, what doesn't is taken back.
-
-A try is two blocks of steps, one with the value that stands and one with another, in an order drawn
-anew; its result is the log ratio of their tokens per second, the mean over ranks. Which value is
-tried next is drawn by Thompson's rule (Thompson, On the likelihood that one unknown probability
-exceeds another, Biometrika 25, 1933): from what is believed of each one's gain, the largest. A
-value is kept when the Student interval of its tries lies above 1, and its neighbour is tried next;
-it is dropped when no gain worth having can be expected, or when `MOST` tries have told nothing. All
-ranks draw alike and see the same results, so they take the same decisions.
-"""
+"""``auto: true`` of a recipe: safe settings tried while the run trains, and a line for each."""
 
 from __future__ import annotations
 
@@ -16,16 +7,30 @@ import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from hasten.core.health import append_line
 from hasten.core.session import Session
 from hasten.core.slot import Slot
 from hasten.core.technique import Switch
 from hasten.core.timing import StepMetrics
 from hasten.errors import InputError
 from hasten.measure.statistics import DOUBT, mean_and_error, student_quantile
+from hasten.recipe.schema import Recipe
+from hasten.training.folder import ADJUSTMENTS
+
+# Switches of a running session, tried in turns: what pays is kept, what doesn't is taken back.
+#
+# A try is two blocks of steps, one with the value that stands and one with another, in an order drawn
+# anew; its result is the log ratio of their tokens per second, the mean over ranks. Which value is
+# tried next is drawn by Thompson's rule (Thompson, On the likelihood that one unknown probability
+# exceeds another, Biometrika 25, 1933): from what is believed of each one's gain, the largest. A
+# value is kept when the Student interval of its tries lies above 1, and its neighbour is tried next;
+# it is dropped when no gain worth having can be expected, or when `MOST` tries have told nothing. All
+# ranks draw alike and see the same results, so they take the same decisions.
 
 BLOCK = 3  # steps of a block, beside those that still have the old value
 BEFORE = 3  # steps before anything is tried: the first ones prepare much
@@ -263,3 +268,30 @@ def sentence(line: dict[str, Any]) -> str:
         f"step {line['step']}: {line['switch']} {line['to']} in place of {line['from']} {did}: "
         f"{span} tokens/s in {line['tries']} tries"
     )
+
+
+Tell = Callable[[str], None]
+
+
+def adjust(session: Session, recipe: Recipe, output: Path, tell: Tell) -> None:
+    """Have the session's settings tried, where the recipe says so; every rank, before it resumes.
+
+    Raises:
+        InputError: settings of this plan can't change while it trains.
+    """
+    if not recipe.auto:
+        return
+    main = session.setup.facts.world.is_main
+
+    def note(line: dict[str, Any]) -> None:
+        if main:
+            append_line(output / ADJUSTMENTS, line)
+            tell(sentence(line))
+
+    session.setup.adjusting = Live(session, recipe.seed, note)
+
+
+def adjusted(session: Session) -> dict[str, Any]:
+    """Settings that were changed while training, by ``technique.setting``."""
+    found = session.setup.adjusting
+    return found.changed if isinstance(found, Live) else {}
