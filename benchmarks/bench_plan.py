@@ -18,8 +18,8 @@ from collections.abc import Callable
 from hasten.models.architecture import Architecture
 from hasten.planner.layout import Job
 from hasten.planner.cluster import Cluster
-from hasten.planner.planning import consider, plan
-from hasten.planner.space import Space, enumerate_layouts
+from hasten.planner.plan import consider, plan
+from hasten.planner.layout import Space, enumerate_layouts
 
 CASES = (
     ("deepseek-llm-7b", Cluster.preset("single_node", 1, 4, "a100"), Job(1024, 64, "lora")),

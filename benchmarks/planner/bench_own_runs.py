@@ -19,7 +19,7 @@ from hasten.models.architecture import Architecture
 from hasten.machine.accelerators import Device
 from hasten.planner.layout import Job, Layout, Layouts
 from hasten.planner.cluster import Cluster
-from hasten.planner.own_runs import OWN_STACK, OwnRun, calibrate_machine
+from hasten.planner.calibrate import OWN_STACK, OwnRun, calibrate_machine
 from hasten.planner.predict import predict
 
 # (model, micro-batch, micro-batches of a step, sequence); the first calibrate

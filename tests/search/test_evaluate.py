@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from hasten.errors import InputError
+from hasten.planner.accuracy import evaluate
 from hasten.planner.constants import calibrated
-from hasten.planner.evaluate import evaluate
 
 MEASUREMENTS = Path(__file__).parents[2] / "benchmarks" / "planner" / "measurements.json"
 ROWS = json.loads(MEASUREMENTS.read_text(encoding="utf-8"))

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from hasten.models.architecture import Architecture
 from hasten.planner.activations import layer_bytes
 from hasten.planner.cluster import Cluster
+from hasten.planner.compute import stage_layers
 from hasten.planner.constants import Calibration, MemoryConstants
 from hasten.planner.layout import PRECISIONS, RECOMPUTE, Job, Layout, Layouts
 from hasten.planner.memory import in_flight, memory
 from hasten.planner.numbers import numbers
 from hasten.planner.predict import Prediction, predict
 from hasten.planner.schedules import StageSeconds, orders, simulate
-from hasten.planner.stages import stage_layers
 
 V3 = Architecture.from_config("deepseek-v3")
 LLAMA = Architecture("405b", 126, 16384, 128, 8, 128, 53248, 128256)

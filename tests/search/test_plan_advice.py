@@ -14,13 +14,20 @@ from hasten.errors import InputError
 from hasten.machine.accelerators import DEVICES
 from hasten.models.architecture import Architecture, Experts
 from hasten.planner.actual import closing, table
-from hasten.planner.advice import _changed, devices, sensitivity, switches, what_if
+from hasten.planner.advice import (
+    _changed,
+    devices,
+    neighbours,
+    sensitivity,
+    shape_advice,
+    switches,
+    what_if,
+)
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import Job, Layout, Layouts
-from hasten.planner.planning import ClusterPlan, plan
+from hasten.planner.plan import ClusterPlan, plan
 from hasten.planner.predict import predict
-from hasten.planner.shaping import neighbours, shape_advice
-from hasten.planner.words import changed_cluster, count_of, layout_fields
+from hasten.planner.reasons import changed_cluster, count_of, layout_fields
 from search.usual import JOB, MODEL, PLAIN
 
 

@@ -16,16 +16,22 @@ from hasten.launch.cluster import CloudConfig
 from hasten.machine.accelerators import DEVICES
 from hasten.models.architecture import Architecture
 from hasten.planner.advice import what_if
-from hasten.planner.candidate import candidate
+from hasten.planner.candidate import WATTS, candidate, spending
 from hasten.planner.cluster import Cluster
-from hasten.planner.layout import RECOMPUTE, SCHEDULES, Job, Layout, Layouts
-from hasten.planner.planning import consider, pareto, plan
+from hasten.planner.layout import (
+    RECOMPUTE,
+    SCHEDULES,
+    Job,
+    Layout,
+    Layouts,
+    Space,
+    enumerate_layouts,
+)
+from hasten.planner.plan import consider, pareto, plan
 from hasten.planner.predict import predict
 from hasten.planner.reasons import dominated, impossibilities, refusals, rejected, why_not
-from hasten.planner.resimulate import dealt, pipeline_seconds, resimulated
 from hasten.planner.schedules import SIMULATED, StageSeconds, impossible, orders, simulate
-from hasten.planner.space import Space, enumerate_layouts
-from hasten.planner.spending import WATTS, spending
+from hasten.planner.simulate import dealt, pipeline_seconds, resimulated
 from search.usual import JOB, MODEL, PLAIN, SPARSE, TWO
 
 

@@ -19,7 +19,7 @@ from hasten.planner.schedules import (
     orders,
     simulate,
 )
-from hasten.planner.timetable import draw_schedule, drawing
+from hasten.planner.simulate import draw_schedule, drawing
 
 CASES = [
     (schedule, P, M, v)

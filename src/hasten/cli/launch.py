@@ -17,8 +17,14 @@ from hasten.errors import InputError
 from hasten.launch.cluster import CloudConfig
 from hasten.launch.targets import TARGETS, Launch, files, submission, write
 from hasten.launch.targets.job import advice, name_of
-from hasten.planner.launch_plan import config_of, planned, scaled_rate
-from hasten.planner.launch_recipe import recipe_there, records, tiny_recipe
+from hasten.planner.launching import (
+    config_of,
+    planned,
+    recipe_there,
+    records,
+    scaled_rate,
+    tiny_recipe,
+)
 from hasten.recipe.schema import Recipe, load_recipe
 
 UNITS = {"m": 1, "h": 60, "d": 1440}

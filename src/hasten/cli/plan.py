@@ -12,24 +12,24 @@ from typing import Any
 
 from hasten.errors import InputError
 from hasten.models.architecture import Architecture
-from hasten.planner import advice, reasons, shaping
-from hasten.planner import plan_text as text
-from hasten.planner.candidate import beyond_trainer, recipe_lines
-from hasten.planner.evaluate import evaluate
-from hasten.planner.plan_given import (
+from hasten.planner import advice, reasons, text
+from hasten.planner.accuracy import evaluate
+from hasten.planner.candidate import PerHour, beyond_trainer, recipe_lines, spending
+from hasten.planner.inputs import (
     Wishes,
     calibration_of,
+    closed,
     cluster_of,
+    is_run,
     job_of,
+    machine_of,
     price_from,
     recipe_of,
     space_of,
 )
-from hasten.planner.plan_page import page, write
-from hasten.planner.plan_run import closed, is_run, machine_of
-from hasten.planner.planning import ClusterPlan
-from hasten.planner.planning import plan as search
-from hasten.planner.spending import PerHour, spending
+from hasten.planner.plan import ClusterPlan
+from hasten.planner.plan import plan as search
+from hasten.planner.text import page, write
 
 NEAREST = 5  # rejected layouts that are shown
 LISTED = 60  # and that the file lists
@@ -92,7 +92,7 @@ def extras(found: ClusterPlan, wishes: Wishes) -> list[str]:
     if wishes.gpus:
         blocks.append(text.devices_table(advice.devices(found), found.job))
     if wishes.shapes:
-        blocks.append(text.shapes_text(shaping.shape_advice(found), found.model))
+        blocks.append(text.shapes_text(advice.shape_advice(found), found.model))
     if wishes.measured is not None:
         blocks.append(against(found, wishes.measured))
     return blocks

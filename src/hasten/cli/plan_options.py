@@ -81,7 +81,7 @@ def plan(
     """Say whether a job fits, in which layout, how long it takes and what it costs."""
     from hasten.cli.plan import evaluation
     from hasten.cli.plan import plan as command
-    from hasten.planner.plan_given import Wishes
+    from hasten.planner.inputs import Wishes
 
     if evaluate is not None:
         evaluation(evaluate, json_out)

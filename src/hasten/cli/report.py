@@ -9,7 +9,7 @@ from typing import Any
 
 from hasten.errors import InputError
 from hasten.formatting import duration, size
-from hasten.planner.plan_run import predicted_lines, predicted_section
+from hasten.planner.inputs import predicted_lines, predicted_section
 from hasten.recipe.yaml_reader import read_yaml_file
 from hasten.report.page import render_markdown, write_report
 from hasten.report.runs import compare_runs, read_object, read_runs, render, section, studies_of

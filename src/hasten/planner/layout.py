@@ -6,14 +6,21 @@ hundred thousand layouts are a few arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hasten.errors import InputError
+from hasten.models.architecture import Architecture
+from hasten.planner.cluster import Cluster
+from hasten.planner.schedules import SIMULATED, impossible
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p", "dualpipe", "zb2p")
 RECOMPUTE = ("none", "selective", "full", "light")  # see ``activations``
@@ -147,3 +154,163 @@ def _column(values: Sequence[Any], name: str) -> Column:
     words = _WORDS.get(name)
     coded = [words.index(value) for value in values] if words else values
     return np.asarray(coded, dtype=np.float64)
+
+
+# Every layout that a job could have on a cluster, within the rules of divisibility.
+#
+#   1. how devices are dealt out: tensor x context x pipeline x data parallel, experts over them
+#   2. for each: micro-batch, ZeRO stage, schedule, recomputation, number format, compression
+#
+# What the rules leave out is counted by rule, so that nobody wonders where a layout has gone.
+
+LEAST_TOKENS = 2048  # of a sequence that one rank of context parallelism is left with
+MOST_TOKENS = 131_072  # of one micro-batch; larger ones gain nothing
+ONLY_FP16 = ("v100", "t4")  # devices without bf16
+Deal = tuple[int, int, int, int, int]  # dp, tp, pp, ep, cp
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may vary. Formats below 16 bits and compression change the mathematics: ask for them."""
+
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+    schedules: tuple[str, ...] = SIMULATED
+    recompute: tuple[str, ...] = ()  # all words where left out, ``light`` only with experts
+    precisions: tuple[str, ...] = ()  # the device's own 16 bits where left out
+    compressions: tuple[str, ...] = ("none",)
+
+    def __post_init__(self) -> None:
+        known: dict[str, tuple[str, ...]] = {"schedules": SIMULATED, "recompute": RECOMPUTE}
+        known |= {"compressions": COMPRESSIONS, "precisions": PRECISIONS}
+        for name, words in known.items():
+            for word in getattr(self, name):
+                if word not in words:
+                    raise InputError(f"{name}: {word!r} isn't one of {', '.join(words)}")
+        if not set(self.zero) <= {0, 1, 2, 3}:
+            raise InputError(f"zero: {self.zero} has other stages than 0, 1, 2 and 3")
+
+    @classmethod
+    def everything(cls, cluster: Cluster) -> Space:
+        """With the formats that the device has, and with compressed gradients."""
+        chip = cluster.device
+        formats = [own_format(cluster)]
+        formats += ["fp8"] if chip.peak8 else []
+        formats += ["mxfp8", "nvfp4"] if chip.peak4 else []
+        return cls(precisions=tuple(formats), compressions=COMPRESSIONS)
+
+
+@dataclass(frozen=True)
+class Enumeration:
+    """The layouts, and how many ways to deal out devices each rule has refused."""
+
+    layouts: Layouts
+    refused: Mapping[str, int] = field(default_factory=dict)
+
+
+def own_format(cluster: Cluster) -> str:
+    """bf16, or fp16 on devices that have no bf16."""
+    return "fp16" if cluster.device.name.startswith(ONLY_FP16) else "bf16"
+
+
+def enumerate_layouts(
+    model: Architecture, cluster: Cluster, job: Job, space: Space | None = None
+) -> Enumeration:
+    """All layouts that the rules allow, as columns."""
+    space = space or Space()
+    refused: Counter[str] = Counter()
+    rows: list[tuple[int, ...]] = []
+    formats = space.precisions or (own_format(cluster),)
+    rest = list(
+        itertools.product(
+            [RECOMPUTE.index(r) for r in space.recompute or _recompute(model)],
+            [PRECISIONS.index(p) for p in formats],
+            [COMPRESSIONS.index(c) for c in space.compressions],
+        )
+    )
+    for dp, tp, pp, ep, cp in _deals(model, cluster, job, refused):
+        # One rank alone has nothing to shard or to compress.
+        zeros = space.zero if dp * cp > 1 else space.zero[:1]
+        more = rest if dp * cp > 1 else [r for r in rest if r[2] == rest[0][2]]
+        for micro in micro_batches(job, dp):
+            count = job.global_batch // (dp * micro)
+            ways = _schedules(space, model, pp, count)
+            for zero, (schedule, virtual), (again, number, small) in itertools.product(
+                zeros, ways, more
+            ):
+                rows.append(
+                    (dp, tp, pp, ep, cp, zero, micro, schedule, virtual, again, number, small)
+                )
+    return Enumeration(_columns(rows), dict(refused))
+
+
+def micro_batches(job: Job, dp: int) -> list[int]:
+    """Powers of two that divide what a rank gets of a step."""
+    if job.global_batch % dp:
+        return []
+    share = job.global_batch // dp
+    most = max(1, MOST_TOKENS // job.sequence)
+    return [m for m in (2**k for k in range(18)) if m <= most and share % m == 0]
+
+
+def _deals(
+    model: Architecture, cluster: Cluster, job: Job, refused: Counter[str]
+) -> Iterator[Deal]:
+    devices = cluster.devices
+    for tp in _divisors(cluster.per_node):
+        if model.heads % tp:
+            refused["heads: tp doesn't divide the attention heads"] += 1
+            continue
+        for pp in _divisors(devices // tp) if devices % tp == 0 else ():
+            if pp > model.layers:
+                refused["layers: fewer layers than pipeline stages"] += 1
+                continue
+            for cp in _context(job, devices // (tp * pp)):
+                dp = devices // (tp * pp * cp)
+                if job.global_batch % dp:
+                    refused["batch: the global batch isn't a multiple of dp"] += 1
+                    continue
+                for ep in _experts(model, dp * cp * tp):
+                    yield dp, tp, pp, ep, cp
+
+
+def _context(job: Job, devices: int) -> list[int]:
+    most = max(1, job.sequence // LEAST_TOKENS)
+    return [c for c in _divisors(devices) if c <= most and c & (c - 1) == 0]
+
+
+def _experts(model: Architecture, ranks: int) -> list[int]:
+    """Expert parallelism over ranks that hold the same stage."""
+    if model.moe is None:
+        return [1]
+    return [e for e in _divisors(model.moe.count) if ranks % e == 0]
+
+
+def _schedules(space: Space, model: Architecture, pp: int, count: int) -> list[tuple[int, int]]:
+    """(schedule, virtual stages); without stages there is nothing to schedule."""
+    if pp == 1:
+        return [(SCHEDULES.index("1f1b"), 1)]
+    found = []
+    for name in space.schedules:
+        for virtual in (2, 3, 4, 6, 8) if name == "interleaved" else (1,):
+            if pp * virtual <= model.layers and not impossible(name, pp, count, virtual):
+                found.append((SCHEDULES.index(name), virtual))
+    return found
+
+
+@functools.cache
+def _divisors(number: int) -> tuple[int, ...]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
+
+
+def _recompute(model: Architecture) -> list[str]:
+    """Megatron Core and DeepSeek recompute norms and activation functions alone beside experts."""
+    return [word for word in RECOMPUTE if word != "light" or model.moe is not None]
+
+
+def _columns(rows: list[tuple[int, ...]]) -> Layouts:
+    table = np.asarray(rows, dtype=np.float64).reshape(len(rows), 12)
+    deal = ("dp", "tp", "pp", "ep", "cp", "zero", "micro_batch", "schedule", "virtual")
+    found = dict(zip((*deal, "recompute", "precision", "compression"), table.T, strict=True))
+    on = np.ones(len(rows))
+    return Layouts(**found, sequence_parallel=on, flash=on)

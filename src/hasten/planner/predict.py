@@ -20,11 +20,11 @@ from hasten.models.architecture import Architecture
 from hasten.planner import compute
 from hasten.planner.cluster import Cluster
 from hasten.planner.communication import Wire, wire
+from hasten.planner.compute import DUALPIPE, bubble_stages, stage_seconds
 from hasten.planner.constants import Calibration, Constants, calibrated
 from hasten.planner.layout import PRECISIONS, Column, Job, Layouts
 from hasten.planner.memory import LORA_SHARE, Memory, first_rank, memory, rank_parameters
 from hasten.planner.numbers import MachineNumbers, ModelNumbers, Value, machine, numbers
-from hasten.planner.stages import DUALPIPE, bubble_stages, stage_seconds
 
 # DualPipe sends tokens to experts while others compute, and gives 20 of an H800's 132
 # multiprocessors to sending (arXiv 2412.19437, section 3.2).
