@@ -30,9 +30,9 @@ from typing import Any
 
 from tuner.problems import PROBLEMS, WAYS_OF, Problem
 
-from hasten.tune.blind import Bandit, Shuffled
-from hasten.tune.optuna_proposers import OptunaProposer
-from hasten.tune.proposers import Beforehand, Own, Proposer, Tried
+from hasten.tune.samplers import Bandit, Shuffled
+from hasten.tune.samplers import OptunaProposer
+from hasten.tune.samplers import Beforehand, Own, Proposer, Tried
 from hasten.tune.space import SMALL, Point, Space
 
 TRIALS, WITHIN, DUEL = 40, 0.03, 3

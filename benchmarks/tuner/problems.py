@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hasten.tune.proposers import OF_MEDIAN, Beforehand, Tried
+from hasten.tune.samplers import OF_MEDIAN, Beforehand, Tried
 from hasten.tune.space import Dimension, Point, Space, of_values
 
 ERROR = 0.08  # of the synthetic forecasts, as a logarithm

@@ -47,7 +47,7 @@ from hasten.measure.turns import RunnerFailedError
 from hasten.techniques import CATALOGUE
 from hasten.tune.api import Tuned, tune
 from hasten.data.file_lock import replace_file
-from hasten.tune.subject import Wishes
+from hasten.tune.subjects import Wishes
 
 WITHIN = 0.03  # of each other: what repeated winners are wanted to be
 PROFILED = slice(2, 5)  # steps 3 to 5, as DeepSpeed's start_profile_step and end_profile_step

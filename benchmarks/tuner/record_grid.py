@@ -33,7 +33,7 @@ from hasten.core.step import training
 from hasten.recipe.build import facts_of, job_of
 from hasten.recipe.prepared_data import gather
 from hasten.recipe.schema import recipe_from
-from hasten.tune.plans import plan_space
+from hasten.tune.space import plan_space
 from hasten.techniques import CATALOGUE
 
 TUNED = (

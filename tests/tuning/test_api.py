@@ -17,7 +17,7 @@ from hasten.data.file_lock import replace_file
 from hasten.errors import InputError
 from hasten.planner import tune
 from hasten.tune.api import _Tuning
-from hasten.tune.subject import Wishes
+from hasten.tune.subjects import Wishes
 
 pytestmark = pytest.mark.waits
 
@@ -28,7 +28,7 @@ TWO_TRIALS = """
 import sys, time
 from hasten.measure.experiment import Silence
 from hasten.planner import tune
-from hasten.tune.subject import Wishes
+from hasten.tune.subjects import Wishes
 
 class StandsStill(Silence):
     def show(self, text, share):

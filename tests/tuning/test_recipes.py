@@ -21,10 +21,9 @@ from hasten.measure.turns import Runner
 from hasten.progress import Silence
 from hasten.recipe.build import requested_plan
 from hasten.recipe.schema import load_recipe, recipe_from
-from hasten.tune import api, bench, recipes, starter
-from hasten.tune.recipes import RecipeSubject
+from hasten.tune import api, bench, starter, subjects
 from hasten.tune.space import Point
-from hasten.tune.subject import Wishes
+from hasten.tune.subjects import RecipeSubject, Wishes
 from material import STDLIB
 from search.tuner.simulated import Machine
 from tiny import able
@@ -139,7 +138,7 @@ def test_a_recipe_is_tuned_from_trials_to_its_winner(
     given: Subject, faster: float, better: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ratios = {"autocast": faster}
-    monkeypatch.setattr(recipes, "measured", Pretended(ratios))
+    monkeypatch.setattr(subjects, "measured", Pretended(ratios))
     monkeypatch.setattr(api, "prepared", lambda recipe, audience, ranks: given)
     machines: list[Machine] = []
 
@@ -166,7 +165,7 @@ def test_a_duel_without_time_proves_nothing_and_loses_nothing(
     def too_short(*_: Any) -> Measured:
         raise InputError("budget: 9 s is too short")
 
-    monkeypatch.setattr(recipes, "measured", too_short)
+    monkeypatch.setattr(subjects, "measured", too_short)
     monkeypatch.setattr(api, "prepared", lambda recipe, audience, ranks: given)
     space = subject(given, only=("precision",)).space
     machine = Machine(space, lambda s: 0.02 if s["PRECISION"] == "none" else 0.01, start=0.0)
@@ -185,7 +184,7 @@ def test_a_duel_without_time_proves_nothing_and_loses_nothing(
 def test_what_did_not_act_is_left_out_of_the_winner_and_said(
     given: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recipes, "measured", Pretended({"autocast": 1.5}, idle=["recompute"]))
+    monkeypatch.setattr(subjects, "measured", Pretended({"autocast": 1.5}, idle=["recompute"]))
     monkeypatch.setattr(api, "prepared", lambda recipe, audience, ranks: given)
     wishes = Wishes(only=("autocast", "recompute"), fresh=True, trials=3)
     space = subject(given, only=wishes.only).space

@@ -21,9 +21,9 @@ from hasten.recipe.price import Price
 from hasten.recipe.schema import load_recipe
 from hasten.tune.api import Tuned
 from hasten.tune.api import tune as tune_job
-from hasten.tune.choosing import Sampler
+from hasten.tune.samplers import Sampler
 from hasten.tune.study import Objective
-from hasten.tune.subject import Wishes
+from hasten.tune.subjects import Wishes
 
 
 @dataclass(frozen=True)

@@ -28,19 +28,14 @@ from hasten.measure.loops import Job, reference
 from hasten.measure.record import Record, key_of
 from hasten.progress import Audience, Silence
 from hasten.recipe.schema import Recipe
-from hasten.tune.belief import Belief, importance
 from hasten.tune.bench import Bench
-from hasten.tune.choosing import proposer_of
 from hasten.tune.duel import winner_of
-from hasten.tune.earlier import learnt, similar_trials
-from hasten.tune.loops import LoopSubject
-from hasten.tune.proposers import Proposer
-from hasten.tune.recipes import Prove, RecipeSubject
 from hasten.tune.report import document, lead, page, proven
-from hasten.tune.search import Search
+from hasten.tune.samplers import Proposer, proposer_of
 from hasten.tune.space import Point, of_values
-from hasten.tune.study import Study
-from hasten.tune.subject import Subject, Wishes
+from hasten.tune.study import Search, Study
+from hasten.tune.subjects import LoopSubject, Prove, RecipeSubject, Subject, Wishes
+from hasten.tune.surrogate import Belief, importance, learnt, similar_trials
 
 
 @dataclass(frozen=True)

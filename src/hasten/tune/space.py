@@ -7,14 +7,19 @@ settings are equal points and none is measured twice. ``refuse`` says why a poin
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hasten.core.plan import did_you_mean
+from hasten.core.facts import Facts
+from hasten.core.plan import Plan, did_you_mean
+from hasten.core.setup import obstacles
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Knob, Technique
 from hasten.errors import InputError
 
 Point = tuple[int, ...]
@@ -177,3 +182,259 @@ def of_values(knobs: Mapping[str, Any], start: Mapping[str, Any] | None = None) 
         dimensions.append(Dimension(name, tuple(values), ordered=rising and len(values) > 2))
     space = Space(tuple(dimensions), (0,) * len(dimensions))
     return Space(space.dimensions, space.point(start)) if start else space
+
+
+# The space of plans: which technique fills each slot, and every knob it declares.
+#
+# Nothing here knows a technique: the catalogue, and bounds that follow from the job, are handed in.
+# A slot is a dimension with ``none`` and the names that could fill it on this job; a knob is a
+# dimension that matters where its technique was chosen. Techniques of the recipe keep what isn't a
+# knob. What a technique's ``obstacles`` or its own checks object to is refused before it is tried.
+
+NONE = "none"
+MOST_VALUES = 6  # of a range
+TRUST = {"slots": 1.0, "flops": 0.7, "bytes": 0.4, "wire_bytes": 0.3}  # of a step's time, at most
+CLAIMED = 0.5  # share of a promise that is believed beforehand
+MEANT = 0.01  # a technique of unknown gain is meant to gain something
+TURNED = 0.003  # of a gain, for a knob that isn't where its author has set it
+# What these decide is not speed: what learns, what is saved, which mean is kept, how routers learn.
+KEPT = frozenset({Slot.ADAPTER, Slot.ROUTING, Slot.OBJECTIVE, Slot.AVERAGE, Slot.CHECKPOINT})
+AMONG_RANKS = frozenset({Slot.LAYOUT, Slot.WIRE})
+Bounds = Mapping[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class PlanSpace:
+    """A space whose points are plans."""
+
+    space: Space
+    kinds: Mapping[str, Technique]  # by name, as they are without a knob turned
+    kept: tuple[Technique, ...]  # of slots that aren't tuned
+    facts: Facts
+    plan: Callable[[Point], Plan]  # of a point; the errors are its techniques'
+
+    def gain(self, point: Point) -> float:
+        """The expected logarithm of the speed over that of the start, before any measurement.
+
+        Of a technique's settings its own are expected to be the best: somebody has chosen them.
+        """
+        turned = sum(
+            bool(getattr(self.kinds[name.rpartition(".")[0]], name.rpartition(".")[2]) != value)
+            for name, value in self.space.settings(point).items()
+            if "." in name
+        )
+        first = expected(self.plan(self.space.start), self.facts)
+        return expected(self.plan(point), self.facts) - first - TURNED * turned
+
+    def resident(self, point: Point) -> float:
+        """Bytes that its techniques are forecast to keep, more or less than without any."""
+        return math.fsum(t.forecast(self.facts).resident_bytes for t in self.plan(point))
+
+    def without(self, point: Point, names: Collection[str]) -> tuple[Point, list[str]]:
+        """The point without these techniques, as far as it is one without them; whom it lost.
+
+        What the search started from stays: it is the user's. So does one without which the others
+        can't work here.
+        """
+        own, lost = set(self.plan(self.space.start)), list[str]()
+        for technique in self.plan(point):
+            slot, settings = technique.slot.name, self.space.settings(point)
+            if technique.name() not in names or technique in own or slot not in settings:
+                continue
+            rest = {n: v for n, v in settings.items() if not n.startswith(f"{settings[slot]}.")}
+            nearer = self.space.point({**rest, slot: NONE})
+            if self.space.refuse(nearer) is None:
+                point, lost = nearer, [*lost, technique.name()]
+        return point, lost
+
+
+def plan_space(
+    catalogue: Sequence[type[Technique]],
+    base: Plan,
+    facts: Facts,
+    bounds: Bounds | None = None,
+    lossy: bool = False,
+    only: Collection[str] = (),
+    more: Sequence[Technique] = (),
+) -> PlanSpace:
+    """Every decision about speed that the catalogue offers on this job.
+
+    Args:
+        catalogue: all techniques.
+        base: the recipe's plan, where the search starts.
+        facts: of machine, model and records.
+        bounds: of ``technique.knob`` ranges, narrower than the technique's own.
+        lossy: let techniques of other mathematics take part.
+        only: slots or techniques by name that are tuned; all others stay as they are.
+        more: instances that are choices of their own beside those of the catalogue.
+
+    Raises:
+        InputError: nothing is left to choose, or ``only`` names nothing.
+    """
+    fixed = KEPT if facts.world.size > 1 else KEPT | AMONG_RANKS
+    present = {t.slot: t for t in base}
+    kinds: dict[str, Technique] = {}
+    dimensions: list[Dimension] = []
+    wanted = {name.lower() for name in only}
+    known = {n for kind in catalogue for n in (kind.name(), kind.slot.name.lower())}
+    for name in sorted(wanted - known):
+        near = did_you_mean(name, sorted(known))
+        raise InputError(f"only: {name!r} is neither a technique nor a slot{near}")
+    for slot in Slot:
+        own = present.get(slot)
+        offered = _offered(slot, catalogue, own, facts, lossy, more)
+        if wanted and slot.name.lower() not in wanted:
+            offered = {n: t for n, t in offered.items() if t.name() in wanted}
+        if slot in fixed or not offered or (own is not None and own not in offered.values()):
+            continue
+        dimensions.append(Dimension(slot.name, (NONE, *offered)))
+        for name, technique in offered.items():
+            kinds[name] = technique
+            dimensions += _knobs(name, technique, bounds or {})
+    kept = tuple(t for t in base if t.name() not in kinds)
+
+    @functools.cache  # a study asks for the same points and techniques thousands of times
+    def plan(point: Point) -> Plan:
+        return _plan_of(raw.settings(point), kinds, kept)
+
+    @functools.cache
+    def hindered(technique: Technique) -> list[str]:
+        return obstacles(Plan([technique]), facts)
+
+    def refuse(point: Point) -> str | None:
+        """Why a plan can't be tried here; None if it can."""
+        try:
+            wanted = plan(point)
+        except (ValueError, InputError) as error:
+            return str(error)
+        for t in wanted if not lossy else ():
+            if t.fidelity is Fidelity.LOSSY and t != kinds.get(t.name()) and t not in kept:
+                return f"{t} is other mathematics; --lossy lets it take part"
+        return next((text for t in wanted for text in hindered(t)), None)
+
+    raw = Space(tuple(dimensions), _start(dimensions, base))
+    return PlanSpace(replace(raw, refuse=refuse), kinds, kept, facts, plan)
+
+
+def expected(plan: Plan, facts: Facts) -> float:
+    """How much faster a plan is expected to be than none, as a logarithm.
+
+    A forecast is of terms, and each is a part of the step's time; where a technique forecasts no
+    change, half of what was promised of it is taken. It orders the first trials; measurements then
+    say how much of it is true.
+    """
+    total = 0.0
+    for technique in plan:
+        cast = technique.forecast(facts)
+        terms = {name: getattr(cast, name) for name in TRUST}
+        if not facts.world.size > 1:
+            terms.pop("wire_bytes")
+        gain = -math.fsum(TRUST[n] * math.log(max(v, 1e-3)) for n, v in terms.items())
+        if gain == 0.0:
+            claims = [c.ratio for c in technique.claims if c.metric == "tokens_per_second"]
+            gain = CLAIMED * math.log(claims[0]) if claims else MEANT
+        total += gain
+    return total
+
+
+def _offered(
+    slot: Slot,
+    catalogue: Sequence[type[Technique]],
+    own: Technique | None,
+    facts: Facts,
+    lossy: bool,
+    more: Sequence[Technique],
+) -> dict[str, Technique]:
+    """What may fill a slot, by the name of its choice."""
+    found: dict[str, Technique] = {}
+    for kind in catalogue:
+        if kind.slot is not slot:
+            continue
+        instance = own if own is not None and isinstance(own, kind) else kind()
+        allowed = instance is own or lossy or instance.fidelity is not Fidelity.LOSSY
+        if allowed and not instance.obstacles(facts):
+            found[kind.name()] = instance
+    for one in more:
+        allowed = lossy or one.fidelity is not Fidelity.LOSSY
+        if one.slot is slot and allowed and one != own and not one.obstacles(facts):
+            found[str(one)] = one
+    return found
+
+
+def _knobs(choice: str, technique: Technique, bounds: Bounds) -> list[Dimension]:
+    """A dimension for each knob with more than one value here."""
+    found = []
+    for name, knob in technique.knobs().items():
+        place = f"{choice}.{name}"
+        own = getattr(technique, name)
+        values = values_of(knob, own, bounds.get(place))
+        if len(values) < 2:
+            continue
+        ordered = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+        found.append(Dimension(place, values, ordered, needs=(technique.slot.name, choice)))
+    return found
+
+
+def values_of(knob: Knob, own: Any, bounds: tuple[float, float] | None = None) -> tuple[Any, ...]:
+    """The values of a knob that are tried: its choices, or a few over its range.
+
+    Of whole numbers these are doublings, else even steps (even ratios for ``log``). Numbers rise.
+    """
+    if knob.choices:
+        values = [own, *(v for v in knob.choices if v != own)]
+    elif knob.low is not None and knob.high is not None:
+        low, high = knob.low, knob.high
+        whole = isinstance(low, int) and isinstance(high, int)
+        if bounds is not None:
+            low, high = max(low, bounds[0]), min(high, bounds[1])
+        if high < low:
+            return (own,)
+        spread = _doublings(int(low), int(high)) if whole else _steps(low, high, knob.log)
+        values = [own, *(v for v in spread if v != own)]
+    else:
+        values = [own]
+    if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
+        values.sort()
+    return tuple(values)
+
+
+def _doublings(low: int, high: int) -> list[int]:
+    found = [low]
+    while found[-1] * 2 <= high and found[-1] > 0:
+        found.append(found[-1] * 2)
+    if len(found) <= MOST_VALUES:
+        return found
+    every = (len(found) - 1) / (MOST_VALUES - 1)
+    return sorted({found[round(i * every)] for i in range(MOST_VALUES)})
+
+
+def _steps(low: float, high: float, log: bool, count: int = 5) -> list[float]:
+    if log:
+        return [low * (high / low) ** (i / (count - 1)) for i in range(count)]
+    return [low + (high - low) * i / (count - 1) for i in range(count)]
+
+
+def _start(dimensions: Sequence[Dimension], base: Plan) -> Point:
+    names = {t.slot.name: t for t in base}
+    found = []
+    for d in dimensions:
+        if d.needs is None:
+            own = names.get(d.name)
+            found.append(d.values.index(own.name()) if own is not None else 0)
+            continue
+        own = names.get(d.needs[0])
+        here = own is not None and own.name() == d.needs[1]
+        value = getattr(own, d.name.partition(".")[2]) if here else d.values[0]
+        found.append(d.values.index(value))
+    return tuple(found)
+
+
+def _plan_of(
+    settings: Mapping[str, Any], kinds: Mapping[str, Technique], kept: Sequence[Technique]
+) -> Plan:
+    chosen = [v for name, v in settings.items() if "." not in name and v != NONE]
+    built = []
+    for name in chosen:
+        mine = {k.partition(".")[2]: v for k, v in settings.items() if k.startswith(f"{name}.")}
+        built.append(replace(kinds[name], **mine))  # type: ignore[type-var]  # a frozen dataclass
+    return Plan((*built, *kept))

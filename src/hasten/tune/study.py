@@ -1,14 +1,33 @@
-"""What a study has found: trials in their order, the best few, and what none beats in both."""
+"""A study: points are proposed and measured until the budget, the points or the hope are at an end.
+
+Everything that is found goes into a record, line by line, so that a study that was killed goes on
+from there: what was tried is told to the proposer again, and nothing is measured twice. The last
+part of the budget is kept: first for a final, in which the best few take turns among themselves,
+since the best of many trials is in part luck; then for the duel, in which they are measured again
+beside the start, in the final's order as far as the time allows.
+"""
 
 from __future__ import annotations
 
+import math
+import random
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from hasten.tune.final import ordered
-from hasten.tune.proposers import Tried
+from hasten.errors import InputError
+from hasten.measure.budget import words
+from hasten.measure.record import Record
+from hasten.measure.turns import Measurement, OutOfTimeError
+from hasten.tune.bench import Bench
+from hasten.tune.final import ordered, side_by_side
+from hasten.tune.samplers import OF_MEDIAN, Own, Proposer, Tried
 from hasten.tune.space import Point, Space
+from hasten.tune.surrogate import blamed
+
+# What a study has found: trials in their order, the best few, and what none beats in both.
 
 Objective = Literal["tokens", "memory", "money", "pareto", "time-to-loss"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
@@ -63,3 +82,273 @@ class Study:
                 for _, other, less in known
             )
         ]
+
+
+Tell = Callable[[str, float], None]
+NOISE_SHARE = 0.08  # of the budget, if the noise has been seen twice by then
+DUEL_SHARE = 0.22  # of the budget, at least
+FINAL_SHARE = 0.2  # the same
+RACE_SHARE = 0.7  # the same, where whole trainings decide in place of a duel
+FINALISTS = 4
+DUEL_STARTS = 3.5  # starts of a process that a duel needs at least, its first rounds included
+FINAL_HOPE = 0.3  # below the best, as a logarithm: no finalist, whose turns would be long
+FINAL_PASSES = 4  # fewer decide nothing
+FEWEST = 5  # trials before a study may end early
+HOPE = 0.005  # expected gain of the best untried point, below which a study ends
+PATIENT = 6.0  # times the usual trial: what a compiled graph may take, and a hanging process not
+SLACK = 1.15  # of a trial's expected time
+
+
+class Search:
+    """A study while it goes on.
+
+    Args:
+        space: what may be chosen.
+        proposer: who chooses.
+        bench: where it is measured.
+        record: what was found before, and where everything goes.
+        objective: what counts.
+        budget_seconds: for all, the duel included.
+        most: trials at most.
+        seed: of the weights between two objectives.
+        tell: is told what happens, and which share of the budget is used.
+        found: is called after every trial.
+        began: when the budget began, by the clock; now, if left out.
+        room: bytes that processes of the final may have together.
+        clock: tells the time, in seconds.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        proposer: Callable[[float, float | None], Proposer],
+        bench: Bench,
+        record: Record,
+        *,
+        objective: Objective = "tokens",
+        budget_seconds: float,
+        most: int | None = None,
+        seed: int = 0,
+        tell: Tell = lambda text, share: None,
+        found: Callable[[Study], None] = lambda study: None,
+        began: float | None = None,
+        room: Callable[[], float] = lambda: math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._space, self._propose, self._bench, self._record = space, proposer, bench, record
+        self._objective, self._most, self._found = objective, most, found
+        self._budget = budget_seconds
+        self._clock = clock
+        self._began = clock() if began is None else began
+        self._draw, self._say = random.Random(seed), tell
+        self._room = room
+        self._trial_seconds: list[float] = []
+
+    def run(self) -> Study:
+        """Search until the end.
+
+        Raises:
+            InputError: the budget is too short, or the job fails before any change.
+        """
+        self._record.append("run")
+        try:
+            self._tell("starting the job as it is")
+            self._bench.open(self._end)
+            self._afford(2 * self._bench.start_seconds)
+            noise = self._noise()
+        except OutOfTimeError:
+            raise InputError(
+                f"budget: {words(self._budget)} is too short: the job alone hasn't started and "
+                "warmed up by then; give several times as much"
+            ) from None
+        bench = self._bench
+        study = Study(self._space, self._objective, noise, bench.rate, bench.memory)
+        study.step_seconds = bench.step_seconds
+        proposer = self._propose(OF_MEDIAN * noise, bench.memory)
+        proposer.tell(Tried(self._space.start, "ok", 0.0, bench.memory))
+        if isinstance(proposer, Own):
+            study.expected = proposer.expected
+        for row in self._earlier():
+            self._take(study, proposer, row)
+        study.ended = self._trials(study, proposer)
+        if not study.rows:
+            self._afford(0.0)  # the machine has slowed down since: say what it takes now
+            raise InputError("tune: there is nothing to try: every other setting is refused")
+        if study.rows and all(row["state"] != "ok" for row in study.rows):
+            raise InputError(
+                f"tune: all {len(study.rows)} trials failed, the last with: "
+                f"{study.rows[-1]['why']}; the job stays as it is"
+            )
+        if self._final_seconds:
+            self._final(study, self._finalists(study, proposer))
+        return study
+
+    def _finalists(self, study: Study, proposer: Proposer) -> list[Point]:
+        """The best few as far as memory holds them all, by what all trials say of each.
+
+        A value of its own is in part luck, of one round most of all.
+        """
+        better = study.leaders(len(study.rows))
+        values = {t.point: t.value or 0.0 for t in study.tried}
+        needs = {t.point: t.memory or 0.0 for t in study.tried}
+        if isinstance(proposer, Own) and better:
+            values = dict(zip(better, proposer.believed(better), strict=True))
+        best, room, points = sorted(better, key=lambda p: -values[p]), self._room(), []
+        for point in best[:FINALISTS]:
+            if needs[point] <= room and values[point] > values[best[0]] - FINAL_HOPE:
+                room -= needs[point]
+                points.append(point)
+        return points
+
+    def _final(self, study: Study, points: list[Point]) -> None:
+        """Who of them is the best; where speed alone counts."""
+        if len(points) < 2:
+            return
+        self._tell(f"the best {len(points)} side by side")
+        values = {t.point: t.value for t in study.tried if t.value is not None}
+        finalists = {point: values[point] for point in points}
+        found = side_by_side(self._bench, finalists, self._end - self.reserve)
+        study.final = {p: logs for p, logs in found.items() if len(logs) >= FINAL_PASSES}
+        rows = [{"settings": self._space.settings(p), "logs": logs} for p, logs in found.items()]
+        self._record.append("final", arms=rows)
+
+    @property
+    def left(self) -> float:
+        """Seconds of the budget that are left."""
+        return self._end - self._clock()
+
+    @property
+    def reserve(self) -> float:
+        """Seconds that are kept for the duel."""
+        return max(self._proof_share * self._budget, DUEL_STARTS * self._bench.start_seconds)
+
+    @property
+    def _final_seconds(self) -> float:
+        return FINAL_SHARE * self._budget if self._objective in ("tokens", "money") else 0.0
+
+    @property
+    def _proof_share(self) -> float:
+        return RACE_SHARE if self._objective == "time-to-loss" else DUEL_SHARE
+
+    @property
+    def _end(self) -> float:
+        return self._began + self._budget
+
+    def _noise(self) -> float:
+        known = [e["noise"] for e in self._record.events if e["event"] == "noise"]
+        if known:
+            return float(known[-1])
+        self._tell("measuring the noise: the job against itself")
+        noise = self._bench.noise(self._end, self._clock() + NOISE_SHARE * self._budget)
+        self._record.append(
+            "noise", noise=round(noise, 5), rate=self._bench.rate, memory=self._bench.memory
+        )
+        return noise
+
+    def _afford(self, more: float) -> None:
+        """Refuse a budget that doesn't hold what is still to come, one trial and the duel."""
+        least = (self._clock() - self._began) + more + self._trial_time + self.reserve
+        if least > self._budget:
+            raise InputError(
+                f"budget: {words(self._budget)} is too short: the noise, one trial and a duel take "
+                f"about {words(least / (1 - self._proof_share))} on this job and machine"
+            )
+
+    @property
+    def _trial_time(self) -> float:
+        return SLACK * statistics.median(self._trial_seconds or [self._bench.start_seconds])
+
+    def _trials(self, study: Study, proposer: Proposer) -> str:
+        """Try until something ends it; what did."""
+        kept = self.reserve + self._final_seconds
+        while True:
+            done = len(study.rows)
+            if self._most is not None and done >= self._most:
+                return f"{done} trials were done"
+            if self.left - self._trial_time < kept:
+                return "the budget's time for trials was used"
+            if done >= FEWEST and isinstance(proposer, Own) and proposer.promise() < HOPE:
+                return f"no untried point is expected to gain more than {100 * HOPE:g} %"
+            point = proposer.ask()
+            if point is None:
+                return "every point that may be tried was tried"
+            changed = ", ".join(f"{k}={v}" for k, v in self._space.changes(point).items())
+            self._tell(f"trial {done + 1}: {changed or 'the start again'}")
+            best = max(
+                (r["log_rate"] for r in study.rows if r["log_rate"] is not None), default=0.0
+            )
+            asked = self._clock()
+            end, patience = self._end - kept, asked + max(PATIENT * self._trial_time, 60.0)
+            try:
+                found = self._bench.measure(point, min(end, patience), best)
+            except OutOfTimeError:
+                if end <= patience:
+                    return "the budget's time for trials was used"
+                spent = self._clock() - asked
+                found = Measurement("failed", seconds=spent, why="given up: far too slow")
+            else:
+                self._trial_seconds.append(found.seconds)
+            row = _row(self._space, point, found)
+            self._record.append("tried", **row)
+            self._take(study, proposer, row)
+            self._found(study)
+
+    def _earlier(self) -> list[dict[str, Any]]:
+        rows = []
+        for event in self._record.events:
+            if event["event"] == "tried":
+                rows.append({k: v for k, v in event.items() if k not in ("event", "at")})
+        return rows
+
+    def _take(self, study: Study, proposer: Proposer, row: dict[str, Any]) -> None:
+        try:
+            point = self._space.point(row["settings"])
+        except InputError:
+            return  # somebody has edited the record
+        value = self._value(study, row)
+        tried = Tried(
+            point,
+            row["state"],
+            value,
+            row["memory"],
+            blamed(row["why"], row["settings"]),
+            tuple(math.log(ratio) for ratio in row["rounds"] if ratio > 0),
+        )
+        study.rows.append(row)
+        study.tried.append(tried)
+        proposer.tell(tried)
+
+    def _value(self, study: Study, row: dict[str, Any]) -> float | None:
+        """What the objective makes of a trial, as a logarithm over the start's."""
+        if row["state"] != "ok":
+            return None
+        speed = float(row["log_rate"])
+        saved = 0.0
+        if study.memory and row["memory"]:
+            saved = math.log(study.memory / row["memory"])
+        if self._objective == "memory":
+            return saved
+        if self._objective == "pareto":  # another weight for each trial (Knowles 2006, ParEGO)
+            weight = self._draw.random()
+            return weight * speed + (1 - weight) * saved
+        return speed  # money is time on the same machine; a race decides about time to loss
+
+    def _tell(self, text: str) -> None:
+        used = (self._clock() - self._began) / self._budget
+        self._say(text, min(used, 1.0))
+
+
+def _row(space: Space, point: Point, found: Measurement) -> dict[str, Any]:
+    """A trial as the record and the JSON have it."""
+    return {
+        "settings": space.settings(point),
+        "changes": space.changes(point),
+        "state": found.state,
+        "log_rate": None if found.value is None else round(found.value, 5),
+        "rounds": [round(math.exp(x), 4) for x in found.logs],
+        "rate": found.rate,
+        "memory": found.memory,
+        "seconds": round(found.seconds, 2),
+        "foreign_load": round(found.load, 3),
+        "why": found.why,
+    }

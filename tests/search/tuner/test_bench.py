@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hasten.measure.record import Record
 from hasten.measure.turns import PASSES, OutOfTimeError, RunnerFailedError, Step, Turns, duel_steps
 from hasten.tune.bench import Bench
-from hasten.tune.proposers import Tried
-from hasten.tune.search import Search
+from hasten.tune.samplers import Tried
 from hasten.tune.space import Point, of_values
+from hasten.tune.study import Search
 from search.tuner.simulated import Machine, Simulated
 
 SPACE = of_values({"batch": [1, 2, 4], "fused": [False, True]})

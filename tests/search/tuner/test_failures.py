@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from hasten.tune.failures import Failures, blamed
-from hasten.tune.proposers import Beforehand, Own, Tried
+from hasten.tune.samplers import Beforehand, Own, Tried
 from hasten.tune.space import Dimension, Point, Space, of_values
+from hasten.tune.surrogate import Failures, blamed
 
 SWITCHES = of_values({name: [False, True] for name in "abcdef"})
 ALL = (1,) * 6

@@ -10,10 +10,18 @@ import numpy as np
 import pytest
 
 from hasten.errors import InputError
-from hasten.tune.belief import Belief, Posterior, expected_improvement
-from hasten.tune.choosing import proposer_of
-from hasten.tune.proposers import BEFORE, CLOSE, OF_MEDIAN, Beforehand, Own, Proposer, Tried
+from hasten.tune.samplers import (
+    BEFORE,
+    CLOSE,
+    OF_MEDIAN,
+    Beforehand,
+    Own,
+    Proposer,
+    Tried,
+    proposer_of,
+)
 from hasten.tune.space import SMALL, Dimension, Point, Space, of_values
+from hasten.tune.surrogate import Belief, Posterior, expected_improvement
 
 KNOBS = {"a": [0, 1, 2, 3], "b": [False, True], "c": ["x", "y", "z"], "d": [False, True]}
 SPACE = of_values(KNOBS)

@@ -15,8 +15,7 @@ from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.recipe.build import mixed_layouts
 from hasten.recipe.catalogue import catalogue
-from hasten.tune.plans import NONE, plan_space, values_of
-from hasten.tune.space import Dimension, Space, of_values
+from hasten.tune.space import NONE, Dimension, Space, of_values, plan_space, values_of
 from tiny import able, job_facts, language_job
 
 FACTS = able(job_facts(language_job()))

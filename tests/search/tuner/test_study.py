@@ -11,15 +11,12 @@ import pytest
 from hasten.errors import InputError
 from hasten.measure.record import Record
 from hasten.measure.turns import OutOfTimeError
-from hasten.tune.belief import importance
 from hasten.tune.bench import Bench
-from hasten.tune.blind import Shuffled
-from hasten.tune.earlier import learnt, similar_trials
-from hasten.tune.proposers import Beforehand, Own, Tried
 from hasten.tune.report import document, lead, page
-from hasten.tune.search import FINALISTS, Search
+from hasten.tune.samplers import Beforehand, Own, Shuffled, Tried
 from hasten.tune.space import of_values
-from hasten.tune.study import Study
+from hasten.tune.study import FINALISTS, Search, Study
+from hasten.tune.surrogate import importance, learnt, similar_trials
 from search.tuner.simulated import Machine
 
 SPACE = of_values({"batch": [1, 2, 4, 8], "fused": [False, True], "dtype": ["fp32", "bf16"]})

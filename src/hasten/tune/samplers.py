@@ -14,19 +14,26 @@ that the space refuses, nor one that ran out of memory. `auto` is hasten's own:
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import random
 import statistics
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
 
+from hasten.core.plan import did_you_mean
+from hasten.errors import InputError
 from hasten.measure.turns import State
-from hasten.tune.belief import Belief, below, expected_improvement
-from hasten.tune.failures import Failures
 from hasten.tune.space import Point, Space
+from hasten.tune.surrogate import Belief, Failures, below, expected_improvement
+
+if TYPE_CHECKING:
+    import optuna
+
 
 CAREFUL = (0.3, 0.02, 0.001)  # risk of running out of memory taken after 0, 1, 2 such trials
 LAST_RISK = 0.25  # of the safest point that is left, beyond which nothing is tried
@@ -249,3 +256,209 @@ class Own:
         if self._known.memory is not None:
             return math.log(self._known.memory(self._start))
         return min((math.log(t.memory) for t in self.history if t.memory), default=0.0)
+
+
+# Proposers that know nothing beforehand: an order by chance, and a bandit for each dimension.
+
+
+class Shuffled:
+    """Every point once, in an order drawn by the seed."""
+
+    def __init__(self, space: Space, seed: int = 0) -> None:
+        self._points = [p for p in space.points(seed) if p != space.start]
+        random.Random(seed).shuffle(self._points)
+        self._done: set[Point] = set()
+
+    def ask(self) -> Point | None:
+        return next((p for p in self._points if p not in self._done), None)
+
+    def tell(self, tried: Tried) -> None:
+        self._done.add(tried.point)
+
+
+class Bandit:
+    """Each dimension a bandit of its own: values are drawn by Thompson's rule.
+
+    Thompson (1933): a value is chosen as often as it is believed to be the best. What is
+    believed of a value is the mean of its points' results, the more vague the fewer these are.
+    """
+
+    WIDTH = 0.15  # of a value that was never tried, as a logarithm
+
+    def __init__(self, space: Space, seed: int = 0) -> None:
+        self._space, self._draw = space, random.Random(seed)
+        self._results: dict[tuple[int, int], list[float]] = {}
+        self._done: set[Point] = {space.start}
+        self._rest = Shuffled(space, seed)
+        self._worst = 0.0
+
+    def ask(self) -> Point | None:
+        for _ in range(200):
+            point = self._space.canonical(
+                tuple(self._pull(i, len(d.values)) for i, d in enumerate(self._space.dimensions))
+            )
+            if point not in self._done and self._space.refuse(point) is None:
+                return point
+        return self._rest.ask()
+
+    def tell(self, tried: Tried) -> None:
+        self._done.add(tried.point)
+        self._rest.tell(tried)
+        self._worst = min(self._worst, tried.value or 0.0)
+        value = tried.value if tried.value is not None else self._worst - 0.1
+        for place in enumerate(tried.point):
+            self._results.setdefault(place, []).append(value)
+
+    def _pull(self, dimension: int, values: int) -> int:
+        def drawn(value: int) -> float:
+            seen = self._results.get((dimension, value), [])
+            mean = sum(seen) / (len(seen) + 1)  # a result of 0, the start's, stands beside them
+            return self._draw.gauss(mean, self.WIDTH / math.sqrt(1 + len(seen)))
+
+        return max(range(values), key=drawn)
+
+
+# Optuna's samplers as proposers: TPE, Gaussian processes, NSGA-II, CMA-ES.
+#
+# Optuna 5 (Akiba et al. 2019). Every dimension is suggested, whether it matters or not, since the
+# multivariate samplers want the same parameters in every trial; numbers in rising order are integers,
+# all others categories (CMA-ES has none: there all are integers). A point that was refused, ran out
+# of memory or failed is told as worse than all others; one that comes twice is told as before.
+
+NAMES = ("tpe", "gp", "genetic", "cmaes")
+POPULATION = 8  # of a generation: Optuna's 50 would be more than a study has trials
+PATIENCE = 8  # suggestions that were tried before until one is drawn at random
+
+
+def missing(name: str) -> str | None:
+    """The library that a sampler needs and that isn't installed."""
+    needs = {"gp": ("scipy", "torch"), "cmaes": ("cmaes",)}.get(name, ())
+    return next((n for n in needs if importlib.util.find_spec(n) is None), None)
+
+
+class OptunaProposer:
+    """One of Optuna's samplers.
+
+    Args:
+        name: of `NAMES`.
+        space: what may be chosen.
+        seed: of the sampler.
+    """
+
+    def __init__(self, name: str, space: Space, seed: int = 0) -> None:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self._optuna, self._space = optuna, space
+        self._numbers = name == "cmaes"
+        with warnings.catch_warnings():  # "experimental": its effect is in the benchmark
+            warnings.simplefilter("ignore")
+            self._study = optuna.create_study(direction="maximize", sampler=_sampler(name, seed))
+        self._rest = Shuffled(space, seed)
+        self._told: dict[Point, Tried] = {}
+        self._open: dict[Point, optuna.trial.Trial] = {}
+
+    def ask(self) -> Point | None:
+        for _ in range(PATIENCE):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                trial = self._study.ask(self._distributions())
+            point = self._space.canonical(tuple(trial.params[d.name] for d in self._dimensions))
+            if point in self._told:
+                self._study.tell(trial, self._value(self._told[point]))
+            elif self._space.refuse(point) is not None:
+                self._study.tell(trial, self._worst())
+            else:
+                self._open[point] = trial
+                return point
+        return self._rest.ask()
+
+    def tell(self, tried: Tried) -> None:
+        self._told[tried.point] = tried
+        self._rest.tell(tried)
+        trial = self._open.pop(tried.point, None)
+        if trial is not None:
+            self._study.tell(trial, self._value(tried))
+            return
+        params = {d.name: i for d, i in zip(self._dimensions, tried.point, strict=True)}
+        self._study.add_trial(
+            self._optuna.trial.create_trial(
+                params=params, distributions=self._distributions(), value=self._value(tried)
+            )
+        )
+
+    @property
+    def _dimensions(self) -> Any:
+        return self._space.dimensions
+
+    def _distributions(self) -> dict[str, Any]:
+        kinds = self._optuna.distributions
+        found: dict[str, Any] = {}
+        for d in self._dimensions:
+            number = d.ordered or self._numbers
+            last = len(d.values) - 1
+            found[d.name] = (
+                kinds.IntDistribution(0, last)
+                if number
+                else kinds.CategoricalDistribution(tuple(range(last + 1)))
+            )
+        return found
+
+    def _value(self, tried: Tried) -> float:
+        return tried.value if tried.value is not None else self._worst()
+
+    def _worst(self) -> float:
+        return min((t.value for t in self._told.values() if t.value is not None), default=0.0) - 0.1
+
+
+def _sampler(name: str, seed: int) -> optuna.samplers.BaseSampler:
+    from optuna import samplers
+
+    if name == "tpe":
+        return samplers.TPESampler(multivariate=True, seed=seed)
+    if name == "gp":
+        return samplers.GPSampler(seed=seed)
+    if name == "genetic":
+        return samplers.NSGAIISampler(population_size=POPULATION, seed=seed)
+    return samplers.CmaEsSampler(seed=seed)
+
+
+# Which proposer a name stands for, and what is taken instead where its library isn't there.
+
+Sampler = Literal["auto", "tpe", "gp", "random", "genetic", "cmaes", "bandit"]
+
+
+def check_sampler(name: str) -> None:
+    """Refuse a sampler that nobody knows.
+
+    Raises:
+        InputError: with the nearest known one.
+    """
+    known = get_args(Sampler)
+    if name not in known:
+        raise InputError(
+            f"sampler: there is no {name!r}{did_you_mean(name, known)}; there are "
+            f"{', '.join(known)}"
+        )
+
+
+def proposer_of(
+    name: str,
+    space: Space,
+    known: Beforehand,
+    seed: int = 0,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Proposer:
+    """The proposer of a name; TPE, with a word, where its library is missing."""
+    check_sampler(name)
+    if name == "auto":
+        return Own(space, known, seed)
+    if name == "random":
+        return Shuffled(space, seed)
+    if name == "bandit":
+        return Bandit(space, seed)
+    library = missing(name)
+    if library is not None:
+        tell(f"sampler: {name} needs {library}, which isn't installed; going on with tpe")
+        name = "tpe"
+    return OptunaProposer(name, space, seed)

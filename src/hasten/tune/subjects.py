@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
 from hasten.errors import InputError
-from hasten.machine import processes
+from hasten.machine import host, processes
 from hasten.measure.ablation import AGAIN, BASELINE, Design, check_turns
-from hasten.measure.experiment import Subject, measured
+from hasten.measure.experiment import Subject as Subject_
+from hasten.measure.experiment import measured
 from hasten.measure.grouping import SHARE
 from hasten.measure.turns import Runner, duel_steps
 from hasten.progress import Audience
@@ -23,16 +26,107 @@ from hasten.recipe.build import batch_of, mixed_layouts
 from hasten.recipe.catalogue import catalogue
 from hasten.recipe.schema import Recipe
 from hasten.recipe.suggest import recipe_text
-from hasten.tune.duel import judged
-from hasten.tune.plans import plan_space
-from hasten.tune.proposers import Beforehand
+from hasten.tune.duel import duel, judged
 from hasten.tune.race import LOOKS, races
-from hasten.tune.space import Point
+from hasten.tune.runners import LoopRunner
+from hasten.tune.samplers import Beforehand, Sampler, check_sampler
+from hasten.tune.space import Point, Space, plan_space
 from hasten.tune.starter import Starter
-from hasten.tune.subject import Wishes
+from hasten.tune.study import OBJECTIVES, Objective
 from hasten.tune.whole_trainings import TrainingProcess, begun, steps_of
 
-Prove = Callable[[Subject, Plan], Sequence[str]]
+# What can be tuned, seen from the study: a space, processes to measure in, a duel, a result.
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """How to tune.
+
+    Args:
+        sampler: who proposes; auto: hasten's own order.
+        objective: tokens per second; memory; money, which is time told as a price; pareto: speed
+            and memory, and the front between them; time-to-loss: to a held-out loss.
+        target_loss: of time-to-loss; None: nearly what the recipe as it is comes to.
+        lossy: let techniques of other mathematics take part, behind the guard.
+        only: slots or techniques by name that are tuned.
+        trials: at most; None: as many as the budget holds.
+        seed: of everything that is drawn.
+        steps: of a round.
+        fresh: measure anew, whatever an earlier start has left.
+
+    Raises:
+        InputError: an unknown sampler or objective, or a number that can't be.
+    """
+
+    sampler: Sampler = "auto"
+    objective: Objective = "tokens"
+    lossy: bool = False
+    only: tuple[str, ...] = ()
+    trials: int | None = None
+    seed: int = 0
+    steps: int = 4
+    fresh: bool = False
+    target_loss: float | None = None
+
+    def __post_init__(self) -> None:
+        check_sampler(self.sampler)
+        if self.objective not in OBJECTIVES:
+            known = ", ".join(OBJECTIVES)
+            raise InputError(f"objective: there is no {self.objective!r}; there are {known}")
+        if self.target_loss is not None and self.objective != "time-to-loss":
+            raise InputError("target_loss is of the objective time-to-loss; leave it out")
+        for name, value in (("trials", self.trials), ("steps", self.steps)):
+            if value is not None and value < 1:
+                raise InputError(f"{name} is {value}; it must be 1 at least")
+
+
+class Subject(Protocol):
+    """A job that is tuned."""
+
+    space: Space
+    folder: Path  # of all its studies
+    title: str
+    unit: str  # what its speed counts
+    about: dict[str, Any]  # what similar jobs share
+    together: int  # steps that no turn parts
+
+    def key(self) -> dict[str, Any]:
+        """Everything that decides its numbers."""
+
+    def opened(self, folder: Path) -> AbstractContextManager[None]:
+        """For as long as points are measured; ``folder`` is where this study's files are."""
+
+    def known(self, noise: float, memory: float | None) -> Beforehand:
+        """What is known before the first trial, now that the start was measured."""
+
+    def start(self, point: Point) -> Runner:
+        """The process of a point."""
+
+    def duel(
+        self,
+        leaders: Sequence[Point],
+        seconds: float,
+        step_seconds: float,
+        tell: Callable[[str], None],
+    ) -> dict[str, Any]:
+        """The duel's rows (`search.tuner.duel.judged`): the start, again, then the leaders.
+
+        Args:
+            seconds: that there are for it.
+            step_seconds: of a step of the start's.
+        """
+
+    def refusal(self, point: Point) -> str | None:
+        """Why a winner can't be taken after all; None if it can."""
+
+    def without(self, point: Point, idle: Sequence[str]) -> tuple[Point, list[str]]:
+        """The point without techniques that were seen not to act, and whom it lost."""
+
+    def text(self, point: Point, words: Sequence[str]) -> str:
+        """The settings as a file of the user's, with words as comments at its head."""
+
+
+Prove = Callable[[Subject_, Plan], Sequence[str]]
 RACERS = 2  # leaders in a race of whole trainings, beside the start
 FINISH = 0.9  # of the time that is left goes into the duel; the rest is for its end
 LOAD = 0.35  # share of the machine that others may take in a round of the duel
@@ -51,7 +145,7 @@ class RecipeSubject:
     unit = "tokens/s"
 
     def __init__(
-        self, given: Subject, wishes: Wishes, audience: Audience, prove: Prove | None = None
+        self, given: Subject_, wishes: Wishes, audience: Audience, prove: Prove | None = None
     ) -> None:
         recipe, known = given.recipe, given.known
         _check(given, wishes.objective)
@@ -247,7 +341,7 @@ class _Quietly:
         self._tell(f"duel: {text}")
 
 
-def _check(given: Subject, objective: str) -> None:
+def _check(given: Subject_, objective: str) -> None:
     """Refuse an objective that the recipe doesn't allow."""
     recipe = given.recipe
     if objective == "money" and recipe.price is None:
@@ -283,3 +377,70 @@ def _unmeasured(name: str, why: str = "no time for it") -> dict[str, Any]:
         "failed": None,
         "idle": [],
     }
+
+
+# A training loop of anybody's as a subject: its factory's arguments are the settings.
+
+
+class LoopSubject:
+    """A factory that takes the settings as arguments.
+
+    Args:
+        target: ``module:function`` or ``/path/script.py:function``.
+        space: the arguments and their values.
+        folder: of its studies.
+        wishes: how.
+    """
+
+    unit = "items/s"
+    together = 1
+
+    def __init__(self, target: str, space: Space, folder: Path, wishes: Wishes) -> None:
+        self._target, self.space, self.folder, self._wishes = target, space, folder, wishes
+        self.title = target.rpartition("/")[2]
+        self.about = {"loop": target}
+
+    def key(self) -> dict[str, Any]:
+        place = self._target.rpartition(":")[0]
+        source = Path(place).read_text() if place.endswith(".py") else ""
+        names = [(d.name, [str(v) for v in d.values]) for d in self.space.dimensions]
+        return {
+            "loop": self._target,
+            "source": source,
+            "space": names,
+            "start": self.space.start,
+            "hardware": asdict(host.hardware()),
+        }
+
+    def opened(self, folder: Path) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def known(self, noise: float, memory: float | None) -> Beforehand:
+        limit = SHARE * processes.available_bytes(host.hardware().memory_limit_bytes)
+        return Beforehand(limit=limit, noise=noise)
+
+    def start(self, point: Point) -> Runner:
+        return LoopRunner(self._target, self.space.settings(point))
+
+    def duel(
+        self,
+        leaders: Sequence[Point],
+        seconds: float,
+        step_seconds: float,
+        tell: Callable[[str], None],
+    ) -> dict[str, Any]:
+        deadline, wishes = time.monotonic() + seconds, self._wishes
+        arms = duel(
+            self.start, self.space.start, leaders, deadline, wishes.steps, wishes.seed, tell
+        )
+        return judged(arms)
+
+    def refusal(self, point: Point) -> str | None:
+        return None
+
+    def without(self, point: Point, idle: Sequence[str]) -> tuple[Point, list[str]]:
+        return point, []
+
+    def text(self, point: Point, words: Sequence[str]) -> str:
+        """The arguments as JSON; words under ``_measured``, since JSON has no comments."""
+        return json.dumps({"_measured": list(words), **self.space.settings(point)}, indent=1) + "\n"
