@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hasten.errors import InputError
-from hasten.integrations import lightning, lightning_seams
-from hasten.integrations.metrics_file import MetricsFile, TokenCount
+from hasten.integrations import lightning
+from hasten.integrations.checkpoints import MetricsFile, TokenCount
 from hasten.report.runs import compare_runs, read_runs, render
 from tiny import tiny_model
 
@@ -78,7 +78,7 @@ def test_the_trainer_s_tokens_are_counted_without_padding(tmp_path: Path) -> Non
 def test_evaluation_is_neither_counted_nor_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hasten.integrations import metrics_file
+    from hasten.integrations import checkpoints
     from hasten.integrations.transformers import StepEvidence
 
     class Slow(StepEvidence):  # the clock jumps an hour in every evaluation
@@ -86,8 +86,8 @@ def test_evaluation_is_neither_counted_nor_timed(
             shift[0] += 3600
             super().on_evaluate(*args, **kwargs)
 
-    shift, usual = [0.0], metrics_file.time.perf_counter
-    monkeypatch.setattr(metrics_file.time, "perf_counter", lambda: usual() + shift[0])
+    shift, usual = [0.0], checkpoints.time.perf_counter
+    monkeypatch.setattr(checkpoints.time, "perf_counter", lambda: usual() + shift[0])
     hugging_face(tmp_path, Slow(tmp_path / "run"), eval_strategy="steps", eval_steps=1)
     found = lines(tmp_path / "run")
     assert shift[0] == 3 * 3600
@@ -134,7 +134,7 @@ def test_without_lightning_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch
     def absent(name: str) -> None:
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr(lightning_seams.importlib, "import_module", absent)
+    monkeypatch.setattr(lightning.importlib, "import_module", absent)
     with pytest.raises(InputError, match="pip install lightning"):
         lightning.step_evidence("x")
 

@@ -23,8 +23,7 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.integrations.adapt import EDITS, Host, Material, attach, edit, fitted, optimizer_of
 from hasten.integrations.batches import StepBatches, StepLoader, collator, record_of
-from hasten.integrations.metrics_file import MetricsFile, TokenCount
-from hasten.integrations.saving import Saves, keep_wire, take_wire
+from hasten.integrations.checkpoints import MetricsFile, Saves, TokenCount, keep_wire, take_wire
 from hasten.machine import environment
 
 HOST = Host(
