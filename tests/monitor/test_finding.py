@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hasten.errors import InputError
-from hasten.monitor import finding
-from hasten.monitor.finding import check_places, find_runs
+from hasten.monitor import watching
+from hasten.monitor.watching import check_places, find_runs
 from watched import write_run
 
 
@@ -41,7 +41,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
 def test_of_very_many_runs_the_newest_are_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finding, "MOST_RUNS", 2)
+    monkeypatch.setattr(watching, "MOST_RUNS", 2)
     for number in range(4):
         write_run(tmp_path / str(number))
     import os

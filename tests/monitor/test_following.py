@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.monitor import following
-from hasten.monitor.following import Following
+from hasten.monitor import run
+from hasten.monitor.run import Following
 
 
 def drain(follow: Following) -> tuple[list[dict[str, Any]], bool]:
@@ -42,8 +42,8 @@ def test_lines_written_in_any_pieces_arrive_once_and_in_order(
 ) -> None:
     data = b"".join(json.dumps(value, ensure_ascii=False).encode() + b"\n" for value in values)
     edges = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
-    before = following.LOOK_BYTES
-    following.LOOK_BYTES = max(limit, max((len(json.dumps(v)) * 6 + 8 for v in values), default=1))
+    before = run.LOOK_BYTES
+    run.LOOK_BYTES = max(limit, max((len(json.dumps(v)) * 6 + 8 for v in values), default=1))
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "lines.jsonl"
@@ -58,7 +58,7 @@ def test_lines_written_in_any_pieces_arrive_once_and_in_order(
             assert found == values
             assert follow.unreadable == 0
     finally:
-        following.LOOK_BYTES = before
+        run.LOOK_BYTES = before
 
 
 def test_a_file_that_is_not_there_yet_has_no_lines(tmp_path: Path) -> None:
@@ -117,8 +117,8 @@ def test_a_line_that_is_no_object_is_counted_and_left_out(tmp_path: Path, line: 
 def test_a_line_without_end_is_passed_over_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(following, "LOOK_BYTES", 4096)
-    monkeypatch.setattr(following, "LONGEST_LINE", 4096)
+    monkeypatch.setattr(run, "LOOK_BYTES", 4096)
+    monkeypatch.setattr(run, "LONGEST_LINE", 4096)
     path = tmp_path / "lines.jsonl"
     path.write_bytes(b'{"a": 1}\n' + b"x" * 50_000 + b'\n{"a": 2}\n')
     follow = Following(path)

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from hasten.monitor.gate import names_for
-from hasten.monitor.server import MOST_STREAMS, Server
+from hasten.monitor.server import MOST_STREAMS, Server, names_for
 from watched import TOKEN, get, serving, write_run
 
 SECRET = "nobody-may-see-this-run"

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from hasten.monitor.terminal import watch_in_terminal
+from hasten.monitor.terminal import BARS, sparkline, watch_in_terminal
 from hasten.monitor.watching import Watching
-from hasten.monitor.words import BARS, sparkline
 from watched import append, write_run
 
 

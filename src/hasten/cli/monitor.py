@@ -11,9 +11,8 @@ from pathlib import Path
 
 from hasten.errors import InputError
 from hasten.monitor.alerts import Alerts, Command, Limits, checked_command
-from hasten.monitor.finding import check_places
 from hasten.monitor.run import Run
-from hasten.monitor.watching import Watching
+from hasten.monitor.watching import Watching, check_places
 from hasten.recipe.yaml_reader import read_yaml
 
 FEWEST = 16  # characters of a token: fewer could be guessed

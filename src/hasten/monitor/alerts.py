@@ -23,8 +23,7 @@ from typing import Any
 
 from hasten.errors import InputError
 from hasten.formatting import number
-from hasten.monitor.run import Run
-from hasten.monitor.standing import duration
+from hasten.monitor.run import Run, duration
 
 KINDS = ("stall", "nan", "slow_rank", "disk", "ended")
 COMMAND_SECONDS = 30.0

@@ -5,7 +5,7 @@
     /metrics   where runs stand, for Prometheus
 
 A path is compared with these three and used for nothing else, so no request reaches a file. All of
-it is behind `hasten.monitor.gate`. Needs starlette and uvicorn, the extra ``monitor``.
+it is behind `hasten.monitor.server`. Needs starlette and uvicorn, the extra ``monitor``.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ import asyncio
 import base64
 import contextlib
 import hashlib
+import hmac
+import ipaddress
 import json
+import platform
 import re
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from importlib import resources
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
+import psutil
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -28,9 +33,173 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from hasten.errors import InputError
-from hasten.monitor.gate import Gate, names_for
 from hasten.monitor.prometheus import CONTENT_TYPE, exposition
 from hasten.monitor.watching import Cursor, Watching, shown
+
+# Who may ask the monitor: only with the token, by the name it listens at, and from its own page.
+#
+#   1. the method: GET; there is nothing to change
+#   2. Host: a name of this machine's. A page elsewhere whose name is made to point here (DNS
+#      rebinding) still sends its own name
+#   3. Origin, where a browser sends one: the same as Host, so no other page may read
+#   4. the token, as cookie, ``Authorization: Bearer``, or ``?token=`` once, compared in constant time
+#
+# Refusals are short texts that say nothing of runs, and come before anything looks at the path.
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+LONGEST = 2_000  # characters of a token that is compared, of a Host, an Origin, a query
+COMMON = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-store"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+)
+
+
+class Gate:
+    """The application behind the checks."""
+
+    def __init__(self, app: App, token: str, names: frozenset[str], cookie: str) -> None:
+        self._app, self._token, self._names, self._cookie = app, token, names, cookie
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] != "http":  # web sockets: nobody needs one
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await self._http(scope, receive, send)
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        if scope["method"] != "GET":
+            await refuse(send, 405, "only GET: the monitor changes nothing")
+        elif not self._is_here(headers):
+            await refuse(send, 421, "this name is not the monitor's; use the address it printed")
+        elif not self._is_own_page(headers):
+            await refuse(send, 403, "other pages may not read the monitor")
+        elif self._has_token(headers):
+            await self._app(scope, receive, with_headers(send))
+        elif scope["path"] == "/" and self._token_in(scope["query_string"]):
+            await self._welcome(send)
+        else:
+            await refuse(send, 401, "the token is missing or wrong; open the address with ?token=")
+
+    def _is_here(self, headers: list[tuple[bytes, bytes]]) -> bool:
+        hosts = _all(headers, b"host")
+        return len(hosts) == 1 and _name(hosts[0]) in self._names
+
+    def _is_own_page(self, headers: list[tuple[bytes, bytes]]) -> bool:
+        origins = _all(headers, b"origin")
+        if not origins:
+            return True
+        scheme, separator, host = origins[0].partition("://")
+        own = separator and scheme in ("http", "https") and len(origins) == 1
+        return bool(own) and host.lower() == _all(headers, b"host")[0].lower()
+
+    def _has_token(self, headers: list[tuple[bytes, bytes]]) -> bool:
+        given = [
+            word[len("bearer ") :].strip()
+            for word in _all(headers, b"authorization")
+            if word[: len("bearer ")].lower() == "bearer "
+        ]
+        for cookies in _all(headers, b"cookie"):
+            for cookie in cookies.split(";"):
+                name, _, value = cookie.strip().partition("=")
+                if name == self._cookie:
+                    given.append(value)
+        return any(self._is_token(word) for word in given)
+
+    def _token_in(self, query: bytes) -> bool:
+        if len(query) > LONGEST:
+            return False
+        words = parse_qs(query.decode("latin-1"), max_num_fields=8).get("token", [])
+        return len(words) == 1 and self._is_token(words[0])
+
+    def _is_token(self, given: str) -> bool:
+        return len(given) <= LONGEST and hmac.compare_digest(given.encode(), self._token.encode())
+
+    async def _welcome(self, send: Send) -> None:
+        """The token moves from the address, which browsers remember, into a cookie."""
+        cookie = f"{self._cookie}={self._token}; HttpOnly; SameSite=Lax; Path=/"
+        headers = [(b"location", b"/"), (b"set-cookie", cookie.encode()), *COMMON]
+        await send({"type": "http.response.start", "status": 303, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def refuse(send: Send, status: int, words: str) -> None:
+    """Answer with one sentence and nothing else."""
+    body = f"hasten monitor: {words}\n".encode()
+    headers = [
+        (b"content-type", b"text/plain; charset=utf-8"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+        *COMMON,
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def with_headers(send: Send) -> Send:
+    """Every answer gets the headers that keep it where it belongs."""
+
+    async def sending(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", []), *COMMON]
+        await send(message)
+
+    return sending
+
+
+def names_for(address: str) -> frozenset[str]:
+    """The names under which a server bound to an address may be asked for."""
+    own = {"localhost", "127.0.0.1", "[::1]"}
+    try:
+        bound = ipaddress.ip_address(address)
+    except ValueError:
+        return frozenset({*own, address.lower()})
+    if not bound.is_unspecified:
+        return frozenset({*own, _written(bound)})
+    node = platform.node().lower()
+    found = {*own, node, node.partition(".")[0]} - {""}
+    for addresses in psutil.net_if_addrs().values():
+        for each in addresses:
+            text = each.address.partition("%")[0]
+            try:
+                found.add(_written(ipaddress.ip_address(text)))
+            except ValueError:  # a card's hardware address
+                continue
+    return frozenset(found)
+
+
+def _written(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
+    return f"[{address}]" if address.version == 6 else str(address)
+
+
+def _name(host: str) -> str:
+    """The name in a Host header without its port; empty where it isn't one.
+
+    The port may differ: a tunnel has another one at its other end.
+    """
+    try:
+        parts = urlsplit(f"//{host}")
+        port = parts.port
+    except ValueError:
+        return ""
+    if not parts.hostname or parts.netloc != host or parts.path or "@" in host:
+        return ""
+    name = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return name.lower() if host.lower() in (name, f"{name}:{port}") else ""
+
+
+def _all(headers: list[tuple[bytes, bytes]], name: bytes) -> list[str]:
+    return [v.decode("latin-1")[: LONGEST + 1] for k, v in headers if k.lower() == name]
+
 
 EVERY_SECONDS = 0.5
 ALIVE_SECONDS = 10.0  # a comment is sent so often, so that a lost connection is noticed
