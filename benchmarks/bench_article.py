@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from hasten.cli.display import Display
+from hasten.cli.terminal import Display
 from hasten.measure.ablation import Design
 from hasten.measure.budget import seconds_of
 from hasten.report.page import render_markdown, write_report

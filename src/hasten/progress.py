@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Audience(Protocol):
-    """Whoever is told how an experiment goes on; `hasten.cli.display.Display` is one.
+    """Whoever is told how an experiment goes on; `hasten.cli.terminal.Display` is one.
 
     ``tell``: a line that stays; ``begin``: a new piece of work; ``show``: its state, and which
     share (0 to 1) of it is done.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hasten.cli.card import card
+from hasten.cli.report import card
 from hasten.errors import InputError
 from hasten.recipe.schema import Recipe
 from hasten.training.run import train

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hasten.cli.regress import conclusion
+from hasten.cli.report import conclusion
 from hasten.measure.ablation import Arm, Design
 from hasten.measure.controller import Measured, design_words
 from hasten.report.bundle import Change, read_bundle

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 import hasten.cli.demo as module
-from hasten.cli.report_table import print_table
+from hasten.cli.terminal import print_table
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Arm, Design
 from hasten.recipe.schema import Recipe

@@ -11,9 +11,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from hasten.cli.display import Display
 from hasten.cli.guard import beforehand, tokens_of
 from hasten.cli.main import app
+from hasten.cli.terminal import Display
 from hasten.core.facts import RecordFacts
 from hasten.core.plan import Plan
 from hasten.errors import FAILED, InputError

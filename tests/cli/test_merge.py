@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from hasten.cli.merge import merge
+from hasten.cli.checkpoint import merge
 from hasten.errors import InputError
 from hasten.models.adapters import merged
 from hasten.models.load import load_model, load_tokenizer

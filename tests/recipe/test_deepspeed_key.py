@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hasten.cli.ds_config import ds_config
+from hasten.cli.doctor import ds_config
 from hasten.errors import InputError
 from hasten.recipe.schema import Recipe, recipe_from
 from zero_configs import ARTICLE, CODER

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hasten.cli.display import Display
+from hasten.cli.terminal import Display
 from hasten.data.chat_template import split_tools, template_turns
 from hasten.data.conversation import Conversation
 from hasten.data.packed_file import COLUMNS, check_name, write_packed

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hasten.cli.display import Display
-from hasten.cli.report_table import print_table
 from hasten.cli.speedup import design_line
+from hasten.cli.terminal import Display, print_table
 from hasten.cli.train import StepLine
 from hasten.core.loop import ask_to_leave
 from hasten.core.session import Session

@@ -10,12 +10,16 @@ from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.launch import transport
+from hasten.parts.distributed.deepspeed_config import HONOURED, IGNORED, REFUSED
 from hasten.parts.kernels import amx, codec, rowwise
 from hasten.recipe.build import batch_of, facts_of, job_of, requested_plan
 from hasten.recipe.peak_flops import ceiling_of
 from hasten.recipe.prepare import check_folder, check_space, first_record
 from hasten.recipe.prepared_data import Material, gather, overlap
+from hasten.recipe.preset_plans import entries_of
 from hasten.recipe.schema import Recipe, load_recipe
+from hasten.recipe.shorthands import meaning_of, settings_of, techniques_of, world_of
+from hasten.recipe.yaml_reader import read_overrides, read_yaml_file
 
 SHOWN = 3  # files that are named
 
@@ -149,3 +153,32 @@ def _techniques(recipe: Recipe, known: Facts, checks: _Checks) -> Plan | None:
         if reasons and usable is not None:
             usable = usable.without(technique) if skipped else None
     return usable
+
+
+# ``hasten doctor --ds-config FILE``: what becomes of each key of a DeepSpeed configuration.
+
+
+def ds_config(file: Path, recipe: Path | None, overrides: Sequence[str]) -> int:
+    """Print a line for each key and what a recipe gets from it; 2 if a key is refused."""
+    values: dict[str, Any] = read_yaml_file(recipe, "recipe") if recipe else {}
+    if not isinstance(values, dict):
+        raise InputError(f"{recipe} is not a recipe: it must be lines of `key: value`")
+    values |= read_overrides(overrides)
+    try:
+        plan = entries_of(values.get("plan") or [])
+        found = meaning_of(file, values, plan)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    width = max((len(row.key) for row in found.rows), default=0)
+    for fate in (HONOURED, IGNORED, REFUSED):
+        for row in found.rows:
+            if row.fate == fate:
+                print(f"{fate:<9} {row.key:<{width}}  {row.words}")
+    print(f"\nto a recipe, for {world_of(values)} rank(s):")
+    for name, value in settings_of(found).items():
+        print(f"  {name}: {value}")
+    for entry in techniques_of(found, values):
+        print(f"  plan: {entry}")
+    if not found.refused:
+        print(f"`deepspeed: {file}` in a recipe trains so; deep_speed in its plan, on DeepSpeed")
+    return 2 if found.refused else 0

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hasten.cli.arguments import writable
-from hasten.cli.display import Display
+from hasten.cli.terminal import Display
 from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity

@@ -139,7 +139,7 @@ def doctor(
 ) -> None:
     """Check a recipe without training: data, model, plan, obstacles, disk."""
     if ds_config is not None:
-        from hasten.cli.ds_config import ds_config as show
+        from hasten.cli.doctor import ds_config as show
 
         raise typer.Exit(show(ds_config, recipe, overrides or []))
     if recipe is None:
@@ -164,7 +164,7 @@ def card(
     ] = None,
 ) -> None:
     """Write a finished run's model card, README.md beside the weights."""
-    from hasten.cli.card import card as command
+    from hasten.cli.report import card as command
 
     command(run, report)
 
@@ -204,7 +204,7 @@ def bench(
     ] = None,
 ) -> None:
     """Measure this machine's ceilings: matrix products and memory."""
-    from hasten.cli.bench import bench as command
+    from hasten.cli.hardware import bench as command
 
     command(device, dtype, seconds, json_out)
 
@@ -243,7 +243,7 @@ def regress(
     ),
 ) -> None:
     """Do an experiment again on today's installation and say which switch gains less."""
-    from hasten.cli.regress import regress as command
+    from hasten.cli.report import regress as command
 
     raise typer.Exit(command(bundle, overrides or [], rounds, margin, output))
 
@@ -259,7 +259,7 @@ def merge(
     ] = "adapter",
 ) -> None:
     """Add a run's LoRA adapter into the full weights and save them as one model."""
-    from hasten.cli.merge import merge as command
+    from hasten.cli.checkpoint import merge as command
 
     command(run, to, adapter)
 

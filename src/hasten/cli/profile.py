@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hasten.cli.display import Display
+from hasten.cli.terminal import Display
 from hasten.cli.train import as_ranks, lacking
 from hasten.core.facts import Facts
 from hasten.core.plan import Plan

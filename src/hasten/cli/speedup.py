@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hasten.cli.arguments import copied, writable
-from hasten.cli.display import Display
 from hasten.cli.guard import beforehand
-from hasten.cli.report_table import print_table
+from hasten.cli.terminal import Display, print_table
 from hasten.cli.train import warn_of_idle
 from hasten.errors import FAILED, InputError
 from hasten.formatting import duration

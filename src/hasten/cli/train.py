@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hasten.cli.display import Display
+from hasten.cli.terminal import Display
 from hasten.core.session import Session
 from hasten.core.timing import StepMetrics
 from hasten.errors import FAILED, INTERRUPTED, LEFT

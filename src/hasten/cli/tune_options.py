@@ -73,7 +73,7 @@ def tune(
     from hasten.cli.tune import tune as command
 
     if study == "learning":
-        from hasten.cli.tune_learning import learn
+        from hasten.cli.tune import learn
         from hasten.tune.learning_study import LearningWishes
 
         for option, differs in (

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from hasten.formatting import duration, shown
+from hasten.report.gains import slower_than_above
+from hasten.report.page import render_markdown
+from hasten.report.schema import read_report
 
 PLAIN_EVERY_SECONDS = 10.0
 
@@ -77,3 +82,16 @@ class Display:
         if share <= 0:
             return ""
         return "ETA " + duration((time.monotonic() - self._began) * (1 - share) / share)
+
+
+# The report's table as a terminal shows it: a row that is slower than the row above it is red.
+
+
+def print_table(report: Mapping[str, Any], console: Console | None = None) -> None:
+    """The report in short; where the output is no terminal, the same text without colour."""
+    console = console or Console(highlight=False)
+    slower = slower_than_above(read_report(report)["arms"])
+    for line in render_markdown(report).splitlines():
+        name = line.split("|")[1].strip() if line.startswith("|") else None
+        console.print(Text(line, "red" if name in slower else ""), soft_wrap=True)
+    console.print()
