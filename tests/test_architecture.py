@@ -26,7 +26,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations",),
     ("monitor",),
     ("cli",),
-    ("__init__", "__main__", "_moved"),
+    ("_moved",),
+    ("__init__", "__main__"),
 )
 ROOMS = {room for layer in LAYERS for room in layer}
 # Stricter than the layers.
@@ -54,8 +55,8 @@ MAY_USE: dict[str, set[str]] = {
     "core": {"torch"},
     "techniques": {"torch"},
     "measure": {"numpy", "torch"},
-    "report": {"numpy", "jinja2"},
-    "planner": {"numpy"},
+    "report": {"numpy", "jinja2", "yaml"},
+    "planner": {"numpy", "torch"},
     "tune": {"numpy", "optuna"},
     "monitor": {"psutil", "rich", "starlette", "uvicorn"},
 }

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hasten import _moved
+
 if TYPE_CHECKING:
     from hasten.core.job import Job
     from hasten.core.plan import Plan
@@ -40,7 +42,7 @@ _HOMES = {
     "Technique": "hasten.core.technique",
     "TopoAwareCollective": "hasten.parts.comm.collectives",
     "fused_linear_relu": "hasten.parts.nn.fused_functions",
-    "gradual_optimize": "hasten.measure.experiment",
+    "gradual_optimize": "hasten.report.speedup",
 }
 __version__ = "0.1.0"
 __all__ = [
@@ -60,6 +62,9 @@ __all__ = [
     "fused_linear_relu",
     "gradual_optimize",
 ]
+
+
+_moved.install()
 
 
 def __getattr__(name: str) -> Any:

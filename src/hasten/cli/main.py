@@ -286,8 +286,8 @@ def run() -> None:
 def _say(error: Exception) -> None:
     if _told(error):
         return
-    facts = sys.modules.get("hasten.core.facts")
-    if not (isinstance(error, AgreedError) and facts and not facts.world().is_main):
+    environment = sys.modules.get("hasten.machine.environment")
+    if not (isinstance(error, AgreedError) and environment and not environment.world().is_main):
         print(f"hasten: {shown(str(error))}", file=sys.stderr)
 
 

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from hasten.core.contracts import NoCheckpoint
 from hasten.core.job import StepBatch
-from hasten.core.session import Session
 from hasten.core.timing import StepMetrics
 from hasten.errors import InputError, StoppedError
 
@@ -285,7 +284,7 @@ class SpikeWatch:
     def suspects(self) -> bool:
         return bool(self._high)
 
-    def goes_back(self, session: Session, metrics: StepMetrics) -> bool:
+    def goes_back(self, session: Any, metrics: StepMetrics) -> bool:
         """Look at a step; True where the session is at an earlier one now.
 
         Raises:
@@ -309,7 +308,7 @@ class SpikeWatch:
         spread = NORMAL * statistics.median(abs(x - middle) for x in self._losses)
         return middle + self.policy.sigmas * max(spread, SMALLEST_SPREAD * abs(middle))
 
-    def _act(self, session: Session, metrics: StepMetrics, limit: float) -> bool:
+    def _act(self, session: Any, metrics: StepMetrics, limit: float) -> bool:
         policy, before = self.policy, session.progress
         found: dict[str, Any] = {"step": metrics.step, "losses": list(self._high), "limit": limit}
         self._high.clear()
@@ -334,7 +333,7 @@ class SpikeWatch:
         self._note(session, {**found, "rate": rate, "did": did})
         return place is not None
 
-    def _note(self, session: Session, line: dict[str, Any]) -> None:
+    def _note(self, session: Any, line: dict[str, Any]) -> None:
         if self.log is not None and session.setup.facts.world.is_main:
             append_line(self.log, line)
 
@@ -352,7 +351,7 @@ class SpikeWatch:
         self._high = []
 
 
-def check_policy(session: Session) -> None:
+def check_policy(session: Any) -> None:
     """Raise InputError where the policy can't do what it says."""
     if isinstance(session.setup.checkpoint, NoCheckpoint):
         raise InputError(NEEDS_CHECKPOINTS)

@@ -35,9 +35,12 @@ from hasten.errors import InputError
 # A pool of processes that tokenise chunks, in any order, each chunk into a file of its own.
 #
 # The caller's process hands chunks out and collects answers; it never waits for a worker that has
-# nothing to do. A worker that dies is replaced and its chunk done again: each chunk is a file of its
-# own, so that the order stays. A chunk that fails, or whose worker dies twice, ends the pool with one
-# sentence that names it. However the pool ends, interrupts included, its processes end with it; they
+# nothing to do. A worker that dies is replaced and its chunk done again: each chunk is a file of
+# its
+# own, so that the order stays. A chunk that fails, or whose worker dies twice, ends the pool with
+# one
+# sentence that names it. However the pool ends, interrupts included, its processes end with it;
+# they
 # are in sessions of their own, so that Ctrl-C reaches the caller alone.
 
 

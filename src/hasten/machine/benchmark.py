@@ -271,7 +271,8 @@ def _ways(device: str, memory: int) -> dict[str, tuple[int, Callable[[], Any]]]:
 #      pieces; where they can't be given back the rate would be the memory's, and is None
 #   3. flush: many small writes, each with an fsync, as a line that must survive has it
 #
-# A rate of a few hundred megabytes is that of a burst: a cache in the disk may make it faster than a
+# A rate of a few hundred megabytes is that of a burst: a cache in the disk may make it faster than
+# a
 # checkpoint of many gigabytes will find it.
 
 PIECE = 1 << 20

@@ -218,9 +218,11 @@ def _accelerators() -> tuple[Accelerator, ...]:
 
 # What a machine has besides its processor's name: NUMA nodes, disks, network cards, limits.
 #
-# Everything is read from Linux's own files: sysfs (kernel documentation, admin-guide/abi), /proc, and
+# Everything is read from Linux's own files: sysfs (kernel documentation, admin-guide/abi), /proc,
+# and
 # control groups of version 2 and 1 (admin-guide/cgroup-v2). Elsewhere, and where a container hides
-# them, lists are empty and values None: nothing is guessed. ``root`` is where these files are looked
+# them, lists are empty and values None: nothing is guessed. ``root`` is where these files are
+# looked
 # for, so that a copy of another machine's can be read.
 
 REAL = frozenset(

@@ -105,8 +105,6 @@ class Architecture:
         Raises:
             InputError: no such file or preset, or a field that the planner needs is missing.
         """
-        pass
-
         return read_config(source)
 
     @property

@@ -42,7 +42,8 @@ from hasten.monitor.watching import Cursor, Watching, shown
 #   2. Host: a name of this machine's. A page elsewhere whose name is made to point here (DNS
 #      rebinding) still sends its own name
 #   3. Origin, where a browser sends one: the same as Host, so no other page may read
-#   4. the token, as cookie, ``Authorization: Bearer``, or ``?token=`` once, compared in constant time
+#   4. the token, as cookie, ``Authorization: Bearer``, or ``?token=`` once, compared in constant
+# time
 #
 # Refusals are short texts that say nothing of runs, and come before anything looks at the path.
 

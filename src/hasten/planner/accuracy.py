@@ -231,7 +231,8 @@ def choice(found: HeldOut, stack: str, noise: float = SINGLE_STEP_NOISE) -> Choi
 # The model against measurements of somebody's: per record the prediction, and how far off it was.
 #
 # Nothing is fitted here: the calibration of the package predicts, a stack that it knows with that
-# stack's factor. Records that can't be read or don't say enough are listed with the reason, and count
+# stack's factor. Records that can't be read or don't say enough are listed with the reason, and
+# count
 # in no figure.
 
 _G = 1e9

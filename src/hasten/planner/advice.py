@@ -170,9 +170,11 @@ def predicted(found: ClusterPlan, layout: Layout) -> Candidate:
 # Advice on a model's shape: neighbours of the same size that would train faster, and why.
 #
 # A neighbour has parameters within 2 % of the config's and differs in one way: deeper or wider,
-# another width of the MLP, of a head, a vocabulary padded to full tiles. What is gained beyond what a
+# another width of the MLP, of a head, a vocabulary padded to full tiles. What is gained beyond what
+# a
 # smaller model gains anyway is told. Whether such a model learns as well isn't predicted; the
-# literature finds loss to depend little on the shape within wide limits (arXiv 2001.08361, figure 5).
+# literature finds loss to depend little on the shape within wide limits (arXiv 2001.08361, figure
+# 5).
 
 SIZE = 0.02  # by which parameters may differ
 WORTH_SHAPING = 0.01  # less of a gain isn't told

@@ -200,9 +200,11 @@ def _moved(theta: Column, constants: int) -> Column:
 
 # Calibrates the model to a machine of the user's own, from a few runs of twenty steps each.
 #
-# Four factors are fitted, with priors, to measured seconds per step: of products, of memory, of what
+# Four factors are fitted, with priors, to measured seconds per step: of products, of memory, of
+# what
 # doesn't shrink with the work, and of the links. One run fixes the first; runs with another
-# batch, layout or link rate tell them apart. Where there are four runs or more, the interval is that
+# batch, layout or link rate tell them apart. Where there are four runs or more, the interval is
+# that
 # of what the fit left unexplained, and never narrower than a twentieth.
 
 NARROWEST, FEW = 0.05, 0.15  # half an interval's logarithm: at best, and after fewer than four runs

@@ -237,7 +237,8 @@ def _inline(value: Any) -> str:
 # What a plan spends: days, device hours, money where the user gave a price, energy as a bound.
 #
 # Device hours are always told, since they hold whatever an hour costs. Prices come from the user
-# alone; the package has none. Energy is a bound: every device at its power limit all the time, hosts,
+# alone; the package has none. Energy is a bound: every device at its power limit all the time,
+# hosts,
 # switches and cooling not counted, and only for devices whose limit is known here.
 
 PER_BILLION = 1e9  # tokens that figures are for where a job doesn't say how many

@@ -40,9 +40,9 @@ class Job:
     tokens: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in ("sequence", "global_batch"):
-            if getattr(self, field) < 1:
-                raise InputError(f"job: {field} is {getattr(self, field)}; give 1 at least")
+        for name in ("sequence", "global_batch"):
+            if getattr(self, name) < 1:
+                raise InputError(f"job: {name} is {getattr(self, name)}; give 1 at least")
         if not 0 <= self.tokens < float("inf"):
             raise InputError(f"job: tokens is {self.tokens}; give how many in all, or 0: unsaid")
         if self.task not in TASKS:

@@ -253,7 +253,8 @@ def _measurement(name: str, value: Any, path: Path) -> Measurement:
 # logarithmic ratios are compared by Welch's interval (1947), which doesn't take both to vary alike.
 #
 # An interval over rounds doesn't know what changes from one start to the next (memory layout, the
-# neighbours of the day). That is what the margin is for: a switch has lost where all of the interval
+# neighbours of the day). That is what the margin is for: a switch has lost where all of the
+# interval
 # lies below 1 - margin.
 
 MARGIN = 0.02

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from hasten.formatting import UNITS, span, words
+from hasten.formatting import NOT_MEASURED, UNITS, span, words
 from hasten.measure.statistics import Interval
 from hasten.report.gains import (
     Arm,
@@ -26,7 +26,6 @@ from hasten.report.gains import (
     word_of,
 )
 from hasten.report.svg import (
-    NOT_MEASURED,
     Bar,
     Curve,
     Stack,

@@ -193,7 +193,8 @@ def _interaction_words(ratio: Interval) -> str:
 # One verdict per arm: from its ratio, the noise, the other arms, the guard, and what acted.
 #
 # An arm is judged in this order, and the first that applies is said: it failed; the baseline has no
-# result; the guard or its held-out loss finds the model worse; nobody knows what its techniques did;
+# result; the guard or its held-out loss finds the model worse; nobody knows what its techniques
+# did;
 # none of them acted. Only then does its speed decide, by the rules of `statistics.verdict`, beyond
 # the noise floor of the experiment and after Holm's correction for the number of its arms.
 

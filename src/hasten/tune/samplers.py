@@ -321,7 +321,8 @@ class Bandit:
 # Optuna's samplers as proposers: TPE, Gaussian processes, NSGA-II, CMA-ES.
 #
 # Optuna 5 (Akiba et al. 2019). Every dimension is suggested, whether it matters or not, since the
-# multivariate samplers want the same parameters in every trial; numbers in rising order are integers,
+# multivariate samplers want the same parameters in every trial; numbers in rising order are
+# integers,
 # all others categories (CMA-ES has none: there all are integers). A point that was refused, ran out
 # of memory or failed is told as worse than all others; one that comes twice is told as before.
 

@@ -212,10 +212,12 @@ def importance(
 
 # What is learnt from a point that failed: which of its choices may be to blame.
 #
-# A failure is no speed, so it says nothing of the forecast; but the next points should do without its
+# A failure is no speed, so it says nothing of the forecast; but the next points should do without
+# its
 # cause. Suspect is each choice that the start hasn't, and each pair of them. Who worked in another
 # point is cleared, and where the message names a technique, its own choice is among the culprits
-# (group testing, Dorfman 1943, with one culprit a failure). A point's chance to fail is the share of
+# (group testing, Dorfman 1943, with one culprit a failure). A point's chance to fail is the share
+# of
 # suspicion that its choices carry.
 
 PAIR = 0.5  # of two together, as a share of the product of theirs
@@ -292,7 +294,8 @@ class Failures:
 # What earlier studies of similar jobs tell before the first trial: a forecast that was measured.
 #
 # Two jobs are similar if their records say the same of what they are `about` (architecture, device
-# and objective; of a loop, its name). Settings that both know are matched by name and value; what an
+# and objective; of a loop, its name). Settings that both know are matched by name and value; what
+# an
 # earlier study measured is believed half, since the job is another.
 
 BELIEVED = 0.5

@@ -35,7 +35,8 @@ from hasten.launch.netlab.network import NIC, Network, Nothing, Tuns, Veths, add
 
 # Ranks of one command on a lab's hosts: started together, ended together, never left alone.
 #
-# When a rank fails, the others have some seconds to say what they noticed, since that is what a test
+# When a rank fails, the others have some seconds to say what they noticed, since that is what a
+# test
 # of a broken link looks at; then they are asked to end, and then they are ended. A rank's own
 # children go with it.
 

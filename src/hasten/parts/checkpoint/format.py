@@ -59,7 +59,8 @@ class Disk:
 #      "coded": {TENSOR: how it was made smaller}, "base": what differences refer to,
 #      "meta": the caller's JSON, "seal": hash of all the above}
 #
-# The seal finds accidents, not forgers: whoever can write the folder can seal anew. So a manifest is
+# The seal finds accidents, not forgers: whoever can write the folder can seal anew. So a manifest
+# is
 # read as a stranger's: its size has a limit, and the names in it can't leave the folder.
 
 STATE, MANIFEST = "state.safetensors", "manifest.json"

@@ -104,7 +104,8 @@ class Writer:
 
 # Says, with its MB/s, that a place takes checkpoints slowly; once, and again where it got worse.
 #
-# A slow place costs nothing as long as the writer's thread keeps up with it. It has to be known where
+# A slow place costs nothing as long as the writer's thread keeps up with it. It has to be known
+# where
 # training waits for that thread, or where a write takes so long that much is lost between two.
 
 WAITED = 1.0  # seconds that training may wait for an earlier save in silence

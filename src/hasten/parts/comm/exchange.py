@@ -165,7 +165,8 @@ def gathered_bytes(size: int, world: int) -> int:
 #         the compressor's way, and remembers what that left out (its rail)
 #     (3) it gives the mean of all hosts to the ranks of its host (within, second group)
 #
-# A host's link carries what one rank per host would send, and since (3) hands bits on, all ranks have
+# A host's link carries what one rank per host would send, and since (3) hands bits on, all ranks
+# have
 # the same. The memory of what was left out lies once on each host, spread over its ranks. Within a
 # host a bucket travels twice instead of once; that path has to be the faster one.
 

@@ -316,11 +316,13 @@ def _settle(device: str) -> None:
 
 # How large gradient buckets should be: many leave early, and each pays the link's delay.
 #
-#     backward      |--- 1 ---|--- 2 ---|--- 3 ---|            n buckets get ready one after the other
+#     backward      |--- 1 ---|--- 2 ---|--- 3 ---|            n buckets get ready one after the
+# other
 #     wire                    |=== 1 ===|=== 2 ===|=== 3 ===|  and leave in that order
 #                                                  exposed
 #
-# With a window of W seconds in which gradients get ready, bucket k leaves at k W / n or when the one
+# With a window of W seconds in which gradients get ready, bucket k leaves at k W / n or when the
+# one
 # before it is back, and takes t seconds. What shows is t where the wire keeps up (n t <= W), and
 # W / n + n t - W where it doesn't. So n grows until delays eat what an earlier start gains: on a
 # link-bound step about sqrt(W / delay). (The schedule of Li et al., PyTorch Distributed,

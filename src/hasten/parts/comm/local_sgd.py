@@ -149,7 +149,8 @@ def chunks_of(parameters: Sequence[Tensor], anchor: Tensor, start: int, end: int
 # A rank's weights while they drift from the others': what all have in common, and the way back.
 #
 # Ranks that train alone for a while need not send gradients. Each keeps ``anchor``, the weights as
-# all last agreed on them (float32, the same bits on every rank, 4 bytes per weight), and from time to
+# all last agreed on them (float32, the same bits on every rank, 4 bytes per weight), and from time
+# to
 # time says how far a stretch of its own weights, a *fragment*, has moved from there:
 #
 #     own      = decode(encode(weights - anchor))           travels in few bits
@@ -161,7 +162,8 @@ def chunks_of(parameters: Sequence[Tensor], anchor: Tensor, start: int, end: int
 # memory of errors is kept: one beside it would count what was left out twice. A rank's share is its
 # part of the trained tokens since the fragment was last sent, so that one round of plain SGD is the
 # step that replicas with averaged gradients take (Stich, Local SGD, arXiv:1805.09767, has equal
-# shares). A message begins with ``HEADER`` bytes, tokens and flags; behind them lies a message of the
+# shares). A message begins with ``HEADER`` bytes, tokens and flags; behind them lies a message of
+# the
 # codec for each chunk of weights.
 
 HEADER = 16  # two float64 numbers: trained tokens, flags

@@ -213,7 +213,8 @@ def _read(path: Path) -> str:
 
 # The link between a host's GPUs as NVIDIA's driver describes it: NVLinks that are up, or PCIe.
 #
-# NVML is asked through its C library (NVML API reference, "NvLink Methods" and "Device Queries"), so
+# NVML is asked through its C library (NVML API reference, "NvLink Methods" and "Device Queries"),
+# so
 # that no package is needed. The first GPU speaks for the host's others. Figures are the links' own,
 # without the protocol's overhead; a measurement knows better.
 

@@ -33,7 +33,8 @@ from hasten.parts.data.access_pattern import with_merged_reads
 
 # A thread that reads an iterator into a bounded queue and never outlives who takes from it.
 #
-# To hand an item over takes no lock and, as a rule, no system call of the taker. It is the waking of
+# To hand an item over takes no lock and, as a rule, no system call of the taker. It is the waking
+# of
 # a thread that costs, tens of microseconds of the one who wakes, so the taker doesn't do it:
 #
 #     reader   queue full: naps for half of what the taker lately needed for an item, looks again
@@ -41,8 +42,10 @@ from hasten.parts.data.access_pattern import with_merged_reads
 #
 # So in a steady pace the reader finds by itself that there is room, while the taker is at work.
 #
-# The thread knows the queue and the iterator, not its owner, so an owner that is dropped is collected
-# and its ``with`` block ends the thread. At exit the interpreter closes the queues still open before
+# The thread knows the queue and the iterator, not its owner, so an owner that is dropped is
+# collected
+# and its ``with`` block ends the thread. At exit the interpreter closes the queues still open
+# before
 # it takes its modules apart. An error waits in the queue behind the items that came before it.
 
 PATIENCE_SECONDS = 30.0  # for the read that runs while we close; the thread ends when it returns
@@ -245,7 +248,8 @@ atexit.register(_close_all)
 #
 #     deficit <- max(0, deficit + seconds to read a batch - seconds it was used)
 #
-# The worst deficit of the last some hundred batches, divided by the seconds that a batch is used, is
+# The worst deficit of the last some hundred batches, divided by the seconds that a batch is used,
+# is
 # the number of batches that must wait when such a burst begins. So a queue is long enough from the
 # second burst on, also if the first one was hidden by luck, and stays so between bursts.
 
@@ -286,7 +290,8 @@ class Pace:
 # Copies to an accelerator beside its computing: pinned memory, a stream of their own, an event.
 #
 # ``send`` runs in the thread that reads ahead and returns at once; ``receive`` runs where the batch
-# is used and lets the device, not the host, wait for the copy. A batch may be a tensor or any nesting
+# is used and lets the device, not the host, wait for the copy. A batch may be a tensor or any
+# nesting
 # of mappings, tuples, lists and dataclasses; everything else in it is handed on as it is.
 
 
@@ -401,8 +406,8 @@ class SmartPrefetcher:
 
     Args:
         lookahead: batches that may wait in the queue; grows to what the bursts of reading take
-            (:mod:`hasten.parts.data.prefetch`) and while the caller has to wait, and goes back when the
-            queue stays full, never below this.
+            (:mod:`hasten.parts.data.prefetch`) and while the caller has to wait, and goes back when
+            the queue stays full, never below this.
         pattern_detection: merge the requests of a DataLoader in this process (``num_workers=0``)
             whose data set has ``read_range``; see :mod:`hasten.parts.data.access_pattern`.
         device: copy batches there on the way; None leaves them where they are.

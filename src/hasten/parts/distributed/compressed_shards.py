@@ -46,7 +46,8 @@ from hasten.parts.distributed.fsdp import (
 # half of an all-reduce. Weights travel as before.
 #
 # What is left out is remembered by parameter, in float32, whole on every rank: what a rank sends is
-# its own gradient of all weights, so its memory doesn't get smaller with the number of ranks. Several
+# its own gradient of all weights, so its memory doesn't get smaller with the number of ranks.
+# Several
 # backward passes of a step add to it in turn; it counts once the step does. Where a number isn't
 # finite the message says NaN, the rank that decodes it has NaN in its shards, and the norm over all
 # ranks tells everybody.

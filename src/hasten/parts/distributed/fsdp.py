@@ -111,7 +111,8 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
 
 # The groups of weights that FSDP2 reduces at once, and how they lie in its messages.
 #
-# Each module that ``fully_shard`` was called on is one group. Its gradients lie in a message in rows,
+# Each module that ``fully_shard`` was called on is one group. Its gradients lie in a message in
+# rows,
 # one for each rank: row r holds the r-th piece of every weight, one after another, the last pieces
 # filled up with zeros. FSDP2 lets a caller put another reduce-scatter in the place of its own
 # (``set_custom_reduce_scatter``) and work on its result (``set_all_reduce_hook``), but doesn't say
@@ -262,7 +263,8 @@ def shard_rest(
 
 # Stages of a pipeline whose weights are sharded (FSDP2): each block a group, the rest another.
 #
-# A stage is a root of its own, whose groups come together for each pass over a micro-batch and let go
+# A stage is a root of its own, whose groups come together for each pass over a micro-batch and let
+# go
 # after it. Gradients are cut and added up (reduce-scatter) in every backward pass, since a rank's
 # passes of the next micro-batches stand between. See :mod:`hasten.parts.distributed.fsdp` for a
 # model that isn't cut into stages.

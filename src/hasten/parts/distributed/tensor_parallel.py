@@ -53,9 +53,11 @@ from hasten.parts.nn.recompute import decoder_blocks
 # the gradient of A x. A layer that isn't cut keeps its adapter whole.
 #
 # An adapter is PEFT's ``lora.Linear`` (Hu et al., arXiv:2106.09685): ``base_layer``, and linear
-# layers ``lora_A`` and ``lora_B`` by the adapter's name. Their forwards are bound to code for pieces,
+# layers ``lora_A`` and ``lora_B`` by the adapter's name. Their forwards are bound to code for
+# pieces,
 # which does the usual where weights are whole again (while a model is saved). Dropout before the
-# adapter falls on the places where one process would drop, since every rank draws for the whole input
+# adapter falls on the places where one process would drop, since every rank draws for the whole
+# input
 # and takes its own columns; that needs the ranks of a mesh to have drawn alike before.
 
 

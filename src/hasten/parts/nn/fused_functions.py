@@ -248,7 +248,8 @@ class _Attend(torch.autograd.Function):
 # ``relu(x @ weight.T + bias)`` with one tensor kept for the backward pass in the place of two.
 #
 # The usual two operators keep the input of the ReLU or its output beside the input of the product;
-# here the ReLU is taken in place and its output alone says where the gradient goes through: where it
+# here the ReLU is taken in place and its output alone says where the gradient goes through: where
+# it
 # is positive. In an MLP that output is the next layer's input, which is kept anyway.
 
 

@@ -36,7 +36,8 @@ from hasten.parts.nn.fused_functions import (
 # Fused code on a model that is cut over ranks: kernels see plain tensors, this rank's part.
 #
 # Under tensor parallelism a norm's weight is whole on every rank, and its input is a piece: of the
-# sequence, or of the heads. What a row's norm is doesn't depend on other rows, so each rank computes
+# sequence, or of the heads. What a row's norm is doesn't depend on other rows, so each rank
+# computes
 # its own; the weight's gradient is a sum over ranks, which ``Partial`` says and the engine adds up.
 # Linear layers that are cut are left to torch, whose hooks know what travels.
 

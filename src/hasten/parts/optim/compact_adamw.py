@@ -2,8 +2,8 @@
 
 The update is AdamW's (Loshchilov and Hutter, arXiv:1711.05101) in float32; between two steps the
 moments of matrices are kept as bf16, rounded at random, or in 8 bits
-(:mod:`hasten.parts.optim.compact_adamw`). Norms and biases keep float32 moments: they are few, and they
-matter.
+(:mod:`hasten.parts.optim.compact_adamw`). Norms and biases keep float32 moments: they are few, and
+they matter.
 
 One tensor at a time, a chunk at a time, so that no float32 copy of the whole state ever exists:
 (1) moments come back as float32 => (2) the gradient goes in => (3) the weights move by what is
@@ -34,9 +34,11 @@ from torch.optim import Optimizer
 #
 # 8 bits follow Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861: 256
 # values share one float32 scale, their largest, and each is the place in a fixed table whose steps
-# are fine near 1 and coarse near 0. Two things differ from the paper. The table of second moments is
+# are fine near 1 and coarse near 0. Two things differ from the paper. The table of second moments
+# is
 # squared, because they are squares: it reaches down to 1e-13 of the largest in place of 3e-7. And
-# they are rounded at random, because at beta2 = 0.999 they move less per step than the table's steps.
+# they are rounded at random, because at beta2 = 0.999 they move less per step than the table's
+# steps.
 #
 # The noise comes from the caller, so that who knows seed and step knows every rounding.
 

@@ -305,7 +305,8 @@ def _device(given: torch.device | str | None, module: nn.Module) -> torch.device
 # A model in place that loses what other stages hold, and gets it back to be saved.
 #
 # :func:`prune` takes other ranks' layers, embedding, norm and head out of a model; what stays keeps
-# its name, since the list of layers keeps its numbers. :func:`put_together` brings everything to the
+# its name, since the list of layers keeps its numbers. :func:`put_together` brings everything to
+# the
 # first rank, one tensor at a time from where it lies, and lets it go again afterwards.
 
 

@@ -371,7 +371,8 @@ def earlier(listed: Sequence[Any], ahead: int) -> list[Any]:
 #
 # There is one thread, which starts each pass as soon as its inputs are there, rank by rank in the
 # schedule's own order. On accelerators a pass is only queued, so that devices work at the same time
-# and copies between them overlap with it; on a processor passes follow each other. The two halves of
+# and copies between them overlap with it; on a processor passes follow each other. The two halves
+# of
 # a backward pass (I and W) run together: autograd frees what it saved after the first.
 
 
@@ -459,7 +460,8 @@ class LocalRunner:
 
 # A batch cut into micro-batches, and micro-batches of one shape, as stages send them.
 #
-# Stages exchange hidden states through buffers of one size, and some schedules want micro-batches in
+# Stages exchange hidden states through buffers of one size, and some schedules want micro-batches
+# in
 # certain numbers. So rows and columns of filler are added, and whole micro-batches where one is
 # missing. Filler has no label. In padded rows it stands behind the tokens, where causal attention
 # doesn't look; in packed rows it is a document of its own.
@@ -620,7 +622,8 @@ def _filled(batch: Mapping[str, Any], rows: int, width: int) -> dict[str, Any]:
 #
 # A loop that partitions a model and calls ``step`` alone would train nothing. So the pipeline takes
 # an optimizer of its own unless one is there already, or the stages were asked for their parameters
-# (a loop may move them by hand). Where gradients are left to the user and nobody takes them, that is
+# (a loop may move them by hand). Where gradients are left to the user and nobody takes them, that
+# is
 # said.
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
