@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hasten.parts.checkpoint import load
-from hasten.parts.checkpoint.interval import Interval
+from hasten.parts.checkpoint.interval import SaveInterval
 from hasten.parts.checkpoint.saver import Saver
 
 State = dict[str, Tensor]
@@ -126,7 +126,7 @@ def report(state: State, place: Path, rounds: int) -> None:
         wall, core = (statistics.median(column) for column in zip(*timings, strict=True))
         checked = "" if name == TORCH else ", verified"
         print(f"| {name}{checked} | {wall:.2f} s | {size / core / 1e9:.2f} |")
-    interval = Interval(writing=savers[STAGED].writing_seconds)
+    interval = SaveInterval(writing=savers[STAGED].writing_seconds)
     interval.blocked.append(statistics.median(b for b, _ in saved[STAGED]))
     seconds = interval.seconds()
     print(f"\ndynamic interval {seconds:.0f} s, blocked {interval.blocked[0] / seconds:.3%} of it")

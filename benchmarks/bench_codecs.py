@@ -23,11 +23,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from hasten.parts.kernels import codec_reference
-from hasten.parts.comm.codecs import Cast
-from hasten.parts.kernels import build
+from hasten.parts.comm.codecs import Cast, QuantisedCodec
+from hasten.parts.kernels import build, codec_reference
 from hasten.parts.kernels import codec as compiled
-from hasten.parts.comm.codecs import Quantised
 
 RANKS = 4
 PLAIN = "-march=native"
@@ -45,7 +43,7 @@ class Bench:
 
     def quantised(self, way: ModuleType, bits: int) -> Turns:
         flat, residual, kept, out = self.flat, self.residual, self.kept, self.out
-        wire, n = Quantised(bits), len(self.flat)
+        wire, n = QuantisedCodec(bits), len(self.flat)
         messages = wire.encode(flat).repeat(RANKS, 1)
         size, blocks = -(-n // 256) * 32 * bits, -(-n // 256)
         codes = messages[:, :size]

@@ -16,13 +16,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from hasten.core import facts
+from hasten.machine import host
+from hasten.measure.experiment import environment, prepared
 from hasten.measure.nursery import Nursery, nursery
 from hasten.measure.statistics import paired_ratio
 from hasten.measure.trial import ENTRY
-from hasten.measure.experiment import environment, prepared
-from hasten.machine import host
-from hasten.progress import Silence
+from hasten.progress import SilentProgress
 from hasten.recipe.schema import load_recipe
 from hasten.tune.runners import PlanRunner
 
@@ -40,7 +39,7 @@ def main() -> None:
         folder = Path(name)
         changes = [*asked.overrides, f"output={folder / 'out'}", "max_steps=1000000"]
         recipe = load_recipe(asked.recipe, changes)
-        subject = prepared(recipe, Silence())
+        subject = prepared(recipe, SilentProgress())
         path = folder / "recipe.yaml"
         path.write_text(recipe.to_yaml())
         environ = environment(subject.plan, subject.known, recipe.transport)

@@ -16,16 +16,15 @@ import time
 from collections.abc import Callable
 
 from hasten.models.architecture import Architecture
-from hasten.planner.layout import Job
 from hasten.planner.cluster import Cluster
+from hasten.planner.layout import LayoutSpace, PlannedJob, enumerate_layouts
 from hasten.planner.plan import consider, plan
-from hasten.planner.layout import Space, enumerate_layouts
 
 CASES = (
-    ("deepseek-llm-7b", Cluster.preset("single_node", 1, 4, "a100"), Job(1024, 64, "lora")),
-    ("deepseek-llm-7b", Cluster.preset("dgx_h100", 4), Job(4096, 1024)),
-    ("deepseek-v2-lite", Cluster.preset("dgx_h100", 16), Job(4096, 1024)),
-    ("deepseek-v3", Cluster.preset("fat_tree", 256, 8, "h800"), Job(4096, 15360)),
+    ("deepseek-llm-7b", Cluster.preset("single_node", 1, 4, "a100"), PlannedJob(1024, 64, "lora")),
+    ("deepseek-llm-7b", Cluster.preset("dgx_h100", 4), PlannedJob(4096, 1024)),
+    ("deepseek-v2-lite", Cluster.preset("dgx_h100", 16), PlannedJob(4096, 1024)),
+    ("deepseek-v3", Cluster.preset("fat_tree", 256, 8, "h800"), PlannedJob(4096, 15360)),
 )
 
 
@@ -35,8 +34,8 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def row(name: str, cluster: Cluster, job: Job, rounds: int) -> list[str]:
-    model, space = Architecture.from_config(name), Space.everything(cluster)
+def row(name: str, cluster: Cluster, job: PlannedJob, rounds: int) -> list[str]:
+    model, space = Architecture.from_config(name), LayoutSpace.everything(cluster)
     count = len(enumerate_layouts(model, cluster, job, space).layouts)
     works: tuple[Callable[[], object], ...] = (
         lambda: enumerate_layouts(model, cluster, job, space),

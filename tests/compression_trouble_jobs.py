@@ -238,7 +238,7 @@ def _disagreeing(world: World) -> None:
     compressor(method).attach(replicas(nn.Linear(4, 4)))
 
 
-class FailsLate(codecs.Quantised):
+class FailsLate(codecs.QuantisedCodec):
     """A codec that can't decode what has arrived."""
 
     def __init__(self) -> None:

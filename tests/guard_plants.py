@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hasten.core.contracts import Dense
+from hasten.core.contracts import NoCompression
 from hasten.core.job import Job, Stop, with_language_counts
 from hasten.core.plan import Plan
 from hasten.core.session import Session
@@ -20,8 +20,8 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique
 from hasten.machine.environment import World
 from hasten.measure.crew import Answer
-from hasten.measure.quality.bench import Bench
-from hasten.measure.quality.guard_process import Order, together
+from hasten.measure.quality.bench import CheckContext
+from hasten.measure.quality.guard_process import CheckRequest, together
 from hasten.measure.quality.orders import obey
 from hasten.parts.data import collate
 from hasten.techniques import CATALOGUE
@@ -167,7 +167,7 @@ class Louder(Planted):
         setup.wire = _Louder()
 
 
-class _Louder(Dense):
+class _Louder(NoCompression):
     def before_update(self, parameters: Sequence[Any]) -> None:
         for parameter in parameters:
             parameter.grad.mul_(1.02)
@@ -181,7 +181,7 @@ PLANTS: tuple[type[Technique], ...] = (
 
 def bench(
     folder: Path, architecture: str = "llama", world: World | None = None, **changes: Any
-) -> Bench:
+) -> CheckContext:
     """Proofs on a tiny job, in this process; on several ranks replicated, if no plan says how."""
     settings: dict[str, Any] = {"lr": 1e-2, "steps": 3, **changes}
 
@@ -196,7 +196,7 @@ def bench(
         return plan if alone else plan.with_(DDP())
 
     known = job_facts(job_of(Plan(), None, None), architecture, world)
-    return Bench(job_of, read, known, folder)
+    return CheckContext(job_of, read, known, folder)
 
 
 class Here:
@@ -206,11 +206,11 @@ class Here:
     have loaded.
     """
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: CheckContext) -> None:
         self.bench = bench
-        self.orders: list[Order] = []
+        self.orders: list[CheckRequest] = []
 
-    def __call__(self, orders: Sequence[Order]) -> list[Answer]:
+    def __call__(self, orders: Sequence[CheckRequest]) -> list[Answer]:
         self.orders += orders
         gc.freeze()
         try:

@@ -10,7 +10,7 @@ from typing import Any
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Design, Kind
 from hasten.measure.controller import Measured, measure_arms
-from hasten.measure.record import Record
+from hasten.measure.record import ExperimentRecord
 from hasten.measure.sittings import Table
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
@@ -45,7 +45,7 @@ def pretend(
     plans: Mapping[str, Plan] | None = None,
     kinds: Mapping[str, Kind] | None = None,
     memory: int = 10_000,
-    record: Record | None = None,
+    record: ExperimentRecord | None = None,
     joules: Callable[[], float | None] = lambda: None,
     **more: Any,
 ) -> Measured:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hasten.machine.environment import World
-from hasten.parts.comm.methods import Settings
+from hasten.parts.comm.methods import CompressionSettings
 from hasten.parts.distributed.compressed_shards import CopiedShards, ShardedGradients
 from hasten.parts.distributed.fsdp import ShardGroup, rows_of, shard
 from hasten.parts.distributed.mesh import MeshSizes, data_mesh
@@ -58,7 +58,7 @@ def sums(world: World, sizes: MeshSizes, method: str) -> dict[str, Any]:
     module, mesh = Twice(), sizes.build("cpu")
     shapes = {n: tuple(p.shape) for n, p in module.named_parameters() if p.requires_grad}
     shard(module, data_mesh(mesh, copies=False))
-    settings = Settings(method=method, minimum=0, dense_steps=DENSE)
+    settings = CompressionSettings(method=method, minimum=0, dense_steps=DENSE)
     copied = sizes.dp > 1
     exchange = CopiedShards(settings, members(mesh)) if copied else ShardedGradients(settings)
     exchange.attach(module)

@@ -175,6 +175,18 @@ def test_no_module_imports_itself_through_others() -> None:
         graph = {name: needs for name, needs in graph.items() if name not in free}
 
 
+def test_a_class_name_has_one_meaning() -> None:
+    """A technique may share the name of the part that it puts into its slot."""
+    homes: dict[str, list[str]] = {}
+    for path in _modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(path.relative_to(SOURCE).as_posix())
+    several = {name: places for name, places in homes.items() if len(places) > 1}
+    shared = [{place.partition("/")[0] for place in places} for places in several.values()]
+    assert all(rooms == {"techniques", "parts"} for rooms in shared), several
+
+
 def _dotted(path: Path) -> str:
     parts = path.relative_to(SOURCE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

@@ -19,9 +19,9 @@ from tuner.problems import PROBLEMS, wide
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Arm
 from hasten.measure.controller import Measured
-from hasten.measure.experiment import Subject, prepared
+from hasten.measure.experiment import ExperimentSubject, prepared
 from hasten.measure.turns import RunnerFailedError, Step
-from hasten.progress import Silence
+from hasten.progress import SilentProgress
 from hasten.recipe.catalogue import catalogue
 from hasten.recipe.schema import recipe_from
 
@@ -34,13 +34,15 @@ RECIPE = {
 
 
 @pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+def subject(tmp_path_factory: pytest.TempPathFactory) -> ExperimentSubject:
     output = str(tmp_path_factory.mktemp("real"))
-    return prepared(recipe_from({**RECIPE, "output": output}, "test"), Silence())
+    return prepared(recipe_from({**RECIPE, "output": output}, "test"), SilentProgress())
 
 
 def side_by_side(speeds: dict[str, float]) -> Any:
-    def measured(subject: Subject, plans: dict[str, Plan], kinds: Any, *_: Any) -> Measured:
+    def measured(
+        subject: ExperimentSubject, plans: dict[str, Plan], kinds: Any, *_: Any
+    ) -> Measured:
         arms = []
         for number, (name, plan) in enumerate(plans.items()):
             factor = 1.0
@@ -59,7 +61,7 @@ def side_by_side(speeds: dict[str, float]) -> Any:
 
 @pytest.mark.long
 def test_winners_are_paired_and_equal_plans_have_one_arm(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch
+    subject: ExperimentSubject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     autocast, fused = Plan([KINDS["autocast"]()]), Plan([KINDS["fused_adamw"]()])
     monkeypatch.setattr(real, "measured", side_by_side({"autocast": 1.5, "fused_adamw": 1.47}))
@@ -109,7 +111,7 @@ class Speeds:
 
 
 def test_micro_batches_are_doubled_until_one_fails_and_the_fastest_is_taken(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch
+    subject: ExperimentSubject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(real, "PlanRunner", Speeds)
     found = real._doubled(subject, 60.0, real.Told())

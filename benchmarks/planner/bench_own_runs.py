@@ -14,12 +14,12 @@ import time
 import torch
 from transformers import AutoModelForCausalLM
 
-from hasten.models.presets import build_config, preset
-from hasten.models.architecture import Architecture
 from hasten.machine.accelerators import Device
-from hasten.planner.layout import Job, Layout, Layouts
-from hasten.planner.cluster import Cluster
+from hasten.models.architecture import Architecture
+from hasten.models.presets import build_config, preset
 from hasten.planner.calibrate import OWN_STACK, OwnRun, calibrate_machine
+from hasten.planner.cluster import Cluster
+from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout
 from hasten.planner.predict import predict
 
 # (model, micro-batch, micro-batches of a step, sequence); the first calibrate
@@ -82,9 +82,9 @@ def main() -> None:
     cluster = Cluster(chip, 1, 1, 1e9, 1e9, topology="single_node")
     runs = []
     for name, micro_batch, count, sequence in RUNS:
-        layout = Layout(zero=0, micro_batch=micro_batch, precision="fp32")
+        layout = PlannedLayout(zero=0, micro_batch=micro_batch, precision="fp32")
         seconds = median_step(name, micro_batch, count, sequence)
-        job = Job(sequence, micro_batch * count)
+        job = PlannedJob(sequence, micro_batch * count)
         runs.append(OwnRun(Architecture.from_config(name), cluster, job, layout, seconds))
     for learned in (1, 3):
         show(runs, learned)

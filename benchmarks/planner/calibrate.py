@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 
 from hasten.planner import accuracy
-from hasten.planner.constants import Calibration, MemoryConstants
-from hasten.planner.calibrate import Cases, fit_memory, fit_seconds
 from hasten.planner.accuracy import DENSE, MOE, HeldOut
-from hasten.planner.records import Record, read_records
+from hasten.planner.calibrate import Cases, fit_memory, fit_seconds
+from hasten.planner.constants import Calibration, MemoryConstants
+from hasten.planner.records import PublishedMeasurement, read_records
 
 HERE = Path(__file__).resolve().parent
 MEASUREMENTS = HERE / "measurements.json"
@@ -105,7 +105,9 @@ def figures(seconds: HeldOut, memory: HeldOut, held: MemoryConstants) -> list[tu
     ]
 
 
-def out_of_memory(records: list[Record], fitted: Calibration) -> list[tuple[Any, ...]]:
+def out_of_memory(
+    records: list[PublishedMeasurement], fitted: Calibration
+) -> list[tuple[Any, ...]]:
     """Runs that ran out of memory and are called fitting; none of them is in the fit."""
     rows = [r for r in records if r.scope == "oom"]
     if not rows:

@@ -211,8 +211,8 @@ def _step(case: Case, rank: int) -> Callable[[], None]:
 
 def show(found: dict[str, Any]) -> None:
     """Every case against what the first one predicts of it."""
-    from hasten.planner.layout import Layouts
     from hasten.planner.calibrate import OWN_STACK, OwnRun, calibrate_machine
+    from hasten.planner.layout import Layouts
     from hasten.planner.predict import predict
 
     rates = found["ceilings"]
@@ -244,11 +244,11 @@ def show(found: dict[str, Any]) -> None:
 
 
 def _own_run(row: dict[str, Any], rates: dict[str, float]) -> tuple[Case, Any]:
-    from hasten.models.architecture import Architecture
     from hasten.machine.accelerators import Device
-    from hasten.planner.layout import Job, Layout
-    from hasten.planner.cluster import Cluster
+    from hasten.models.architecture import Architecture
     from hasten.planner.calibrate import OwnRun
+    from hasten.planner.cluster import Cluster
+    from hasten.planner.layout import PlannedJob, PlannedLayout
 
     case = Case(**{k: v for k, v in row.items() if k != "seconds"})
     peak = rates["flops"]
@@ -258,13 +258,13 @@ def _own_run(row: dict[str, Any], rates: dict[str, float]) -> tuple[Case, Any]:
     link = rates["link"] * case.gbit  # as much of its nominal rate as at the first case's
     cluster = Cluster(chip, 1, 1, link, link, inter_latency=1e-4, topology="single_node")
     cluster = replace(cluster, nodes=case.ranks)
-    layout = Layout(
+    layout = PlannedLayout(
         dp=case.ranks,
         zero=3 if case.layout == "fsdp" else 0,
         micro_batch=case.micro_batch,
         precision="fp32",
     )
-    job = Job(case.sequence, case.micro_batch * case.count * case.ranks)
+    job = PlannedJob(case.sequence, case.micro_batch * case.count * case.ranks)
     return case, OwnRun(Architecture.from_config(MODEL), cluster, job, layout, row["seconds"])
 
 

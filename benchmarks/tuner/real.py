@@ -29,25 +29,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hasten.core import facts
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
+from hasten.data.file_lock import replace_file
+from hasten.machine import host
 from hasten.measure.ablation import AGAIN, BASELINE, Arm, Design
 from hasten.measure.budget import seconds_of
-from hasten.report.verdicts import floor_of, ratio_between
+from hasten.measure.experiment import ExperimentSubject, environment, measured, prepared
 from hasten.measure.statistics import hodges_lehmann
-from hasten.measure.experiment import Subject, environment, measured, prepared
-from hasten.machine import host
-from hasten.progress import Silence
+from hasten.measure.turns import RunnerFailedError
+from hasten.progress import SilentProgress
 from hasten.recipe.build import batch_of, requested_plan
 from hasten.recipe.schema import Recipe, load_recipe, recipe_from
-from hasten.tune.duel import judged
-from hasten.tune.runners import PlanRunner
-from hasten.measure.turns import RunnerFailedError
+from hasten.report.verdicts import floor_of, ratio_between
 from hasten.techniques import CATALOGUE
 from hasten.tune.api import Tuned, tune
-from hasten.data.file_lock import replace_file
-from hasten.tune.subjects import Wishes
+from hasten.tune.duel import judged
+from hasten.tune.runners import PlanRunner
+from hasten.tune.subjects import TuneOptions
 
 WITHIN = 0.03  # of each other: what repeated winners are wanted to be
 PROFILED = slice(2, 5)  # steps 3 to 5, as DeepSpeed's start_profile_step and end_profile_step
@@ -56,7 +55,7 @@ LOAD = 0.35
 
 
 @dataclass
-class Told(Silence):
+class Told(SilentProgress):
     """Prints what stays, with the time since the start; progress is nobody's."""
 
     began: float = field(default_factory=time.monotonic)
@@ -131,7 +130,7 @@ def _tuned(
     """One study's row, and the plan of the recipe that it writes."""
     output = asked.folder / f"study-{number}"
     only = tuple(name for name in asked.only.split(",") if name)
-    wishes = Wishes(seed=number, only=only)
+    wishes = TuneOptions(seed=number, only=only)
     result = tune(_recipe(values, output), asked.budget, wishes, audience=told)
     path = output / "tuned.yaml"
     replace_file(path, result.text)
@@ -159,7 +158,7 @@ def _row(result: Tuned, seed: int) -> dict[str, Any]:
     }
 
 
-def _doubled(subject: Subject, budget: float, told: Told) -> dict[str, Any]:
+def _doubled(subject: ExperimentSubject, budget: float, told: Told) -> dict[str, Any]:
     """Micro-batches of 1, 2, 4 ... records until the step is one, the time is up, or one fails."""
     recipe, known = subject.recipe, subject.known
     whole = batch_of(recipe).records
@@ -188,7 +187,7 @@ def _doubled(subject: Subject, budget: float, told: Told) -> dict[str, Any]:
     }
 
 
-def _cut(subject: Subject, size: int | None) -> Plan:
+def _cut(subject: ExperimentSubject, size: int | None) -> Plan:
     """The plan with micro-batches of so many records; None, or the whole step: uncut."""
     whole = batch_of(subject.recipe).records or 0
     (accumulate,) = [k for k in CATALOGUE if k.slot is Slot.BATCH and k.name() == "accumulate"]
@@ -209,7 +208,7 @@ def _profiled(runner: PlanRunner, seconds: float) -> tuple[float | None, str | N
 
 
 def _compared(
-    subject: Subject, winners: Mapping[str, Plan], seconds: float, told: Told
+    subject: ExperimentSubject, winners: Mapping[str, Plan], seconds: float, told: Told
 ) -> dict[str, Any]:
     """All plans in one interleaved run; a plan that several found has one arm."""
     base = subject.plan
@@ -251,7 +250,7 @@ def _joined(plans: dict[str, Plan], more: Mapping[str, Plan]) -> dict[str, str]:
 
 
 def _apart(
-    subject: Subject, winners: Mapping[str, Plan], seconds: float, told: Told
+    subject: ExperimentSubject, winners: Mapping[str, Plan], seconds: float, told: Told
 ) -> dict[str, Any]:
     """How far the winners are from each other, with a copy of the first as a control."""
     first, *others = [name for name in winners if name != DOUBLING]

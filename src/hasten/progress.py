@@ -17,7 +17,7 @@ class Audience(Protocol):
     def show(self, text: str, share: float) -> None: ...
 
 
-class Silence:
+class SilentProgress:
     """Nobody is told."""
 
     def tell(self, text: str) -> None: ...

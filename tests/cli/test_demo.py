@@ -128,7 +128,7 @@ def test_a_training_is_asked_to_stop_once_its_time_has_come() -> None:
     told: list[Any] = []
     session: Any = SimpleNamespace(leaving=False, stop_requested=False)
     now = iter((1.0, 71.9, 72.0, 80.0))
-    stop = module.Stop(72.0, told.append, told.append, lambda: next(now))
+    stop = module.TimedStop(72.0, told.append, told.append, lambda: next(now))
     stop.start(session)
     seen = []
     for metrics in ("a", "b", "c"):

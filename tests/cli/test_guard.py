@@ -19,7 +19,7 @@ from hasten.core.plan import Plan
 from hasten.errors import FAILED, InputError
 from hasten.measure.experiment import prepared
 from hasten.measure.quality import guard_process
-from hasten.progress import Silence
+from hasten.progress import SilentProgress
 from hasten.recipe.build import facts_of
 from hasten.recipe.schema import load_recipe
 from hasten.techniques.loss import LabelledTokenLoss
@@ -70,7 +70,7 @@ def test_what_was_proven_is_not_proven_again_until_something_changes(
         return [{"failed": "not here"} for _ in orders]
 
     monkeypatch.setattr(guard_process.Processes, "__call__", count)
-    subject = prepared(load_recipe(Path(recipe(tmp_path, plan=["packed"]))), Silence())
+    subject = prepared(load_recipe(Path(recipe(tmp_path, plan=["packed"]))), SilentProgress())
     with Display() as display:
         first = beforehand(True, 0, False, display)(subject)
         assert beforehand(True, 0, False, display)(subject) == first
@@ -96,7 +96,7 @@ def test_what_a_dead_process_left_open_is_tried_again(
         return [{"failed": "killed, most likely for want of memory"} for _ in orders]
 
     monkeypatch.setattr(guard_process.Processes, "__call__", died)
-    subject = prepared(load_recipe(Path(recipe(tmp_path, plan=["packed"]))), Silence())
+    subject = prepared(load_recipe(Path(recipe(tmp_path, plan=["packed"]))), SilentProgress())
     with Display() as display:
         for _ in range(2):
             found = beforehand(True, 0, False, display)(subject)

@@ -19,7 +19,7 @@ import pytest
 
 from hasten.errors import InputError
 from hasten.launch.netlab import Lab, packet_link
-from hasten.launch.netlab.packet_link import DELAY, LOSS, STOP, Settings
+from hasten.launch.netlab.packet_link import DELAY, LOSS, STOP, LinkSettings
 from hasten.parts.kernels.build import built
 from netlab import job, lab_with_links
 
@@ -136,27 +136,27 @@ WITNESS = 3  # a host that nothing else is for
 numbers = itertools.count(1000)
 
 
-def compiled(fds: list[int], settings: Settings) -> None:
+def compiled(fds: list[int], settings: LinkSettings) -> None:
     library = built("packet_link").library
     assert library is not None
     library.packet_link(len(fds), (c_int * len(fds))(*fds), settings.numbers, c_uint64(1))
 
 
-def plain(fds: list[int], settings: Settings) -> None:
+def plain(fds: list[int], settings: LinkSettings) -> None:
     packet_link.forward(fds, settings.numbers)
 
 
 @contextmanager
 def switch(
-    loop: Callable[[list[int], Settings], None],
-) -> Iterator[tuple[list[socket.socket], Settings]]:
+    loop: Callable[[list[int], LinkSettings], None],
+) -> Iterator[tuple[list[socket.socket], LinkSettings]]:
     if loop is compiled and (reason := built("packet_link").reason):
         pytest.skip(reason)
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(WITNESS + 1)]
     for ours, theirs in pairs:
         ours.settimeout(60)
         theirs.setblocking(False)
-    settings = Settings(len(pairs))
+    settings = LinkSettings(len(pairs))
     thread = threading.Thread(target=loop, args=([p[1].fileno() for p in pairs], settings))
     thread.start()
     try:

@@ -18,7 +18,15 @@ import psutil
 import pytest
 
 from hasten.launch.standby import Spares
-from hasten.launch.supervisor import LEFT, WORN_OUT, Attempt, Limits, Ranks, Supervision, supervise
+from hasten.launch.supervisor import (
+    LEFT,
+    WORN_OUT,
+    Attempt,
+    RankTimeouts,
+    SupervisedRanks,
+    Supervision,
+    supervise,
+)
 from hasten.machine.processes import BEAT, Pulse
 from offspring import children
 
@@ -72,8 +80,10 @@ def run(tmp_path: Path) -> Callable[..., int]:
         def launch(rank: int, variables: Mapping[str, str], words: Sequence[str]) -> Any:
             return subprocess.Popen([sys.executable, str(script)], env=dict(variables))
 
-        supervision = Supervision(restarts, Limits(hang, start), fewest)
-        ranks = Ranks(arguments, lambda rank, count: {"MINE": str(rank)}, count, 2, launch)
+        supervision = Supervision(restarts, RankTimeouts(hang, start), fewest)
+        ranks = SupervisedRanks(
+            arguments, lambda rank, count: {"MINE": str(rank)}, count, 2, launch
+        )
         return supervise(ranks, supervision, tmp_path / "data", tmp_path / "restarts.jsonl")
 
     return run
@@ -167,7 +177,7 @@ def test_who_waits_for_a_hanging_rank_is_not_blamed_for_having_fallen_silent_a_l
     tmp_path: Path,
 ) -> None:
     process: Any = SimpleNamespace(pid=os.getpid(), poll=lambda: None)
-    attempt = Attempt(tmp_path, 2, lambda rank: process, Limits(hang=10.0))
+    attempt = Attempt(tmp_path, 2, lambda rank: process, RankTimeouts(hang=10.0))
     Pulse(tmp_path, 0).beat(4)
     assert attempt._silent(100.0, [None, None]) is None
     Pulse(tmp_path, 1).beat(3)

@@ -7,7 +7,7 @@ from dataclasses import astuple
 import torch
 from torch import Tensor
 
-from hasten.core.contracts import Agreement, Dense, EachStep
+from hasten.core.contracts import Agreement, EachStep, NoCompression
 from hasten.core.job import Counts
 from hasten.parts.comm import streaming_local_sgd as parts
 from hasten.parts.comm.codecs import codec
@@ -37,7 +37,7 @@ def test_a_wire_that_is_an_agreement_takes_the_place_of_the_default() -> None:
     session.setup.wire = Apart(session.setup, "stream", lambda parameters: None)  # type: ignore[arg-type,return-value]
     assert isinstance(session.setup.wire, Agreement)
     assert session.setup.agreement is session.setup.wire
-    assert not isinstance(Dense(), Agreement)
+    assert not isinstance(NoCompression(), Agreement)
 
 
 def test_ranks_that_train_apart_take_the_others_to_have_what_they_have() -> None:
@@ -56,4 +56,4 @@ def test_on_one_rank_nothing_is_settled_and_counts_stay() -> None:
     before = session.progress.tokens
     session.settle()
     assert session.progress.tokens == before
-    assert isinstance(session.setup.wire, Dense)
+    assert isinstance(session.setup.wire, NoCompression)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.data import json_reader
-from hasten.data.json_reader import FaultError, Found, scan_json
+from hasten.data.json_reader import FaultError, JsonValue, scan_json
 
 TEXTS = st.text(st.sampled_from('aé你\U0001f600"\\{}[],: \n'), max_size=12)
 WHOLE = st.integers(-(2**63), 2**64 - 1)
@@ -23,7 +23,7 @@ RECORDS = st.fixed_dictionaries(
 PIECES = (b"", b'"', b"{", b"}", b"]", b"[", b",", b"\n", b" ", b"\xff", b'{"q', b"\\", b"1", b"-")
 
 
-def found(data: bytes) -> list[Found]:
+def found(data: bytes) -> list[JsonValue]:
     return list(scan_json(io.BytesIO(data)))
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hasten.data.readers import Conversation, Message, read_sources
 from hasten.data.sources import Source, weighted
-from hasten.data.spool import Choice, Spool, pack, packed, spools, unpack
+from hasten.data.spool import Selection, Spool, pack, packed, spools, unpack
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
 CONVERSATIONS = st.lists(
@@ -45,11 +45,11 @@ def test_a_choice_of_spools_and_lists_is_the_same_choice_of_lists(
             assert spool[number // 2] == first[number // 2]
         whole = [*first, *second]
         rows = data.draw(st.lists(st.integers(0, max(len(whole) - 1, 0)), max_size=20 * len(whole)))
-        choice = Choice([spool, second], np.array(rows, np.int64))
+        choice = Selection([spool, second], np.array(rows, np.int64))
         assert list(choice) == [whole[row] for row in rows]
         assert list(choice[1:4]) == [whole[row] for row in rows[1:4]]
         assert list(spool) == list(spool[:]) == first
-        assert list(Choice([spool, second])) == whole
+        assert list(Selection([spool, second])) == whole
         some = np.arange(len(choice))[::-2]
         assert list(choice.take(some)) == [list(choice)[i] for i in some]
         assert [packed(choice, i) for i in range(len(rows))] == [pack(whole[r]) for r in rows]

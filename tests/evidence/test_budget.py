@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hasten.errors import InputError
 from hasten.measure.ablation import Kind
-from hasten.measure.budget import Choice, Costs, choose, require, seconds_of, words
+from hasten.measure.budget import BudgetPlan, Costs, choose, require, seconds_of, words
 
 NAMES = ("baseline", "again", "only a", "only b", "without a", "without b", "all")
 KINDS: dict[str, Kind] = dict(
@@ -27,7 +27,7 @@ def rest_of(kept: Sequence[str], builds: int, rounds: int) -> float:
     return COSTS.of(len(kept), rounds, looks=2, to_start=len(kept), builds=builds)
 
 
-def chosen(left: float, builds: int = 2, rounds: int = 8) -> Choice:
+def chosen(left: float, builds: int = 2, rounds: int = 8) -> BudgetPlan:
     return choose(NAMES, KINDS, {"only a": 0.5, "only b": 0.1}, builds, rounds, rest_of, left)
 
 
@@ -57,7 +57,7 @@ def test_a_time_needed_is_never_rounded_down() -> None:
 
 
 def test_enough_time_drops_nothing() -> None:
-    assert chosen(left=1e6) == Choice(NAMES, 8, 2, ())
+    assert chosen(left=1e6) == BudgetPlan(NAMES, 8, 2, ())
 
 
 def test_arms_are_left_out_in_the_order_that_is_written_down() -> None:

@@ -15,7 +15,7 @@ import pytest
 from hasten.errors import InputError
 from hasten.measure import seat
 from hasten.measure.ablation import Design, with_second_baseline
-from hasten.measure.record import Record, seconds_of
+from hasten.measure.record import ExperimentRecord, seconds_of
 from hasten.report.findings import report_of
 from hasten.report.schema import read_report
 from pretence import KINDS, NAMES, PLANS, log, pretend
@@ -148,7 +148,7 @@ def test_each_build_has_its_share_of_the_rounds(tmp_path: Path) -> None:
 
 def test_every_second_sitting_starts_from_the_other_end(tmp_path: Path) -> None:
     """Whoever starts first may be slower for as long as it lives."""
-    record = Record()
+    record = ExperimentRecord()
     pretend(tmp_path, Design(rounds=6, steps=1, builds=3), record=record)
     started = [e["arm"] for e in record.events if e["event"] == "start"]
     first, second, third = (started[i : i + 4] for i in (0, 4, 8))
@@ -247,7 +247,9 @@ def test_a_budget_decides_over_rounds_and_arms_and_says_what_it_dropped(tmp_path
     assert all(arm.held_out[-1][0] == arm.losses[-1][0] for arm in found.arms)
 
 
-def late(record: Record, at: str, seconds: float, time: int = 1) -> Callable[[str, float], None]:
+def late(
+    record: ExperimentRecord, at: str, seconds: float, time: int = 1
+) -> Callable[[str, float], None]:
     """The clock leaps by so many seconds when something is told for the so manieth time."""
     told: list[str] = []
 
@@ -260,7 +262,7 @@ def late(record: Record, at: str, seconds: float, time: int = 1) -> Callable[[st
 
 
 def test_a_budget_that_ends_before_the_second_build_keeps_the_first(tmp_path: Path) -> None:
-    record = Record()
+    record = ExperimentRecord()
     design = Design(rounds=8, steps=1, builds=2, budget_seconds=1000)
     tell = late(record, "starting baseline", 2000.0, time=2)
     found = pretend(tmp_path, design, plans=TWO, record=record, tell=tell)
@@ -271,7 +273,7 @@ def test_a_budget_that_ends_before_the_second_build_keeps_the_first(tmp_path: Pa
 
 
 def test_a_budget_that_ends_before_the_second_group_keeps_the_first(tmp_path: Path) -> None:
-    record = Record()
+    record = ExperimentRecord()
     tell = late(record, "starting baseline", 2000.0, time=2)
     design = Design(rounds=3, steps=1, budget_seconds=1000)
     found = pretend(tmp_path, design, memory=340, record=record, tell=tell)
@@ -289,7 +291,7 @@ SLOW = {name: {"rate": 5.0} for name in PLANS}  # 2 s a step, as they say: start
 def test_a_deadline_that_passes_while_arms_start_ends_the_experiment_there(
     tmp_path: Path, at: str
 ) -> None:
-    record = Record()
+    record = ExperimentRecord()
     found = pretend(tmp_path, IN_TIME, SLOW, record=record, tell=late(record, at, 300.0))
     assert [(arm.name, arm.rounds) for arm in found.arms] == [("baseline", [])]
     dropped = [f"{name}: no time for it" for name in ("all", "packed", "attention")]
@@ -303,7 +305,7 @@ def test_a_deadline_that_passes_in_a_round_leaves_the_rounds_before_it(
     tmp_path: Path, place: int
 ) -> None:
     """Whoever's turn it is then."""
-    record = Record()
+    record = ExperimentRecord()
     started: list[str] = []
 
     def tell(text: str, share: float) -> None:
@@ -325,14 +327,14 @@ def test_a_deadline_that_passes_in_a_round_leaves_the_rounds_before_it(
 def test_a_deadline_that_passes_in_the_first_round_keeps_the_arms_that_had_their_turn(
     tmp_path: Path,
 ) -> None:
-    record = Record()
+    record = ExperimentRecord()
     found = pretend(tmp_path, IN_TIME, SLOW, record=record, tell=late_in_round_1(record))
     turned = {e["arm"] for e in record.events if e["event"] == "turn"}
     assert len(turned) == 3
     assert {arm.name: len(arm.rounds) for arm in found.arms} == dict.fromkeys(turned, 1)
 
 
-def late_in_round_1(record: Record) -> Callable[[str, float], None]:
+def late_in_round_1(record: ExperimentRecord) -> Callable[[str, float], None]:
     """The deadline passes before the last arm's turn, which isn't the baseline's."""
     told: list[str] = []
 
@@ -347,7 +349,7 @@ def late_in_round_1(record: Record) -> Callable[[str, float], None]:
 
 
 def test_before_a_deadline_a_slow_start_leaves_rows_out_and_says_so(tmp_path: Path) -> None:
-    record = Record()
+    record = ExperimentRecord()
     tell = late(record, "starting packed", 200.0)  # 40 s are left, and a round takes 2 s an arm
     found = pretend(tmp_path, IN_TIME, SLOW, record=record, tell=tell)
     assert found.design["dropped"] == ["attention: no time for it"]
@@ -365,7 +367,7 @@ def test_with_a_deadline_a_budget_that_is_too_short_is_no_reason_to_refuse(tmp_p
 
 
 def test_an_arm_that_hangs_is_waited_for_until_the_deadline_alone(tmp_path: Path) -> None:
-    record = Record()
+    record = ExperimentRecord()
     hangs = {"all": {"fails": {"steps": "hang"}, "after": 2}}  # in the first round
     tell = late(record, "round 1/6: all", 299.9)
     found = pretend(tmp_path, replace(IN_TIME, warmup=2), hangs, record=record, tell=tell)
@@ -382,9 +384,9 @@ def test_an_arm_that_has_rounds_is_not_dropped_when_it_sits_down_again(tmp_path:
             raise KeyboardInterrupt
 
     path = tmp_path / "record.jsonl"
-    with Record(path) as record, pytest.raises(KeyboardInterrupt):
+    with ExperimentRecord(path) as record, pytest.raises(KeyboardInterrupt):
         pretend(tmp_path, design, told, record=record, tell=killed)
-    with Record(path) as record:
+    with ExperimentRecord(path) as record:
         tell = late(record, "starting baseline", 4000.0)  # five rounds of four wouldn't fit now
         found = pretend(tmp_path, design, told, record=record, tell=tell)
     assert found.design["dropped"] == []
@@ -399,7 +401,7 @@ def test_time_before_a_kill_counts_if_turns_of_it_are_kept(tmp_path: Path) -> No
         {"event": "evaluate", "arm": "baseline", "at": 95.0},
     ]
     path.write_text("".join(json.dumps(x) + "\n" for x in ({"record": 1, "key": ""}, *lines)))
-    with Record(path) as record:
+    with ExperimentRecord(path) as record:
         assert 95.0 <= record.spent < 135.0  # the start without a turn left nothing
         assert record.elapsed < 40.0
         assert seconds_of(record.events) == 135.0
@@ -416,9 +418,9 @@ def test_a_start_after_a_kill_does_not_begin_the_budget_anew(tmp_path: Path) -> 
             record.append("evaluate", arm="all", sitting=1, tokens=0, held_out_loss=None)
             raise KeyboardInterrupt
 
-    with Record(path) as record, pytest.raises(KeyboardInterrupt):
+    with ExperimentRecord(path) as record, pytest.raises(KeyboardInterrupt):
         pretend(tmp_path, design, told, plans=TWO, record=record, tell=killed)
-    with Record(path) as record:
+    with ExperimentRecord(path) as record:
         found = pretend(tmp_path, design, told, plans=TWO, record=record)
     assert [len(arm.rounds) for arm in found.arms] == [3, 3]
     assert found.design["rounds"] == 3
@@ -432,9 +434,9 @@ def test_an_arm_that_cannot_start_again_for_its_proof_keeps_its_rounds(tmp_path:
         if text == "finishing all":
             raise KeyboardInterrupt
 
-    with Record(path) as record, pytest.raises(KeyboardInterrupt):
+    with ExperimentRecord(path) as record, pytest.raises(KeyboardInterrupt):
         pretend(tmp_path, Design(rounds=3, steps=1), plans=TWO, record=record, tell=killed)
-    with Record(path) as record:
+    with ExperimentRecord(path) as record:
         told = {"all": {"fails": {"start": "end"}}}
         found = pretend(tmp_path, Design(rounds=3, steps=1), told, plans=TWO, record=record)
     last = found.arms[-1]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.measure import energy
-from hasten.measure.energy import Meter, RaplCounter, open_meter
+from hasten.measure.energy import EnergyMeter, RaplCounter, open_meter
 
 
 def zone(folder: Path, place: str, name: str, micro_joules: int, most: int = 10**12) -> Path:
@@ -62,7 +62,7 @@ def test_a_counter_that_turns_over_loses_nothing(steps: list[int]) -> None:
 def test_a_counter_read_too_seldom_says_so_and_gives_no_number(tmp_path: Path) -> None:
     path = zone(tmp_path, "z", "package-0", 0, most=262_143_328_850)
     times = iter([0.0, 100.0, 500.0])
-    meter = Meter("RAPL", [RaplCounter(path, clock=lambda: next(times))])
+    meter = EnergyMeter("RAPL", [RaplCounter(path, clock=lambda: next(times))])
     assert meter.read() == 0
     assert meter.read() is None
     assert meter.source == "not measured: the counter was read too seldom"
@@ -72,7 +72,7 @@ def test_a_counter_read_too_seldom_says_so_and_gives_no_number(tmp_path: Path) -
 def test_after_a_gap_differences_are_known_again(tmp_path: Path) -> None:
     path = zone(tmp_path, "z", "package-0", 0, most=262_143_328_850)
     times = iter([0.0, 500.0, 510.0, 520.0])
-    meter = Meter("RAPL", [RaplCounter(path, clock=lambda: next(times))])
+    meter = EnergyMeter("RAPL", [RaplCounter(path, clock=lambda: next(times))])
     assert meter.reading() is None  # ten minutes: nobody knows how often it turned over
     first = meter.reading()
     (path / "energy_uj").write_text("7000000\n")

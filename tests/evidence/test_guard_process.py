@@ -11,7 +11,7 @@ import pytest
 
 from hasten.core.plan import Plan
 from hasten.measure.crew import ALONE
-from hasten.measure.quality.guard_process import Order, Processes, together
+from hasten.measure.quality.guard_process import CheckRequest, Processes, together
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.recompute import Recompute
 from hasten.techniques.threads import Threads
@@ -57,7 +57,7 @@ def performs(tmp_path: Path) -> Any:
         return [{"PLACE": "0"}, {"PLACE": "1"}]
 
     def perform(
-        *orders: Order, patience: float = 30.0, ranks: int = 1, variable: str | None = None
+        *orders: CheckRequest, patience: float = 30.0, ranks: int = 1, variable: str | None = None
     ) -> list[dict[str, Any]]:
         wanted = environ if variable is None else lambda plan: {"X": variable}
         meet = places if ranks > 1 else lambda folder: ALONE
@@ -67,8 +67,8 @@ def performs(tmp_path: Path) -> Any:
     return perform
 
 
-def order(do: str = "go", *techniques: Any, alone: bool = False, **details: Any) -> Order:
-    return Order(do, Plan(), Plan(techniques), details, alone)
+def order(do: str = "go", *techniques: Any, alone: bool = False, **details: Any) -> CheckRequest:
+    return CheckRequest(do, Plan(), Plan(techniques), details, alone)
 
 
 def test_plans_that_differ_in_what_a_process_keeps_have_processes_of_their_own(

@@ -9,7 +9,7 @@ import pytest
 
 from hasten.core.plan import Plan
 from hasten.measure.quality.guard import GuardDesign, guard_report
-from hasten.measure.quality.guard_process import Order
+from hasten.measure.quality.guard_process import CheckRequest
 from hasten.techniques.collate import Packed
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.optimizer import FusedAdamW
@@ -22,27 +22,27 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "update": {"error": 0.0, "floor": 0.0, "steps": 3},
     "losses": {"losses": ["0x1p+1"] * 3, "weights": ["a", "a"]},
 }
-Wrong = Callable[[Order], dict[str, Any]]
+Wrong = Callable[[CheckRequest], dict[str, Any]]
 
 
 class Ranks:
     """Answers every order as an honest plan would, but for what ``wrong`` says of it."""
 
     def __init__(self, wrong: Wrong = lambda order: {}) -> None:
-        self.wrong, self.orders = wrong, list[Order]()
+        self.wrong, self.orders = wrong, list[CheckRequest]()
 
-    def __call__(self, orders: Sequence[Order]) -> list[dict[str, Any]]:
+    def __call__(self, orders: Sequence[CheckRequest]) -> list[dict[str, Any]]:
         self.orders += orders
         return [self.answer(order) for order in orders]
 
-    def answer(self, order: Order) -> dict[str, Any]:
+    def answer(self, order: CheckRequest) -> dict[str, Any]:
         error = 2e-3 if sends(order) else 1e-7
         gradient = {"error": error, "worst": error, "name": "w", "loss_error": 1e-8}
         gradient |= {"micro_batches": 1, "ranks": 1 if order.alone else 2}
         return {**ANSWERS.get(order.do, gradient), **self.wrong(order)}
 
 
-def sends(order: Order) -> bool:
+def sends(order: CheckRequest) -> bool:
     return "half" in {t.name() for t in order.plan}
 
 

@@ -15,7 +15,7 @@ from hasten.core.job import Stop
 from hasten.errors import InputError
 from hasten.measure.profile import (
     OTHER,
-    Operator,
+    ProfiledOperator,
     efficiency,
     family_of,
     keep_trace,
@@ -74,7 +74,7 @@ def test_an_operator_belongs_to_the_family_that_a_person_would_say(name: str, fa
 
 @given(st.lists(st.tuples(st.sampled_from(list(NAMES)), st.floats(1e-6, 9.0)), min_size=1))
 def test_families_share_all_of_the_time(spent: list[tuple[str, float]]) -> None:
-    found = table([Operator(name, seconds, 1) for name, seconds in spent], 1.0)
+    found = table([ProfiledOperator(name, seconds, 1) for name, seconds in spent], 1.0)
     assert sum(row["share"] for row in found["families"]) == pytest.approx(1)
     assert sum(row["seconds"] for row in found["families"]) == pytest.approx(found["seconds"])
     assert sum(row["calls"] for row in found["families"]) == len(spent)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hasten.errors import InputError
 from hasten.measure.ablation import Design
 from hasten.measure.controller import design_words
-from hasten.measure.record import Record, key_of, source_digest
+from hasten.measure.record import ExperimentRecord, key_of, source_digest
 from hasten.measure.rounds import Rounds, arms_of
 from pretence import KINDS, NAMES, PLANS, log, pretend
 
@@ -28,14 +28,14 @@ class Killed(BaseException):
 def whole(tmp_path: Path) -> bytes:
     """The record of a finished experiment."""
     path = tmp_path / "record.jsonl"
-    with Record(path, "k") as record:
+    with ExperimentRecord(path, "k") as record:
         pretend(tmp_path, DESIGN, plans=TWO, record=record)
     return path.read_bytes()
 
 
 def test_a_finished_experiment_answers_from_its_record(tmp_path: Path, whole: bytes) -> None:
     began = len(log(tmp_path))
-    with Record(tmp_path / "record.jsonl", "k") as record:
+    with ExperimentRecord(tmp_path / "record.jsonl", "k") as record:
         found = pretend(tmp_path, DESIGN, plans=TWO, record=record)
     assert len(log(tmp_path)) == began  # no process was started
     assert [len(arm.rounds) for arm in found.arms] == [4, 4]
@@ -51,11 +51,11 @@ def test_after_a_kill_only_the_missing_rounds_are_measured(tmp_path: Path, kept:
         if text.startswith(f"round {kept + 1}/"):
             raise Killed
 
-    with Record(path, "k") as record, pytest.raises(Killed):
+    with ExperimentRecord(path, "k") as record, pytest.raises(Killed):
         pretend(tmp_path, DESIGN, plans=TWO, record=record, tell=tell)
     with path.open("ab") as file:
         file.write(b'{"event": "turn", "arm": "base')  # in the middle of a line
-    with Record(path, "k") as record:
+    with ExperimentRecord(path, "k") as record:
         found = pretend(tmp_path, DESIGN, plans=TWO, record=record)
         rounds = Rounds(record.events, "baseline", DESIGN)
     assert [len(arm.rounds) for arm in found.arms] == [4, 4]
@@ -76,10 +76,10 @@ def test_after_a_kill_at_the_end_the_techniques_are_asked_once_more(tmp_path: Pa
         if text == "finishing all":
             raise Killed
 
-    with Record(path, "k") as record, pytest.raises(Killed):
+    with ExperimentRecord(path, "k") as record, pytest.raises(Killed):
         pretend(tmp_path, DESIGN, plans=TWO, record=record, tell=tell)
     before = len(log(tmp_path))
-    with Record(path, "k") as record:
+    with ExperimentRecord(path, "k") as record:
         found = pretend(tmp_path, DESIGN, plans=TWO, record=record)
     assert log(tmp_path)[before:] == [f"start {NAMES['all']}", f"steps {NAMES['all']} 1"]
     assert found.arms[-1].ledger is not None
@@ -95,7 +95,7 @@ def test_any_beginning_of_a_record_can_be_read(
     cut = int(share * len(whole))
     path = tmp_path_factory.mktemp("cut") / "record.jsonl"
     path.write_bytes(whole[:cut])
-    with Record(path, "k") as record:
+    with ExperimentRecord(path, "k") as record:
         events = list(record.events)
     arms = arms_of(events, TWO, KINDS, DESIGN)
     assert len(arms[0].rounds) == len(arms[1].rounds) <= DESIGN.rounds
@@ -111,7 +111,7 @@ _KEPT: list[bytes] = []
 def _recorded(factory: pytest.TempPathFactory) -> bytes:
     if not _KEPT:
         folder = factory.mktemp("whole")
-        with Record(folder / "record.jsonl", "k") as record:
+        with ExperimentRecord(folder / "record.jsonl", "k") as record:
             pretend(folder, DESIGN, plans=TWO, record=record)
         _KEPT.append((folder / "record.jsonl").read_bytes())
     return _KEPT[0]
@@ -119,7 +119,7 @@ def _recorded(factory: pytest.TempPathFactory) -> bytes:
 
 def test_the_record_of_another_experiment_is_not_touched(tmp_path: Path, whole: bytes) -> None:
     with pytest.raises(InputError, match="another experiment"):
-        Record(tmp_path / "record.jsonl", "other")
+        ExperimentRecord(tmp_path / "record.jsonl", "other")
     assert (tmp_path / "record.jsonl").read_bytes() == whole
 
 
@@ -128,20 +128,20 @@ def test_a_file_that_is_no_record_is_refused_in_a_sentence(tmp_path: Path, conte
     path = tmp_path / "record.jsonl"
     path.write_text(content)
     with pytest.raises(InputError, match="not the record of an experiment"):
-        Record(path, "k")
+        ExperimentRecord(path, "k")
 
 
 def test_a_folder_that_takes_no_files_is_refused_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="can't be written"):
-        Record(tmp_path / "file" / "record.jsonl", "k")
+        ExperimentRecord(tmp_path / "file" / "record.jsonl", "k")
 
 
 def test_a_full_disk_in_a_turn_loses_that_turn_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "record.jsonl"
-    with Record(path, "k") as record:
+    with ExperimentRecord(path, "k") as record:
         append, seen = record.append, []
 
         def full(event: str, **details: object) -> None:
@@ -153,7 +153,7 @@ def test_a_full_disk_in_a_turn_loses_that_turn_alone(
         monkeypatch.setattr(record, "append", full)
         with pytest.raises(OSError, match="No space"):
             pretend(tmp_path, DESIGN, plans=TWO, record=record)
-    with Record(path, "k") as record:
+    with ExperimentRecord(path, "k") as record:
         assert len(Rounds(record.events, "baseline", DESIGN).complete("all")) == 1
         assert [
             len(a.rounds) for a in pretend(tmp_path, DESIGN, plans=TWO, record=record).arms

@@ -20,7 +20,7 @@ from hasten.measure.ablation import Arm, Design
 from hasten.report import bundle as bundle_module
 from hasten.report.bundle import (
     Bundle,
-    Measurement,
+    BundledMeasurement,
     bundle_of,
     changes,
     lost,
@@ -228,4 +228,4 @@ def test_a_stamp_is_of_content_not_of_name_or_time(tmp_path: Path) -> None:
 
 
 def test_measurements_know_their_ratios() -> None:
-    assert Measurement((2.0, 3.0), (1.0, 2.0)).ratios == [2.0, 1.5]
+    assert BundledMeasurement((2.0, 3.0), (1.0, 2.0)).ratios == [2.0, 1.5]

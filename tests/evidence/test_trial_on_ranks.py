@@ -10,7 +10,7 @@ import pytest
 from hasten.core.plan import Plan
 from hasten.launch.ranks import places
 from hasten.measure.trial import Trial, one_answer
-from hasten.measure.trial_process import Arm
+from hasten.measure.trial_process import RecipeJob
 from hasten.recipe.prepare import ready
 from hasten.recipe.schema import recipe_from
 from hasten.techniques.wire.compress import Half
@@ -67,7 +67,7 @@ def test_two_ranks_train_as_one_process_does_and_tell_of_their_own_switches(tmp_
     assert end["ledger"]["step"]["communication"] > 0
     assert end["samples"]
     assert not found["apart"]
-    alone = Arm(recipe.model_copy(update={"nproc": 1, "plan": []}), tmp_path / "arm")
+    alone = RecipeJob(recipe.model_copy(update={"nproc": 1, "plan": []}), tmp_path / "arm")
     expected = alone.obey({"do": "steps", "count": 3})["steps"]
     assert [s["tokens"] for s in found["steps"]] == [s["tokens"] for s in expected]
     assert last["tokens"] == sum(s["tokens"] for s in expected)

@@ -28,7 +28,7 @@ from rank_soak import HOLD, Forked, hold
 
 from hasten.launch.netlab import Lab
 from hasten.launch.netlab.network import NIC, address
-from hasten.launch.supervisor import Limits, Ranks, Supervision, supervise
+from hasten.launch.supervisor import RankTimeouts, SupervisedRanks, Supervision, supervise
 from hasten.machine.processes import ATTEMPT, on_a_leash
 from netlab import enter, places
 
@@ -81,8 +81,8 @@ def soak(folder: Path, cut: float, link_seconds: float, restarts: int) -> dict[s
 
         cutter = Cutter(lab, folder, cut)
         cutter.start()
-        ranks = Ranks(lambda count, trained: [], lambda rank, count: {}, 2, 2, launch)
-        supervision = Supervision(restarts, Limits(HANG_SECONDS, 60.0))
+        ranks = SupervisedRanks(lambda count, trained: [], lambda rank, count: {}, 2, 2, launch)
+        supervision = Supervision(restarts, RankTimeouts(HANG_SECONDS, 60.0))
         code = supervise(ranks, supervision, folder / "data", folder / "restarts.jsonl")
         return {"code": code, "seconds": time.monotonic() - cutter.began}
 

@@ -42,7 +42,7 @@ from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.launch.ranks import TIMEOUT, naming_ranks, process_group
-from hasten.launch.supervisor import Limits, Ranks, Supervision, supervise
+from hasten.launch.supervisor import RankTimeouts, SupervisedRanks, Supervision, supervise
 from hasten.machine.processes import Pulse, attempt, attempt_folder, on_a_leash, telling
 from hasten.parts.checkpoint import STATE, checkpoints
 from hasten.techniques.checkpoint import Checkpoints
@@ -254,8 +254,8 @@ def soak(
         return killer.running[rank]
 
     killer.start()
-    ranks = Ranks(lambda count, trained: [], lambda rank, count: {}, 2, 2, launch)
-    limits = cast(Limits, Patience(killer, HANG_SECONDS))
+    ranks = SupervisedRanks(lambda count, trained: [], lambda rank, count: {}, 2, 2, launch)
+    limits = cast(RankTimeouts, Patience(killer, HANG_SECONDS))
     supervision = Supervision(len(faults) + 9, limits)
     code = supervise(ranks, supervision, folder / "data", folder / "restarts.jsonl")
     return {"code": code, "recoveries": killer.recoveries, "steps": steps}

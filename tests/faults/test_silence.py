@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from hasten.launch import supervisor
-from hasten.launch.supervisor import Attempt, Limits
+from hasten.launch.supervisor import Attempt, RankTimeouts
 from hasten.machine.processes import Pulse
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="states are Linux's")
@@ -49,7 +49,7 @@ def test_a_stopped_rank_is_named_though_another_fell_silent_before_it(
         pulses = [0.1, 0.1]
         pulses[stopped] = 0.2
         monkeypatch.setattr(supervisor, "time", PlantedTime(tmp_path, pulses))
-        ending = Attempt(tmp_path, 2, lambda rank: ranks[rank], Limits(1.0, 60.0)).watch()
+        ending = Attempt(tmp_path, 2, lambda rank: ranks[rank], RankTimeouts(1.0, 60.0)).watch()
     finally:
         for rank in ranks:
             rank.kill()

@@ -19,7 +19,7 @@ from hasten.errors import InputError
 from hasten.measure.quality.bench import (
     BYTES,
     SHARE,
-    Limits,
+    CheckBudget,
     _cut,
     first_records,
     limits_of,
@@ -69,20 +69,20 @@ def test_limits_leave_something_to_prove_with(parameters: int, work: float) -> N
 
 def test_the_first_steps_records_are_taken_as_far_as_the_limit_goes() -> None:
     job = language_job(batch=12)
-    assert len(first_records(job, Limits(None, 10_000, 1000))) == 12
-    few = first_records(job, Limits(None, 60, 1000))
+    assert len(first_records(job, CheckBudget(None, 10_000, 1000))) == 12
+    few = first_records(job, CheckBudget(None, 60, 1000))
     assert 4 <= len(few) < 12
 
 
 def test_a_step_of_one_record_borrows_from_the_next() -> None:
     job = replace(language_job(), batch=GlobalBatch(records=1))
-    assert len(first_records(job, Limits(None, 10_000, 1000))) == 4
+    assert len(first_records(job, CheckBudget(None, 10_000, 1000))) == 4
 
 
 def test_one_record_alone_proves_nothing() -> None:
     data = records(1)
     with pytest.raises(InputError, match="two records"):
-        first_records(language_job(data=data), Limits(None, 1000, 1000))
+        first_records(language_job(data=data), CheckBudget(None, 1000, 1000))
 
 
 @settings(max_examples=50, deadline=None)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hasten.errors import InputError
-from hasten.monitor.alerts import Alert, Alerts, Command, Limits, checked_command
+from hasten.monitor.alerts import Alert, AlertLimits, Alerts, Command, checked_command
 from hasten.monitor.run import Run
 from watched import append, step_line, write_run
 
@@ -24,14 +24,14 @@ def looked(alerts: Alerts, run: Run, later: float = 0.0) -> None:
     alerts.look(run, now)
 
 
-def collected(limits: Limits | None = None) -> tuple[Alerts, list[Alert]]:
+def collected(limits: AlertLimits | None = None) -> tuple[Alerts, list[Alert]]:
     found: list[Alert] = []
     return Alerts(found.append, limits), found
 
 
 def test_a_stall_is_told_once_and_again_after_it_had_gone(tmp_path: Path) -> None:
     run = Run("r", write_run(tmp_path, 5))
-    alerts, found = collected(Limits(stall_seconds=4000))
+    alerts, found = collected(AlertLimits(stall_seconds=4000))
     looked(alerts, run)
     assert found == []
     for later in (4270, 4271, 8000):
@@ -46,7 +46,7 @@ def test_a_stall_is_told_once_and_again_after_it_had_gone(tmp_path: Path) -> Non
 def test_a_first_step_that_does_not_come_is_a_stall(tmp_path: Path) -> None:
     folder = write_run(tmp_path, 1)
     (folder / "metrics.jsonl").unlink()
-    alerts, found = collected(Limits(stall_seconds=4000))
+    alerts, found = collected(AlertLimits(stall_seconds=4000))
     run = Run("r", folder)
     looked(alerts, run, 3900)
     assert found == []
@@ -57,13 +57,13 @@ def test_a_first_step_that_does_not_come_is_a_stall(tmp_path: Path) -> None:
 def test_slow_steps_are_no_stall(tmp_path: Path) -> None:
     folder = write_run(tmp_path, 1)
     append(folder / "metrics.jsonl", *(step_line(i, step_seconds=60) for i in range(2, 9)))
-    alerts, found = collected(Limits(stall_seconds=100))
+    alerts, found = collected(AlertLimits(stall_seconds=100))
     looked(alerts, Run("r", folder), 1000)
     assert found == []
 
 
 def test_a_finished_run_does_not_stall(tmp_path: Path) -> None:
-    alerts, found = collected(Limits(stall_seconds=1))
+    alerts, found = collected(AlertLimits(stall_seconds=1))
     looked(alerts, Run("r", write_run(tmp_path, 5, finished=True)), 10_000)
     assert found == []
 

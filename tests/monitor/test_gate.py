@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hasten.monitor.server import MOST_STREAMS, Server, names_for
+from hasten.monitor.server import MOST_STREAMS, MonitorServer, names_for
 from watched import TOKEN, get, serving, write_run
 
 SECRET = "nobody-may-see-this-run"
@@ -96,7 +96,7 @@ def strangers() -> list[threading.Thread]:
 @pytest.fixture(scope="module")
 def server(
     strangers: list[threading.Thread], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+) -> Iterator[MonitorServer]:
     """Its runs are read before, and nothing of it needs a file from then on."""
     folder = write_run(tmp_path_factory.mktemp("runs") / SECRET)
     with serving([folder], live=False) as found:
@@ -184,7 +184,7 @@ class Opened:
 
 
 def test_200_hostile_requests_get_no_data_and_reach_no_file(
-    server: Server, strangers: list[threading.Thread]
+    server: MonitorServer, strangers: list[threading.Thread]
 ) -> None:
     requests = hostile(server.port)
     assert len(requests) >= 200
@@ -207,7 +207,7 @@ def test_200_hostile_requests_get_no_data_and_reach_no_file(
     assert get(server.port, "/metrics")[0] == 200  # it's still there
 
 
-def test_the_token_is_taken_by_header_cookie_and_once_by_address(server: Server) -> None:
+def test_the_token_is_taken_by_header_cookie_and_once_by_address(server: MonitorServer) -> None:
     assert get(server.port, "/")[0] == 200
     status, headers, _ = get(server.port, f"/?token={TOKEN}", authorization="")
     assert (status, headers["location"]) == (303, "/")
@@ -219,7 +219,7 @@ def test_the_token_is_taken_by_header_cookie_and_once_by_address(server: Server)
     assert get(server.port, f"/metrics?token={TOKEN}", authorization="")[0] == 401
 
 
-def test_its_own_page_and_a_tunnel_may_ask(server: Server) -> None:
+def test_its_own_page_and_a_tunnel_may_ask(server: MonitorServer) -> None:
     for host in (
         f"localhost:{server.port}",
         "127.0.0.1:9999",
@@ -231,7 +231,7 @@ def test_its_own_page_and_a_tunnel_may_ask(server: Server) -> None:
         assert get(server.port, "/", host=host, origin=f"http://{host}")[0] == 200
 
 
-def test_answers_may_not_be_framed_kept_or_run_other_scripts(server: Server) -> None:
+def test_answers_may_not_be_framed_kept_or_run_other_scripts(server: MonitorServer) -> None:
     _, headers, body = get(server.port, "/")
     assert headers["x-frame-options"] == "DENY"
     assert headers["cache-control"] == "no-store"
@@ -250,7 +250,9 @@ def test_names_follow_the_address() -> None:
     assert "evil.example" not in names_for("0.0.0.0")
 
 
-def test_only_so_many_pages_get_the_stream_and_a_closed_one_makes_room(server: Server) -> None:
+def test_only_so_many_pages_get_the_stream_and_a_closed_one_makes_room(
+    server: MonitorServer,
+) -> None:
     def opened() -> tuple[int, http.client.HTTPConnection]:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         connection.request("GET", "/events", headers={"Authorization": f"Bearer {TOKEN}"})

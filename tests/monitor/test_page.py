@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from browser import Browser, browser
-from hasten.monitor.server import Server
+from hasten.monitor.server import MonitorServer
 from watched import TOKEN, append, serving, step_line, write_run
 
 PAGE = resources.files("hasten.monitor").joinpath("page.html").read_text(encoding="utf-8")
@@ -74,7 +74,7 @@ def chromium() -> Iterator[Browser]:
         yield found
 
 
-def shown(chromium: Browser, server: Server, step: int) -> None:
+def shown(chromium: Browser, server: MonitorServer, step: int) -> None:
     chromium.open(f"http://127.0.0.1:{server.port}/?token={TOKEN}")
     chromium.until(f"chosen !== null && {STEP} === {step} && !CHARTS[0].figure.hidden")
 

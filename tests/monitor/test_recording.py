@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hasten.errors import InputError
-from hasten.machine.gpu import Reading
+from hasten.machine.gpu import GpuReading
 from hasten.monitor.run import Run
 from hasten.recipe.prepare import check_writers
 from hasten.training import metric_writers, recording
@@ -83,14 +83,14 @@ def test_a_disk_that_fails_does_not_end_the_training(
 
 
 def test_several_gpus_are_read_as_one() -> None:
-    readings = [Reading(0.5, 10, 60.0, 300.0), Reading(1.0, 30, 80.0, None)]
+    readings = [GpuReading(0.5, 10, 60.0, 300.0), GpuReading(1.0, 30, 80.0, None)]
     assert of_gpus(readings) == {
         "device_utilisation": 0.75,
         "device_temperature": 80.0,
         "device_power_watts": 300.0,
         "device_memory_bytes": 40,
     }
-    assert set(of_gpus([Reading(None, None, None, None)]).values()) == {None}
+    assert set(of_gpus([GpuReading(None, None, None, None)]).values()) == {None}
 
 
 def test_without_gpus_the_processor_is_the_device(tmp_path: Path) -> None:

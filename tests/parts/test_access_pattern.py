@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from hasten.parts.data.access_pattern import (
     FEWEST,
+    AccessOrder,
     IndexedReader,
-    Order,
     Pattern,
     advise,
     classify,
@@ -72,15 +72,15 @@ def strided(step: int, count: int = COUNT) -> list[int]:
 @pytest.mark.parametrize(
     ("order", "expected"),
     [
-        (range(100), Pattern(Order.SEQUENTIAL)),
-        (range(7, 400, 3), Pattern(Order.STRIDED, 3)),
-        (range(100, 0, -1), Pattern(Order.STRIDED, -1)),
-        (blocks(32, 256), Pattern(Order.BLOCKS, 32)),
-        (blocks(32, 256, of_blocks=False)[13:], Pattern(Order.BLOCKS, 32)),
-        (shuffled(70) * 3, Pattern(Order.REPEATED, 70)),
-        (shuffled(300), Pattern(Order.RANDOM)),
-        ([5] * 40, Pattern(Order.REPEATED, 1)),
-        (range(FEWEST - 1), Pattern(Order.RANDOM)),
+        (range(100), Pattern(AccessOrder.SEQUENTIAL)),
+        (range(7, 400, 3), Pattern(AccessOrder.STRIDED, 3)),
+        (range(100, 0, -1), Pattern(AccessOrder.STRIDED, -1)),
+        (blocks(32, 256), Pattern(AccessOrder.BLOCKS, 32)),
+        (blocks(32, 256, of_blocks=False)[13:], Pattern(AccessOrder.BLOCKS, 32)),
+        (shuffled(70) * 3, Pattern(AccessOrder.REPEATED, 70)),
+        (shuffled(300), Pattern(AccessOrder.RANDOM)),
+        ([5] * 40, Pattern(AccessOrder.REPEATED, 1)),
+        (range(FEWEST - 1), Pattern(AccessOrder.RANDOM)),
     ],
 )
 def test_an_order_is_told_by_its_indices(order: Sequence[int], expected: Pattern) -> None:
@@ -95,12 +95,12 @@ def test_reads_of_a_file_are_told_by_offset_and_length() -> None:
     for length in range(1, 40):
         uneven.append((offset, length))
         offset += length
-    assert classify_reads(uneven) == Pattern(Order.SEQUENTIAL)
-    assert classify_reads(uneven[::2] * 2) == Pattern(Order.REPEATED, 20)
-    assert classify_reads(at(range(0, 90, 3))) == Pattern(Order.STRIDED, 300)
-    assert classify_reads(at(blocks(16, 128))) == Pattern(Order.BLOCKS, 16)
-    assert classify_reads(at(shuffled(90))) == Pattern(Order.RANDOM)
-    assert classify_reads([]) == Pattern(Order.RANDOM)
+    assert classify_reads(uneven) == Pattern(AccessOrder.SEQUENTIAL)
+    assert classify_reads(uneven[::2] * 2) == Pattern(AccessOrder.REPEATED, 20)
+    assert classify_reads(at(range(0, 90, 3))) == Pattern(AccessOrder.STRIDED, 300)
+    assert classify_reads(at(blocks(16, 128))) == Pattern(AccessOrder.BLOCKS, 16)
+    assert classify_reads(at(shuffled(90))) == Pattern(AccessOrder.RANDOM)
+    assert classify_reads([]) == Pattern(AccessOrder.RANDOM)
 
 
 @pytest.mark.parametrize(
@@ -212,6 +212,6 @@ def test_the_system_takes_the_advice_for_every_order(tmp_path: Path) -> None:
     path = tmp_path / "records"
     path.write_bytes(bytes(10_000))
     with path.open("rb") as file:
-        assert all(advise(file.fileno(), Pattern(order)) for order in Order)
-        assert advise(file.fileno(), Pattern(Order.RANDOM), offset=4096, length=4096)
+        assert all(advise(file.fileno(), Pattern(order)) for order in AccessOrder)
+        assert advise(file.fileno(), Pattern(AccessOrder.RANDOM), offset=4096, length=4096)
         assert file.read() == bytes(10_000)

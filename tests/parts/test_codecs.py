@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from codec_cases import BROKEN, LARGEST, cases, read_by_hand, same_bits
-from hasten.parts.comm.codecs import ChunkedTopK, Codec, Quantised, codec
+from hasten.parts.comm.codecs import ChunkedTopK, Codec, QuantisedCodec, codec
 
 NAMES = ("none", "half", "bf16", "int8", "int4", "sign")
 names = pytest.mark.parametrize("name", NAMES)
@@ -54,7 +54,7 @@ def test_a_message_has_its_bits_for_each_number_and_one_scale_per_block(
 @few
 @given(flat=cases(), block=st.sampled_from([32, 96, 256, 1024]))
 def test_a_message_reads_as_the_documented_layout_says(bits: int, flat: Tensor, block: int) -> None:
-    wire = Quantised(bits, block)
+    wire = QuantisedCodec(bits, block)
     message = wire.encode(flat)
     by_hand = torch.tensor(read_by_hand(message, len(flat), bits, block), dtype=torch.float64)
     assert same_bits(wire.decode(message, len(flat)), by_hand.float())
@@ -64,7 +64,7 @@ def test_a_message_reads_as_the_documented_layout_says(bits: int, flat: Tensor, 
 @few
 @given(flat=cases(broken=False))
 def test_a_number_is_off_by_half_a_code_at_most(bits: int, flat: Tensor) -> None:
-    wire, most = Quantised(bits), 2 ** (bits - 1) - 1
+    wire, most = QuantisedCodec(bits), 2 ** (bits - 1) - 1
     found = wire.decode(wire.encode(flat), len(flat))
     assert bool(found.isfinite().all())
     for a, b in zip(flat.double().split(256), found.double().split(256), strict=True):
@@ -78,7 +78,7 @@ def test_a_number_is_off_by_half_a_code_at_most(bits: int, flat: Tensor) -> None
 @given(flat=cases(broken=False).filter(lambda flat: float(flat[:256].abs().max()) > 1e-20))
 def test_a_scale_is_the_next_bf16_above_its_share_of_the_largest(bits: int, flat: Tensor) -> None:
     most, flat = 2 ** (bits - 1) - 1, flat[:256].clamp(-1e38, 1e38)
-    wire = Quantised(bits)
+    wire = QuantisedCodec(bits)
     message = wire.encode(flat)
     (scale,) = message[32 * bits :][:2].view(torch.bfloat16).tolist()
     share = float(flat.abs().max()) / most
@@ -90,7 +90,7 @@ def test_a_scale_is_the_next_bf16_above_its_share_of_the_largest(bits: int, flat
 @few
 @given(flat=cases(broken=False), block=st.sampled_from([32, 256]))
 def test_signs_are_sent_with_the_mean_magnitude_of_their_block(flat: Tensor, block: int) -> None:
-    flat, wire = flat.clamp(-1e30, 1e30), Quantised(1, block)
+    flat, wire = flat.clamp(-1e30, 1e30), QuantisedCodec(1, block)
     found = wire.decode(wire.encode(flat), len(flat)).double()
     for a, b in zip(flat.double().split(block), found.split(block), strict=True):
         mean = float(a.abs().mean())
@@ -102,15 +102,15 @@ def test_signs_are_sent_with_the_mean_magnitude_of_their_block(flat: Tensor, blo
 
 def test_signs_have_no_chance_and_end_where_a_sum_might_be_infinite() -> None:
     with pytest.raises(ValueError, match="leave the seed out"):
-        Quantised(1).encode(numbers(5), seed=1)
+        QuantisedCodec(1).encode(numbers(5), seed=1)
     flat, residual = numbers(300), numbers(300, 1)
     flat[3], before = 2.0**115, residual.clone()
-    message, finite = Quantised(1).encode_with_feedback(flat, residual)
+    message, finite = QuantisedCodec(1).encode_with_feedback(flat, residual)
     assert not bool(finite)
     assert torch.equal(residual, before)
-    assert not bool(Quantised(1).finite(message, 300))
+    assert not bool(QuantisedCodec(1).finite(message, 300))
     flat[3] = 2.0**114
-    assert bool(Quantised(1).encode_with_feedback(flat, residual)[1])
+    assert bool(QuantisedCodec(1).encode_with_feedback(flat, residual)[1])
 
 
 @every
@@ -179,10 +179,10 @@ def test_a_number_beyond_the_format_counts_as_not_finite(name: str, beyond: floa
 def test_a_sum_that_overflows_counts_as_not_finite(bits: int) -> None:
     flat, residual = torch.full((300,), LARGEST), torch.full((300,), 3e38)
     before = residual.clone()
-    message, finite = Quantised(bits).encode_with_feedback(flat, residual)
+    message, finite = QuantisedCodec(bits).encode_with_feedback(flat, residual)
     assert not bool(finite)
     assert torch.equal(residual, before)
-    assert bool(Quantised(bits).decode(message, 300).isnan().all())
+    assert bool(QuantisedCodec(bits).decode(message, 300).isnan().all())
 
 
 @every
@@ -198,7 +198,7 @@ def test_a_mean_is_summed_in_the_order_of_the_ranks(wire: Codec) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rounding_by_chance_is_right_in_the_mean_and_the_seed_decides_it(bits: int) -> None:
-    wire, flat = Quantised(bits), numbers(2048)
+    wire, flat = QuantisedCodec(bits), numbers(2048)
     drawn = torch.stack([wire.decode(wire.encode(flat, seed=s), 2048) for s in range(400)])
     step = flat.view(-1, 256).abs().amax(1).repeat_interleave(256) / (2 ** (bits - 1) - 1)
     off = (drawn.double().mean(0) - flat) / step
@@ -273,4 +273,4 @@ def test_settings_that_mean_nothing_are_refused_with_a_sentence() -> None:
         with pytest.raises(ValueError, match=f"multiple of 32 .* not {block}"):
             codec("int8", block)
     with pytest.raises(ValueError, match="8, 4 or 1 bits, not 3"):
-        Quantised(3)
+        QuantisedCodec(3)

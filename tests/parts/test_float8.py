@@ -12,8 +12,8 @@ from torch import nn
 
 from hasten.parts.nn.quantised import (
     E4M3,
+    Float8Blocks,
     Float8Layers,
-    Quantised,
     Recipe,
     dequantise,
     linear,
@@ -29,7 +29,7 @@ SUMMAND_BOUND = 2 * 2**-4 + 2**-8  # of a product of two numbers, each off by 2*
 recipes = pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 
 
-def scales(q: Quantised, shape: torch.Size) -> torch.Tensor:
+def scales(q: Float8Blocks, shape: torch.Size) -> torch.Tensor:
     rows, columns = q.block
     wide = q.scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
     return wide[: shape[0], : shape[1]]

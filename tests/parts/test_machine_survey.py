@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hasten.machine.host import Card, Limits, NumaNode, cards, limits, mounts, numa_nodes
+from hasten.machine.host import Card, NumaNode, SystemLimits, cards, limits, mounts, numa_nodes
 
 linux = pytest.mark.skipif(platform.system() != "Linux", reason="reads Linux's files")
 
@@ -112,7 +112,7 @@ def test_a_way_out_of_the_groups_is_not_followed(tmp_path: Path) -> None:
 def test_where_nothing_can_be_read_nothing_is_said(tmp_path: Path) -> None:
     assert (numa_nodes(tmp_path), mounts(tmp_path), cards(tmp_path)) == ([], [], [])
     open_files = limits(tmp_path).open_files
-    assert limits(tmp_path) == Limits(None, None, None, None, None, open_files, None)
+    assert limits(tmp_path) == SystemLimits(None, None, None, None, None, open_files, None)
 
 
 def test_strange_files_are_no_reason_to_fail(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hasten.machine.gpu import Description, Gpus, Reading
+from hasten.machine.gpu import Description, GpuReading, Gpus
 
 WRONG = 3  # NVML_ERROR_NOT_SUPPORTED
 
@@ -89,7 +89,7 @@ def test_gpus_are_read_and_described() -> None:
     gpus = Gpus(library=Driver())
     assert len(gpus) == 2
     assert gpus.driver == "570.1"
-    assert gpus.readings() == [Reading(0.87, 5 * 2**30, 61, 312.5)] * 2
+    assert gpus.readings() == [GpuReading(0.87, 5 * 2**30, 61, 312.5)] * 2
     described = Description(
         "NVIDIA H100", "GPU-1", 80 * 2**30, "9.0", 700.0, "PCIe 5.0 x16", 4, False
     )
@@ -113,7 +113,7 @@ def test_only_the_named_gpus_are_read() -> None:
 def test_what_a_driver_does_not_tell_is_none(gone: Any) -> None:
     names = ("Temperature", "PowerUsage", "UtilizationRates", "MemoryInfo", "MigMode")
     gpus = Gpus(library=Driver(**{f"nvmlDeviceGet{name}": gone for name in names}))
-    assert gpus.readings()[0] == Reading(None, None, None, None)
+    assert gpus.readings()[0] == GpuReading(None, None, None, None)
     assert gpus.descriptions()[0].mig is None
 
 

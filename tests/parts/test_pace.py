@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.parts.data.prefetch import REMEMBERED, Pace
+from hasten.parts.data.prefetch import REMEMBERED, LookaheadController
 
 
 def stalls(reads: list[float], use: float, room: int) -> float:
@@ -34,7 +34,7 @@ def test_a_burst_seen_once_is_hidden_from_then_on(
     quiet: float, burst: list[float], between: int
 ) -> None:
     use = 0.01
-    pace = Pace(10_000)
+    pace = LookaheadController(10_000)
     recovery = int(sum(burst) / (use - quiet)) + 2  # a queue needs so long to be full again
     period = burst + [quiet] * (between + recovery)
     for read in period:
@@ -44,7 +44,7 @@ def test_a_burst_seen_once_is_hidden_from_then_on(
 
 
 def test_a_quiet_reader_wants_no_more_than_one_and_a_hopeless_one_no_more_than_there_is() -> None:
-    quiet, hopeless = Pace(32), Pace(32)
+    quiet, hopeless = LookaheadController(32), LookaheadController(32)
     for _ in range(100):
         quiet.note(0.004, 0.012)
         hopeless.note(0.1, 0.01)
@@ -53,7 +53,7 @@ def test_a_quiet_reader_wants_no_more_than_one_and_a_hopeless_one_no_more_than_t
 
 
 def test_a_burst_is_forgotten_after_a_while() -> None:
-    pace = Pace(32)
+    pace = LookaheadController(32)
     pace.note(0.1, 0.01)
     for _ in range(REMEMBERED - 1):
         pace.note(0.001, 0.01)

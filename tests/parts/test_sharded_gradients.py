@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from hasten.parts.comm.methods import Settings
+from hasten.parts.comm.methods import CompressionSettings
 from hasten.parts.distributed.compressed_shards import ShardedGradients, row_codec
 from hasten.parts.distributed.fsdp import ShardGroup, Weight, rows_of, values_of
 from ranks import on_ranks
@@ -88,18 +88,18 @@ def test_rows_are_laid_out_as_the_engine_does(
 
 def test_a_method_that_needs_whole_gradients_is_refused() -> None:
     with pytest.raises(ValueError, match="powersgd needs whole gradients"):
-        row_codec(Settings(method="powersgd"))
+        row_codec(CompressionSettings(method="powersgd"))
     with pytest.raises(ValueError, match="momentum correction needs whole gradients"):
-        row_codec(Settings(method="topk", momentum=0.5))
+        row_codec(CompressionSettings(method="topk", momentum=0.5))
 
 
 def test_a_module_that_is_not_sharded_is_refused() -> None:
     with pytest.raises(ValueError, match="call fully_shard before"):
-        ShardedGradients(Settings(method="int8")).attach(torch.nn.Linear(3, 3))
+        ShardedGradients(CompressionSettings(method="int8")).attach(torch.nn.Linear(3, 3))
 
 
 def test_the_memory_of_another_model_is_refused() -> None:
-    exchange = ShardedGradients(Settings(method="int8"))
+    exchange = ShardedGradients(CompressionSettings(method="int8"))
     exchange.groups = [ShardGroup(None, (Weight("w", (4, 3)),), 2)]
     state = {"method": "int8", "steps": 4, "residual": {"w": torch.ones(12)}, "way": {}}
     exchange.load(state)

@@ -148,7 +148,7 @@ def test_a_codec_is_timed_where_it_will_run(monkeypatch: pytest.MonkeyPatch) -> 
     at = Topology(grid(2, 2), FAST, SLOW, "")
     for backend in ("nccl", "gloo"):
         monkeypatch.setattr(collective_plan.dist, "get_backend", lambda group, found=backend: found)
-        asked = collective_plan.Settings(backend, at, "auto", "none", "int8", 60.0)
+        asked = collective_plan.CollectiveSettings(backend, at, "auto", "none", "int8", 60.0)
         assert collective_plan._made(asked, at).speeds == {"int8": 1e9}
     assert timed == [("int8", "cuda:1"), ("int8", "cpu")]
 

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.parts.comm.rank_check import RollCall, of_an_exchange
-from hasten.parts.comm.route_choice import Pace, share_saved, together
+from hasten.parts.comm.route_choice import StepPace, share_saved, together
 
 seconds = st.floats(0.001, 100.0)
 GLOO = "[third_party/gloo/gloo/transport/tcp/pair.cc:1] Connection closed by peer"
 
 
-@given(st.lists(st.builds(Pace, seconds, seconds, seconds), min_size=1, max_size=6))
+@given(st.lists(st.builds(StepPace, seconds, seconds, seconds), min_size=1, max_size=6))
 def test_a_step_is_the_slowest_ranks_and_its_traffic_that_of_who_waited_least(
-    paces: list[Pace],
+    paces: list[StepPace],
 ) -> None:
     found = together(paces)
     assert found is not None
@@ -28,7 +28,7 @@ def test_a_step_is_the_slowest_ranks_and_its_traffic_that_of_who_waited_least(
 
 
 def test_one_rank_without_figures_leaves_none() -> None:
-    assert together([Pace(1.0, 0.5, 0.1), None]) is None
+    assert together([StepPace(1.0, 0.5, 0.1), None]) is None
 
 
 @given(st.lists(seconds, min_size=1, max_size=8), st.integers(1, 4), st.floats(0.1, 2.0))

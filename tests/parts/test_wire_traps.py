@@ -20,7 +20,7 @@ from torch import Tensor
 
 from compression_trap_jobs import LIMIT
 from hasten.parts.comm.codecs import ALIGNED, ChunkedTopK, codec
-from hasten.parts.comm.methods import Memory, Piece, Pieces, numbers, parts_of
+from hasten.parts.comm.methods import Piece, Pieces, ResidualMemory, numbers, parts_of
 from ranks import on_ranks
 
 pytestmark = pytest.mark.waits
@@ -128,7 +128,7 @@ def layouts(draw: st.DrawFn) -> list[list[Pieces]]:
 def test_memory_is_a_parameters_own_however_buckets_are_laid_out(
     given_layouts: list[list[Pieces]], data: st.DataObject
 ) -> None:
-    memory, expected = Memory(), dict[str, Tensor]()
+    memory, expected = ResidualMemory(), dict[str, Tensor]()
     value = 0.0
     for buckets in given_layouts:
         for pieces in buckets:
@@ -144,7 +144,7 @@ def test_memory_is_a_parameters_own_however_buckets_are_laid_out(
                 split = zip(pieces, parts_of(left, pieces), strict=True)
                 expected |= {piece.name: part.clone() for piece, part in split}
         memory.settle(counts)
-    again = Memory()
+    again = ResidualMemory()
     again.load(memory.state())
     for pieces in given_layouts[-1]:
         assert torch.equal(again.kept(pieces, CPU), memory.kept(pieces, CPU))

@@ -13,13 +13,13 @@ from hasten.errors import InputError
 from hasten.planner import accuracy
 from hasten.planner.calibrate import Cases, fit_memory, fit_seconds
 from hasten.planner.constants import Calibration, Constants, MemoryConstants, calibrated
-from hasten.planner.records import Record, read_records
+from hasten.planner.records import PublishedMeasurement, read_records
 
 MEASUREMENTS = Path(__file__).parents[2] / "benchmarks" / "planner" / "measurements.json"
 
 
 @pytest.fixture(scope="module")
-def records() -> list[Record]:
+def records() -> list[PublishedMeasurement]:
     return read_records(MEASUREMENTS)
 
 
@@ -29,14 +29,14 @@ def test_every_published_figure_names_its_source() -> None:
     assert all(row["source"] and row["read"] and row["confidence"] for row in rows)
 
 
-def test_the_same_measurements_give_the_same_bits(records: list[Record]) -> None:
+def test_the_same_measurements_give_the_same_bits(records: list[PublishedMeasurement]) -> None:
     rows = accuracy.timed(records)[::6]
     first, second = (fit_seconds(Cases.of(rows)) for _ in range(2))
     assert first == second
 
 
 def test_the_packages_calibration_is_that_of_the_committed_measurements(
-    records: list[Record],
+    records: list[PublishedMeasurement],
 ) -> None:
     import hashlib
 
@@ -50,7 +50,9 @@ def test_the_packages_calibration_is_that_of_the_committed_measurements(
     assert stacks == pytest.approx(dict(calibrated().stacks), rel=1e-3)
 
 
-def test_constants_are_found_again_in_figures_made_with_them(records: list[Record]) -> None:
+def test_constants_are_found_again_in_figures_made_with_them(
+    records: list[PublishedMeasurement],
+) -> None:
     rows = accuracy.timed(records)[::2]
     cases = Cases.of(rows)
     truth = replace(Constants(), gemm16=0.8, bubble=1.05, inter=0.5, attention=0.5)
@@ -66,7 +68,7 @@ def test_constants_are_found_again_in_figures_made_with_them(records: list[Recor
     assert found.gemm16 == pytest.approx(0.8, rel=0.05)
 
 
-def test_broken_rows_hardly_move_the_fit(records: list[Record]) -> None:
+def test_broken_rows_hardly_move_the_fit(records: list[PublishedMeasurement]) -> None:
     rows = accuracy.timed(records)
     sound, _ = fit_seconds(Cases.of(rows))
     broken = [
@@ -77,7 +79,9 @@ def test_broken_rows_hardly_move_the_fit(records: list[Record]) -> None:
     assert found.gemm16 == pytest.approx(sound.gemm16, rel=0.1)
 
 
-def test_memorys_figures_are_shares_of_what_was_measured(records: list[Record]) -> None:
+def test_memorys_figures_are_shares_of_what_was_measured(
+    records: list[PublishedMeasurement],
+) -> None:
     """As those of ``--evaluate``, and of everybody who says how far off a prediction was."""
     found = accuracy.memory(records)
     measured = np.array([r.memory_gb or np.nan for r in found.records])
@@ -88,7 +92,7 @@ def test_memorys_figures_are_shares_of_what_was_measured(records: list[Record]) 
     assert f"{np.quantile(off, 0.9):.1%}" == told["memory, p90"].replace(" ", "")
 
 
-def test_memory_is_fitted_as_well(records: list[Record]) -> None:
+def test_memory_is_fitted_as_well(records: list[PublishedMeasurement]) -> None:
     rows = accuracy.weighed(records)
     errors = accuracy.memory_errors(rows, fit_memory(Cases.of(rows)))
     before = accuracy.memory_errors(rows, MemoryConstants())
@@ -96,7 +100,9 @@ def test_memory_is_fitted_as_well(records: list[Record]) -> None:
     assert np.median(np.abs(errors)) < 0.1
 
 
-def test_few_folds_already_show_that_unseen_groups_are_met(records: list[Record]) -> None:
+def test_few_folds_already_show_that_unseen_groups_are_met(
+    records: list[PublishedMeasurement],
+) -> None:
     found = accuracy.seconds(records, folds=5)
     dense = found.chosen(accuracy.DENSE)
     assert not np.isnan(found.errors).any()
@@ -108,11 +114,13 @@ def test_few_folds_already_show_that_unseen_groups_are_met(records: list[Record]
 
 
 def test_a_group_is_never_on_both_sides(
-    records: list[Record], monkeypatch: pytest.MonkeyPatch
+    records: list[PublishedMeasurement], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[set[str], set[str]]] = []
 
-    def noted(inside: list[Record], outside: list[Record]) -> np.ndarray:
+    def noted(
+        inside: list[PublishedMeasurement], outside: list[PublishedMeasurement]
+    ) -> np.ndarray:
         seen.append(({r.group for r in inside}, {r.group for r in outside}))
         return np.zeros(len(outside))
 
@@ -124,7 +132,9 @@ def test_a_group_is_never_on_both_sides(
     }
 
 
-def test_runs_that_ran_out_of_memory_are_not_called_fitting(records: list[Record]) -> None:
+def test_runs_that_ran_out_of_memory_are_not_called_fitting(
+    records: list[PublishedMeasurement],
+) -> None:
     rows = [r for r in records if r.scope == "oom"]
     known = calibrated()
     held = Cases.of(rows).memory(known.memory)

@@ -14,7 +14,7 @@ from hasten.planner.activations import layer_bytes
 from hasten.planner.cluster import Cluster
 from hasten.planner.compute import stage_layers
 from hasten.planner.constants import Calibration, MemoryConstants
-from hasten.planner.layout import PRECISIONS, RECOMPUTE, Job, Layout, Layouts
+from hasten.planner.layout import PRECISIONS, RECOMPUTE, Layouts, PlannedJob, PlannedLayout
 from hasten.planner.memory import in_flight, memory
 from hasten.planner.numbers import numbers
 from hasten.planner.predict import Prediction, predict
@@ -28,19 +28,23 @@ H800 = Cluster.preset("fat_tree", 256, 8, "h800")
 H100 = Cluster.preset("fat_tree", 2048, 8, "h100")
 # What was published of both runs: arXiv 2412.19437, sections 3.2 and 3.3; arXiv 2407.21783,
 # section 3.3.2 and table 4: gradients and optimizer sharded, weights not, nothing recomputed.
-OF_V3 = Layout(
+OF_V3 = PlannedLayout(
     *(128, 1, 16, 64, 1, 1, 1, "dualpipe"),
     recompute="light",
     precision="fp8",
 )
-OF_LLAMA = Layout(*(128, 8, 16, 1, 1, 2, 1, "interleaved"), virtual=8)
+OF_LLAMA = PlannedLayout(*(128, 8, 16, 1, 1, 2, 1, "interleaved"), virtual=8)
 
 
-def one(layout: Layout, model: Architecture, cluster: Cluster, job: Job) -> Prediction:
+def one(
+    layout: PlannedLayout, model: Architecture, cluster: Cluster, job: PlannedJob
+) -> Prediction:
     return predict(model, cluster, job, Layouts.of([layout]))
 
 
-def bytes_of(layout: Layout, model: Architecture = DENSE, micro_batches: float = 64) -> float:
+def bytes_of(
+    layout: PlannedLayout, model: Architecture = DENSE, micro_batches: float = 64
+) -> float:
     held = memory(
         numbers(model, 4096), Layouts.of([layout]), micro_batches, MemoryConstants(), False
     )
@@ -48,20 +52,20 @@ def bytes_of(layout: Layout, model: Architecture = DENSE, micro_batches: float =
 
 
 def test_deepseek_v3_s_own_layout_fits_where_it_ran() -> None:
-    found = one(OF_V3, V3, H800, Job(4096, 15360))
+    found = one(OF_V3, V3, H800, PlannedJob(4096, 15360))
     assert OF_V3.devices == H800.devices == 2048
     assert found.fits[0]
     # Without 8 bits, or with all kept, it wouldn't have.
-    job = Job(4096, 15360)
+    job = PlannedJob(4096, 15360)
     assert not one(replace(OF_V3, precision="bf16"), V3, H800, job).fits[0]
     assert not one(replace(OF_V3, recompute="none"), V3, H800, job).fits[0]
 
 
 def test_llama_405b_s_own_layout_fits_where_it_ran() -> None:
-    found = one(OF_LLAMA, LLAMA, H100, Job(8192, 2048))
+    found = one(OF_LLAMA, LLAMA, H100, PlannedJob(8192, 2048))
     assert OF_LLAMA.devices == H100.devices == 16384
     assert found.fits[0]
-    assert not one(replace(OF_LLAMA, zero=0), LLAMA, H100, Job(8192, 2048)).fits[0]
+    assert not one(replace(OF_LLAMA, zero=0), LLAMA, H100, PlannedJob(8192, 2048)).fits[0]
 
 
 def test_a_layer_of_v3_keeps_what_its_report_lists() -> None:
@@ -80,7 +84,7 @@ def test_a_layer_of_v3_keeps_what_its_report_lists() -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_a_plain_layer_keeps_what_its_backward_pass_reads(precision: str) -> None:
     """Two norms, their results, queries, keys, values, what is attended, three sides of the MLP."""
-    layout = Layout(tp=4, precision=precision)
+    layout = PlannedLayout(tp=4, precision=precision)
     found = layer_bytes(numbers(DENSE, 4096), Layouts.of([layout])).plain[0] / 4096 * 4
     inputs = 2 * 4096 + 14336  # of products, but what is attended, which attention needs as well
     rest = 2 * 4096 + (32 + 2 * 8) * 128 + 32 * 128 + 2 * 14336
@@ -98,7 +102,7 @@ def test_each_word_of_recomputation_keeps_less(
     model: Architecture, precision: str, tp: int
 ) -> None:
     def kept(word: str) -> np.ndarray:
-        layout = Layout(tp=tp, recompute=word, precision=precision)
+        layout = PlannedLayout(tp=tp, recompute=word, precision=precision)
         found = layer_bytes(numbers(model, 4096), Layouts.of([layout]))
         return np.array([found.plain[0], found.expert[0]])
 
@@ -109,7 +113,7 @@ def test_each_word_of_recomputation_keeps_less(
 
 def test_eight_bits_save_where_inputs_of_products_are_kept() -> None:
     for word in RECOMPUTE:
-        rows = Layouts.of([Layout(recompute=word, precision=p) for p in ("bf16", "fp8")])
+        rows = Layouts.of([PlannedLayout(recompute=word, precision=p) for p in ("bf16", "fp8")])
         sixteen, eight = layer_bytes(numbers(DENSE, 4096), rows).plain
         if word in ("none", "light"):
             assert eight < sixteen
@@ -118,9 +122,9 @@ def test_eight_bits_save_where_inputs_of_products_are_kept() -> None:
 
 
 def test_light_recomputation_costs_little() -> None:
-    rows = Layouts.of([Layout(dp=8, recompute=word) for word in ("none", "light", "full")])
+    rows = Layouts.of([PlannedLayout(dp=8, recompute=word) for word in ("none", "light", "full")])
     cluster = Cluster.preset("dgx_h100", 1)
-    none, light, full = predict(DENSE, cluster, Job(4096, 64), rows, PLAIN).step.recompute
+    none, light, full = predict(DENSE, cluster, PlannedJob(4096, 64), rows, PLAIN).step.recompute
     assert none == 0
     assert 0 < light < full / 3
 
@@ -158,7 +162,7 @@ def test_what_is_in_flight_is_what_the_played_schedule_keeps(
     count = groups * stages
     even = StageSeconds.even(stages * virtual, 1, 1, 1)
     played = simulate(orders(schedule, stages, count, virtual), even)
-    layout = Layouts.of([Layout(pp=stages, schedule=schedule, virtual=virtual)])
+    layout = Layouts.of([PlannedLayout(pp=stages, schedule=schedule, virtual=virtual)])
     for rank in (0, 1, stages - 1):
         counted = in_flight(layout, float(count), rank)[0] * virtual
         assert counted == pytest.approx(played.peaks[rank])
@@ -178,7 +182,7 @@ def test_the_fullest_rank_is_that_of_a_loop_over_all(
 ) -> None:
     """1F1B, layers dealt evenly, each rank's bytes added up one by one."""
     model, c, sequence = replace(DENSE, vocabulary=vocabulary), MemoryConstants(), 4096
-    layout = Layout(dp=dp, tp=tp, pp=stages, zero=zero, recompute=recompute)
+    layout = PlannedLayout(dp=dp, tp=tp, pp=stages, zero=zero, recompute=recompute)
     one_layer = layer_bytes(numbers(model, sequence), Layouts.of([layout]))
     kept, at_work = float(one_layer.plain[0]), float(one_layer.working[0])
     ends = vocabulary * 4096
@@ -197,7 +201,7 @@ def test_the_fullest_rank_is_that_of_a_loop_over_all(
 
 
 def test_dualpipe_has_its_weights_twice_and_its_moments_once() -> None:
-    rows = [Layout(dp=8, pp=4, schedule=name) for name in ("1f1b", "dualpipe")]
+    rows = [PlannedLayout(dp=8, pp=4, schedule=name) for name in ("1f1b", "dualpipe")]
     bare = replace(DENSE, vocabulary=1)
     held = memory(numbers(bare, 4096), Layouts.of(rows), 64, MemoryConstants(), False)
     assert held.weights[1] == pytest.approx(2 * held.weights[0], rel=1e-3)
@@ -207,7 +211,7 @@ def test_dualpipe_has_its_weights_twice_and_its_moments_once() -> None:
 
 def test_in_fp32_there_is_no_second_copy_of_the_weights() -> None:
     held = memory(
-        *(numbers(DENSE, 4096), Layouts.of([Layout(zero=0, precision="fp32")])),
+        *(numbers(DENSE, 4096), Layouts.of([PlannedLayout(zero=0, precision="fp32")])),
         *(1, MemoryConstants(), False),
     )
     each = DENSE.parameters()
@@ -219,7 +223,7 @@ def test_in_fp32_there_is_no_second_copy_of_the_weights() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 3), st.sampled_from([2, 8]), st.sampled_from(RECOMPUTE))
 def test_doubt_is_the_larger_the_more_gradients_a_rank_has(zero: int, dp: int, word: str) -> None:
-    layouts = Layouts.of([Layout(dp=dp, zero=z, recompute=word) for z in (0, zero)])
+    layouts = Layouts.of([PlannedLayout(dp=dp, zero=z, recompute=word) for z in (0, zero)])
     held = memory(numbers(DENSE, 4096), layouts, 64, MemoryConstants(), False)
     assert (held.doubt > 0.04).all()
     assert (held.doubt < 0.5).all()

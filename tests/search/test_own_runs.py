@@ -15,14 +15,14 @@ from hasten.models.architecture import Architecture
 from hasten.planner.calibrate import OWN_STACK, MachineFactors, OwnRun, calibrate_machine
 from hasten.planner.cluster import Cluster
 from hasten.planner.constants import Calibration, Constants
-from hasten.planner.layout import Job, Layout, Layouts
+from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout
 from hasten.planner.predict import predict
 
 MODEL = Architecture.from_config("deepseek-llm-tiny")
 CHIP = Device("a processor", 1.5e12, 64e9, 2e10, 1.25e8, per_node=2, units=2, reached16=1.5e12)
 CLUSTER = Cluster(CHIP, 1, 2, 1.25e8, 1.25e8, intra_latency=1e-4)
 CASES = [
-    (Layout(dp=dp, zero=0, micro_batch=m), Job(length, 8), rate)
+    (PlannedLayout(dp=dp, zero=0, micro_batch=m), PlannedJob(length, 8), rate)
     for dp in (1, 2)
     for m in (1, 4)
     for length in (64, 256)
@@ -30,7 +30,7 @@ CASES = [
 ]
 
 
-def seconds(layout: Layout, job: Job, rate: float, calibration: Calibration) -> float:
+def seconds(layout: PlannedLayout, job: PlannedJob, rate: float, calibration: Calibration) -> float:
     cluster = replace(CLUSTER, intra=rate, inter=rate)
     rows = Layouts.of([layout])
     return float(predict(MODEL, cluster, job, rows, calibration, OWN_STACK).step_seconds[0])

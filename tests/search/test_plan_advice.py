@@ -24,7 +24,7 @@ from hasten.planner.advice import (
     what_if,
 )
 from hasten.planner.cluster import Cluster
-from hasten.planner.layout import Job, Layout, Layouts
+from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout
 from hasten.planner.plan import ClusterPlan, plan
 from hasten.planner.predict import predict
 from hasten.planner.reasons import changed_cluster, count_of, layout_fields
@@ -68,12 +68,12 @@ def test_a_change_of_nothing_changes_nothing(layers: int) -> None:
 
 def test_compression_pays_on_a_slow_network_and_not_on_nvlink() -> None:
     small = replace(MODEL, layers=4, vocabulary=32000)
-    rows = Layouts.of([Layout(dp=16, zero=0, compression=word) for word in ("none", "int8")])
+    rows = Layouts.of([PlannedLayout(dp=16, zero=0, compression=word) for word in ("none", "int8")])
     slow = Cluster.preset("ethernet", 2, 8, "h100").with_network(0.1)
     near = Cluster.preset("fat_tree", 1, 16, "gb200")
     gains = []
     for cluster in (slow, near):
-        seconds = predict(small, cluster, Job(2048, 1024), rows, PLAIN).step_seconds
+        seconds = predict(small, cluster, PlannedJob(2048, 1024), rows, PLAIN).step_seconds
         gains.append(seconds[0] / seconds[1])
     assert gains[0] > 1.3
     assert gains[1] < 1.05
@@ -220,5 +220,5 @@ def test_a_folder_without_steps_is_one_sentence(tmp_path: Path) -> None:
 
 def test_a_plan_keeps_its_layout_where_nothing_changes() -> None:
     found = planned("dgx_h100", 1)
-    assert isinstance(found.best[0].layout, Layout)
+    assert isinstance(found.best[0].layout, PlannedLayout)
     assert what_if(found, "network=1x")[1].best[0].layout == found.best[0].layout

@@ -21,10 +21,10 @@ from hasten.planner.cluster import Cluster
 from hasten.planner.layout import (
     RECOMPUTE,
     SCHEDULES,
-    Job,
-    Layout,
     Layouts,
-    Space,
+    LayoutSpace,
+    PlannedJob,
+    PlannedLayout,
     enumerate_layouts,
 )
 from hasten.planner.plan import consider, pareto, plan
@@ -56,7 +56,7 @@ def test_every_layout_of_the_space_can_be_built(
     nodes: int, per_node: int, batch: int, sequence: int, model: Architecture
 ) -> None:
     cluster = Cluster.preset("fat_tree", nodes, per_node, "h100")
-    rows = enumerate_layouts(model, cluster, Job(sequence, batch)).layouts
+    rows = enumerate_layouts(model, cluster, PlannedJob(sequence, batch)).layouts
     if not len(rows):
         return
     assert (rows.devices == cluster.devices).all()
@@ -80,7 +80,7 @@ def test_no_layout_stands_twice_in_the_space() -> None:
 def test_the_best_is_the_quickest_that_fits() -> None:
     """Against a plain loop over the whole space, one layout at a time, closed forms only."""
     cluster = Cluster.preset("single_node", 1, 2, "a100-80gb")
-    job = Job(2048, 16)
+    job = PlannedJob(2048, 16)
     small = replace(MODEL, layers=4, vocabulary=32000)
     rows = enumerate_layouts(small, cluster, job).layouts
     one_by_one = []
@@ -135,7 +135,7 @@ def test_a_front_of_one_is_that_one() -> None:
 def test_a_simulated_even_pipeline_is_its_closed_form() -> None:
     even = replace(MODEL, vocabulary=16)  # a head that weighs nothing
     for schedule in ("gpipe", "1f1b", "zb1p", "dualpipe"):
-        layout = Layout(dp=4, pp=4, schedule=schedule)
+        layout = PlannedLayout(dp=4, pp=4, schedule=schedule)
         rows = Layouts.of([layout])
         found = predict(even, TWO, JOB, rows, PLAIN)
         closed = candidate(found, rows, 0, TWO, JOB)
@@ -148,7 +148,7 @@ def test_a_simulated_even_pipeline_is_its_closed_form() -> None:
 def test_a_long_step_follows_from_two_short_ones(schedule: str) -> None:
     length = np.random.default_rng(1).uniform(0.8, 1.2, (3, 4))
     seconds = StageSeconds(*(tuple(map(float, row)) for row in length))
-    layout = Layout(dp=1, pp=4, schedule=schedule)
+    layout = PlannedLayout(dp=1, pp=4, schedule=schedule)
     whole = simulate(orders(schedule, 4, 96), seconds).seconds
     assert pipeline_seconds(layout, 96, seconds) == pytest.approx(whole, rel=0.005)
 
@@ -175,7 +175,7 @@ def test_every_no_has_its_numbers() -> None:
     found = plan(MODEL, TWO, JOB, calibration=PLAIN, fewer_nodes=False)
     best = found.best[0].layout
     assert why_not(found, best) == []
-    base = Layout(dp=16)
+    base = PlannedLayout(dp=16)
 
     def said(**changes: object) -> str:
         return " ".join(why_not(found, replace(base, **changes)))  # type: ignore[arg-type]
@@ -224,17 +224,19 @@ def test_a_batch_that_no_layout_suits_is_one_sentence() -> None:
     three = Cluster.preset("fat_tree", 1, 7, "h100")
     odd = replace(MODEL, heads=4, kv_heads=4, layers=2)
     with pytest.raises(InputError, match="give a multiple of 7"):
-        plan(odd, three, Job(512, 5), calibration=PLAIN)
+        plan(odd, three, PlannedJob(512, 5), calibration=PLAIN)
 
 
 def test_a_batch_that_suits_all_nodes_and_not_half_of_them_is_planned() -> None:
-    found = plan(MODEL, Cluster.preset("dgx_h100", 6), Job(4096, 3), calibration=PLAIN, top=1)
+    found = plan(
+        MODEL, Cluster.preset("dgx_h100", 6), PlannedJob(4096, 3), calibration=PLAIN, top=1
+    )
     assert found.best[0].devices == 48
     assert {each.cluster.nodes for each in found.considered} <= {6, 3}
 
 
 def test_what_if_keeps_the_space_that_was_asked_for() -> None:
-    only = Space(schedules=("gpipe",), zero=(0,))
+    only = LayoutSpace(schedules=("gpipe",), zero=(0,))
     found = plan(MODEL, TWO, JOB, space=only, calibration=PLAIN, fewer_nodes=False)
     assert what_if(found, "nodes=1")[1].best[0].layout.zero == 0
 
@@ -243,7 +245,7 @@ def test_lossy_formats_come_only_if_asked_for() -> None:
     rows = enumerate_layouts(MODEL, TWO, JOB).layouts
     assert set(rows.precision) == {0}
     assert set(rows.compression) == {0}
-    more = enumerate_layouts(MODEL, TWO, JOB, Space.everything(TWO)).layouts
+    more = enumerate_layouts(MODEL, TWO, JOB, LayoutSpace.everything(TWO)).layouts
     assert len(set(more.precision)) == 2
     assert len(set(more.compression)) > 1
     old = Cluster.preset("single_node", 1, 8, "v100")
@@ -254,14 +256,14 @@ def test_recomputing_part_of_a_layer_is_for_models_with_experts_or_asked_for() -
     light = RECOMPUTE.index("light")
     assert light in enumerate_layouts(SPARSE, TWO, JOB).layouts.recompute
     assert light not in enumerate_layouts(MODEL, TWO, JOB).layouts.recompute
-    asked = enumerate_layouts(MODEL, TWO, JOB, Space(recompute=("light",))).layouts
+    asked = enumerate_layouts(MODEL, TWO, JOB, LayoutSpace(recompute=("light",))).layouts
     assert set(asked.recompute) == {light}
 
 
 def test_ends_that_are_stages_of_their_own_are_predicted_and_not_played() -> None:
     """126 layers on 128 stages, as Llama 3 405B: the first and the last have none."""
     deep = replace(MODEL, layers=14)
-    layout = Layout(dp=2, pp=8, schedule="interleaved", virtual=2)
+    layout = PlannedLayout(dp=2, pp=8, schedule="interleaved", virtual=2)
     assert impossibilities(deep, TWO, JOB, layout) == []
     rows = Layouts.of([layout])
     closed = candidate(predict(deep, TWO, JOB, rows, PLAIN), rows, 0, TWO, JOB)
@@ -282,10 +284,10 @@ def test_the_articles_price_is_reproduced() -> None:
         currency, hour = "CNY", 0.6
 
     cluster = Cluster.preset("single_node", 1, 4, "a100")
-    found = plan(MODEL, cluster, Job(2048, 64, "lora"), calibration=PLAIN)
+    found = plan(MODEL, cluster, PlannedJob(2048, 64, "lora"), calibration=PLAIN)
     one = found.best[0]
     rate = one.tokens_per_second_per_device.middle
-    job = Job(2048, 64, "lora", tokens=rate * 4 * 1.8 * 3600)
+    job = PlannedJob(2048, 64, "lora", tokens=rate * 4 * 1.8 * 3600)
     cost = spending(one, job, Price())
     assert cost.money is not None
     assert cost.money.middle == pytest.approx(4.32)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.core.contracts import Dense
+from hasten.core.contracts import NoCompression
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.techniques.layout import experts as layout_experts_sharded
@@ -82,7 +82,7 @@ def test_experts_are_on_the_device_before_their_copies_are_made_alike(
     layout.place = lambda module: done.append("place")
     layout.mesh = {"dp": SimpleNamespace(size=lambda: 1), "shard": None}
     layout.averages, layout._replicas, layout._reshard = 4, None, True
-    layout.across(torch.nn.Module(), Dense())
+    layout.across(torch.nn.Module(), NoCompression())
     assert done == ["place", "ExpertGradients", "shard_rest"]
 
 

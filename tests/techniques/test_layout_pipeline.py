@@ -15,7 +15,7 @@ from hasten.core.setup import prepare
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.parts.distributed.pipeline.runtime import Settings
+from hasten.parts.distributed.pipeline.runtime import PipelineSettings
 from hasten.parts.distributed.pipeline.stages import MARK
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.batch import AdaptiveBatch
@@ -175,13 +175,13 @@ def test_techniques_that_reach_into_passes_are_refused_by_name(
     job = language_job()
     setup = prepare(job, Plan([other]), job_facts(job), tmp_path)
     with pytest.raises(InputError, match=f"{other.name()} doesn't work under pipeline.*{said}"):
-        check_company(setup, Settings(**{"schedule": "1f1b", "ranks": 2, **settings}))
+        check_company(setup, PipelineSettings(**{"schedule": "1f1b", "ranks": 2, **settings}))
 
 
 def test_a_loss_that_holds_no_language_model_is_refused_with_advice() -> None:
     job, no_group = language_job(), cast(Any, None)
     setup = prepare(job, Plan([]), job_facts(job))
-    cut = Cut(setup, Settings("1f1b", 2), 0, True, no_group)
+    cut = Cut(setup, PipelineSettings("1f1b", 2), 0, True, no_group)
     with pytest.raises(InputError, match=r"Linear isn't a loss around .*take ddp or fsdp2"):
         cut.split(nn.Linear(2, 2))
 
@@ -211,4 +211,4 @@ def test_ranks_left_over_are_refused() -> None:
     odd = prepare(job, Plan([]), job_facts(job))
     odd.facts = job_facts(job, world=World(0, 0, 3))
     with pytest.raises(InputError, match="make nproc a multiple of stages"):
-        Stages(odd, Settings("1f1b", 2))
+        Stages(odd, PipelineSettings("1f1b", 2))

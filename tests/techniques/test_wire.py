@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hasten.core.contracts import Dense
+from hasten.core.contracts import NoCompression
 from hasten.errors import InputError
 from hasten.integrations.optimized_trainer import OptimizedTrainer
 from hasten.parts.comm.gradient_compressor import GradientCompressor
@@ -101,7 +101,7 @@ def test_the_optimized_trainer_compresses(found: list[Any], name: str, said: str
 def test_one_rank_has_the_plain_wire() -> None:
     for technique in (Half(), Quantised(), TopK(), PowerSGD()):
         session = session_of(language_job(), technique)
-        assert isinstance(session.setup.wire, Dense)
+        assert isinstance(session.setup.wire, NoCompression)
         assert not technique.probe(session).acted
 
 

@@ -17,7 +17,7 @@ from hasten.data.file_lock import replace_file
 from hasten.errors import InputError
 from hasten.planner import tune
 from hasten.tune.api import _Tuning
-from hasten.tune.subjects import Wishes
+from hasten.tune.subjects import TuneOptions
 
 pytestmark = pytest.mark.waits
 
@@ -43,7 +43,7 @@ tune(sys.argv[1], 600, wishes, space=space, folder=sys.argv[2], audience=StandsS
 
 
 def test_a_loop_is_tuned_proven_and_answered_at_once_the_second_time(tmp_path: Path) -> None:
-    wishes = Wishes(trials=3, steps=2)
+    wishes = TuneOptions(trials=3, steps=2)
     found = tune(f"{JOBS}:job", 300, wishes, space=SPACE, folder=tmp_path)
     assert found.better, str(found)
     ratio = found.report["winner"]["ratio"]
@@ -61,7 +61,7 @@ def test_a_loop_is_tuned_proven_and_answered_at_once_the_second_time(tmp_path: P
 
 def test_settings_that_change_nothing_are_not_called_better(tmp_path: Path) -> None:
     space = {"batch": [1, 2]}
-    found = tune(f"{JOBS}:alike", 300, Wishes(trials=1), space=space, folder=tmp_path)
+    found = tune(f"{JOBS}:alike", 300, TuneOptions(trials=1), space=space, folder=tmp_path)
     if found.report["duel"] is not None:  # by luck the trial may lie below the start
         assert not found.better or found.report["winner"]["ratio"]["low"] < 1.1
     assert found.settings["batch"] in (1, 2)
@@ -69,7 +69,9 @@ def test_settings_that_change_nothing_are_not_called_better(tmp_path: Path) -> N
 
 def test_what_runs_out_of_memory_is_a_constraint(tmp_path: Path) -> None:
     space = {"batch": [1, 2, 4]}
-    found = tune(f"{JOBS}:greedy", 300, Wishes(trials=2, steps=2), space=space, folder=tmp_path)
+    found = tune(
+        f"{JOBS}:greedy", 300, TuneOptions(trials=2, steps=2), space=space, folder=tmp_path
+    )
     states = {t["settings"]["batch"]: t["state"] for t in found.report["trials"]}
     assert states.get(4, "out of memory") == "out of memory"
     assert found.settings["batch"] != 4
@@ -96,7 +98,7 @@ def test_a_process_that_is_killed_leaves_its_trials_and_the_best_settings(tmp_pa
     assert record.read_text().count('"tried"') == 2
     best = json.loads((record.parent / "best.yaml").read_text())
     assert set(best) == {"_measured", "batch", "fused"}
-    found = tune(f"{JOBS}:job", 600, Wishes(trials=5, steps=2), space=SPACE, folder=tmp_path)
+    found = tune(f"{JOBS}:job", 600, TuneOptions(trials=5, steps=2), space=SPACE, folder=tmp_path)
     assert len(found.report["trials"]) == 5
     places = [json.dumps(t["settings"]) for t in found.report["trials"]]
     assert len(set(places)) == 5
@@ -119,7 +121,7 @@ def test_bad_input_is_a_sentence(
     budget: str | float, wishes: dict, said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(InputError, match=said):
-        tune(f"{JOBS}:job", budget, Wishes(**wishes), space=SPACE, folder=tmp_path)
+        tune(f"{JOBS}:job", budget, TuneOptions(**wishes), space=SPACE, folder=tmp_path)
 
 
 def test_a_loop_without_a_space_and_a_recipe_with_one_are_refused(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 from hasten.core.loop import evaluate
 from hasten.core.step import training
 from hasten.errors import InputError
-from hasten.measure.experiment import Subject, prepared
-from hasten.progress import Silence
+from hasten.measure.experiment import ExperimentSubject, prepared
+from hasten.progress import SilentProgress
 from hasten.recipe.build import job_of
 from hasten.recipe.prepared_data import gather
 from hasten.recipe.schema import load_recipe, recipe_from
@@ -35,8 +35,10 @@ RECIPE = {
 }
 
 
-def subject(folder: Path, **changes: Any) -> Subject:
-    return prepared(recipe_from({**RECIPE, "output": str(folder), **changes}, "test"), Silence())
+def subject(folder: Path, **changes: Any) -> ExperimentSubject:
+    return prepared(
+        recipe_from({**RECIPE, "output": str(folder), **changes}, "test"), SilentProgress()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +47,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def given(folder: Path) -> Subject:
+def given(folder: Path) -> ExperimentSubject:
     return subject(folder)
 
 
 @pytest.mark.slow
-def test_the_space_holds_the_recipes_own_values_where_it_starts(given: Subject) -> None:
+def test_the_space_holds_the_recipes_own_values_where_it_starts(given: ExperimentSubject) -> None:
     found = RecipeTrainings(given)
     settings = found.space.settings(found.space.start)
     assert settings == {"learning_rate": 1e-3, "warmup_share": 1 / 8, "global_batch_size": 4}
@@ -62,7 +64,7 @@ def test_the_space_holds_the_recipes_own_values_where_it_starts(given: Subject) 
         assert list(values) == sorted(set(values))
 
 
-def test_another_batch_trains_the_same_tokens(given: Subject) -> None:
+def test_another_batch_trains_the_same_tokens(given: ExperimentSubject) -> None:
     found = RecipeTrainings(given)
     for batch, steps in ((2, 16), (4, 8), (8, 4)):
         changed = found.recipe_at(found.space.point({"global_batch_size": batch}))
@@ -75,7 +77,7 @@ def test_a_batch_that_whole_steps_dont_make_as_many_tokens_of_is_left_out(folder
     assert batches == (2, 4)  # of 8 records four steps would be a ninth less
 
 
-def test_warm_up_is_a_share_of_the_steps(given: Subject) -> None:
+def test_warm_up_is_a_share_of_the_steps(given: ExperimentSubject) -> None:
     found = RecipeTrainings(given)
     share = found.space.settings(found.space.start)["warmup_share"]
     changed = found.recipe_at(found.space.point({"global_batch_size": 2, "warmup_share": share}))
@@ -93,13 +95,13 @@ def test_a_training_that_ends_by_tokens_has_the_steps_of_its_own_order(folder: P
     assert here > found._steps_of(given.recipe)
 
 
-def test_only_narrows(given: Subject) -> None:
+def test_only_narrows(given: ExperimentSubject) -> None:
     found = RecipeTrainings(given, ("learning_rate",))
     assert [d.name for d in found.space.dimensions] == ["learning_rate"]
 
 
 def test_a_process_trains_as_the_same_session_here_does(
-    given: Subject, folder: Path, monkeypatch: pytest.MonkeyPatch
+    given: ExperimentSubject, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = RecipeTrainings(given)
     found.looks = 2
@@ -150,7 +152,7 @@ class Pretended:
 
 
 def test_a_recipe_is_studied_from_its_own_values_to_a_proven_recipe(
-    given: Subject, monkeypatch: pytest.MonkeyPatch
+    given: ExperimentSubject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learning_study, "prepared", lambda recipe, audience: given)
     monkeypatch.setattr(RecipeTrainings, "begin", lambda self, p, seed, _: Pretended(self, p, seed))
@@ -173,7 +175,7 @@ def test_a_recipe_is_studied_from_its_own_values_to_a_proven_recipe(
 
 
 def test_where_nothing_is_better_the_recipe_stays(
-    given: Subject, monkeypatch: pytest.MonkeyPatch
+    given: ExperimentSubject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Flat(Pretended):
         def loss_at(self, look: int, patience: float) -> float:
@@ -188,7 +190,7 @@ def test_where_nothing_is_better_the_recipe_stays(
     assert load_recipe(found.folder / "x.yaml").learning_rate == 1e-3
 
 
-def test_bad_input_is_a_sentence(given: Subject, folder: Path) -> None:
+def test_bad_input_is_a_sentence(given: ExperimentSubject, folder: Path) -> None:
     with pytest.raises(InputError, match="no 'momentum' to learn"):
         LearningWishes(only=("momentum",))
     with pytest.raises(InputError, match="one other are 2"):

@@ -16,14 +16,14 @@ from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.measure.ablation import AGAIN, BASELINE, Arm
 from hasten.measure.controller import Measured
-from hasten.measure.experiment import Subject, prepared
+from hasten.measure.experiment import ExperimentSubject, prepared
 from hasten.measure.turns import Runner
-from hasten.progress import Silence
+from hasten.progress import SilentProgress
 from hasten.recipe.build import requested_plan
 from hasten.recipe.schema import load_recipe, recipe_from
 from hasten.tune import api, bench, starter, subjects
 from hasten.tune.space import Point
-from hasten.tune.subjects import RecipeSubject, Wishes
+from hasten.tune.subjects import RecipeSubject, TuneOptions
 from material import STDLIB
 from search.tuner.simulated import Machine
 from tiny import able
@@ -44,17 +44,19 @@ def _a_calm_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+def given(tmp_path_factory: pytest.TempPathFactory) -> ExperimentSubject:
     output = str(tmp_path_factory.mktemp("tuned"))
-    found = prepared(recipe_from({**RECIPE, "output": output}, "test"), Silence())
+    found = prepared(recipe_from({**RECIPE, "output": output}, "test"), SilentProgress())
     return dataclasses.replace(found, known=able(found.known))
 
 
-def subject(given: Subject, **wishes: Any) -> RecipeSubject:
-    return RecipeSubject(given, Wishes(**wishes), Silence())
+def subject(given: ExperimentSubject, **wishes: Any) -> RecipeSubject:
+    return RecipeSubject(given, TuneOptions(**wishes), SilentProgress())
 
 
-def test_the_winner_is_a_recipe_with_its_gain_at_the_head(given: Subject, tmp_path: Path) -> None:
+def test_the_winner_is_a_recipe_with_its_gain_at_the_head(
+    given: ExperimentSubject, tmp_path: Path
+) -> None:
     found = subject(given)
     point = found.space.point(
         {"PRECISION": "autocast", "BATCH": "accumulate", "accumulate.micro_batch_size": 2}
@@ -70,12 +72,12 @@ def test_the_winner_is_a_recipe_with_its_gain_at_the_head(given: Subject, tmp_pa
     assert next(t for t in plan if t.slot is Slot.BATCH).settings()["micro_batch_size"] == 2
 
 
-def test_a_micro_batch_is_never_larger_than_half_a_step(given: Subject) -> None:
+def test_a_micro_batch_is_never_larger_than_half_a_step(given: ExperimentSubject) -> None:
     (sizes,) = [d for d in subject(given).space.dimensions if d.name.endswith("batch_size")]
     assert max(v for v in sizes.values if v != 8) <= 4
 
 
-def test_only_narrows_and_the_rest_stays_as_it_is(given: Subject) -> None:
+def test_only_narrows_and_the_rest_stays_as_it_is(given: ExperimentSubject) -> None:
     found = subject(given, only=("precision",))
     assert {d.name for d in found.space.dimensions} == {"PRECISION"}
     for point in found.space.points():
@@ -83,15 +85,15 @@ def test_only_narrows_and_the_rest_stays_as_it_is(given: Subject) -> None:
         assert "fused_adamw" in text
 
 
-def test_money_needs_a_price(given: Subject) -> None:
+def test_money_needs_a_price(given: ExperimentSubject) -> None:
     with pytest.raises(InputError, match="needs a price"):
         subject(given, objective="money")
 
 
-def test_a_lossy_winner_is_taken_only_with_proof(given: Subject) -> None:
-    wishes = Wishes(lossy=True)
+def test_a_lossy_winner_is_taken_only_with_proof(given: ExperimentSubject) -> None:
+    wishes = TuneOptions(lossy=True)
     said: list[Sequence[str]] = [["muon: worse by 3 %"], []]
-    proven = RecipeSubject(given, wishes, Silence(), prove=lambda s, plan: said.pop(0))
+    proven = RecipeSubject(given, wishes, SilentProgress(), prove=lambda s, plan: said.pop(0))
     point = next(
         p
         for p in proven.space.neighbours(proven.space.start)
@@ -99,11 +101,11 @@ def test_a_lossy_winner_is_taken_only_with_proof(given: Subject) -> None:
     )
     assert proven.refusal(point) == "muon: worse by 3 %"
     assert proven.refusal(point) is None
-    assert "nobody was asked" in str(RecipeSubject(given, wishes, Silence()).refusal(point))
+    assert "nobody was asked" in str(RecipeSubject(given, wishes, SilentProgress()).refusal(point))
     assert proven.refusal(proven.space.start) is None
 
 
-def test_the_key_changes_with_what_decides_the_numbers(given: Subject) -> None:
+def test_the_key_changes_with_what_decides_the_numbers(given: ExperimentSubject) -> None:
     assert subject(given).key() == subject(given).key()
     assert subject(given).key() != subject(given, only=("precision",)).key()
 
@@ -114,7 +116,9 @@ class Pretended:
     def __init__(self, ratios: Mapping[str, float], idle: Sequence[str] = ()) -> None:
         self.ratios, self.idle = ratios, idle
 
-    def __call__(self, given: Subject, plans: Mapping[str, Plan], kinds: Any, *_: Any) -> Measured:
+    def __call__(
+        self, given: ExperimentSubject, plans: Mapping[str, Plan], kinds: Any, *_: Any
+    ) -> Measured:
         arms = []
         for name, plan in plans.items():
             factor = 1.0
@@ -135,7 +139,7 @@ class Pretended:
 
 @pytest.mark.parametrize(("faster", "better"), [(1.5, True), (1.0, False)])
 def test_a_recipe_is_tuned_from_trials_to_its_winner(
-    given: Subject, faster: float, better: bool, monkeypatch: pytest.MonkeyPatch
+    given: ExperimentSubject, faster: float, better: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ratios = {"autocast": faster}
     monkeypatch.setattr(subjects, "measured", Pretended(ratios))
@@ -149,7 +153,7 @@ def test_a_recipe_is_tuned_from_trials_to_its_winner(
         return machines[0].start(point)
 
     monkeypatch.setattr(RecipeSubject, "start", start)
-    wishes = Wishes(only=("precision",), fresh=True)
+    wishes = TuneOptions(only=("precision",), fresh=True)
     found = api.tune(given.recipe, 600, wishes)
     assert found.better is better
     assert ("autocast" in found.text) is (better and "autocast" in str(found.settings))
@@ -160,7 +164,7 @@ def test_a_recipe_is_tuned_from_trials_to_its_winner(
 
 
 def test_a_duel_without_time_proves_nothing_and_loses_nothing(
-    given: Subject, monkeypatch: pytest.MonkeyPatch
+    given: ExperimentSubject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def too_short(*_: Any) -> Measured:
         raise InputError("budget: 9 s is too short")
@@ -170,7 +174,7 @@ def test_a_duel_without_time_proves_nothing_and_loses_nothing(
     space = subject(given, only=("precision",)).space
     machine = Machine(space, lambda s: 0.02 if s["PRECISION"] == "none" else 0.01, start=0.0)
     monkeypatch.setattr(RecipeSubject, "start", lambda self, point: machine.start(point))
-    found = api.tune(given.recipe, 600, Wishes(only=("precision",), fresh=True, seed=5))
+    found = api.tune(given.recipe, 600, TuneOptions(only=("precision",), fresh=True, seed=5))
     assert not found.better
     assert found.settings == {"PRECISION": "none"}
     assert "Not proven (no duel: budget: 9 s is too short)" in str(found)
@@ -182,11 +186,11 @@ def test_a_duel_without_time_proves_nothing_and_loses_nothing(
 
 
 def test_what_did_not_act_is_left_out_of_the_winner_and_said(
-    given: Subject, monkeypatch: pytest.MonkeyPatch
+    given: ExperimentSubject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subjects, "measured", Pretended({"autocast": 1.5}, idle=["recompute"]))
     monkeypatch.setattr(api, "prepared", lambda recipe, audience, ranks: given)
-    wishes = Wishes(only=("autocast", "recompute"), fresh=True, trials=3)
+    wishes = TuneOptions(only=("autocast", "recompute"), fresh=True, trials=3)
     space = subject(given, only=wishes.only).space
 
     def seconds(s: dict[str, Any]) -> float:  # both are best, as far as trials can tell
@@ -220,12 +224,12 @@ def _place_of_both(study: Any, rows: Sequence[dict[str, Any]]) -> int | None:
 
 
 def test_a_proof_that_can_not_be_made_refuses_the_winner_and_loses_no_study(
-    given: Subject,
+    given: ExperimentSubject,
 ) -> None:
-    def can_not(shown: Subject, plan: Plan) -> Sequence[str]:
+    def can_not(shown: ExperimentSubject, plan: Plan) -> Sequence[str]:
         raise InputError("held_out: the guard needs held-out records")
 
-    found = RecipeSubject(given, Wishes(lossy=True), Silence(), prove=can_not)
+    found = RecipeSubject(given, TuneOptions(lossy=True), SilentProgress(), prove=can_not)
     point = next(
         p
         for p in found.space.neighbours(found.space.start)
@@ -234,13 +238,13 @@ def test_a_proof_that_can_not_be_made_refuses_the_winner_and_loses_no_study(
     assert "can't be proven here: held_out" in str(found.refusal(point))
 
 
-def test_on_ranks_turns_too_short_for_an_exchange_are_refused(given: Subject) -> None:
+def test_on_ranks_turns_too_short_for_an_exchange_are_refused(given: ExperimentSubject) -> None:
     ranks = dataclasses.replace(
         given,
         recipe=given.recipe.model_copy(update={"nproc": 2}),
         known=dataclasses.replace(given.known, world=World(size=2)),
     )
-    found = RecipeSubject(ranks, Wishes(lossy=True, only=("wire",)), Silence())
+    found = RecipeSubject(ranks, TuneOptions(lossy=True, only=("wire",)), SilentProgress())
     assert found.together == 4 > subject(given).together  # no turn is cut within a round
     names = {d.name for d in found.space.dimensions}
     assert "local_steps.every" in names
@@ -251,7 +255,7 @@ def test_on_ranks_turns_too_short_for_an_exchange_are_refused(given: Subject) ->
 
 @pytest.mark.slow
 def test_a_plan_whose_environment_is_new_is_an_effort_until_it_was_started(
-    given: Subject, tmp_path: Path
+    given: ExperimentSubject, tmp_path: Path
 ) -> None:
     found = subject(given)
     likely = found.space.summit(found._plans.gain)

@@ -13,12 +13,12 @@ from hasten.data.chat_template import split_tools, template_turns
 from hasten.data.conversation import Conversation
 from hasten.data.packed_file import COLUMNS, check_name, write_packed
 from hasten.data.readers import read_records
-from hasten.data.statistics import Layout, Statistics, advice, layouts, statistics_of
+from hasten.data.statistics import BatchLayout, DataStatistics, advice, layouts, statistics_of
 from hasten.data.token_store import inspect as rendered
 from hasten.errors import InputError
 from hasten.formatting import shown
 from hasten.recipe.build import DEFAULT_BATCH
-from hasten.recipe.prepared_data import Material, gather
+from hasten.recipe.prepared_data import PreparedData, gather
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.report.data_page import write_page
 
@@ -115,7 +115,7 @@ def convert(sources: Sequence[Path], output: Path, max_rejected: float) -> None:
     print(f"{len(reading.conversations):,} records: {output}")
 
 
-def _material(recipe: Recipe) -> Material:
+def _material(recipe: Recipe) -> PreparedData:
     tell = lambda text: print(shown(text), file=sys.stderr)  # noqa: E731
     return gather(recipe, Path(recipe.output) / "data", tell)
 
@@ -128,7 +128,7 @@ def _row(conversation: Conversation) -> dict[str, object]:
     return row | ({"tools": tools} if tools else {})
 
 
-def _print(found: Statistics) -> None:
+def _print(found: DataStatistics) -> None:
     quantiles = ", ".join(f"{q} %: {n:,}" for q, n in found.quantiles.items())
     print(f"records         {found.records:,}, {found.duplicates:,} of them duplicates")
     share = found.trained_tokens / found.tokens
@@ -142,7 +142,7 @@ def _print(found: Statistics) -> None:
         print(f"{name:>15} {bar:<{BAR}} {one.records:>9,}  {share:5.1%} of tokens")
 
 
-def _print_layouts(ways: Sequence[Layout], chosen: str) -> None:
+def _print_layouts(ways: Sequence[BatchLayout], chosen: str) -> None:
     print(f"\n{'laid out as':<34} {'technique':<15} {'full':>7} {'rows':>11} {'bound':>11}")
     for way in ways:
         bound = "-" if way.bound is None else f"{way.bound:,}"

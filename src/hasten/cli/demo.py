@@ -51,7 +51,7 @@ STEPPING = 0.6  # of the training's time: the rest is for its held-out loss, its
 
 
 @dataclass(frozen=True)
-class Row:
+class DemoRow:
     """The row of the table with which the demo trains."""
 
     name: str
@@ -93,7 +93,7 @@ def demo(output: Path) -> None:
         recipe = recipe.model_copy(update={"plan": row.plan, "max_steps": row.steps()})
         display.tell(f"training with {row.why}, for {recipe.max_steps} steps")
         line = StepLine(display, recipe)
-        stop = Stop(time.monotonic() + STEPPING * TRAINING_SECONDS, line.start, line.step)
+        stop = TimedStop(time.monotonic() + STEPPING * TRAINING_SECONDS, line.start, line.step)
         summary = train(recipe, tell=display.tell, on_start=stop.start, on_step=stop.step)
     who = f"{row.name}, {summary['steps']} steps"
     report["samples"] = [{**s, "arm": who} for s in summary["samples"]]
@@ -105,12 +105,12 @@ def demo(output: Path) -> None:
     print(f"\ndone in {duration(time.monotonic() - began)}; the report: {page}")
 
 
-def row_to_train(report: Mapping[str, Any], plan: list[Any]) -> Row:
+def row_to_train(report: Mapping[str, Any], plan: list[Any]) -> DemoRow:
     """The fastest row of equal quality, and in words how fast; all of the plan if none is known."""
     read = read_report(report)
     arm = fastest_of_equal_quality(read)
     if arm is None:
-        return Row("the whole plan", plan, "the whole plan: nothing could be measured in time")
+        return DemoRow("the whole plan", plan, "the whole plan: nothing could be measured in time")
     kept = [name for name in plan if name in arm["techniques"]]  # the demo's has names alone
     if arm is read["arms"][0]:
         why = "the baseline: no row was shown to be faster at equal quality"
@@ -119,10 +119,10 @@ def row_to_train(report: Mapping[str, Any], plan: list[Any]) -> Row:
             f'"{arm["name"]}", the fastest row of equal quality: '
             f"{span(arm['ratio'], 'times')} the baseline's speed"
         )
-    return Row(arm["name"], kept, why, arm["step_seconds"]["p50"])
+    return DemoRow(arm["name"], kept, why, arm["step_seconds"]["p50"])
 
 
-class Stop:
+class TimedStop:
     """Follows a training, and asks it to stop between two steps once the time has come.
 
     Args:

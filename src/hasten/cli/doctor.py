@@ -15,7 +15,7 @@ from hasten.parts.kernels import amx, codec, rowwise
 from hasten.recipe.build import batch_of, facts_of, job_of, requested_plan
 from hasten.recipe.peak_flops import ceiling_of
 from hasten.recipe.prepare import check_folder, check_space, first_record
-from hasten.recipe.prepared_data import Material, gather, overlap
+from hasten.recipe.prepared_data import PreparedData, gather, overlap
 from hasten.recipe.preset_plans import entries_of
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.shorthands import meaning_of, settings_of, techniques_of, world_of
@@ -93,7 +93,7 @@ def _model(recipe: Recipe) -> tuple[str, Facts]:
     return text, known
 
 
-def _data(recipe: Recipe) -> tuple[str, Material]:
+def _data(recipe: Recipe) -> tuple[str, PreparedData]:
     material = gather(recipe, Path(recipe.output) / "data", tell=lambda text: None)
     records = material.record_facts()
     text = (
@@ -104,7 +104,7 @@ def _data(recipe: Recipe) -> tuple[str, Material]:
     return text, material
 
 
-def _sources(recipe: Recipe, material: Material, checks: _Checks) -> None:
+def _sources(recipe: Recipe, material: PreparedData, checks: _Checks) -> None:
     """What the files were taken for, and how many records the cut concerns."""
     note = material.note
     files = [f"{file} ({note.containers.get(file, '?')}): {s}" for file, s in note.shapes.items()]
@@ -124,7 +124,7 @@ def _space(recipe: Recipe, known: Facts) -> tuple[str, None]:
     return "room for the run", None
 
 
-def _batch(recipe: Recipe, material: Material, known: Facts, plan: Plan) -> tuple[str, None]:
+def _batch(recipe: Recipe, material: PreparedData, known: Facts, plan: Plan) -> tuple[str, None]:
     job = job_of(recipe, material, known, plan)
     batch = batch_of(recipe)
     unit = f"{batch.records} records" if batch.records else f"{batch.tokens:,} tokens"

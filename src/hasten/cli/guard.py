@@ -20,7 +20,7 @@ from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
 from hasten.errors import FAILED, InputError
 from hasten.launch.ranks import places
-from hasten.measure.experiment import Subject, environment, prepared
+from hasten.measure.experiment import ExperimentSubject, environment, prepared
 from hasten.measure.quality.guard import GuardDesign, guard_report
 from hasten.measure.quality.guard_process import Processes
 from hasten.measure.quality.requirements import failures
@@ -117,10 +117,10 @@ def _kept(path: Path) -> Rows | None:
 
 def beforehand(
     wanted: bool, seeds: int, fresh: bool, display: Display
-) -> Callable[[Subject], Mapping[str, Any]]:
+) -> Callable[[ExperimentSubject], Mapping[str, Any]]:
     """What an experiment's report says of the guard, found before the first arm starts."""
 
-    def find(subject: Subject) -> Mapping[str, Any]:
+    def find(subject: ExperimentSubject) -> Mapping[str, Any]:
         if not wanted:
             return {}
         design, tell = GuardDesign(seeds=seeds), display.tell

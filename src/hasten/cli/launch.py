@@ -33,7 +33,7 @@ BUCKET = "/checkpoints"
 
 
 @dataclass(frozen=True)
-class Asked:
+class LaunchOptions:
     """What the command line asks for; see ``launch_options``."""
 
     target: str
@@ -64,7 +64,7 @@ class Asked:
 def launch(
     path: Path,
     overrides: Sequence[str],
-    asked: Asked,
+    asked: LaunchOptions,
     dry_run: bool = False,
     submit: bool = False,
     rehearse: bool = False,
@@ -97,7 +97,7 @@ def launch(
     return subprocess.run(command, check=False).returncode if submit else 0
 
 
-def launch_of(recipe: Recipe, asked: Asked, name: str, folder: Path) -> Launch:
+def launch_of(recipe: Recipe, asked: LaunchOptions, name: str, folder: Path) -> Launch:
     """What the options and the recipe say together."""
     target = asked.target
     mirrored = target not in ("kubernetes", "skypilot")
@@ -128,7 +128,7 @@ def launch_of(recipe: Recipe, asked: Asked, name: str, folder: Path) -> Launch:
     return replace(found, config=config_of(recipe), layout=layout, batch=batch)
 
 
-def cloud_of(asked: Asked) -> CloudConfig:
+def cloud_of(asked: LaunchOptions) -> CloudConfig:
     """The cluster; one host is a single node, several are an RDMA fabric unless it is said."""
     topology = asked.topology or ("single_node" if asked.nodes == 1 else "fat_tree")
     return CloudConfig(asked.nodes, asked.gpus_per_node, topology)
@@ -144,7 +144,7 @@ def minutes_of(text: str | None) -> int | None:
     return int(found[1]) * UNITS[found[2]]
 
 
-def rehearsal(recipe: Recipe, asked: Asked, made: Launch, folder: Path) -> int:
+def rehearsal(recipe: Recipe, asked: LaunchOptions, made: Launch, folder: Path) -> int:
     """The scripts on this machine with a tiny model of the same family; the exit code."""
     import psutil
 

@@ -71,12 +71,12 @@ def launch(
     ] = None,
 ) -> None:
     """Write the files that start a recipe on a cluster; nothing is submitted unless asked for."""
-    from hasten.cli.launch import Asked
+    from hasten.cli.launch import LaunchOptions
     from hasten.cli.launch import launch as command
 
     words = {"partition": partition, "account": account, "qos": qos, "constraint": constraint}
     words |= {"reservation": reservation, "namespace": namespace, "rdma": rdma}
-    asked = Asked(
+    asked = LaunchOptions(
         target=target,
         nodes=nodes,
         gpus_per_node=gpus_per_node,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hasten.errors import InputError
-from hasten.monitor.alerts import Alerts, Command, Limits, checked_command
+from hasten.monitor.alerts import AlertLimits, Alerts, Command, checked_command
 from hasten.monitor.run import Run
 from hasten.monitor.watching import Watching, check_places
 from hasten.recipe.yaml_reader import read_yaml
@@ -23,7 +23,7 @@ def monitor(
     terminal: bool,
     where: tuple[str, int, str | None],
     alert: str | None,
-    limits: Limits,
+    limits: AlertLimits,
 ) -> None:
     """Watch until interrupted; ``where`` is address, port and token."""
     host, port, token = where
@@ -45,7 +45,7 @@ def monitor(
     _serve(watching, host, port, token or secrets.token_urlsafe(24))
 
 
-def _after_look(command: Command | None, limits: Limits) -> Callable[[Run], None]:
+def _after_look(command: Command | None, limits: AlertLimits) -> Callable[[Run], None]:
     return (lambda run: None) if command is None else Alerts(command, limits).look
 
 
@@ -56,9 +56,9 @@ def _serve(watching: Watching, host: str, port: int, token: str) -> None:
             f"the page needs {' and '.join(missing)}: pip install 'hasten[monitor]', or use "
             "--terminal"
         )
-    from hasten.monitor.server import Server
+    from hasten.monitor.server import MonitorServer
 
-    server = Server(watching, host, port, token)
+    server = MonitorServer(watching, host, port, token)
     with watching:
         print(f"{server.url}?token={token}", flush=True)
         print("Ctrl-C ends it; the runs go on without it.", file=sys.stderr)

@@ -38,7 +38,7 @@ def monitor(
 ) -> None:
     """Watch runs live, or look at finished ones: as a page in a browser, or in the terminal."""
     from hasten.cli.monitor import monitor as command
-    from hasten.monitor.alerts import Limits
+    from hasten.monitor.alerts import AlertLimits
 
-    limits = Limits(stall_seconds, slow_rank=slow_rank, disk_bytes=disk_gb * 1e9)
+    limits = AlertLimits(stall_seconds, slow_rank=slow_rank, disk_bytes=disk_gb * 1e9)
     command(places, terminal, (host, port, token), alert, limits)

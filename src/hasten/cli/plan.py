@@ -16,7 +16,7 @@ from hasten.planner import advice, reasons, text
 from hasten.planner.accuracy import evaluate
 from hasten.planner.candidate import PerHour, beyond_trainer, recipe_lines, spending
 from hasten.planner.inputs import (
-    Wishes,
+    PlanOptions,
     calibration_of,
     closed,
     cluster_of,
@@ -36,7 +36,11 @@ LISTED = 60  # and that the file lists
 
 
 def plan(
-    name: str | None, overrides: Sequence[str], wishes: Wishes, out: Path | None, html: Path | None
+    name: str | None,
+    overrides: Sequence[str],
+    wishes: PlanOptions,
+    out: Path | None,
+    html: Path | None,
 ) -> None:
     """Find the plan, print it, and write it where asked."""
     if name is None:
@@ -79,7 +83,7 @@ def plan(
         print(f"page: {html}")
 
 
-def extras(found: ClusterPlan, wishes: Wishes) -> list[str]:
+def extras(found: ClusterPlan, wishes: PlanOptions) -> list[str]:
     """The blocks that were asked for by name."""
     blocks = []
     for asked in wishes.why:
@@ -103,7 +107,7 @@ def against(found: ClusterPlan, folder: Path) -> str:
     return closed(folder, found.cluster, found.calibration, found.stack)
 
 
-def of_a_run(folder: Path, overrides: Sequence[str], wishes: Wishes) -> str:
+def of_a_run(folder: Path, overrides: Sequence[str], wishes: PlanOptions) -> str:
     """The same for a run that is given instead of a model: on its own machine, or on ``--gpu``."""
     if overrides:
         raise InputError(f"{overrides[0]!r} changes a recipe, and {folder} is a run that is over")

@@ -81,12 +81,12 @@ def plan(
     """Say whether a job fits, in which layout, how long it takes and what it costs."""
     from hasten.cli.plan import evaluation
     from hasten.cli.plan import plan as command
-    from hasten.planner.inputs import Wishes
+    from hasten.planner.inputs import PlanOptions
 
     if evaluate is not None:
         evaluation(evaluate, json_out)
         return
-    wishes = Wishes(
+    wishes = PlanOptions(
         cluster=cluster,
         gpu=gpu,
         nodes=nodes,

@@ -24,7 +24,7 @@ from hasten.measure.profile import measure, steps_needed
 from hasten.recipe.build import job_of
 from hasten.recipe.peak_flops import meter_of, mfu_words
 from hasten.recipe.prepare import ready
-from hasten.recipe.prepared_data import Material
+from hasten.recipe.prepared_data import PreparedData
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.report.profile_page import render_text, write_profile
 
@@ -60,7 +60,7 @@ def profile(
 
 
 def _measured(
-    recipe: Recipe, known: Facts, plan: Plan, material: Material, steps: int, show: Any
+    recipe: Recipe, known: Facts, plan: Plan, material: PreparedData, steps: int, show: Any
 ) -> dict[str, Any]:
     """Build the job inside the process group, profile it, and leave nothing but the trace."""
     output = Path(recipe.output)

@@ -31,7 +31,7 @@ MOST_ROUNDS = 30  # with a budget alone: more change an interval little
 
 
 @dataclass(frozen=True)
-class Wishes:
+class SpeedupOptions:
     """The command's options, as they were given."""
 
     arms: Arms
@@ -73,7 +73,7 @@ class Wishes:
 def speedup(
     path: Path,
     overrides: Sequence[str],
-    wishes: Wishes,
+    wishes: SpeedupOptions,
     json_out: Path | None,
     bundle: Path | None = None,
 ) -> int:
@@ -109,7 +109,12 @@ def speedup(
 
 
 def _measure(
-    recipe: Recipe, wishes: Wishes, design: Design, name: str, command: str, display: Display
+    recipe: Recipe,
+    wishes: SpeedupOptions,
+    design: Design,
+    name: str,
+    command: str,
+    display: Display,
 ) -> dict[str, Any] | None:
     also = beforehand(wishes.guard, wishes.seeds, wishes.fresh, display)
     if wishes.arms != "climb":

@@ -82,10 +82,10 @@ def speedup(
     ] = 0,
 ) -> None:
     """Measure what the recipe's techniques gain on its own job."""
-    from hasten.cli.speedup import Wishes
+    from hasten.cli.speedup import SpeedupOptions
     from hasten.cli.speedup import speedup as command
 
     asked = (rounds, steps, warmup, budget, builds, noise, max_load, group, fresh, guard, seeds)
     changes = [*(overrides or []), *([f"plan={plan}"] if plan is not None else [])]
-    code = command(recipe, changes, Wishes(arms, only, order, *asked), json_out, bundle)
+    code = command(recipe, changes, SpeedupOptions(arms, only, order, *asked), json_out, bundle)
     raise typer.Exit(code)

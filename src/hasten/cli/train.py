@@ -16,7 +16,7 @@ from hasten.core.timing import StepMetrics
 from hasten.errors import FAILED, INTERRUPTED, LEFT
 from hasten.formatting import duration, size
 from hasten.launch.ranks import again, start
-from hasten.launch.supervisor import Ranks, supervise
+from hasten.launch.supervisor import SupervisedRanks, supervise
 from hasten.machine import environment, host
 from hasten.machine.environment import World
 from hasten.machine.processes import attempt_folder, on_a_leash
@@ -162,7 +162,7 @@ def as_supervised_ranks(recipe: Recipe, held: ExitStack) -> int:
         known_there = replace(known, world=World(rank, rank, count))
         return {**plan.environ(known_there), **recipe.transport}
 
-    ranks = Ranks(arguments, environ, recipe.nproc, host.usable_cores())
+    ranks = SupervisedRanks(arguments, environ, recipe.nproc, host.usable_cores())
     return supervise(ranks, supervision_of(recipe), output / "data", output / "restarts.jsonl")
 
 

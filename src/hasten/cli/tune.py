@@ -14,7 +14,7 @@ from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
 from hasten.data.file_lock import replace_file
 from hasten.formatting import duration, size
-from hasten.measure.experiment import Subject
+from hasten.measure.experiment import ExperimentSubject
 from hasten.measure.quality.guard import GuardDesign
 from hasten.measure.quality.requirements import failures
 from hasten.recipe.price import Price
@@ -25,11 +25,11 @@ from hasten.tune.learning_study import Learned, LearningWishes
 from hasten.tune.learning_study import learn as learn_job
 from hasten.tune.samplers import Sampler
 from hasten.tune.study import Objective
-from hasten.tune.subjects import Wishes
+from hasten.tune.subjects import TuneOptions
 
 
 @dataclass(frozen=True)
-class Asked:
+class TuneArguments:
     """The command's options, as they were given."""
 
     budget: str
@@ -47,7 +47,7 @@ class Asked:
 def tune(
     path: Path,
     overrides: Sequence[str],
-    asked: Asked,
+    asked: TuneArguments,
     output: Path | None,
     json_out: Path | None,
 ) -> int:
@@ -55,7 +55,7 @@ def tune(
     writable("--json", json_out)
     writable("--output", output)
     recipe = load_recipe(path, overrides)
-    wishes = Wishes(
+    wishes = TuneOptions(
         asked.sampler,
         asked.objective,
         asked.lossy,
@@ -68,7 +68,7 @@ def tune(
     )
     with Display() as display:
 
-        def prove(subject: Subject, plan: Plan) -> Sequence[str]:
+        def prove(subject: ExperimentSubject, plan: Plan) -> Sequence[str]:
             display.tell("the guard looks at the winner; its trainings are beyond the budget")
             design = GuardDesign(seeds=asked.seeds)
             shown = subject.recipe.model_copy(update={"plan": plan.to_list()})

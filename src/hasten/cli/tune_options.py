@@ -69,7 +69,7 @@ def tune(
     ] = None,
 ) -> None:
     """Search for the fastest settings of a recipe on this machine, and prove them."""
-    from hasten.cli.tune import Asked, named
+    from hasten.cli.tune import TuneArguments, named
     from hasten.cli.tune import tune as command
 
     if study == "learning":
@@ -92,5 +92,7 @@ def tune(
         wishes = LearningWishes(named(only), trials, fresh)
         raise typer.Exit(learn(recipe, overrides or [], budget or "1h", wishes, output, json_out))
     speed = budget or "8m"
-    asked = Asked(speed, sampler, objective, target_loss, only, lossy, seeds, trials, steps, fresh)
+    asked = TuneArguments(
+        speed, sampler, objective, target_loss, only, lossy, seeds, trials, steps, fresh
+    )
     raise typer.Exit(command(recipe, overrides or [], asked, output, json_out))

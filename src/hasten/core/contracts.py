@@ -102,7 +102,7 @@ class AsGiven:
         return None
 
 
-class Dense:
+class NoCompression:
     """Gradients travel as they are."""
 
     def attach(self, module: nn.Module) -> None:

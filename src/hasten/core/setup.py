@@ -21,12 +21,12 @@ from hasten.core.contracts import (
     AsTheModelDoes,
     Average,
     Checkpointing,
-    Dense,
     EachStep,
     Engine,
     LossScaling,
     NoAverage,
     NoCheckpoint,
+    NoCompression,
     NoSpikes,
     Precision,
     Routing,
@@ -103,7 +103,7 @@ class Setup:
     precision: Precision = field(default_factory=AsGiven)
     loss_scale: LossScaling = field(default_factory=Unscaled)  # PRECISION brings one with fp16
     layout: Layout = field(default_factory=OneProcess)
-    wire: Wire = field(default_factory=Dense)
+    wire: Wire = field(default_factory=NoCompression)
     optimizer: OptimizerFactory | None = None
     average: Average = field(default_factory=NoAverage)
     checkpoint: Checkpointing = field(default_factory=NoCheckpoint)

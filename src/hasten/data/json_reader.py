@@ -29,7 +29,7 @@ LONGEST_LINE = 1 << 26  # bytes
 _INT_DIGITS = 20  # no 64-bit integer has more
 
 
-class Found(NamedTuple):
+class JsonValue(NamedTuple):
     """A value, or the reason why the place holds none."""
 
     line: int  # the first is 1
@@ -47,7 +47,7 @@ class FaultError(ValueError):
         self.unterminated = unterminated  # it is the start of a string that has no end
 
 
-def scan_lines(file: IO[bytes]) -> Iterator[Found]:
+def scan_lines(file: IO[bytes]) -> Iterator[JsonValue]:
     """The records of a stream with one on each line; closes it. May raise OSError."""
     blank: list[int] = []  # blank lines are faults only if something follows them
     number = 0
@@ -56,15 +56,15 @@ def scan_lines(file: IO[bytes]) -> Iterator[Found]:
             for number, line, fault in _lines(file):
                 text = line.removeprefix(_BOM) if number == 1 else line
                 if fault:
-                    yield Found(number, None, fault)
+                    yield JsonValue(number, None, fault)
                 elif not text.strip():
                     blank.append(number)
                 else:
-                    yield from (Found(empty, None, "an empty line") for empty in blank)
+                    yield from (JsonValue(empty, None, "an empty line") for empty in blank)
                     blank.clear()
                     yield _line(number, text.rstrip().decode("utf-8", "surrogateescape"))
         except DamagedStreamError as error:
-            yield Found(number + 1, None, str(error), lost=True)
+            yield JsonValue(number + 1, None, str(error), lost=True)
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes, str | None]]:
@@ -80,7 +80,7 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes, str | None]]:
         number += 1
 
 
-def _line(number: int, text: str) -> Found:
+def _line(number: int, text: str) -> JsonValue:
     decoder = Decoder()
     try:
         value, end = decoder.decode(text, _end(_SPACE, text, 0))
@@ -89,8 +89,8 @@ def _line(number: int, text: str) -> Found:
         decoder.check(text)
     except FaultError as fault:
         # A bad byte often breaks the syntax too; the byte is then the better reason.
-        return Found(number, None, damage(text) or str(fault))
-    return Found(number, value, None)
+        return JsonValue(number, None, damage(text) or str(fault))
+    return JsonValue(number, value, None)
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
@@ -185,7 +185,7 @@ _LEVEL = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
 _MARGIN = 16  # characters: what a cut literal, number or escape has at most before the cut
 
 
-def scan_json(file: IO[bytes]) -> Iterator[Found]:
+def scan_json(file: IO[bytes]) -> Iterator[JsonValue]:
     """The records of a stream that is a list, or else has one on each line. May raise OSError."""
     head, fault = b"", None
     with file:
@@ -201,10 +201,10 @@ def scan_json(file: IO[bytes]) -> Iterator[Found]:
         window = _Window(_Rejoined(head, file, fault))
         yield from _scan_list(window)
         if window.fault:
-            yield Found(window.line(len(window.text)), None, window.fault, lost=True)
+            yield JsonValue(window.line(len(window.text)), None, window.fault, lost=True)
 
 
-def _scan_list(window: _Window) -> Iterator[Found]:
+def _scan_list(window: _Window) -> Iterator[JsonValue]:
     while "[" not in window.text:  # more space before it than a window holds
         window.grow()
     at = window.text.index("[") + 1
@@ -229,7 +229,7 @@ def _scan_list(window: _Window) -> Iterator[Found]:
             line = window.line(at)
             found, at = _next_record(window, at, window.after(at, fault), usual)
             over = at == len(window.text)
-            yield Found(line, None, found or str(fault), lost=over and window.last != "]")
+            yield JsonValue(line, None, found or str(fault), lost=over and window.last != "]")
             if over:
                 return
             continue
@@ -239,13 +239,13 @@ def _scan_list(window: _Window) -> Iterator[Found]:
         try:
             decoder.check(window.text[start:at])
         except FaultError as fault:
-            yield Found(line, None, str(fault))
+            yield JsonValue(line, None, str(fault))
             continue
         if isinstance(value, dict):
             usual |= value.keys()
-        yield Found(line, value, None)
+        yield JsonValue(line, value, None)
     words = "the list isn't closed: the file may be truncated"
-    yield Found(window.line(len(window.text)), None, words, lost=True)
+    yield JsonValue(window.line(len(window.text)), None, words, lost=True)
 
 
 def _next_record(window: _Window, start: int, at: int, usual: set[str]) -> tuple[str | None, int]:

@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from hasten.data.token_store import Records
+from hasten.data.token_store import StoredRecords
 from hasten.errors import InputError
 from hasten.parts.data.epoch_order import PackedOrder
 from hasten.parts.data.packing import Efficiency
@@ -41,7 +41,7 @@ Writer = Callable[[Any], AbstractContextManager[Any]]
 
 
 def write_packed(
-    records: Records,
+    records: StoredRecords,
     output: Path,
     row_tokens: int,
     seed: int = 0,
@@ -92,7 +92,7 @@ def _write(output: Path, writer: Writer, batches: Iterator[Any]) -> None:
 
 
 def _batches(
-    records: Records, rows: list[list[int]], on_progress: Callable[[int, int], None]
+    records: StoredRecords, rows: list[list[int]], on_progress: Callable[[int, int], None]
 ) -> Iterator[Any]:
     """Record batches of rows, about ``BATCH_TOKENS`` tokens in each."""
     held: list[dict[str, NDArray[np.int32]]] = []
@@ -107,7 +107,7 @@ def _batches(
             held, tokens = [], 0
 
 
-def _row(records: Records, row: list[int]) -> dict[str, NDArray[np.int32]]:
+def _row(records: StoredRecords, row: list[int]) -> dict[str, NDArray[np.int32]]:
     found = [records[index] for index in row]
     labels = []
     for record in found:

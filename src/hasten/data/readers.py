@@ -26,7 +26,7 @@ from hasten.data.conversation import (
     conversation,
     shape_of,
 )
-from hasten.data.json_reader import Found, scan_json, scan_lines
+from hasten.data.json_reader import JsonValue, scan_json, scan_lines
 from hasten.data.sources import FILE, Source, hub_files, hub_name, saved_files
 from hasten.data.spool import Gathered
 from hasten.data.stages import refuse_other_stage
@@ -149,7 +149,7 @@ def _near(path: Path) -> str:
     return f": did you mean {' or '.join(close)}?" if close else ": check the name"
 
 
-def _scan(path: Path, container: Container) -> Iterator[Found]:
+def _scan(path: Path, container: Container) -> Iterator[JsonValue]:
     if container.kind == "csv":
         return scan_csv(path, container)
     if container.kind in ("parquet", "arrow"):
@@ -192,7 +192,7 @@ def _read_file(path: Path, columns: Columns, reading: Reading) -> None:
 
 
 @contextmanager
-def _at(path: Path, found: Found) -> Iterator[None]:
+def _at(path: Path, found: JsonValue) -> Iterator[None]:
     """What is said of a record begins with its place."""
     try:
         yield
@@ -200,7 +200,7 @@ def _at(path: Path, found: Found) -> Iterator[None]:
         raise InputError(f"{path}:{found.line}: {error}") from error
 
 
-def _detect(path: Path, head: Sequence[Found], columns: Columns) -> str:
+def _detect(path: Path, head: Sequence[JsonValue], columns: Columns) -> str:
     """The shape that most of the first records have, the earliest of the table where several do."""
     objects = [found.value for found in head if isinstance(found.value, dict)]
     possible = columns.shapes()

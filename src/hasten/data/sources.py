@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hasten.data.conversation import TAGS, Columns
-from hasten.data.spool import Choice, Indexed
+from hasten.data.spool import IndexedConversations, Selection
 from hasten.errors import InputError
 
 # Data sets as LLaMA-Factory's dataset_info.json lists them: `folder/dataset_info.json:NAME`.
@@ -149,7 +149,9 @@ def source_of(name: str, columns: Columns = PLAIN) -> Source:
     return Source(*entry)
 
 
-def weighted(groups: Sequence[Indexed], weights: Sequence[float], seed: int) -> Choice:
+def weighted(
+    groups: Sequence[IndexedConversations], weights: Sequence[float], seed: int
+) -> Selection:
     """The records of an epoch: each group as often as its weight says, group after group.
 
     A fraction f of n records is round(f * n) of them, without repetition and in their order.
@@ -162,7 +164,7 @@ def weighted(groups: Sequence[Indexed], weights: Sequence[float], seed: int) -> 
         order = np.random.default_rng([seed, number]).permutation(len(group))
         kept += [*[every] * int(whole), every[np.sort(order[: round(part * len(group))])]]
         first += len(group)
-    return Choice(groups, np.concatenate(kept))
+    return Selection(groups, np.concatenate(kept))
 
 
 # Data sets of the `datasets` library: names on the hub, and folders that `save_to_disk` wrote.

@@ -1,8 +1,9 @@
 """Conversations kept on disk while they are prepared, and choices among them that cost no copies.
 
 What is read goes straight into a spool; memory holds the place of each record, eight bytes, and
-nothing of its content. Weights, `max_records` and `held_out` are rows of a `Choice`: a record that
-an epoch sees twice is one record of the spool. Each record is parsed once, whatever container it
+nothing of its content. Weights, `max_records` and `held_out` are rows of a `Selection`: a record
+that an epoch sees twice is one record of the spool. Each record is parsed once, whatever container
+it
 came from, and a file that changes meanwhile changes nothing.
 
 A packed record is a pickle. It is written and read by one preparation of the data and never
@@ -30,14 +31,14 @@ from hasten.data.conversation import Conversation
 _BUFFER = 1 << 16  # bytes: records that follow each other are read without a system call each
 
 
-class Indexed(Protocol):
+class IndexedConversations(Protocol):
     """Conversations by position."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Conversation: ...
 
 
-class Gathered(Indexed, Protocol):
+class Gathered(IndexedConversations, Protocol):
     """What records are put into as they are read: a list, or a spool."""
 
     def append(self, conversation: Conversation, /) -> None: ...
@@ -68,7 +69,7 @@ class Spool(Sequence[Conversation]):
     def __getitem__(self, index: slice) -> Sequence[Conversation]: ...
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return Choice([self], np.arange(len(self), dtype=np.int64)[index])
+            return Selection([self], np.arange(len(self), dtype=np.int64)[index])
         return unpack(self.packed(range(len(self))[index]))
 
     def packed(self, index: int) -> bytes:
@@ -82,10 +83,12 @@ class Spool(Sequence[Conversation]):
         self._file.close()
 
 
-class Choice(Sequence[Conversation]):
+class Selection(Sequence[Conversation]):
     """Records of several groups laid end to end, in the order of `rows`, each as often as named."""
 
-    def __init__(self, groups: Sequence[Indexed], rows: NDArray[np.int64] | None = None) -> None:
+    def __init__(
+        self, groups: Sequence[IndexedConversations], rows: NDArray[np.int64] | None = None
+    ) -> None:
         self._groups = groups
         self._firsts = [0, *accumulate(map(len, groups))]
         everything = np.arange(self._firsts[-1], dtype=np.int64)
@@ -100,19 +103,19 @@ class Choice(Sequence[Conversation]):
     def __getitem__(self, index: slice) -> Sequence[Conversation]: ...
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return Choice(self._groups, self.rows[index])
+            return Selection(self._groups, self.rows[index])
         group, at = self._found(index)
         return group[at]
 
-    def take(self, indices: NDArray[np.int64]) -> Choice:
+    def take(self, indices: NDArray[np.int64]) -> Selection:
         """The records at these positions of this choice."""
-        return Choice(self._groups, self.rows[indices])
+        return Selection(self._groups, self.rows[indices])
 
     def packed(self, index: int) -> bytes:
         """The bytes of one record."""
         return packed(*self._found(index))
 
-    def _found(self, index: int) -> tuple[Indexed, int]:
+    def _found(self, index: int) -> tuple[IndexedConversations, int]:
         row = int(self.rows[index])
         group = bisect_right(self._firsts, row) - 1
         return self._groups[group], row - self._firsts[group]
@@ -129,9 +132,9 @@ def unpack(data: bytes) -> Conversation:
     return found
 
 
-def packed(conversations: Indexed, index: int) -> bytes:
+def packed(conversations: IndexedConversations, index: int) -> bytes:
     """One record of any sequence as bytes, as they lie on disk where they do."""
-    if isinstance(conversations, Spool | Choice):
+    if isinstance(conversations, Spool | Selection):
         return conversations.packed(index)
     return pack(conversations[index])
 

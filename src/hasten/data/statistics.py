@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from hasten.data.token_store import Records
+from hasten.data.token_store import StoredRecords
 from hasten.parts.data.epoch_order import GroupedOrder
 from hasten.parts.data.packing import CLOSE, choose_method, plan_rows
 
@@ -31,7 +31,7 @@ class Bin:
 
 
 @dataclass(frozen=True)
-class Statistics:
+class DataStatistics:
     """A data set in numbers; a duplicate is a record whose tokens came before."""
 
     records: int
@@ -45,7 +45,7 @@ class Statistics:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """A way to lay out records, how full its slots are, and the fewest rows there can be."""
 
     method: str
@@ -56,7 +56,7 @@ class Layout:
     row_tokens: int = 0  # of packed rows
 
 
-def layouts(lengths: NDArray[np.int32], batch: int, row_tokens: int) -> list[Layout]:
+def layouts(lengths: NDArray[np.int32], batch: int, row_tokens: int) -> list[BatchLayout]:
     """Padded and grouped in batches of ``batch`` records, and packed into rows of three sizes.
 
     Rows are as long as ``row_tokens``, or the longest record where that is longer, times 1, 2, 4.
@@ -64,14 +64,16 @@ def layouts(lengths: NDArray[np.int32], batch: int, row_tokens: int) -> list[Lay
     batches = -(-len(lengths) // batch)
     grouped = 1 - GroupedOrder(lengths, window=WINDOW, records=batch).padding_share()
     found = [
-        Layout(f"padded, {batch} at random", "-", 1 - padding_share(lengths, batch), batches),
-        Layout(f"padded, {batch} of like length", "length_grouped", grouped, batches),
+        BatchLayout(f"padded, {batch} at random", "-", 1 - padding_share(lengths, batch), batches),
+        BatchLayout(f"padded, {batch} of like length", "length_grouped", grouped, batches),
     ]
     shortest = max(row_tokens, int(lengths.max(initial=1)))
     for row in _rows(shortest):
         made = plan_rows(lengths, row).efficiency
         name = f"packed, rows of {row:,}"
-        found.append(Layout(name, "packed_epoch", made.fullness, made.rows, made.lower_bound, row))
+        found.append(
+            BatchLayout(name, "packed_epoch", made.fullness, made.rows, made.lower_bound, row)
+        )
     return found
 
 
@@ -98,11 +100,11 @@ def _rows(shortest: int) -> list[int]:
     return [shortest * times for times in TIMES]
 
 
-def statistics_of(records: Records) -> Statistics:
+def statistics_of(records: StoredRecords) -> DataStatistics:
     """Count a data set's records, tokens and duplicates; every record is read once."""
     lengths = np.asarray(records.lengths, np.int64)
     seen = Counter(_digests(records))
-    return Statistics(
+    return DataStatistics(
         records=len(lengths),
         tokens=int(lengths.sum()),
         trained_tokens=int(np.asarray(records.trained_counts, np.int64).sum()),
@@ -122,7 +124,7 @@ def padding_share(lengths: NDArray[np.int32], batch: int, seed: int = 0) -> floa
     return 1 - float(lengths.sum(dtype=np.int64)) / slots if slots else 0.0
 
 
-def _digests(records: Records) -> Iterator[int]:
+def _digests(records: StoredRecords) -> Iterator[int]:
     for index in range(len(records)):
         yield xxhash.xxh3_64_intdigest(records[index].input_ids.tobytes())
 

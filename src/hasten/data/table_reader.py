@@ -28,7 +28,7 @@ from hasten.data.containers import (
     open_stream,
     too_large,
 )
-from hasten.data.json_reader import Found, damage
+from hasten.data.json_reader import JsonValue, damage
 from hasten.errors import InputError
 
 # Bounds of tables: what Parquet and Arrow files become is known before any of it is made.
@@ -263,7 +263,7 @@ class _Table:
 _FAULTS = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError)
 
 
-def scan_csv(path: Path, container: Container) -> Iterator[Found]:
+def scan_csv(path: Path, container: Container) -> Iterator[JsonValue]:
     """The rows of a CSV file as objects with the header's keys; every cell is a text.
 
     Raises InputError for a header that can't name columns.
@@ -279,7 +279,7 @@ def scan_csv(path: Path, container: Container) -> Iterator[Found]:
             elif reason is None and not any(cells):
                 blank.append(number)
             else:
-                yield from (Found(row, None, "an empty row") for row in blank)
+                yield from (JsonValue(row, None, "an empty row") for row in blank)
                 blank.clear()
                 yield _csv_record(number, header, cells, reason, lost)
 
@@ -326,16 +326,16 @@ def _twice(names: list[str]) -> list[str]:
 
 def _csv_record(
     number: int, header: list[str], cells: list[str], reason: str | None, lost: bool
-) -> Found:
+) -> JsonValue:
     if reason is None:
         reason = next((found for cell in cells if (found := damage(cell))), None)
     if reason is None and len(cells) != len(header):
         reason = f"has {len(cells)} columns, the header {len(header)} (commas in texts need quotes)"
     record = dict(zip(header, cells, strict=False)) if reason is None else None
-    return Found(number, record, reason, lost)
+    return JsonValue(number, record, reason, lost)
 
 
-def scan_table(path: Path, container: Container) -> Iterator[Found]:
+def scan_table(path: Path, container: Container) -> Iterator[JsonValue]:
     """The rows of a Parquet or Arrow file; raises InputError where there is no such file in it."""
     number, left = 1, growth_limit(path)
     pieces = _pieces(_opened(path, container.kind), container.kind)
@@ -349,17 +349,19 @@ def scan_table(path: Path, container: Container) -> Iterator[Found]:
                 raise InputError(
                     f"{path}: row {number} takes over {FLOOR >> 20} MiB: write it as several"
                 )
-            values = [Found(number + row, value, None) for row, value in enumerate(_values(rows))]
+            values = [
+                JsonValue(number + row, value, None) for row, value in enumerate(_values(rows))
+            ]
         except StopIteration:
             return
         except InputError:
             raise
         except _FAULTS as error:
             words = f"the {container.kind} file is damaged here: {_line(error)}"
-            yield Found(number, None, words, lost=True)
+            yield JsonValue(number, None, words, lost=True)
             return
         yield from (
-            found if not isinstance(found.value, str) else Found(found.line, None, found.value)
+            found if not isinstance(found.value, str) else JsonValue(found.line, None, found.value)
             for found in values
         )
         number += len(values)

@@ -23,9 +23,9 @@ from hasten.data import arrow_file
 from hasten.data.chat_template import NOT_THE_RECORDS_FAULT, TooLong
 from hasten.data.file_lock import one_writer
 from hasten.data.readers import Rejected, check_rejected
-from hasten.data.spool import Indexed, packed
+from hasten.data.spool import IndexedConversations, packed
 from hasten.data.tokenize import prepare
-from hasten.data.worker import Work
+from hasten.data.worker import TokenizeWork
 from hasten.errors import InputError
 from hasten.formatting import shown
 from hasten.parts.data.collate import TokenRecord
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _FORMAT = 3  # change it with anything that changes the tokens of a given input
 
 
-class Records(Protocol):
+class StoredRecords(Protocol):
     """What samplers and collators read: token records by position, their lengths without them."""
 
     @property
@@ -82,7 +82,7 @@ class TokenStore:
 class Subset:
     """Some records of a store, in the given order, with the interface of the whole."""
 
-    def __init__(self, records: Records, indices: NDArray[np.int64]) -> None:
+    def __init__(self, records: StoredRecords, indices: NDArray[np.int64]) -> None:
         self.records = records
         self.indices = np.asarray(indices, np.int64)
         self.lengths: NDArray[np.int32] = records.lengths[self.indices]
@@ -96,7 +96,7 @@ class Subset:
 
 
 def tokenize(
-    conversations: Indexed,
+    conversations: IndexedConversations,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     cutoff_len: int,
@@ -125,7 +125,7 @@ def tokenize(
             with one_writer(path.with_suffix(".lock"), tell):
                 store = _opened(path)  # another process may have written it meanwhile
                 if store is None:
-                    work = Work(tokenizer, cutoff_len, too_long)
+                    work = TokenizeWork(tokenizer, cutoff_len, too_long)
                     prepare(conversations, work, path, workers, on_progress)
                     store = TokenStore(path)
     except OSError as error:
@@ -138,7 +138,7 @@ def tokenize(
 
 
 def cache_key(
-    conversations: Indexed,
+    conversations: IndexedConversations,
     tokenizer: PreTrainedTokenizerBase,
     cutoff_len: int,
     too_long: TooLong = "truncate",

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 
 from hasten.data import arrow_file, renderer
 from hasten.data.file_lock import if_free
-from hasten.data.spool import Indexed, packed
-from hasten.data.worker import Chunk, Work, write_part
+from hasten.data.spool import IndexedConversations, packed
+from hasten.data.worker import RecordChunk, TokenizeWork, write_part
 from hasten.errors import InputError
 
 # A pool of processes that tokenise chunks, in any order, each chunk into a file of its own.
@@ -44,12 +44,12 @@ from hasten.errors import InputError
 # are in sessions of their own, so that Ctrl-C reaches the caller alone.
 
 
-class Task(NamedTuple):
+class TokenizeTask(NamedTuple):
     """One chunk to do: `load` reads it only when a worker is free for it."""
 
     name: str  # as an error names it
     records: int
-    load: Callable[[], Chunk]
+    load: Callable[[], RecordChunk]
 
 
 class _Worker(NamedTuple):
@@ -61,7 +61,9 @@ class _DiedError(Exception):
     """A worker's process is gone; says how."""
 
 
-def run(work: Work, tasks: Iterable[Task], workers: int) -> Generator[int, None, None]:
+def run(
+    work: TokenizeWork, tasks: Iterable[TokenizeTask], workers: int
+) -> Generator[int, None, None]:
     """Do all tasks, in this process if `workers` is 1; yields each one's records as it is done.
 
     Raises InputError where a chunk fails or its workers die. Files of finished chunks stay.
@@ -83,7 +85,7 @@ def run(work: Work, tasks: Iterable[Task], workers: int) -> Generator[int, None,
     with ExitStack() as stack:
         idle = [stack.enter_context(_started()) for _ in range(workers)]
         _tell_all(idle, given)
-        busy: dict[Connection, tuple[_Worker, Task]] = {}
+        busy: dict[Connection, tuple[_Worker, TokenizeTask]] = {}
         once_more: set[str] = set()  # chunks whose worker has died
         while True:
             for task in islice(left, len(idle)):
@@ -117,7 +119,7 @@ def _tell_all(workers: Iterable[_Worker], work: bytes) -> None:
             worker.link.send_bytes(work)
 
 
-def _check_answer(worker: _Worker, task: Task) -> None:
+def _check_answer(worker: _Worker, task: TokenizeTask) -> None:
     try:
         answer = worker.link.recv()
     except (EOFError, OSError):
@@ -129,11 +131,11 @@ def _check_answer(worker: _Worker, task: Task) -> None:
         raise InputError(what) if users else _failed(task, what)
 
 
-def _failed(task: Task, what: str) -> InputError:
+def _failed(task: TokenizeTask, what: str) -> InputError:
     return InputError(f"{task.name} can't be tokenised: {what}")
 
 
-def _died(task: Task, how: str) -> InputError:
+def _died(task: TokenizeTask, how: str) -> InputError:
     return InputError(
         f"the process that tokenised {task.name} {how}, as the one before it did; if memory ran "
         "out, set data_workers lower, then start again: what is done is kept"
@@ -177,8 +179,8 @@ class _Span(NamedTuple):
 
 
 def prepare(
-    conversations: Indexed,
-    work: Work,
+    conversations: IndexedConversations,
+    work: TokenizeWork,
     path: Path,
     workers: int,
     on_progress: Callable[[int, int], None] | None,
@@ -223,7 +225,7 @@ def sweep(folder: Path) -> None:
         return  # it is only room on the disk
 
 
-def _spans(conversations: Indexed, folder: Path) -> Iterator[_Span]:
+def _spans(conversations: IndexedConversations, folder: Path) -> Iterator[_Span]:
     first = size = number = 0
     for at in range(len(conversations)):
         size += len(packed(conversations, at))
@@ -234,13 +236,15 @@ def _spans(conversations: Indexed, folder: Path) -> Iterator[_Span]:
         yield _Span(first, len(conversations), folder / f"{number:08}.arrow")
 
 
-def _task(conversations: Indexed, span: _Span) -> Task:
-    def load() -> Chunk:
-        return Chunk(span.part, [packed(conversations, at) for at in range(span.first, span.last)])
+def _task(conversations: IndexedConversations, span: _Span) -> TokenizeTask:
+    def load() -> RecordChunk:
+        return RecordChunk(
+            span.part, [packed(conversations, at) for at in range(span.first, span.last)]
+        )
 
     places = f"{conversations[span.first].place} to {conversations[span.last - 1].place}"
     name = f"the chunk of records {span.first + 1:,} to {span.last:,} ({places})"
-    return Task(name, span.last - span.first, load)
+    return TokenizeTask(name, span.last - span.first, load)
 
 
 def _summary(parts: list[Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """A process that tokenises chunks: `python -m hasten.data.worker FD`, started by `workers`.
 
-FD is a socket to the process that started it. First comes a `Work`, then for every chunk a `Chunk`;
-each is answered by None, or by a sentence on what went wrong. The end of the socket is the end of
+FD is a socket to the process that started it. First comes a `TokenizeWork`, then for every chunk a
+`RecordChunk`; each is answered by None, or by a sentence on what went wrong. The end of the socket
+is the end of
 the process, so none outlives its parent. It is a plain program and no `multiprocessing` child,
 because those import the caller's main module again, which a script without a guard doesn't survive.
 """
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from hasten.parts.data.collate import TokenRecord
 
 
-class Work(NamedTuple):
+class TokenizeWork(NamedTuple):
     """What is the same for all chunks."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -36,14 +37,14 @@ class Work(NamedTuple):
     too_long: TooLong
 
 
-class Chunk(NamedTuple):
+class RecordChunk(NamedTuple):
     """Packed conversations, and the file that their token records go to."""
 
     path: Path
     packed: list[bytes]
 
 
-def write_part(work: Work, chunk: Chunk) -> None:
+def write_part(work: TokenizeWork, chunk: RecordChunk) -> None:
     """Tokenise a chunk into its file, which is there whole or not at all.
 
     Its summary holds what was rejected, as (file, line, reason), and how many conversations were
@@ -75,9 +76,9 @@ def main(handle: int) -> None:
     with Connection(handle) as parent:
         try:
             given = parent.recv_bytes()
-            work: Work | None = None
+            work: TokenizeWork | None = None
             while True:
-                chunk: Chunk = parent.recv()
+                chunk: RecordChunk = parent.recv()
                 try:
                     work = work or pickle.loads(given)
                 except Exception as error:  # a class that only the parent's main module has
@@ -88,7 +89,7 @@ def main(handle: int) -> None:
             return
 
 
-def _answer(work: Work, chunk: Chunk) -> tuple[bool, str] | None:
+def _answer(work: TokenizeWork, chunk: RecordChunk) -> tuple[bool, str] | None:
     """None, or whether the fault is the user's to mend, and what it is."""
     try:
         write_part(work, chunk)

@@ -48,7 +48,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Material:
+class HostRun:
     """What is known of the run that the host will make.
 
     Args:
@@ -81,7 +81,7 @@ class HandedOver:
 
 
 def fitted(
-    host: Host, model: nn.Module, techniques: Iterable[Technique], material: Material
+    host: Host, model: nn.Module, techniques: Iterable[Technique], material: HostRun
 ) -> Setup:
     """The setup in which the techniques have put themselves; the model is as it was.
 
@@ -203,7 +203,7 @@ def _shifted(labels: Tensor) -> Tensor:
     return F.pad(labels[..., 1:], (0, 1), value=IGNORED)
 
 
-def _job(model: nn.Module, material: Material, known: Facts) -> Job:
+def _job(model: nn.Module, material: HostRun, known: Facts) -> Job:
     sampled = len(material.records) > 0
     stop = Stop(steps=material.steps, epochs=material.epochs if not material.steps else None)
     return Job(

@@ -36,7 +36,7 @@ from hasten.parts.data.prefetch import each_tensor
 COLUMNS = (Tensor, Mapping, tuple, list)  # what a batch is made of
 
 
-class Row(NamedTuple):
+class BatchRow(NamedTuple):
     """One record of a loader's batch: where it is, without a copy."""
 
     batch: Any
@@ -59,7 +59,7 @@ class GivenLoader:
             self._share_out(loader)
         self._told = _with_set_epoch(self._loader)
 
-    def epoch(self, number: int) -> Iterator[list[Row]]:
+    def epoch(self, number: int) -> Iterator[list[BatchRow]]:
         """The rows of each batch of an epoch.
 
         Raises:
@@ -72,7 +72,7 @@ class GivenLoader:
         self._compare(first)
         for batch in itertools.chain(first, batches):
             size = _records_in(batch)
-            yield [Row(batch, index, size) for index in range(size)]
+            yield [BatchRow(batch, index, size) for index in range(size)]
 
     def of_the_data(self, records: int, epochs: int) -> int:
         """How many of the ``records`` that all ranks trained in so many epochs differ."""
@@ -189,7 +189,7 @@ def _records_in(batch: Any) -> int:
     raise InputError(f"the loader gave a {type(batch).__name__} without a tensor in it")
 
 
-def micro_batch(rows: Sequence[Row], count: Callable[[Any], int] | None) -> MicroBatch:
+def micro_batch(rows: Sequence[BatchRow], count: Callable[[Any], int] | None) -> MicroBatch:
     """The loader's batch as it is, or the rows of it that a smaller micro-batch takes."""
     batch = rows[0].batch
     if len(rows) < rows[0].rows:

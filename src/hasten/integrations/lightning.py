@@ -22,7 +22,7 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
-from hasten.integrations.adapt import EDITS, Host, Material, attach, edit, fitted, optimizer_of
+from hasten.integrations.adapt import EDITS, Host, HostRun, attach, edit, fitted, optimizer_of
 from hasten.integrations.batches import StepBatches, StepLoader, Weighed, collator, sizes
 from hasten.integrations.checkpoints import MetricsFile, Saves, TokenCount, travels
 from hasten.machine import environment
@@ -207,12 +207,12 @@ def _check(trainer: Any, loader: Any, plan: Iterable[Technique]) -> None:
 
 def _material(
     trainer: Any, loader: Any, plan: Iterable[Technique], seed: int
-) -> tuple[Material, list[int]]:
+) -> tuple[HostRun, list[int]]:
     """What is known of the run, and how many tokens of each record carry loss."""
     sampled = any(t.slot is Slot.SAMPLER for t in plan)
     data: Any = loader.dataset if sampled else ()
     lengths, trained = sizes(data)
-    material = Material(
+    material = HostRun(
         device=str(trainer.strategy.root_device),  # the module goes there when `fit` begins
         records=data,
         lengths=lengths,
@@ -262,7 +262,7 @@ def step_evidence(folder: str | Path) -> Any:
     """
     base = callback_class()
 
-    class StepEvidence(base):  # type: ignore[misc, valid-type]  # known only now
+    class LightningEvidence(base):  # type: ignore[misc, valid-type]  # known only now
         def __init__(self) -> None:
             self._file = MetricsFile(folder) if environment.world().is_main else None
             self._count, self._step = TokenCount(), 0
@@ -303,7 +303,7 @@ def step_evidence(folder: str | Path) -> Any:
             if self._file is not None:
                 self._file.begin()
 
-    return StepEvidence()
+    return LightningEvidence()
 
 
 def _loss(outputs: Any) -> list[Tensor]:

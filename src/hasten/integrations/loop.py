@@ -19,7 +19,7 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
-from hasten.integrations.adapt import EDITS, Host, Material, attach, edit, fitted, optimizer_of
+from hasten.integrations.adapt import EDITS, Host, HostRun, attach, edit, fitted, optimizer_of
 from hasten.integrations.batches import StepBatches, StepLoader, Weighed, collator, sizes
 from hasten.machine import host
 
@@ -99,7 +99,7 @@ def in_loop(
         raise InputError("in_loop needs records to train on, and there are none")
     device = next((str(p.device) for p in model.parameters()), host.default_device())
     lengths, trained = sizes(records)
-    material = Material(device, records, lengths, batch, steps, epochs, seed)
+    material = HostRun(device, records, lengths, batch, steps, epochs, seed)
     setup = fitted(HOST, model, techniques, material)
     edit(model, setup)
     return InLoop(model.train(), setup, records, trained)

@@ -21,7 +21,7 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
-from hasten.integrations.adapt import EDITS, Host, Material, attach, edit, fitted, optimizer_of
+from hasten.integrations.adapt import EDITS, Host, HostRun, attach, edit, fitted, optimizer_of
 from hasten.integrations.batches import StepBatches, StepLoader, collator, record_of
 from hasten.integrations.checkpoints import MetricsFile, Saves, TokenCount, keep_wire, take_wire
 from hasten.machine import environment
@@ -123,13 +123,13 @@ def _check(trainer: Trainer, technique: Technique) -> None:
         raise InputError(f"{name}: this trainer was given its optimizer; leave one of them out")
 
 
-def _material(trainer: Trainer, plan: Iterable[Technique]) -> Material:
+def _material(trainer: Trainer, plan: Iterable[Technique]) -> HostRun:
     args = trainer.args
     sampled = any(t.slot is Slot.SAMPLER for t in plan)
     data: Any = trainer.train_dataset if sampled else ()
     if not hasattr(data, "__len__"):
         raise InputError("a sampler needs a train_dataset with a length; this one is a stream")
-    return Material(
+    return HostRun(
         device=str(args.device),
         records=data,
         lengths=[record_of(data[i]).length for i in range(len(data))],

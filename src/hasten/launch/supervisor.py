@@ -47,7 +47,7 @@ GRACE_SECONDS = 10.0  # for the others to end by themselves once rank 0 is done
 CONSEQUENCE = -signal.SIGABRT  # gloo aborts ranks whose peer is gone: seldom the first cause
 
 
-class Process(Protocol):
+class RankProcess(Protocol):
     """What is asked of a rank's process; subprocess.Popen has it."""
 
     @property
@@ -62,11 +62,11 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-StartRank = Callable[[int], Process]
+StartRank = Callable[[int], RankProcess]
 
 
 @dataclass(frozen=True)
-class Limits:
+class RankTimeouts:
     """How long a rank may be silent, in seconds."""
 
     hang: float = 600.0
@@ -95,13 +95,13 @@ class Attempt:
         folder: Path,
         count: int,
         start: StartRank,
-        limits: Limits,
+        limits: RankTimeouts,
         leaving: Callable[[], bool] = lambda: False,
         begun: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder, self.limits, self._leaving = folder, limits, leaving
         self._begun: Callable[[], None] | None = begun  # once all ranks have shown a pulse
-        self.processes: list[Process] = []
+        self.processes: list[RankProcess] = []
         self._began = time.monotonic()
         self._seen = [(Beat(), self._began)] * count  # each rank's pulse, and when it was new
         try:
@@ -229,7 +229,7 @@ class Attempt:
             process.wait()
 
 
-def _children(process: Process) -> list[psutil.Process]:
+def _children(process: RankProcess) -> list[psutil.Process]:
     if process.poll() is not None:
         return []
     with contextlib.suppress(psutil.Error):
@@ -263,13 +263,13 @@ class Supervision:
     """
 
     max_restarts: int
-    limits: Limits = field(default_factory=Limits)
+    limits: RankTimeouts = field(default_factory=RankTimeouts)
     fewest: int | None = None
     spares: str | None = None
 
 
 @dataclass(frozen=True)
-class Ranks:
+class SupervisedRanks:
     """What is run: ``python -m hasten ARGUMENTS`` for each rank.
 
     Args:
@@ -285,10 +285,12 @@ class Ranks:
     environ: Callable[[int, int], Mapping[str, str]]
     count: int
     cores: int
-    launch: Callable[[int, Mapping[str, str], Sequence[str]], Process] | None = None
+    launch: Callable[[int, Mapping[str, str], Sequence[str]], RankProcess] | None = None
 
 
-def supervise(ranks: Ranks, supervision: Supervision, folder: Path, log: Path | None = None) -> int:
+def supervise(
+    ranks: SupervisedRanks, supervision: Supervision, folder: Path, log: Path | None = None
+) -> int:
     """Run until the run is over; the exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".ranks-") as place:
@@ -298,7 +300,9 @@ def supervise(ranks: Ranks, supervision: Supervision, folder: Path, log: Path | 
 class _Supervisor:
     """The attempts of one run, one after the other."""
 
-    def __init__(self, ranks: Ranks, supervision: Supervision, place: Path, log: Path | None):
+    def __init__(
+        self, ranks: SupervisedRanks, supervision: Supervision, place: Path, log: Path | None
+    ):
         self._ranks, self._supervision, self._place, self._log = ranks, supervision, place, log
         self._seats = list(range(ranks.count))  # local ranks, and so devices, that are in use
         self._running: Attempt | None = None
@@ -341,7 +345,7 @@ class _Supervisor:
         arguments = self._ranks.arguments(len(self._seats), self._trained)
         environments = [self._environment(rank, number, folder) for rank in range(len(self._seats))]
 
-        def start(rank: int) -> Process:
+        def start(rank: int) -> RankProcess:
             environment = environments[rank]
             if self._spares is not None:
                 spare = self._spares.take(rank, environment, arguments)

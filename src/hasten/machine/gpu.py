@@ -21,7 +21,7 @@ LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS
 
 
 @dataclass(frozen=True)
-class Reading:
+class GpuReading:
     """One GPU at one moment; None: the driver doesn't say."""
 
     utilisation: float | None  # 0 to 1
@@ -84,7 +84,7 @@ class Gpus:
         wrong = self._library.nvmlSystemGetDriverVersion(buffer, TEXT)
         return None if wrong else buffer.value.decode(errors="replace")
 
-    def readings(self) -> list[Reading]:
+    def readings(self) -> list[GpuReading]:
         """All GPUs now."""
         return [self._reading(handle) for handle in self._handles]
 
@@ -98,12 +98,12 @@ class Gpus:
             return []
         return [[self._path(one, other) for other in self._handles] for one in self._handles]
 
-    def _reading(self, handle: ctypes.c_void_p) -> Reading:
+    def _reading(self, handle: ctypes.c_void_p) -> GpuReading:
         use, memory = _Utilisation(), _Memory()
         used = self._ask("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(use))
         held = self._ask("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
         milliwatts = self._number("nvmlDeviceGetPowerUsage", handle)
-        return Reading(
+        return GpuReading(
             use.gpu / 100 if used else None,
             memory.used if held else None,
             self._number("nvmlDeviceGetTemperature", handle, SENSOR_GPU),

@@ -270,7 +270,7 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Limits:
+class SystemLimits:
     """What a container or a service manager allows this process; None: no limit."""
 
     cpus: float | None
@@ -339,10 +339,10 @@ def cards(root: Path = Path("/")) -> list[Card]:
     return found
 
 
-def limits(root: Path = Path("/")) -> Limits:
+def limits(root: Path = Path("/")) -> SystemLimits:
     """What this process may use."""
     memory = _groups(root, "memory")
-    return Limits(
+    return SystemLimits(
         cpus=_least([_cpus(group) for group in _groups(root, "cpu")]),
         memory_bytes=_least([_memory(group) for group in memory]),
         swap_bytes=_least([_integer(_read(group / "memory.swap.max")) for group in memory]),

@@ -46,7 +46,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Choice:
+class BudgetPlan:
     """What a budget allows."""
 
     names: tuple[str, ...]
@@ -116,7 +116,7 @@ def choose(
     rest_of: Callable[[Sequence[str], int, int], float],
     left: float,
     worth: int = WORTH_ROUNDS,
-) -> Choice:
+) -> BudgetPlan:
     """The arms, builds and rounds that fit into the seconds that are left.
 
     Args:
@@ -145,7 +145,7 @@ def choose(
     rounds = most_rounds
     while rounds > FEWEST_ROUNDS and rest_of(kept, builds, rounds) > left:
         rounds -= 1
-    return Choice(tuple(kept), rounds, builds, tuple(dropped))
+    return BudgetPlan(tuple(kept), rounds, builds, tuple(dropped))
 
 
 def _in_order(

@@ -26,8 +26,8 @@ from hasten.machine import host, processes
 from hasten.measure import grouping
 from hasten.measure.ablation import Arm, Design, Kind
 from hasten.measure.crew import ALONE
-from hasten.measure.energy import Meter
-from hasten.measure.record import Event, Record, seconds_of
+from hasten.measure.energy import EnergyMeter
+from hasten.measure.record import Event, ExperimentRecord, seconds_of
 from hasten.measure.rounds import Rounds, arms_of
 from hasten.measure.sittings import Experiment, Table, Tell
 from hasten.measure.trial import ENTRY
@@ -47,7 +47,7 @@ def table(
     folder: Path,
     device: str = "cpu",
     entry: Sequence[str] = ENTRY,
-    meter: Meter | None = None,
+    meter: EnergyMeter | None = None,
     ranks: Callable[[Path], Sequence[Mapping[str, str]]] = lambda folder: ALONE,
 ) -> Table:
     """The table on this machine: its cores, and its free memory, or all of the accelerator's.
@@ -59,7 +59,7 @@ def table(
     memory = processes.available_bytes(here.memory_limit_bytes) // len(ranks(folder))
     if not device.startswith("cpu"):
         memory = min((gpu.memory_bytes for gpu in here.accelerators), default=memory)
-    joules = Meter("none").reading if meter is None else meter.reading
+    joules = EnergyMeter("none").reading if meter is None else meter.reading
     return Table(recipe, environ, folder, memory, here.usable_cores, entry, joules, ranks)
 
 
@@ -71,7 +71,7 @@ def measure_arms(
     *,
     kinds: Mapping[str, Kind] | None = None,
     expected: Mapping[str, float] | None = None,
-    record: Record | None = None,
+    record: ExperimentRecord | None = None,
 ) -> Measured:
     """Measure every plan on the recipe's job; arms in the order of ``plans``.
 
@@ -87,7 +87,7 @@ def measure_arms(
     Raises:
         InputError: the budget is too small.
     """
-    record = record or Record()
+    record = record or ExperimentRecord()
     known = dict(kinds or {})
     if not record.done:
         Experiment(at, plans, known, design, tell, expected or {}, record).run()

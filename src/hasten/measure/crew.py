@@ -36,7 +36,7 @@ Answer = dict[str, Any]
 ALONE: Sequence[Mapping[str, str]] = ({},)  # one process, which needs no place among ranks
 
 
-class Process(Protocol):
+class ArmProcess(Protocol):
     """What a crew asks of a process; `subprocess.Popen` is one."""
 
     returncode: int | None
@@ -51,7 +51,7 @@ class Process(Protocol):
 
 # Starts a process: its variables, the pipes of orders and of answers, its log, and the process
 # whose group it joins (None: one of its own).
-Start = Callable[[Mapping[str, str], tuple[int, int], IO[bytes], int | None], Process]
+Start = Callable[[Mapping[str, str], tuple[int, int], IO[bytes], int | None], ArmProcess]
 
 
 class CrewFailedError(RuntimeError):
@@ -60,7 +60,7 @@ class CrewFailedError(RuntimeError):
 
 @dataclass
 class _Member:
-    process: Process
+    process: ArmProcess
     orders: int  # descriptors of the pipes
     answers: int
     log: IO[bytes]
@@ -271,7 +271,7 @@ def interpreter(arguments: Callable[[int, int], Sequence[str]]) -> Start:
 
     def start(
         environ: Mapping[str, str], pipes: tuple[int, int], log: IO[bytes], group: int | None
-    ) -> Process:
+    ) -> ArmProcess:
         return subprocess.Popen(
             [sys.executable, *arguments(*pipes)],
             pass_fds=pipes,

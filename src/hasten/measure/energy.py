@@ -33,7 +33,7 @@ class CounterError(OSError):
 
 
 @dataclass
-class Meter:
+class EnergyMeter:
     """Joules since the meter was opened, over all of its counters; None once one of them failed."""
 
     source: str
@@ -73,14 +73,14 @@ class Meter:
         return {"kwh": kwh, "source": self.source}
 
 
-def meter_of_run(known: Facts) -> Meter:
+def meter_of_run(known: Facts) -> EnergyMeter:
     """The meter of all devices that train, where all of them are on this machine."""
     if environment.ranks_here(known.world) < known.world.size:
-        return Meter("not measured: the ranks are on several machines")
+        return EnergyMeter("not measured: the ranks are on several machines")
     return open_meter(known.device, host.accelerator_uuids(known.device, known.world.size))
 
 
-def open_meter(device: str, uuids: Sequence[str] = (), powercap: Path = POWERCAP) -> Meter:
+def open_meter(device: str, uuids: Sequence[str] = (), powercap: Path = POWERCAP) -> EnergyMeter:
     """The meter of a training device; one without counters says in ``source`` why.
 
     Args:
@@ -93,7 +93,7 @@ def open_meter(device: str, uuids: Sequence[str] = (), powercap: Path = POWERCAP
             return _rapl(powercap)
         return _nvml(uuids)
     except OSError as error:
-        return Meter(f"not measured: {error}")
+        return EnergyMeter(f"not measured: {error}")
 
 
 class RaplCounter:
@@ -119,14 +119,14 @@ class RaplCounter:
         return self._sum / 1e6
 
 
-def _rapl(powercap: Path) -> Meter:
+def _rapl(powercap: Path) -> EnergyMeter:
     """Packages, and memory where it's a zone of its own; ``psys`` would count packages twice."""
     zones = [z for z in sorted(powercap.glob("intel-rapl:*")) if _is_counted(z)]
     if not zones:
         raise CounterError(f"no RAPL counter under {powercap}")
     counters = [RaplCounter(zone) for zone in zones]
     names = ", ".join(_text(zone / "name") for zone in zones)
-    return Meter(f"RAPL ({names}): all that ran on the processor", counters)
+    return EnergyMeter(f"RAPL ({names}): all that ran on the processor", counters)
 
 
 def _is_counted(zone: Path) -> bool:
@@ -150,14 +150,14 @@ def _text(path: Path) -> str:
         raise CounterError(f"{path}: {error.strerror or error}{hint}") from error
 
 
-def _nvml(uuids: Sequence[str]) -> Meter:
+def _nvml(uuids: Sequence[str]) -> EnergyMeter:
     if not uuids:
         raise CounterError("which GPUs train is not known")
     library = ctypes.CDLL("libnvidia-ml.so.1")  # OSError where there is none
     _ask(library, "nvmlInit_v2")
     counters = [_nvml_counter(library, uuid) for uuid in uuids]
     count = f"{len(counters)} GPU" + ("s" if len(counters) > 1 else "")
-    return Meter(f"NVML ({count}): the accelerators alone, all that ran on them", counters)
+    return EnergyMeter(f"NVML ({count}): the accelerators alone, all that ran on them", counters)
 
 
 def _nvml_counter(library: ctypes.CDLL, uuid: str) -> Joules:

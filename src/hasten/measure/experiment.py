@@ -26,10 +26,10 @@ from hasten.machine.environment import World
 from hasten.measure.ablation import Design, Kind, check_turns
 from hasten.measure.budget import expected_gain
 from hasten.measure.controller import Measured, measure_arms, table
-from hasten.measure.energy import Meter, meter_of_run
+from hasten.measure.energy import EnergyMeter, meter_of_run
 from hasten.measure.nursery import Nursery
 from hasten.measure.nursery import nursery as opened_nursery
-from hasten.measure.record import Record, key_of, source_digest
+from hasten.measure.record import ExperimentRecord, key_of, source_digest
 from hasten.measure.trial import ENTRY
 from hasten.progress import Audience
 from hasten.recipe.build import plan_of
@@ -40,14 +40,14 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # decide the speed, and stand 
 
 
 @dataclass(frozen=True)
-class Subject:
+class ExperimentSubject:
     """A recipe whose data is ready, and what is known of it."""
 
     recipe: Recipe
     known: Facts
     plan: Plan
     data_key: str
-    meter: Meter = field(default_factory=lambda: Meter("not measured"))
+    meter: EnergyMeter = field(default_factory=lambda: EnergyMeter("not measured"))
 
 
 def environment(plan: Plan, known: Facts, transport: Mapping[str, str]) -> Mapping[str, str]:
@@ -59,7 +59,9 @@ def environment(plan: Plan, known: Facts, transport: Mapping[str, str]) -> Mappi
     return {**found, **transport}
 
 
-def prepared(recipe: Recipe | str | Path, audience: Audience, ranks: bool = False) -> Subject:
+def prepared(
+    recipe: Recipe | str | Path, audience: Audience, ranks: bool = False
+) -> ExperimentSubject:
     """The recipe with its data ready, and what is known; ``ranks``: its arms may have several.
 
     Raises:
@@ -82,11 +84,11 @@ def prepared(recipe: Recipe | str | Path, audience: Audience, ranks: bool = Fals
     # What ranks have without a technique the baseline has, too: it is no switch.
     usual = plan_of(recipe.model_copy(update={"plan": []}), known)
     switches = Plan(t for t in plan if t not in usual.techniques)
-    return Subject(recipe, known, switches, material.note.key, meter_of_run(known))
+    return ExperimentSubject(recipe, known, switches, material.note.key, meter_of_run(known))
 
 
 def measured(
-    subject: Subject,
+    subject: ExperimentSubject,
     plans: Mapping[str, Plan],
     kinds: Mapping[str, Kind],
     design: Design,
@@ -114,7 +116,7 @@ def measured(
         hurried = design.deadline_seconds is not None
         with contextlib.ExitStack() as stack:
             since = began if hurried else None
-            record = stack.enter_context(Record(folder / "record.jsonl", key, since))
+            record = stack.enter_context(ExperimentRecord(folder / "record.jsonl", key, since))
             if record.done:
                 audience.tell(f"measured before: {folder} (--fresh measures anew)")
             elif record.events:
@@ -139,7 +141,9 @@ def measured(
             )
 
 
-def _key(subject: Subject, resolved: Recipe, plans: Mapping[str, Plan], design: Design) -> str:
+def _key(
+    subject: ExperimentSubject, resolved: Recipe, plans: Mapping[str, Plan], design: Design
+) -> str:
     known = subject.known
     return key_of(
         {

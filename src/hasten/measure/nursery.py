@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hasten.machine import environment, host, processes
-from hasten.measure.crew import Process, Start
+from hasten.measure.crew import ArmProcess, Start
 from hasten.measure.zygote import LONGEST
 
 MOST = 6  # zygotes
@@ -105,7 +105,7 @@ class Nursery:
 
         def start(
             environ: Mapping[str, str], pipes: tuple[int, int], log: IO[bytes], group: int | None
-        ) -> Process:
+        ) -> ArmProcess:
             if group is not None:
                 raise ValueError("a forked process leads a group of its own")
             return self.process(task, environ, pipes, log)

@@ -33,7 +33,7 @@ from torch.profiler import ProfilerActivity
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from hasten.core.contracts import Dense
+from hasten.core.contracts import NoCompression
 from hasten.core.engine import PlainEngine, SendsLate
 from hasten.core.job import MicroBatch
 from hasten.core.layout import OneProcess
@@ -84,7 +84,7 @@ _COMPILED = [(family, re.compile(pattern, re.IGNORECASE)) for family, pattern in
 
 
 @dataclass(frozen=True)
-class Operator:
+class ProfiledOperator:
     """One row of the profiler: own seconds of all its calls on the device that did the work."""
 
     name: str
@@ -101,7 +101,7 @@ def family_of(name: str) -> str:
     return next((family for family, pattern in _COMPILED if pattern.search(name)), OTHER)
 
 
-def operators(averages: Iterable[Any], on_gpu: bool) -> list[Operator]:
+def operators(averages: Iterable[Any], on_gpu: bool) -> list[ProfiledOperator]:
     """The profiler's averages as rows with time, the longest first.
 
     On a GPU these are its kernels; a step there waits for them and not for the host's operators.
@@ -110,18 +110,18 @@ def operators(averages: Iterable[Any], on_gpu: bool) -> list[Operator]:
     for event in averages:
         spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if spent > 0 and not event.key.startswith("ProfilerStep"):
-            rows.append(Operator(str(event.key), spent / 1e6, int(event.count)))
+            rows.append(ProfiledOperator(str(event.key), spent / 1e6, int(event.count)))
     return sorted(rows, key=lambda row: -row.seconds)
 
 
-def table(rows: list[Operator], step_seconds: float, count: int = 15) -> dict[str, Any]:
+def table(rows: list[ProfiledOperator], step_seconds: float, count: int = 15) -> dict[str, Any]:
     """Families and the longest operators with their shares of all operators' own time.
 
     ``outside_seconds`` is the part of the profiled step in which no operator ran: Python, waiting,
     and code that the profiler doesn't see; None where several threads or streams overlapped.
     """
     whole = sum(row.seconds for row in rows)
-    families: dict[str, list[Operator]] = {}
+    families: dict[str, list[ProfiledOperator]] = {}
     for row in rows:
         families.setdefault(row.family, []).append(row)
     found = [
@@ -519,7 +519,7 @@ def _parallel(
     if not isinstance(layout, SendsLate) or not isinstance(engine, PlainEngine):
         return {"ranks": layout.size, "text": CANT_RUN_ALONE}
     engine.module = layout.alone(session.module)
-    setup.layout, setup.wire = OneProcess(), Dense()
+    setup.layout, setup.wire = OneProcess(), NoCompression()
     tell("the same records without communication", 0.7)
     dist.barrier()
     apart = _gather(_again(session, before, len(measured)))

@@ -54,7 +54,7 @@ def source_digest(package: Path = Path(__file__).parents[1]) -> str:
     return found.hexdigest()[:16]
 
 
-class Record:
+class ExperimentRecord:
     """A record in a file, or in memory alone where there is no path.
 
     Args:
@@ -86,7 +86,7 @@ class Record:
         if not self._file.tell():
             self._write({"record": 1, "key": key})
 
-    def __enter__(self) -> Record:
+    def __enter__(self) -> ExperimentRecord:
         return self
 
     def __exit__(

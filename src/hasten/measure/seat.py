@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from hasten.machine.processes import foreign_share, look
 from hasten.measure.ablation import Design
-from hasten.measure.record import Record
+from hasten.measure.record import ExperimentRecord
 from hasten.measure.trial import PATIENCE_SECONDS, Trial, TrialFailedError
 
 PATIENCE_FACTOR = 20.0  # a busy machine makes single steps several times slower
@@ -45,7 +45,13 @@ class Seat:
     """
 
     def __init__(
-        self, name: str, trial: Trial, sitting: int, record: Record, design: Design, at: Shared
+        self,
+        name: str,
+        trial: Trial,
+        sitting: int,
+        record: ExperimentRecord,
+        design: Design,
+        at: Shared,
     ) -> None:
         self.name, self.trial, self.sitting = name, trial, sitting
         self._record, self._design, self._at = record, design, at

@@ -19,7 +19,7 @@ from hasten.measure import grouping
 from hasten.measure.ablation import Design, Kind
 from hasten.measure.crew import ALONE
 from hasten.measure.nursery import Nursery
-from hasten.measure.record import Record
+from hasten.measure.record import ExperimentRecord
 from hasten.measure.rounds import Rounds
 from hasten.measure.seat import Seat
 from hasten.measure.timekeeper import Timekeeper
@@ -66,7 +66,7 @@ class Experiment:
         design: Design,
         tell: Tell,
         expected: Mapping[str, float],
-        record: Record,
+        record: ExperimentRecord,
     ) -> None:
         self.at, self.plans, self.kinds, self.design = at, plans, kinds, design
         self.record, self._tell = record, tell

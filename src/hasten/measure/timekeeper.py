@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 from hasten.measure.ablation import Design, Kind
 from hasten.measure.budget import FEWEST_ROUNDS, WORTH_ROUNDS, Costs, choose, require
-from hasten.measure.record import Record
+from hasten.measure.record import ExperimentRecord
 from hasten.measure.rounds import Rounds
 from hasten.measure.seat import Seat
 
@@ -44,7 +44,7 @@ class Timekeeper:
         design: Design,
         kinds: Mapping[str, Kind],
         expected: Mapping[str, float],
-        record: Record,
+        record: ExperimentRecord,
     ) -> None:
         self._design, self._kinds = design, kinds
         self._expected, self._record = expected, record

@@ -81,7 +81,7 @@ def _serve(recipe: Recipe, more: More, inbox: Any, say: Callable[[dict[str, Any]
     from hasten.measure.own_folder import own_folder
 
     with own_folder(Path(recipe.output)) as place:
-        arm = Arm(recipe, place, more)
+        arm = RecipeJob(recipe, place, more)
         say({"ready": True, "startup_seconds": arm.session.startup_seconds})
         for line in inbox:
             order = json.loads(line)
@@ -90,7 +90,7 @@ def _serve(recipe: Recipe, more: More, inbox: Any, say: Callable[[dict[str, Any]
                 return
 
 
-class Arm:
+class RecipeJob:
     """A session that trains in pieces; what its plan writes goes to ``place``."""
 
     def __init__(self, recipe: Recipe, place: Path, more: More = ()) -> None:

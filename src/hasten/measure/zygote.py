@@ -22,14 +22,14 @@ LONGEST = 1 << 16  # bytes of a message
 
 
 @dataclass(frozen=True)
-class Task:
+class ForkTask:
     """What a child has to do, and the numbers of its pipes."""
 
     task: Any
     pipes: tuple[int, ...]
 
 
-def forked(descriptor: int) -> Task | None:
+def forked(descriptor: int) -> ForkTask | None:
     """Fork a child for each task that comes, in a zygote that has imported everything.
 
     Returns:
@@ -74,7 +74,7 @@ def forked(descriptor: int) -> Task | None:
         _tell(control, {"born": child})
 
 
-def _born(zygote: int, task: Any, descriptors: Sequence[int]) -> Task:
+def _born(zygote: int, task: Any, descriptors: Sequence[int]) -> ForkTask:
     """In a child: a group of its own, its log, and an end with the zygote."""
     end_with_parent()
     if os.getppid() != zygote:
@@ -85,7 +85,7 @@ def _born(zygote: int, task: Any, descriptors: Sequence[int]) -> Task:
     for stream in (sys.stdout, sys.stderr):
         os.dup2(log, stream.fileno())
     os.close(log)
-    return Task(task, tuple(pipes))
+    return ForkTask(task, tuple(pipes))
 
 
 def _ended(living: set[int]) -> list[tuple[int, int]]:

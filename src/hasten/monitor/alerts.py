@@ -32,7 +32,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Limits:
+class AlertLimits:
     """From when on something is an alert."""
 
     stall_seconds: float = 300.0
@@ -53,8 +53,8 @@ class Alert:
 class Alerts:
     """Told of each run after it was read; gives what is new to ``give``."""
 
-    def __init__(self, give: Callable[[Alert], None], limits: Limits | None = None) -> None:
-        self._give, self._limits = give, limits or Limits()
+    def __init__(self, give: Callable[[Alert], None], limits: AlertLimits | None = None) -> None:
+        self._give, self._limits = give, limits or AlertLimits()
         self._active: set[tuple[str, str]] = set()
         self._skipped: dict[str, int] = {}
         self._lock = threading.Lock()

@@ -209,7 +209,7 @@ MOST_CONNECTIONS = 64
 LARGEST_HEADERS = 16 << 10
 
 
-class Server:
+class MonitorServer:
     """The monitor at an address; ``run`` serves until it is stopped.
 
     Args:

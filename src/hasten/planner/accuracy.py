@@ -22,9 +22,9 @@ from hasten.errors import InputError
 from hasten.models.architecture import load_json
 from hasten.planner.calibrate import Cases, fit_memory, fit_seconds
 from hasten.planner.constants import Calibration, Constants, MemoryConstants, calibrated
-from hasten.planner.layout import Column, Layout, Layouts
+from hasten.planner.layout import Column, Layouts, PlannedLayout
 from hasten.planner.predict import Prediction, predict, why
-from hasten.planner.records import Record, read_record
+from hasten.planner.records import PublishedMeasurement, read_record
 
 DENSE, MOE = ("core",), ("moe",)
 TRAINED = ("core", "trend", "moe", "finetune", "ratio")
@@ -36,7 +36,7 @@ INTERVAL = (0.1, 0.9)
 class HeldOut:
     """Records and ln(measured / predicted) of each, predicted without its group."""
 
-    records: tuple[Record, ...]
+    records: tuple[PublishedMeasurement, ...]
     errors: Column
     groups: int
     known: NDArray[np.bool_]  # another group of its stack was in the fit
@@ -48,17 +48,19 @@ class HeldOut:
         )
 
 
-def timed(records: Sequence[Record]) -> list[Record]:
+def timed(records: Sequence[PublishedMeasurement]) -> list[PublishedMeasurement]:
     """The records that tell how long a step took."""
     return [r for r in records if r.tokens_per_second and r.scope in TRAINED]
 
 
-def weighed(records: Sequence[Record]) -> list[Record]:
+def weighed(records: Sequence[PublishedMeasurement]) -> list[PublishedMeasurement]:
     """The records that tell how much memory was taken."""
     return [r for r in records if r.memory_gb]
 
 
-def seconds(records: Sequence[Record], folds: int | None = None, by_stack: bool = False) -> HeldOut:
+def seconds(
+    records: Sequence[PublishedMeasurement], folds: int | None = None, by_stack: bool = False
+) -> HeldOut:
     """Held-out errors of seconds per step, in ``folds`` folds of groups (all groups by default).
 
     ``by_stack`` leaves out whole software stacks instead.
@@ -66,15 +68,15 @@ def seconds(records: Sequence[Record], folds: int | None = None, by_stack: bool 
     return _held_out(timed(records), folds, _time_errors, by_stack)
 
 
-def memory(records: Sequence[Record], folds: int | None = None) -> HeldOut:
+def memory(records: Sequence[PublishedMeasurement], folds: int | None = None) -> HeldOut:
     """The same of resident bytes."""
     return _held_out(weighed(records), folds, _memory_errors)
 
 
 def _held_out(
-    records: Sequence[Record],
+    records: Sequence[PublishedMeasurement],
     folds: int | None,
-    errors_of: Callable[[Sequence[Record], Sequence[Record]], Column],
+    errors_of: Callable[[Sequence[PublishedMeasurement], Sequence[PublishedMeasurement]], Column],
     by_stack: bool = False,
 ) -> HeldOut:
     names = [r.stack if by_stack else r.group for r in records]
@@ -95,13 +97,15 @@ def _held_out(
     return HeldOut(tuple(records), errors, len(groups), known)
 
 
-def _time_errors(inside: Sequence[Record], outside: Sequence[Record]) -> Column:
+def _time_errors(
+    inside: Sequence[PublishedMeasurement], outside: Sequence[PublishedMeasurement]
+) -> Column:
     constants, stacks = fit_seconds(Cases.of(inside))
     return time_errors(outside, constants, stacks)
 
 
 def time_errors(
-    records: Sequence[Record], constants: Constants, stacks: dict[str, float]
+    records: Sequence[PublishedMeasurement], constants: Constants, stacks: dict[str, float]
 ) -> Column:
     """ln(measured / predicted) seconds."""
     cases = Cases.of(records)
@@ -109,11 +113,13 @@ def time_errors(
     return np.asarray(np.log(cases.measured_seconds() / (cases.seconds(constants) * factor)))
 
 
-def _memory_errors(inside: Sequence[Record], outside: Sequence[Record]) -> Column:
+def _memory_errors(
+    inside: Sequence[PublishedMeasurement], outside: Sequence[PublishedMeasurement]
+) -> Column:
     return memory_errors(outside, fit_memory(Cases.of(inside)))
 
 
-def memory_errors(records: Sequence[Record], constants: MemoryConstants) -> Column:
+def memory_errors(records: Sequence[PublishedMeasurement], constants: MemoryConstants) -> Column:
     """ln(measured / predicted) bytes."""
     measured = np.array([(r.memory_gb or np.nan) * 1e9 for r in records])
     return np.log(measured / Cases.of(records).bytes(constants))
@@ -188,7 +194,7 @@ def coverage(found: HeldOut, rows: NDArray[np.bool_]) -> float:
 
 
 @dataclass(frozen=True)
-class Choice:
+class HeldOutChoice:
     """How well layouts were chosen: regret of each sweep, pairs put in the right order."""
 
     regrets: tuple[float, ...]
@@ -200,12 +206,12 @@ class Choice:
         return self.right / max(self.pairs, 1)
 
 
-def choice(found: HeldOut, stack: str, noise: float = SINGLE_STEP_NOISE) -> Choice:
+def choice(found: HeldOut, stack: str, noise: float = SINGLE_STEP_NOISE) -> HeldOutChoice:
     """Of sweeps of one model over layouts on the same devices: regret and concordance.
 
     Repeats of a layout count as their median. A pair counts where it differs beyond the noise.
     """
-    sweeps: dict[tuple[object, ...], dict[Layout, list[tuple[float, float]]]] = {}
+    sweeps: dict[tuple[object, ...], dict[PlannedLayout, list[tuple[float, float]]]] = {}
     for record, error in zip(found.records, found.errors, strict=True):
         if record.stack != stack or not record.tokens_per_second:
             continue
@@ -225,7 +231,7 @@ def choice(found: HeldOut, stack: str, noise: float = SINGLE_STEP_NOISE) -> Choi
             if max(one[0], other[0]) / min(one[0], other[0]) > noise:
                 pairs += 1
                 right += (one[0] > other[0]) == (one[1] > other[1])
-    return Choice(tuple(float(r) for r in regrets), right, pairs)
+    return HeldOutChoice(tuple(float(r) for r in regrets), right, pairs)
 
 
 # The model against measurements of somebody's: per record the prediction, and how far off it was.
@@ -273,7 +279,7 @@ def evaluate(path: Path, calibration: Calibration | None = None) -> dict[str, An
     }
 
 
-def _row(record: Record, name: Any, known: Calibration) -> dict[str, Any]:
+def _row(record: PublishedMeasurement, name: Any, known: Calibration) -> dict[str, Any]:
     found = predict(
         *(record.architecture, record.cluster, record.job, Layouts.of([record.layout])),
         calibration=known,

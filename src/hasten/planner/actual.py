@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.errors import InputError
-from hasten.planner.candidate import Candidate, Span
+from hasten.planner.candidate import PlanCandidate, Span
 
 WARM_UP = 3  # steps that are left out, where there are enough
 # What a run measures -> the predicted parts that lie within it; data is predicted as nothing.
@@ -47,7 +47,7 @@ class Term:
         return self.measured / self.predicted if self.measured and self.predicted else None
 
 
-def closing(predicted: Candidate, run: Path) -> list[Term]:
+def closing(predicted: PlanCandidate, run: Path) -> list[Term]:
     """Predicted against measured per term, from the folder of a finished run.
 
     Raises:

@@ -15,9 +15,9 @@ import numpy as np
 from hasten.errors import InputError
 from hasten.machine.accelerators import DEVICES, Device
 from hasten.models.architecture import Architecture
-from hasten.planner.candidate import Candidate, candidate
+from hasten.planner.candidate import PlanCandidate, candidate
 from hasten.planner.cluster import Cluster
-from hasten.planner.layout import Layout, Layouts
+from hasten.planner.layout import Layouts, PlannedLayout
 from hasten.planner.plan import ClusterPlan, plan
 from hasten.planner.predict import predict
 from hasten.planner.reasons import PARTS, changed_cluster
@@ -27,27 +27,27 @@ WORTH = 500  # of the quickest layouts, those that another machine may prefer
 
 
 @dataclass(frozen=True)
-class Change:
+class LayoutChange:
     """Something changed: the rate against that of the plan's best, with its layout and anew."""
 
     what: str
     same_layout: float  # times the tokens per second; nan where it no longer fits
     best_layout: float
-    layout: Layout | None  # the best then, if it is another one
+    layout: PlannedLayout | None  # the best then, if it is another one
     note: str = ""
 
 
 @dataclass(frozen=True)
-class Choice:
+class HardwareOption:
     """The same job on as many devices of another kind."""
 
     device: str
-    found: Candidate | None
+    found: PlanCandidate | None
     reason: str = ""  # why there is none
     price_ratio: float = float("nan")  # an hour of it may cost so many times one of the plan's
 
 
-def sensitivity(found: ClusterPlan) -> list[Change]:
+def sensitivity(found: ClusterPlan) -> list[LayoutChange]:
     """What twice or half of each property of the machine would do to the rate."""
     here = found.cluster
     chip = here.device
@@ -67,7 +67,7 @@ def sensitivity(found: ClusterPlan) -> list[Change]:
     return [_changed(found, name, cluster) for name, cluster in twice.items()]
 
 
-def switches(found: ClusterPlan) -> list[Change]:
+def switches(found: ClusterPlan) -> list[LayoutChange]:
     """What formats and compression that change the mathematics would do to the rate."""
     best, chip = found.best[0].layout, found.cluster.device
     said = "other mathematics: have the guard prove it"
@@ -80,16 +80,16 @@ def switches(found: ClusterPlan) -> list[Change]:
     changes = []
     for name, layout in tried.items():
         ratio = _ratio(found, found.cluster, [layout])[0]
-        changes.append(Change(name, ratio, ratio, None, said))
+        changes.append(LayoutChange(name, ratio, ratio, None, said))
     return changes
 
 
-def devices(found: ClusterPlan) -> list[Choice]:
+def devices(found: ClusterPlan) -> list[HardwareOption]:
     """The job on as many devices of each kind known, the quickest first."""
     choices = []
     for name, chip in DEVICES.items():
         if name == found.cluster.device.name:
-            choices.append(Choice(name, found.best[0], "", 1.0))
+            choices.append(HardwareOption(name, found.best[0], "", 1.0))
             continue
         own = found.cluster.intra == found.cluster.device.link
         there = replace(found.cluster, device=chip, intra=chip.link if own else found.cluster.intra)
@@ -103,10 +103,10 @@ def devices(found: ClusterPlan) -> list[Choice]:
                 stack=found.stack,
             ).best[0]
         except InputError as error:
-            choices.append(Choice(name, None, str(error)))
+            choices.append(HardwareOption(name, None, str(error)))
             continue
         ratio = found.best[0].step_seconds.middle / best.step_seconds.middle
-        choices.append(Choice(name, best, "", ratio))
+        choices.append(HardwareOption(name, best, "", ratio))
     return sorted(choices, key=lambda c: -c.price_ratio if c.found else 0.0)
 
 
@@ -133,7 +133,7 @@ def _faster(chip: Device, times: float) -> Device:
     return replace(chip, **rates)
 
 
-def _changed(found: ClusterPlan, name: str, cluster: Cluster) -> Change:
+def _changed(found: ClusterPlan, name: str, cluster: Cluster) -> LayoutChange:
     """The plan's layout on the changed cluster, and the best of those that may be best there."""
     whole, best = found.considered[0], found.best[0].layout
     order = np.argsort(whole.found.step_seconds)[:WORTH]
@@ -144,10 +144,10 @@ def _changed(found: ClusterPlan, name: str, cluster: Cluster) -> Change:
     ratios = (np.array(_ratio(found, cluster, [best, *rows])) / np.maximum(ahead, 1.0)).tolist()
     winner = int(np.nanargmax(ratios)) if not np.all(np.isnan(ratios)) else 0
     another = rows[winner - 1] if winner and ratios[winner] > 1.01 * ratios[0] else None
-    return Change(name, ratios[0], ratios[winner] if another else ratios[0], another)
+    return LayoutChange(name, ratios[0], ratios[winner] if another else ratios[0], another)
 
 
-def _ratio(found: ClusterPlan, cluster: Cluster, layouts: list[Layout]) -> list[float]:
+def _ratio(found: ClusterPlan, cluster: Cluster, layouts: list[PlannedLayout]) -> list[float]:
     """Rates of the layouts there, over that of the plan's best here; nan where they don't fit."""
     rows = Layouts.of(layouts)
     there = predict(found.model, cluster, found.job, rows, found.calibration, found.stack)
@@ -159,7 +159,7 @@ def _ratio(found: ClusterPlan, cluster: Cluster, layouts: list[Layout]) -> list[
     return [float(r) if fits else float("nan") for r, fits in zip(ratio, there.fits, strict=True)]
 
 
-def predicted(found: ClusterPlan, layout: Layout) -> Candidate:
+def predicted(found: ClusterPlan, layout: PlannedLayout) -> PlanCandidate:
     """What a layout of the user's own would do on the plan's cluster."""
     rows = Layouts.of([layout])
     told = predict(found.model, found.cluster, found.job, rows, found.calibration, found.stack)
@@ -266,14 +266,14 @@ def _wide(model: Architecture, layers: int, width: int) -> Architecture:
     return replace(model, layers=layers, moe=replace(model.moe, width=width))
 
 
-def _predicted(found: ClusterPlan, model: Architecture, like: Candidate) -> Candidate:
+def _predicted(found: ClusterPlan, model: Architecture, like: PlanCandidate) -> PlanCandidate:
     """That model in the layout of the plan's best, by the closed form as all of them are."""
     rows = Layouts.of([like.layout])
     told = predict(model, found.cluster, found.job, rows, found.calibration, found.stack)
     return candidate(told, rows, 0, found.cluster, found.job)
 
 
-def _reason(base: Candidate, one: Candidate, size: float) -> str:
+def _reason(base: PlanCandidate, one: PlanCandidate, size: float) -> str:
     """The part of the step that shrinks the most."""
     gaps = {name: base.step_parts[name] * size - one.step_parts[name] for name in PARTS}
     most = max(gaps, key=gaps.__getitem__)

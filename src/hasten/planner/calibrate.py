@@ -19,11 +19,11 @@ from hasten.errors import InputError
 from hasten.models.architecture import Architecture
 from hasten.planner.cluster import Cluster
 from hasten.planner.constants import Calibration, Constants, MemoryConstants, calibrated, prior
-from hasten.planner.layout import Column, Job, Layout, Layouts
-from hasten.planner.memory import Memory, memory
+from hasten.planner.layout import Column, Layouts, PlannedJob, PlannedLayout
+from hasten.planner.memory import MemoryColumns, memory
 from hasten.planner.numbers import MachineNumbers, ModelNumbers, machine, numbers, stacked
 from hasten.planner.predict import steps
-from hasten.planner.records import Record
+from hasten.planner.records import PublishedMeasurement
 
 NOISE = 0.05  # of the logarithm of seconds: releases of one framework differ by 5.5 %
 MEMORY_NOISE = 0.06
@@ -39,7 +39,7 @@ C = TypeVar("C", bound=Any)
 class Cases:
     """Records as columns."""
 
-    records: tuple[Record, ...]
+    records: tuple[PublishedMeasurement, ...]
     model: ModelNumbers
     machine: MachineNumbers
     layouts: Layouts
@@ -47,7 +47,7 @@ class Cases:
     lora: Column
 
     @classmethod
-    def of(cls, records: Sequence[Record]) -> Cases:
+    def of(cls, records: Sequence[PublishedMeasurement]) -> Cases:
         return cls(
             tuple(records),
             stacked([numbers(r.architecture, r.job.sequence) for r in records]),
@@ -62,7 +62,7 @@ class Cases:
         found = steps(self.model, self.machine, self.layouts, self.batch, c, self.lora)
         return found.total
 
-    def memory(self, c: MemoryConstants) -> Memory:
+    def memory(self, c: MemoryConstants) -> MemoryColumns:
         """Predicted resident bytes of the fullest rank, by part."""
         count = np.maximum(1.0, np.ceil(self.batch / (self.layouts.dp * self.layouts.micro_batch)))
         return memory(self.model, self.layouts, count, c, self.lora)
@@ -77,7 +77,7 @@ class Cases:
         return np.asarray(self.batch * self.model.sequence / (rates * self.layouts.devices))
 
 
-def weights(records: Sequence[Record]) -> Column:
+def weights(records: Sequence[PublishedMeasurement]) -> Column:
     """How much each row counts: near-duplicates of a group share, recalled figures count little."""
     size: dict[str, int] = {}
     for record in records:
@@ -224,8 +224,8 @@ class OwnRun:
 
     architecture: Architecture
     cluster: Cluster
-    job: Job
-    layout: Layout
+    job: PlannedJob
+    layout: PlannedLayout
     step_seconds: float
 
 

@@ -1,6 +1,6 @@
 """One layout with all that is predicted of it: time, rate, memory, each with its parts and P10-P90.
 
-Columns are for choosing among many; a ``Candidate`` is for people.
+Columns are for choosing among many; a ``PlanCandidate`` is for people.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from hasten.planner.cluster import Cluster
-from hasten.planner.layout import Job, Layout, Layouts
-from hasten.planner.predict import Prediction, Step
+from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout
+from hasten.planner.predict import PredictedStep, Prediction
 from hasten.report.cost import money
 
 TRAINER_SCHEDULES = {  # of the planner -> what the technique pipeline calls it
@@ -42,7 +42,7 @@ _WIRES: Mapping[str, list[str]] = {
     "int4": ["quantised: {bits: 4}"],
     "topk1": ["topk: {ratio: 0.01}"],
 }
-STEP_PARTS = tuple(f.name for f in fields(Step))
+STEP_PARTS = tuple(f.name for f in fields(PredictedStep))
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlanCandidate:
     """A layout on a cluster; ``simulated`` once its schedule was played through."""
 
-    layout: Layout
+    layout: PlannedLayout
     cluster: Cluster
     micro_batches: int
     step_parts: dict[str, float]  # seconds; they add up to step_seconds.middle
@@ -112,8 +112,8 @@ class Candidate:
 
 
 def candidate(
-    found: Prediction, layouts: Layouts, row: int, cluster: Cluster, job: Job
-) -> Candidate:
+    found: Prediction, layouts: Layouts, row: int, cluster: Cluster, job: PlannedJob
+) -> PlanCandidate:
     """Row ``row`` of a prediction."""
     layout = layouts.at(row)
 
@@ -121,7 +121,7 @@ def candidate(
         return Span(float(middle[row]), float(low[row]), float(high[row]))
 
     rate = found.tokens_per_second_per_device
-    return Candidate(
+    return PlanCandidate(
         layout=layout,
         cluster=cluster,
         micro_batches=micro_batches_of(layout, job),
@@ -135,7 +135,7 @@ def candidate(
     )
 
 
-def micro_batches_of(layout: Layout, job: Job) -> int:
+def micro_batches_of(layout: PlannedLayout, job: PlannedJob) -> int:
     """Micro-batches that a rank has in a step."""
     return max(1, -(-job.global_batch // (layout.dp * layout.micro_batch)))
 
@@ -144,7 +144,7 @@ def _memory_columns(found: Prediction) -> list[tuple[Any, Any]]:
     return [(f, np.atleast_1d(getattr(found.memory, f.name))) for f in fields(found.memory)]
 
 
-def words(layout: Layout) -> str:
+def words(layout: PlannedLayout) -> str:
     """A layout for people: what differs from one device with nothing special."""
     said = [f"{name}={getattr(layout, name)}" for name in ("dp", "tp", "pp", "ep", "cp")]
     said = [s for s in said if not s.endswith("=1")] or ["dp=1"]
@@ -163,7 +163,7 @@ def words(layout: Layout) -> str:
     return " ".join(said)
 
 
-def recipe_lines(layout: Layout) -> str:
+def recipe_lines(layout: PlannedLayout) -> str:
     """The layout as lines of a recipe that the trainer runs; '' where ``beyond_trainer`` says why.
 
     ZeRO's stages 1 and 2 keep whole weights: FSDP2 that doesn't let them go between passes.
@@ -198,7 +198,7 @@ def recipe_lines(layout: Layout) -> str:
     return "\n".join(lines)
 
 
-def beyond_trainer(layout: Layout) -> str:
+def beyond_trainer(layout: PlannedLayout) -> str:
     """What of the layout hasten's own trainer can't run, in one sentence; empty: it runs it."""
     lacks = ["cp"] if layout.cp > 1 else []
     others = [name for name in ("tp", "ep") if getattr(layout, name) > 1]
@@ -296,7 +296,7 @@ class Spending:
         }
 
 
-def spending(found: Candidate, job: Job, price: PerHour | None = None) -> Spending:
+def spending(found: PlanCandidate, job: PlannedJob, price: PerHour | None = None) -> Spending:
     """What the job takes in that layout; neither failures nor evaluations are in it."""
     tokens = job.tokens or PER_BILLION
     rate = found.tokens_per_second_per_device

@@ -38,7 +38,7 @@ class Links:
 
 
 @dataclass(frozen=True)
-class Wire:
+class PlannedWire:
     """Seconds on the wire: of one micro-batch through all layers, and ``dp`` of one exchange."""
 
     tp: Column
@@ -70,7 +70,7 @@ def links(stride: Value, ranks: Value, machine: MachineNumbers, c: Constants) ->
 
 def wire(
     model: ModelNumbers, machine: MachineNumbers, layouts: Layouts, c: Constants, lora: Value
-) -> Wire:
+) -> PlannedWire:
     """All of a step's exchanges."""
     T, tp, cp = tokens(model, layouts), layouts.tp, layouts.cp
     size = element(layouts)
@@ -83,7 +83,7 @@ def wire(
     ring = links(tp, cp, machine, c)
     keys = size * T * cp * model.kv_width / tp
     context = 3 * gather_seconds(keys, cp, ring.rate, ring.hop) * model.layers
-    return Wire(
+    return PlannedWire(
         tp=tensor,
         cp=context,
         ep=_experts(model, machine, layouts, c),

@@ -22,7 +22,7 @@ from hasten.planner.calibrate import OWN_STACK, OwnRun, calibrate_machine
 from hasten.planner.candidate import candidate, words
 from hasten.planner.cluster import Cluster, own_machine
 from hasten.planner.constants import Calibration, calibrated
-from hasten.planner.layout import Job, Layout, Layouts, Space
+from hasten.planner.layout import Layouts, LayoutSpace, PlannedJob, PlannedLayout
 from hasten.planner.predict import predict
 from hasten.planner.reasons import count_of
 from hasten.planner.text import aligned
@@ -41,7 +41,7 @@ HALF = ("autocast", "bf16_master_weights", "float8")  # techniques that don't mu
 
 
 @dataclass(frozen=True)
-class Wishes:
+class PlanOptions:
     """What the command line asks for; see ``plan_options``."""
 
     cluster: str
@@ -78,7 +78,7 @@ def recipe_of(name: str, overrides: Sequence[str]) -> Recipe | None:
     return load_recipe(Path(name), overrides)
 
 
-def cluster_of(wishes: Wishes) -> Cluster:
+def cluster_of(wishes: PlanOptions) -> Cluster:
     """The cluster that the options describe."""
     cloud = CloudConfig(wishes.nodes, wishes.gpus_per_node, wishes.cluster)
     if not wishes.gpu.endswith(".json"):
@@ -98,7 +98,9 @@ def cluster_of(wishes: Wishes) -> Cluster:
     return dataclasses.replace(like, device=chip, intra=chip.link)
 
 
-def job_of(wishes: Wishes, recipe: Recipe | None, cluster: Cluster) -> tuple[Job, list[str]]:
+def job_of(
+    wishes: PlanOptions, recipe: Recipe | None, cluster: Cluster
+) -> tuple[PlannedJob, list[str]]:
     """The job, and what of it nobody has said."""
     assumed = []
     task = wishes.task or _task(recipe)
@@ -116,13 +118,13 @@ def job_of(wishes: Wishes, recipe: Recipe | None, cluster: Cluster) -> tuple[Job
     tokens = count_of(wishes.tokens, "--tokens") if wishes.tokens else 0.0
     if not tokens and recipe is not None:
         tokens = float(recipe.max_tokens or (recipe.max_steps or 0) * batch * sequence)
-    return Job(sequence, batch, task, tokens), assumed
+    return PlannedJob(sequence, batch, task, tokens), assumed
 
 
-def space_of(wishes: Wishes, cluster: Cluster) -> Space:
+def space_of(wishes: PlanOptions, cluster: Cluster) -> LayoutSpace:
     """What may vary."""
     formats, schedules = _listed(wishes.precision), _listed(wishes.schedules)
-    space = Space.everything(cluster) if wishes.lossy else Space()
+    space = LayoutSpace.everything(cluster) if wishes.lossy else LayoutSpace()
     return dataclasses.replace(
         space,
         precisions=formats or space.precisions,
@@ -140,7 +142,7 @@ def price_from(path: Path | None) -> Price | None:
         raise InputError(f"--price: {error}") from error
 
 
-def calibration_of(wishes: Wishes, cluster: Cluster) -> tuple[Calibration | None, str | None]:
+def calibration_of(wishes: PlanOptions, cluster: Cluster) -> tuple[Calibration | None, str | None]:
     """The calibration and the stack: of runs of the user's own where they are given.
 
     Raises:
@@ -185,7 +187,7 @@ def own_run(folder: Path, cluster: Cluster) -> OwnRun:
             f"{folder}: its plan deals the model out to ranks ({split[0]}), and how isn't read "
             "from a run yet; predict it with --why, or take a run on ddp or fsdp2"
         )
-    layout = Layout(
+    layout = PlannedLayout(
         dp=ranks,
         zero=3 if "fsdp2" in names and ranks > 1 else 0,
         micro_batch=share,
@@ -196,7 +198,7 @@ def own_run(folder: Path, cluster: Cluster) -> OwnRun:
     if cluster.devices != ranks:
         here = dataclasses.replace(cluster, nodes=1, per_node=max(ranks, 1))
     seconds = statistics.median(float(row["step_seconds"]) for row in rows)
-    return OwnRun(model, here, Job(sequence, share * ranks, task), layout, seconds)
+    return OwnRun(model, here, PlannedJob(sequence, share * ranks, task), layout, seconds)
 
 
 def _ranks(folder: Path, recipe: Mapping[str, Any]) -> int:

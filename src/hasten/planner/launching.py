@@ -48,7 +48,7 @@ def planned(
         return layout, batch
     from hasten.planner import plan
     from hasten.planner.cluster import Cluster
-    from hasten.planner.layout import Job, Space
+    from hasten.planner.layout import LayoutSpace, PlannedJob
 
     sequence = recipe.cutoff_len
     size = recipe.global_batch_size or (recipe.global_batch_tokens or 0) // sequence or RECORDS
@@ -59,8 +59,8 @@ def planned(
     found = plan(
         recipe.model,
         Cluster.of(cloud, gpu),
-        Job(sequence, size, "pretrain" if recipe.from_scratch else "full"),
-        space=Space(zero=(0, 1), schedules=("1f1b", "interleaved")),
+        PlannedJob(sequence, size, "pretrain" if recipe.from_scratch else "full"),
+        space=LayoutSpace(zero=(0, 1), schedules=("1f1b", "interleaved")),
         top=TRIED,
         fewer_nodes=False,
     )

@@ -1,4 +1,5 @@
-"""Which rank holds which part, as numbers: one ``Layout``, or many as columns of ``Layouts``.
+"""Which rank holds which part, as numbers: one ``PlannedLayout``, or many as columns of
+``Layouts``.
 
 A layout says nothing of speed. Words are coded as their place in the tuples below, so that a
 hundred thousand layouts are a few arrays.
@@ -31,7 +32,7 @@ Column = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedJob:
     """What is trained: tokens per sequence, sequences per step, and how many tokens in all."""
 
     sequence: int
@@ -50,7 +51,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PlannedLayout:
     """One layout; ``flash`` and ``sequence_parallel`` are on in today's software."""
 
     dp: int = 1
@@ -101,7 +102,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Layouts:
-    """Columns, one row per layout, named as the fields of ``Layout``; words as codes."""
+    """Columns, one row per layout, named as the fields of ``PlannedLayout``; words as codes."""
 
     dp: Column
     tp: Column
@@ -126,17 +127,17 @@ class Layouts:
         return len(self.dp)
 
     @classmethod
-    def of(cls, layouts: Iterable[Layout]) -> Layouts:
+    def of(cls, layouts: Iterable[PlannedLayout]) -> Layouts:
         """The columns of these layouts, in order."""
         rows = list(layouts)
         return cls(**{f.name: _column([getattr(r, f.name) for r in rows], f.name) for f in _FIELDS})
 
-    def at(self, row: int) -> Layout:
+    def at(self, row: int) -> PlannedLayout:
         """One row as a Layout again."""
         values: dict[str, Any] = {f.name: int(getattr(self, f.name)[row]) for f in _FIELDS}
         values |= {name: words[values[name]] for name, words in _WORDS.items()}
         values |= {name: bool(values[name]) for name in ("sequence_parallel", "flash")}
-        return Layout(**values)
+        return PlannedLayout(**values)
 
     def take(self, rows: NDArray[Any] | Sequence[int]) -> Layouts:
         """The rows chosen by a mask or by their numbers."""
@@ -147,7 +148,7 @@ class Layouts:
         return self.dp * self.tp * self.pp * self.cp
 
 
-_FIELDS = fields(Layout)
+_FIELDS = fields(PlannedLayout)
 
 
 def _column(values: Sequence[Any], name: str) -> Column:
@@ -170,7 +171,7 @@ Deal = tuple[int, int, int, int, int]  # dp, tp, pp, ep, cp
 
 
 @dataclass(frozen=True)
-class Space:
+class LayoutSpace:
     """What may vary. Formats below 16 bits and compression change the mathematics: ask for them."""
 
     zero: tuple[int, ...] = (0, 1, 2, 3)
@@ -190,7 +191,7 @@ class Space:
             raise InputError(f"zero: {self.zero} has other stages than 0, 1, 2 and 3")
 
     @classmethod
-    def everything(cls, cluster: Cluster) -> Space:
+    def everything(cls, cluster: Cluster) -> LayoutSpace:
         """With the formats that the device has, and with compressed gradients."""
         chip = cluster.device
         formats = [own_format(cluster)]
@@ -213,10 +214,10 @@ def own_format(cluster: Cluster) -> str:
 
 
 def enumerate_layouts(
-    model: Architecture, cluster: Cluster, job: Job, space: Space | None = None
+    model: Architecture, cluster: Cluster, job: PlannedJob, space: LayoutSpace | None = None
 ) -> Enumeration:
     """All layouts that the rules allow, as columns."""
-    space = space or Space()
+    space = space or LayoutSpace()
     refused: Counter[str] = Counter()
     rows: list[tuple[int, ...]] = []
     formats = space.precisions or (own_format(cluster),)
@@ -243,7 +244,7 @@ def enumerate_layouts(
     return Enumeration(_columns(rows), dict(refused))
 
 
-def micro_batches(job: Job, dp: int) -> list[int]:
+def micro_batches(job: PlannedJob, dp: int) -> list[int]:
     """Powers of two that divide what a rank gets of a step."""
     if job.global_batch % dp:
         return []
@@ -253,7 +254,7 @@ def micro_batches(job: Job, dp: int) -> list[int]:
 
 
 def _deals(
-    model: Architecture, cluster: Cluster, job: Job, refused: Counter[str]
+    model: Architecture, cluster: Cluster, job: PlannedJob, refused: Counter[str]
 ) -> Iterator[Deal]:
     devices = cluster.devices
     for tp in _divisors(cluster.per_node):
@@ -273,7 +274,7 @@ def _deals(
                     yield dp, tp, pp, ep, cp
 
 
-def _context(job: Job, devices: int) -> list[int]:
+def _context(job: PlannedJob, devices: int) -> list[int]:
     most = max(1, job.sequence // LEAST_TOKENS)
     return [c for c in _divisors(devices) if c <= most and c & (c - 1) == 0]
 
@@ -285,7 +286,9 @@ def _experts(model: Architecture, ranks: int) -> list[int]:
     return [e for e in _divisors(model.moe.count) if ranks % e == 0]
 
 
-def _schedules(space: Space, model: Architecture, pp: int, count: int) -> list[tuple[int, int]]:
+def _schedules(
+    space: LayoutSpace, model: Architecture, pp: int, count: int
+) -> list[tuple[int, int]]:
     """(schedule, virtual stages); without stages there is nothing to schedule."""
     if pp == 1:
         return [(SCHEDULES.index("1f1b"), 1)]

@@ -28,7 +28,7 @@ GRADIENTS_DOUBT, REST_DOUBT = 1.0, 0.08
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryColumns:
     """Resident bytes of the fullest rank, by what they are."""
 
     weights: Column
@@ -52,7 +52,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Rank:
+class PlannedRank:
     """One rank of a pipeline: what it holds of the model, and of micro-batches in flight."""
 
     there: Column  # 1 where the pipeline has such a rank beside the others
@@ -85,15 +85,18 @@ def first_rank(model: ModelNumbers, layouts: Layouts) -> tuple[Column, Column]:
 
 def memory(
     model: ModelNumbers, layouts: Layouts, micro_batches: Value, c: MemoryConstants, lora: Value
-) -> Memory:
+) -> MemoryColumns:
     """What stays on the fullest rank at its worst moment."""
     one = layer_bytes(model, layouts)
     ranks = _ranks(model, layouts, micro_batches, one)
     held = [_held(rank, one, model, layouts, c, lora) for rank in ranks]
     totals = np.stack([r.there * h.total for r, h in zip(ranks, held, strict=True)])
     fullest = np.argmax(totals, axis=0)
-    parts = {f.name: np.choose(fullest, [getattr(h, f.name) for h in held]) for f in fields(Memory)}
-    return Memory(**parts)
+    parts = {
+        f.name: np.choose(fullest, [getattr(h, f.name) for h in held])
+        for f in fields(MemoryColumns)
+    }
+    return MemoryColumns(**parts)
 
 
 def in_flight(layouts: Layouts, micro_batches: Value, rank: Value = 0) -> Column:
@@ -110,7 +113,7 @@ def in_flight(layouts: Layouts, micro_batches: Value, rank: Value = 0) -> Column
 
 def _ranks(
     model: ModelNumbers, layouts: Layouts, micro_batches: Value, one: LayerBytes
-) -> tuple[Rank, Rank, Rank]:
+) -> tuple[PlannedRank, PlannedRank, PlannedRank]:
     """The ranks that may be the fullest; the first layers are those without experts."""
     pp, virtual = layouts.pp, layouts.virtual
     dealt = stage_layers(model.layers, pp, virtual)
@@ -132,12 +135,12 @@ def _ranks(
     last = in_flight(layouts, micro_batches, pp - 1) * kept(dealt.last, late)
     always = np.ones(len(layouts))
     return (
-        Rank(always, layers, ends, entered, np.where(several & ~both, 0.0, 1.0)),
-        Rank(
+        PlannedRank(always, layers, ends, entered, np.where(several & ~both, 0.0, 1.0)),
+        PlannedRank(
             np.where(pp > np.where(both, 3, 2), 1.0, 0.0),
             *(dealt.most * np.where(both, 2.0, 1.0), 0 * always, second, 0 * always),
         ),
-        Rank(
+        PlannedRank(
             np.where(several & ~both, 1.0, 0.0),
             *(dealt.last, model.vocabulary * model.hidden * always, last, always),
         ),
@@ -145,13 +148,13 @@ def _ranks(
 
 
 def _held(
-    rank: Rank,
+    rank: PlannedRank,
     one: LayerBytes,
     model: ModelNumbers,
     layouts: Layouts,
     c: MemoryConstants,
     lora: Value,
-) -> Memory:
+) -> MemoryColumns:
     """What that rank keeps."""
     body, experts = rank_parameters(model, layouts, rank.layers, rank.ends)
     shards = layouts.dp * layouts.cp
@@ -171,7 +174,7 @@ def _held(
     copies = np.where((layouts.schedule == DUALPIPE) & (layouts.pp > 1), 2.0, 1.0)
     working = np.maximum(c.working * one.working - np.maximum(one.plain, one.expert), 0.0)
     logits = rank.head * tokens(model, layouts) * model.vocabulary / layouts.tp * c.logits
-    return Memory(
+    return MemoryColumns(
         weights=c.state * np.where(whole, 4.0, 2.0) * (held(3) + gathered),
         gradients=c.state * np.where((layouts.zero >= 2) & ~whole, 2.0, 4.0) * held(2) * learns,
         optimizer=c.state * np.where(whole, 8.0, 12.0) * held(1, copies) * learns,

@@ -23,11 +23,11 @@ from hasten.errors import InputError
 from hasten.launch.cluster import CloudConfig
 from hasten.machine.accelerators import DEVICES
 from hasten.models.architecture import Architecture
-from hasten.planner.candidate import Candidate, candidate
+from hasten.planner.candidate import PlanCandidate, candidate
 from hasten.planner.cluster import Cluster
 from hasten.planner.constants import Calibration
-from hasten.planner.layout import Enumeration, Job, Layouts, Space, enumerate_layouts
-from hasten.planner.memory import Memory
+from hasten.planner.layout import Enumeration, Layouts, LayoutSpace, PlannedJob, enumerate_layouts
+from hasten.planner.memory import MemoryColumns
 from hasten.planner.predict import FATAL, Prediction, predict, why
 from hasten.planner.simulate import resimulated
 
@@ -36,10 +36,10 @@ from hasten.planner.simulate import resimulated
 # Every way out is tried with the same prediction, so none is promised that wouldn't be found.
 
 MEMORY = 1  # the bit of ``Prediction.reasons`` that says so
-Fits = Callable[[Architecture, Cluster, Job], bool]
+Fits = Callable[[Architecture, Cluster, PlannedJob], bool]
 
 
-class Found(Protocol):
+class PredictedLayouts(Protocol):
     """All layouts on one cluster with their prediction."""
 
     @property
@@ -49,7 +49,9 @@ class Found(Protocol):
     def found(self) -> Prediction: ...
 
 
-def nothing_fits(model: Architecture, cluster: Cluster, job: Job, found: Found, fits: Fits) -> str:
+def nothing_fits(
+    model: Architecture, cluster: Cluster, job: PlannedJob, found: PredictedLayouts, fits: Fits
+) -> str:
     """Why no layout can run, by how much, and what would, in one sentence."""
     here = f"{cluster.devices} x {cluster.device.name}"
     bits = found.found.reasons & FATAL
@@ -68,7 +70,7 @@ def nothing_fits(model: Architecture, cluster: Cluster, job: Job, found: Found, 
     )
 
 
-def ways_out(model: Architecture, cluster: Cluster, job: Job, fits: Fits) -> list[str]:
+def ways_out(model: Architecture, cluster: Cluster, job: PlannedJob, fits: Fits) -> list[str]:
     """What would fit: more nodes, the next larger device, a LoRA, shorter sequences."""
     found = []
     for times in (2, 4, 8, 16, 32, 64):
@@ -93,7 +95,7 @@ def ways_out(model: Architecture, cluster: Cluster, job: Job, fits: Fits) -> lis
     return found
 
 
-def largest_part(held: Memory, row: int) -> str:
+def largest_part(held: MemoryColumns, row: int) -> str:
     """The largest part of a layout's memory, with its size."""
     sizes = {name: float(np.atleast_1d(column)[row]) for name, column in vars(held).items()}
     name = max(sizes, key=sizes.__getitem__)
@@ -112,7 +114,7 @@ class Considered:
     """All layouts on one cluster, with what was predicted of them."""
 
     cluster: Cluster
-    job: Job
+    job: PlannedJob
     enumeration: Enumeration
     found: Prediction
 
@@ -120,7 +122,7 @@ class Considered:
     def layouts(self) -> Layouts:
         return self.enumeration.layouts
 
-    def candidate(self, row: int) -> Candidate:
+    def candidate(self, row: int) -> PlanCandidate:
         return candidate(self.found, self.layouts, row, self.cluster, self.job)
 
     def order(self) -> NDArray[np.int64]:
@@ -136,13 +138,13 @@ class ClusterPlan:
 
     model: Architecture
     cluster: Cluster
-    job: Job
+    job: PlannedJob
     considered: tuple[Considered, ...]  # all nodes first
-    best: tuple[Candidate, ...]
-    pareto: tuple[Candidate, ...]
+    best: tuple[PlanCandidate, ...]
+    pareto: tuple[PlanCandidate, ...]
     calibration: Calibration | None
     stack: str | None
-    space: Space | None = None
+    space: LayoutSpace | None = None
 
     @property
     def layouts(self) -> int:
@@ -153,10 +155,10 @@ class ClusterPlan:
 def plan(
     model: Model,
     cluster: Cluster | CloudConfig,
-    job: Job,
+    job: PlannedJob,
     *,
     device: str = "",
-    space: Space | None = None,
+    space: LayoutSpace | None = None,
     top: int = 5,
     fewer_nodes: bool = True,
     calibration: Calibration | None = None,
@@ -204,8 +206,8 @@ def plan(
 def consider(
     model: Architecture,
     cluster: Cluster,
-    job: Job,
-    space: Space | None = None,
+    job: PlannedJob,
+    space: LayoutSpace | None = None,
     calibration: Calibration | None = None,
     stack: str | None = None,
 ) -> Considered:
@@ -228,7 +230,7 @@ def consider(
     return Considered(cluster, job, all_of_them, joined(parts))
 
 
-def distinct(found: Considered, count: int, by_schedule: bool = False) -> list[Candidate]:
+def distinct(found: Considered, count: int, by_schedule: bool = False) -> list[PlanCandidate]:
     """The quickest that fit, one for each way to deal out devices (and to schedule)."""
     chosen: dict[tuple[float, ...], int] = {}
     rows = found.layouts
@@ -241,12 +243,12 @@ def distinct(found: Considered, count: int, by_schedule: bool = False) -> list[C
     return [found.candidate(row) for row in chosen.values()]
 
 
-def pareto(candidates: list[Candidate]) -> list[Candidate]:
+def pareto(candidates: list[PlanCandidate]) -> list[PlanCandidate]:
     """Those that no other beats in time, memory and device hours, small differences ignored.
 
     What takes twice the device hours of the cheapest is left out, however little memory it needs.
     """
-    kept: list[Candidate] = []
+    kept: list[PlanCandidate] = []
     least = min((c.step_seconds.middle * c.devices for c in candidates), default=0.0)
     candidates = [c for c in candidates if c.step_seconds.middle * c.devices <= DEAR * least]
     for one in sorted(candidates, key=lambda c: (c.step_seconds.middle, c.memory_bytes.high)):
@@ -268,7 +270,7 @@ def joined(parts: list[T]) -> T:
     return made
 
 
-def _corners(found: Considered, steps: int = 12) -> list[Candidate]:
+def _corners(found: Considered, steps: int = 12) -> list[PlanCandidate]:
     """For each of some limits of memory the quickest layout below it."""
     order = found.order()
     if not len(order):
@@ -279,7 +281,7 @@ def _corners(found: Considered, steps: int = 12) -> list[Candidate]:
     return [found.candidate(row) for row in sorted(rows)]
 
 
-def _as_good(one: Candidate, other: Candidate) -> bool:
+def _as_good(one: PlanCandidate, other: PlanCandidate) -> bool:
     hours = one.step_seconds.middle * one.devices
     return (
         one.step_seconds.middle <= SAME_TIME * other.step_seconds.middle
@@ -288,8 +290,8 @@ def _as_good(one: Candidate, other: Candidate) -> bool:
     )
 
 
-def _each_deal_once(found: list[Candidate]) -> list[Candidate]:
-    seen: dict[tuple[int, ...], Candidate] = {}
+def _each_deal_once(found: list[PlanCandidate]) -> list[PlanCandidate]:
+    seen: dict[tuple[int, ...], PlanCandidate] = {}
     for one in found:
         way = one.layout
         seen.setdefault((way.dp, way.tp, way.pp, way.ep, way.cp), one)
@@ -306,10 +308,10 @@ def _fewer(cluster: Cluster) -> list[Cluster]:
     return found
 
 
-def _tried(space: Space | None, calibration: Calibration | None) -> Any:
+def _tried(space: LayoutSpace | None, calibration: Calibration | None) -> Any:
     """Whether a model fits somewhere else: for the sentence of a job that fits nowhere here."""
 
-    def fits(model: Architecture, cluster: Cluster, job: Job) -> bool:
+    def fits(model: Architecture, cluster: Cluster, job: PlannedJob) -> bool:
         try:
             there = consider(model, cluster, job, space, calibration)
         except InputError:

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from hasten.models.architecture import Architecture
 from hasten.planner import compute
 from hasten.planner.cluster import Cluster
-from hasten.planner.communication import Wire, wire
+from hasten.planner.communication import PlannedWire, wire
 from hasten.planner.compute import DUALPIPE, bubble_stages, stage_seconds
 from hasten.planner.constants import Calibration, Constants, calibrated
-from hasten.planner.layout import PRECISIONS, Column, Job, Layouts
-from hasten.planner.memory import LORA_SHARE, Memory, first_rank, memory, rank_parameters
+from hasten.planner.layout import PRECISIONS, Column, Layouts, PlannedJob
+from hasten.planner.memory import LORA_SHARE, MemoryColumns, first_rank, memory, rank_parameters
 from hasten.planner.numbers import MachineNumbers, ModelNumbers, Value, machine, numbers
 
 # DualPipe sends tokens to experts while others compute, and gives 20 of an H800's 132
@@ -44,7 +44,7 @@ FATAL = 0b0111_1111  # tensor parallelism over nodes is slow, not impossible
 
 
 @dataclass(frozen=True)
-class Step:
+class PredictedStep:
     """Seconds of a step by cause; they add up to ``total``."""
 
     compute: Column  # products, elementwise work and fixed costs of the layers
@@ -70,7 +70,7 @@ class Step:
 class Prediction:
     """Columns, one entry per layout; ``p10`` and ``p90`` are (low, high) of 80 % of such cases."""
 
-    step: Step
+    step: PredictedStep
     step_seconds: Column
     step_p10: Column
     step_p90: Column
@@ -78,7 +78,7 @@ class Prediction:
     tokens_p10: Column
     tokens_p90: Column
     mfu: Column
-    memory: Memory
+    memory: MemoryColumns
     memory_bytes: Column
     memory_p10: Column
     memory_p90: Column
@@ -94,7 +94,7 @@ def why(bits: int) -> list[str]:
 def predict(
     architecture: Architecture,
     cluster: Cluster,
-    job: Job,
+    job: PlannedJob,
     layouts: Layouts,
     calibration: Calibration | None = None,
     stack: str | None = None,
@@ -124,16 +124,16 @@ def finish(
     model: ModelNumbers,
     here: MachineNumbers,
     layouts: Layouts,
-    job: Job,
-    step: Step,
-    held: Memory,
+    job: PlannedJob,
+    step: PredictedStep,
+    held: MemoryColumns,
     *,
     factor: float,
     time_spread: tuple[float, float],
     memory_spread: tuple[float, float],
 ) -> Prediction:
     """Rates, intervals and reasons from seconds and bytes."""
-    scaled = Step(**{name: value * factor for name, value in vars(step).items()})
+    scaled = PredictedStep(**{name: value * factor for name, value in vars(step).items()})
     total, used = scaled.total, held.total
     low, high = (total * np.exp(q) for q in time_spread)
     least, most = (used * np.exp(q * held.doubt) for q in memory_spread)
@@ -167,7 +167,7 @@ def steps(
     global_batch: Value,
     c: Constants,
     lora: Value = False,
-) -> Step:
+) -> PredictedStep:
     """Seconds of a step before the software's factor."""
     M = _micro_batches(layouts, global_batch)
     part = compute.forward(model, here, layouts, c, lora)
@@ -189,7 +189,7 @@ def steps(
     backward = core * back + attention * back_attention / (1 + back_attention)
     exposed = _exposed(sent, backward / layouts.pp, work / layouts.pp, M, c)
     share = M / layouts.pp
-    return Step(
+    return PredictedStep(
         compute=work * share,
         attention=attention * share,
         head=part.head * share,
@@ -227,7 +227,7 @@ def _micro_batches(layouts: Layouts, global_batch: Value) -> Column:
     return np.asarray(np.maximum(1.0, np.ceil(global_batch / (layouts.dp * layouts.micro_batch))))
 
 
-def _exposed(sent: Wire, backward: Column, work: Column, M: Column, c: Constants) -> Column:
+def _exposed(sent: PlannedWire, backward: Column, work: Column, M: Column, c: Constants) -> Column:
     """Data parallelism's share that nothing hides, and what the hidden share costs the compute.
 
     Once a step it hides behind the last micro-batch's backward pass; per micro-batch, behind both

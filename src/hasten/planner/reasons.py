@@ -17,9 +17,9 @@ import numpy as np
 from hasten.errors import InputError
 from hasten.machine.accelerators import device
 from hasten.models.architecture import Architecture
-from hasten.planner.candidate import Candidate, candidate, micro_batches_of
+from hasten.planner.candidate import PlanCandidate, candidate, micro_batches_of
 from hasten.planner.cluster import Cluster
-from hasten.planner.layout import Job, Layout, Layouts
+from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout
 from hasten.planner.plan import ClusterPlan, Considered
 from hasten.planner.predict import FATAL, REASONS, predict
 from hasten.planner.schedules import SIMULATED, impossible
@@ -56,7 +56,7 @@ def layout_fields(words: Sequence[str]) -> dict[str, Any]:
     Raises:
         InputError: a key that a layout doesn't have, or no number where one is needed.
     """
-    kinds = {f.name: f.default for f in fields(Layout)}
+    kinds = {f.name: f.default for f in fields(PlannedLayout)}
     found: dict[str, Any] = {}
     for word in (w for text in words for w in re.split(r"[,\s]+", text) if w):
         key, equals, value = word.partition("=")
@@ -149,16 +149,16 @@ PARTS = {
 
 
 @dataclass(frozen=True)
-class Rejected:
+class RejectedLayout:
     """A layout that isn't among the best, and why."""
 
-    layout: Layout
+    layout: PlannedLayout
     reason: str
     seconds: float
     fits: bool
 
 
-def why_not(found: ClusterPlan, layout: Layout) -> list[str]:
+def why_not(found: ClusterPlan, layout: PlannedLayout) -> list[str]:
     """Why that layout isn't the best of the plan, a sentence each; empty: it is."""
     model, job = found.model, found.job
     against = impossibilities(model, found.cluster, job, layout)
@@ -180,7 +180,9 @@ def why_not(found: ClusterPlan, layout: Layout) -> list[str]:
     return [dominated(one, best)]
 
 
-def impossibilities(model: Architecture, cluster: Cluster, job: Job, layout: Layout) -> list[str]:
+def impossibilities(
+    model: Architecture, cluster: Cluster, job: PlannedJob, layout: PlannedLayout
+) -> list[str]:
     """What numbers alone forbid, each with the nearest that would do."""
     said = []
     if layout.devices != cluster.devices:
@@ -215,7 +217,7 @@ def impossibilities(model: Architecture, cluster: Cluster, job: Job, layout: Lay
     return said
 
 
-def too_much(one: Candidate) -> str:
+def too_much(one: PlanCandidate) -> str:
     """By how much it doesn't fit, and what takes the most."""
     has, needs = one.cluster.device.memory_bytes, one.memory_bytes.high
     part = max(one.memory_parts, key=one.memory_parts.__getitem__)
@@ -226,7 +228,7 @@ def too_much(one: Candidate) -> str:
     )
 
 
-def dominated(one: Candidate, best: Candidate) -> str:
+def dominated(one: PlanCandidate, best: PlanCandidate) -> str:
     """By how much another is quicker, and in which part of the step."""
     slower = one.step_seconds.middle / best.step_seconds.middle - 1
     if slower <= -SAME:
@@ -244,13 +246,13 @@ def dominated(one: Candidate, best: Candidate) -> str:
     )
 
 
-def rejected(found: ClusterPlan, limit: int | None = None) -> list[Rejected]:
+def rejected(found: ClusterPlan, limit: int | None = None) -> list[RejectedLayout]:
     """Each way to deal out all devices that isn't among the best, the nearest to them first."""
     whole, best = found.considered[0], found.best[0]
     shown = {_deal(c.layout) for c in found.best}
     rows = best_of_each_deal(whole)
     rows = sorted(rows, key=lambda row: float(whole.found.step_seconds[row]))
-    said: list[Rejected] = []
+    said: list[RejectedLayout] = []
     for row in rows:
         if limit is not None and len(said) == limit:
             break
@@ -265,7 +267,7 @@ def rejected(found: ClusterPlan, limit: int | None = None) -> list[Rejected]:
             reason = too_much(one)
         else:
             reason = "; ".join(REASONS[p] for p in range(len(REASONS)) if bits >> p & 1)
-        said.append(Rejected(one.layout, reason, one.step_seconds.middle, one.fits))
+        said.append(RejectedLayout(one.layout, reason, one.step_seconds.middle, one.fits))
     return sorted(said, key=lambda r: r.seconds)
 
 
@@ -291,7 +293,7 @@ def best_of_each_deal(whole: Considered) -> list[int]:
     return [int(row) for row in order[first]]
 
 
-def read_layout(words_: Sequence[str], like: Layout) -> Layout:
+def read_layout(words_: Sequence[str], like: PlannedLayout) -> PlannedLayout:
     """``dp=4 tp=8 micro=2 recompute=full`` as a layout; what isn't said is as in ``like``.
 
     Where it has no pipeline, or another schedule, the schedule or the chunks of ``like`` aren't
@@ -308,5 +310,5 @@ def read_layout(words_: Sequence[str], like: Layout) -> Layout:
     return replace(like, **said)
 
 
-def _deal(layout: Layout) -> tuple[int, ...]:
+def _deal(layout: PlannedLayout) -> tuple[int, ...]:
     return layout.dp, layout.tp, layout.pp, layout.ep, layout.cp

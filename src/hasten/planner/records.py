@@ -16,7 +16,7 @@ from hasten.machine.accelerators import device
 from hasten.models.architecture import Architecture, Experts, Latent, load_json
 from hasten.planner.cluster import Cluster
 from hasten.planner.constants import MemoryConstants
-from hasten.planner.layout import RECOMPUTE, Job, Layout, Layouts
+from hasten.planner.layout import RECOMPUTE, Layouts, PlannedJob, PlannedLayout
 from hasten.planner.memory import memory
 from hasten.planner.numbers import numbers
 
@@ -31,7 +31,7 @@ _SCHEDULES |= {name: name for name in ("zb1p", "zb2p", "dualpipe", "gpipe")}
 
 
 @dataclass(frozen=True)
-class Record:
+class PublishedMeasurement:
     """One measurement and what the model needs to predict it."""
 
     identity: str
@@ -40,8 +40,8 @@ class Record:
     scope: str
     architecture: Architecture
     cluster: Cluster
-    job: Job
-    layout: Layout
+    job: PlannedJob
+    layout: PlannedLayout
     tokens_per_second: float | None  # per device
     memory_gb: float | None
     confidence: float
@@ -50,7 +50,7 @@ class Record:
     source: str
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(path: Path) -> list[PublishedMeasurement]:
     """All records of the file that say enough to be predicted.
 
     Raises:
@@ -74,7 +74,7 @@ def read_records(path: Path) -> list[Record]:
     return found
 
 
-def read_record(row: Mapping[str, Any]) -> Record | None:
+def read_record(row: Mapping[str, Any]) -> PublishedMeasurement | None:
     """One record; None where the micro-batch isn't known, without which nothing can be said."""
     if not row.get("mbs"):
         return None
@@ -96,9 +96,9 @@ def read_record(row: Mapping[str, Any]) -> Record | None:
     step = _figure(measured, "iter_s")
     if rate is None and step is not None and gpus > 0:
         rate = batch * sequence / (step * gpus)
-    job = Job(sequence, batch, _TASKS.get(row.get("task", "pretrain"), "pretrain"))
+    job = PlannedJob(sequence, batch, _TASKS.get(row.get("task", "pretrain"), "pretrain"))
     architecture = _architecture(model, name)
-    return Record(
+    return PublishedMeasurement(
         identity=str(row.get("id", "")),
         group=str(row.get("group") or f"{stack}|{name}|{chip.name}"),
         stack=stack,
@@ -158,7 +158,7 @@ def _architecture(model: Mapping[str, Any], name: str) -> Architecture:
     )
 
 
-def _layout(row: Mapping[str, Any], model: Mapping[str, Any]) -> Layout:
+def _layout(row: Mapping[str, Any], model: Mapping[str, Any]) -> PlannedLayout:
     stages, virtual = int(row.get("pp") or 1), int(row.get("vpp") or 0)
     tensor, context = int(row.get("tp") or 1), int(row.get("cp") or 1)
     others, gpus = tensor * stages * context, int(row["gpus"])
@@ -177,7 +177,7 @@ def _layout(row: Mapping[str, Any], model: Mapping[str, Any]) -> Layout:
     told = row.get("sp")
     precision = str(row.get("precision") or "bf16").lower()
     precision = "fp8" if precision.startswith("fp8") else precision
-    return Layout(
+    return PlannedLayout(
         dp=dp,
         tp=tensor,
         pp=stages,
@@ -194,8 +194,12 @@ def _layout(row: Mapping[str, Any], model: Mapping[str, Any]) -> Layout:
 
 
 def _with_recompute(
-    layout: Layout, row: Mapping[str, Any], model: Architecture, cluster: Cluster, job: Job
-) -> Layout:
+    layout: PlannedLayout,
+    row: Mapping[str, Any],
+    model: Architecture,
+    cluster: Cluster,
+    job: PlannedJob,
+) -> PlannedLayout:
     """The layout with the recomputation that the record tells.
 
     Where hardware over model FLOPs was published, that decides; where nothing is told, the least

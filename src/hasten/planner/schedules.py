@@ -41,7 +41,7 @@ class StageSeconds:
 
 
 @dataclass(frozen=True)
-class Event:
+class PipelineEvent:
     """A cell in time."""
 
     rank: int
@@ -54,7 +54,7 @@ class Event:
 class Timetable:
     """When each rank does what; ``peaks`` counts micro-batches of one stage that a rank keeps."""
 
-    events: tuple[Event, ...]
+    events: tuple[PipelineEvent, ...]
     ranks: int
     seconds: float
     busy: tuple[float, ...]
@@ -115,7 +115,7 @@ def simulate(order: Orders, seconds: StageSeconds, overlap: float = 1.0) -> Time
     ends: dict[Op, float] = {}
     at, clock, busy = [0] * ranks, [0.0] * ranks, [0.0] * ranks
     kept, peaks = [0] * ranks, [0] * ranks
-    events: list[Event] = []
+    events: list[PipelineEvent] = []
     moved = True
     while moved:
         moved = False
@@ -133,7 +133,7 @@ def simulate(order: Orders, seconds: StageSeconds, overlap: float = 1.0) -> Time
                     ends[("B" if op[0] == "I" else op[0], op[1], op[2])] = clock[rank]
                     kept[rank] += (op[0] == "F") - (op[0] in "BW")
                     peaks[rank] = max(peaks[rank], kept[rank])
-                events.append(Event(rank, cell, start, clock[rank]))
+                events.append(PipelineEvent(rank, cell, start, clock[rank]))
                 at[rank] += 1
                 moved = True
     if any(at[rank] < len(cells) for rank, cells in enumerate(order)):

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hasten.models.architecture import Architecture
-from hasten.planner.candidate import Candidate, Span
+from hasten.planner.candidate import PlanCandidate, Span
 from hasten.planner.compute import stage_layers
-from hasten.planner.layout import Layout
+from hasten.planner.layout import PlannedLayout
 from hasten.planner.schedules import (
-    Event,
+    PipelineEvent,
     StageSeconds,
     Timetable,
     idle_seconds,
@@ -32,7 +32,7 @@ PIPELINE = ("compute", "attention", "head", "recompute", "tp", "pp", "ep")
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class PlannedMicroBatch:
     """Seconds of one micro-batch: through all layers, the head, and handing over on one rank."""
 
     forward: float
@@ -46,7 +46,7 @@ class MicroBatch:
         return self.forward + self.inputs + self.weights
 
 
-def resimulated(model: Architecture, found: Candidate, lora: bool = False) -> Candidate:
+def resimulated(model: Architecture, found: PlanCandidate, lora: bool = False) -> PlanCandidate:
     """The candidate with its pipeline simulated; as it is where it has none, or ends as stages."""
     layout, count = found.layout, found.micro_batches
     if layout.pp == 1 or layout.pp * layout.virtual > model.layers:
@@ -71,7 +71,7 @@ def resimulated(model: Architecture, found: Candidate, lora: bool = False) -> Ca
     )
 
 
-def pipeline_seconds(layout: Layout, count: int, seconds: StageSeconds) -> float:
+def pipeline_seconds(layout: PlannedLayout, count: int, seconds: StageSeconds) -> float:
     """Seconds of a step's pipeline.
 
     Once full, a pipeline does the same over and over: of many micro-batches two shorter steps are
@@ -89,7 +89,7 @@ def pipeline_seconds(layout: Layout, count: int, seconds: StageSeconds) -> float
     return one + (count - few) * (other - one) / (more - few)
 
 
-def micro_batch(model: Architecture, found: Candidate, lora: bool) -> MicroBatch:
+def micro_batch(model: Architecture, found: PlanCandidate, lora: bool) -> PlannedMicroBatch:
     """One micro-batch's seconds out of those of a step.
 
     Products and attention have passes of 1:2 and 1:2.5 forward to backward, half of the backward
@@ -110,10 +110,10 @@ def micro_batch(model: Architecture, found: Candidate, lora: bool) -> MicroBatch
     )
     waits = found.step_parts["pp"] - count * (slow - mean) - bubble
     sends = max(0.0, waits / (count + bubble / mean))
-    return MicroBatch(forward, whole - forward - weights, weights, part["head"], sends)
+    return PlannedMicroBatch(forward, whole - forward - weights, weights, part["head"], sends)
 
 
-def _slowest(model: Architecture, layout: Layout, layers: float, head: float) -> float:
+def _slowest(model: Architecture, layout: PlannedLayout, layers: float, head: float) -> float:
     """The slowest stage where layers are dealt evenly, as the closed form has it."""
     dealt_evenly = stage_layers(model.layers, layout.pp, layout.virtual)
     one = layers / model.layers
@@ -121,7 +121,7 @@ def _slowest(model: Architecture, layout: Layout, layers: float, head: float) ->
 
 
 def stages(
-    model: Architecture, layout: Layout, one: MicroBatch
+    model: Architecture, layout: PlannedLayout, one: PlannedMicroBatch
 ) -> tuple[tuple[int, ...], StageSeconds]:
     """Layers per stage (of every chunk where stages are interleaved), and their seconds."""
     chunks = layout.pp * layout.virtual
@@ -187,7 +187,7 @@ def drawing(table: Timetable, title: str, width: int = 960) -> str:
     return svg(title, account, (width, height), body)
 
 
-def _boxes(event: Event, scale: float) -> list[str]:
+def _boxes(event: PipelineEvent, scale: float) -> list[str]:
     """A cell's boxes, those of two that overlap one above the other, with their numbers."""
     x, wide = LEFT + event.start * scale, max((event.end - event.start) * scale - 0.5, 0.3)
     tall = (ROW - 4) / len(event.cell)

@@ -13,12 +13,12 @@ from typing import Any
 
 from hasten.errors import InputError
 from hasten.models.architecture import Architecture
-from hasten.planner.advice import Change, Choice, Shape
-from hasten.planner.candidate import Candidate, PerHour, Span, Spending, spending, words
+from hasten.planner.advice import HardwareOption, LayoutChange, Shape
+from hasten.planner.candidate import PerHour, PlanCandidate, Span, Spending, spending, words
 from hasten.planner.constants import calibrated
-from hasten.planner.layout import Job, Layout
+from hasten.planner.layout import PlannedJob, PlannedLayout
 from hasten.planner.plan import ClusterPlan
-from hasten.planner.reasons import PARTS, Rejected
+from hasten.planner.reasons import PARTS, RejectedLayout
 from hasten.planner.simulate import draw_schedule, micro_batch, stages
 
 BAR = 28  # characters of a waterfall's longest bar
@@ -50,7 +50,7 @@ def asked(found: ClusterPlan) -> str:
     )
 
 
-def layouts_table(best: Sequence[Candidate], job: Job, price: PerHour | None) -> str:
+def layouts_table(best: Sequence[PlanCandidate], job: PlannedJob, price: PerHour | None) -> str:
     """A row per layout, the quickest first."""
     unit = "" if job.tokens else "/B tokens"
     head = ["", "layout", "step s", "tokens/s/GPU", "MFU", "exposed", "memory GB"]
@@ -66,7 +66,7 @@ def layouts_table(best: Sequence[Candidate], job: Job, price: PerHour | None) ->
     return "\n" + aligned(rows)
 
 
-def waterfalls(one: Candidate) -> str:
+def waterfalls(one: PlanCandidate) -> str:
     """Where the first layout's step and memory go."""
     how = "pipeline simulated" if one.simulated else "closed forms"
     lines = [f"\nstep of 1 ({how}; {one.micro_batches} micro-batches a rank)"]
@@ -84,7 +84,7 @@ def waterfalls(one: Candidate) -> str:
     return "\n".join(lines)
 
 
-def spent(cost: Spending, one: Candidate) -> str:
+def spent(cost: Spending, one: PlanCandidate) -> str:
     """Device hours, money, energy: of the first layout."""
     what = f"{cost.tokens:.4g} tokens"
     lines = [
@@ -105,7 +105,7 @@ def spent(cost: Spending, one: Candidate) -> str:
     return "\n".join(lines)
 
 
-def front(found: Sequence[Candidate], job: Job, price: PerHour | None) -> str:
+def front(found: Sequence[PlanCandidate], job: PlannedJob, price: PerHour | None) -> str:
     """What nothing beats in time, memory and device hours at once."""
     rows = [["nodes", "layout", "step s", "memory P90 GB", "time", "GPU hours"]]
     rows[0] += [price.currency] if price else []
@@ -121,14 +121,14 @@ def front(found: Sequence[Candidate], job: Job, price: PerHour | None) -> str:
     return "\nnothing beats these in time, memory and GPU hours together\n" + aligned(rows)
 
 
-def rejections(nearest: Sequence[Rejected], counted: Sequence[str]) -> str:
+def rejections(nearest: Sequence[RejectedLayout], counted: Sequence[str]) -> str:
     """Why not the next ones."""
     lines = ["\nwhy not"]
     lines += [f"  {words(r.layout)}: {r.reason}" for r in nearest]
     return "\n".join([*lines, *(f"  left out: {said}" for said in counted)])
 
 
-def changes_table(changes: Sequence[Change]) -> str:
+def changes_table(changes: Sequence[LayoutChange]) -> str:
     """What would change the rate of 1, and whether another layout would then be better.
 
     Ratios of two predictions, in which what both get wrong cancels: they have no interval.
@@ -140,7 +140,7 @@ def changes_table(changes: Sequence[Change]) -> str:
     return "\n" + aligned(rows) + "\n"
 
 
-def why_text(layout: Layout, said: Sequence[str], one: Candidate | None) -> str:
+def why_text(layout: PlannedLayout, said: Sequence[str], one: PlanCandidate | None) -> str:
     """The answer to ``--why``, with what is predicted of the layout where it can be."""
     if not said:
         return f"{words(layout)}: that is the plan's first"
@@ -166,7 +166,7 @@ def what_if_text(change: str, now: ClusterPlan, then: ClusterPlan) -> str:
     )
 
 
-def devices_table(choices: Sequence[Choice], job: Job) -> str:
+def devices_table(choices: Sequence[HardwareOption], job: PlannedJob) -> str:
     """The same job on as many devices of each kind."""
     rows = [["device", "layout", "step s", "GPU hours", "worth, of the plan's price per hour"]]
     for choice in choices:
@@ -304,8 +304,8 @@ STYLE = (
 def page(
     found: ClusterPlan,
     price: PerHour | None,
-    nearest: Sequence[Rejected],
-    changes: Sequence[Change],
+    nearest: Sequence[RejectedLayout],
+    changes: Sequence[LayoutChange],
 ) -> str:
     """The page; no scripts, nothing is loaded from elsewhere."""
     best = found.best[0]
@@ -360,7 +360,7 @@ def write(path: Path, content: str) -> None:
         raise
 
 
-def _layouts(found: ClusterPlan, chosen: Sequence[Candidate], price: PerHour | None) -> str:
+def _layouts(found: ClusterPlan, chosen: Sequence[PlanCandidate], price: PerHour | None) -> str:
     rows = [["nodes", "layout", "step s", "tokens/s/GPU", "MFU", "memory GB", "time"]]
     rows[0] += ["GPU hours", *([price.currency] if price else [])]
     for one in chosen:
@@ -373,7 +373,7 @@ def _layouts(found: ClusterPlan, chosen: Sequence[Candidate], price: PerHour | N
     return _table(rows)
 
 
-def _schedule(found: ClusterPlan, one: Candidate) -> list[str]:
+def _schedule(found: ClusterPlan, one: PlanCandidate) -> list[str]:
     """The pipeline's timetable, where there is a pipeline."""
     layout = one.layout
     if layout.pp == 1 or not one.simulated:

@@ -37,14 +37,14 @@ from hasten.core.setup import obstacles, prepare
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
-from hasten.launch.supervisor import Limits, Supervision
+from hasten.launch.supervisor import RankTimeouts, Supervision
 from hasten.models.load import count_parameters, load_model, read_config
 from hasten.parts.data.collate import padded
 from hasten.parts.nn.causal_lm import routed_experts
 from hasten.parts.nn.losses import LossTerms, WholeLogitsLoss, token_accuracy
 from hasten.parts.optim.weight_average import decayed_groups
 from hasten.recipe.catalogue import catalogue
-from hasten.recipe.prepared_data import Material
+from hasten.recipe.prepared_data import PreparedData
 from hasten.recipe.schema import Recipe
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.layout.ddp import DDP
@@ -108,7 +108,7 @@ def supervision_of(recipe: Recipe) -> Supervision:
     """What the supervisor of the recipe's ranks may do."""
     return Supervision(
         recipe.max_restarts,
-        Limits(recipe.hang_seconds, recipe.start_seconds),
+        RankTimeouts(recipe.hang_seconds, recipe.start_seconds),
         recipe.min_nproc,
         SPARES if recipe.warm_restarts else None,
     )
@@ -137,7 +137,7 @@ def words_of(recipe: Recipe) -> dict[str, Any]:
     return {"model": _name(recipe.model), **words}
 
 
-def terms_of(recipe: Recipe, material: Material) -> dict[str, Any]:
+def terms_of(recipe: Recipe, material: PreparedData) -> dict[str, Any]:
     """All of it: the model's config and the prepared data by their hashes, too."""
     config = read_config(recipe.model, vocab_size=len(material.tokenizer)).to_diff_dict()
     kept = {key: value for key, value in config.items() if key not in OF_ORIGIN}
@@ -159,7 +159,7 @@ METRICS = {"token_accuracy": token_accuracy}
 DEFAULT_BATCH = 32  # records of a step where the recipe says nothing
 
 
-def facts_of(recipe: Recipe, material: Material | None = None) -> Facts:
+def facts_of(recipe: Recipe, material: PreparedData | None = None) -> Facts:
     """What is known of machine, model and records before anything is built."""
     here = facts.seen_at_start()
     device = here.device if recipe.device == "auto" else recipe.device
@@ -171,7 +171,7 @@ def facts_of(recipe: Recipe, material: Material | None = None) -> Facts:
     return replace(known, records=material.record_facts()) if material else known
 
 
-def model_facts(recipe: Recipe, material: Material | None) -> ModelFacts:
+def model_facts(recipe: Recipe, material: PreparedData | None) -> ModelFacts:
     """The model's shape from its config; nothing is loaded."""
     rows = len(material.tokenizer) if material else None
     config = read_config(recipe.model, needs_weights=not recipe.from_scratch, vocab_size=rows)
@@ -227,7 +227,7 @@ def plan_of(
     return plan
 
 
-def job_of(recipe: Recipe, material: Material, known: Facts, plan: Plan) -> Job:
+def job_of(recipe: Recipe, material: PreparedData, known: Facts, plan: Plan) -> Job:
     """The recipe as a job: a fresh model, AdamW, padded batches, logits for every slot.
 
     The plan decides how many steps the data makes, and so the length of the schedule.
@@ -258,7 +258,7 @@ def job_of(recipe: Recipe, material: Material, known: Facts, plan: Plan) -> Job:
     return replace(job, schedule=schedule)
 
 
-def build_model(recipe: Recipe, material: Material, skeleton: bool = False) -> nn.Module:
+def build_model(recipe: Recipe, material: PreparedData, skeleton: bool = False) -> nn.Module:
     """The model in float32 with attention through SDPA, fitted to the material's tokenizer.
 
     A ``skeleton`` has no memory for weights.
@@ -306,7 +306,7 @@ class Building:
     """Builds a recipe's model, or its skeleton."""
 
     recipe: Recipe
-    material: Material
+    material: PreparedData
 
     def __call__(self) -> nn.Module:
         return build_model(self.recipe, self.material)
@@ -315,7 +315,7 @@ class Building:
         return build_model(self.recipe, self.material, skeleton=True)
 
 
-def _factory(recipe: Recipe, material: Material) -> Callable[[], nn.Module]:
+def _factory(recipe: Recipe, material: PreparedData) -> Callable[[], nn.Module]:
     """With a skeleton, unless the run's adapter has to see weights."""
     sees = recipe.finetuning_type != "full" and (recipe.lora_base or recipe.lora_dora)
     return partial(build_model, recipe, material) if sees else Building(recipe, material)

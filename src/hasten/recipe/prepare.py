@@ -34,7 +34,7 @@ from hasten.parts.checkpoint import checkpoints
 from hasten.parts.checkpoint.format import read_manifest
 from hasten.recipe.build import batch_of, check_faults, facts_of, job_of, plan_of, words_of
 from hasten.recipe.peak_flops import settle
-from hasten.recipe.prepared_data import Material, gather, tell_overlap
+from hasten.recipe.prepared_data import PreparedData, gather, tell_overlap
 from hasten.recipe.schema import Recipe
 from hasten.techniques.checkpoint import Checkpoints
 
@@ -115,7 +115,7 @@ def _newest(recipe: Recipe, plan: Plan) -> Path | None:
     return next(reversed(checkpoints(place)), None)
 
 
-def tell_what_trains(session: Session, material: Material, tell: Callable[[str], None]) -> None:
+def tell_what_trains(session: Session, material: PreparedData, tell: Callable[[str], None]) -> None:
     """Model, machine and plan in a line, what was adapted, and the first record as it is seen."""
     learns, total = parameter_counts(session.model)
     setup = session.setup
@@ -128,7 +128,7 @@ def tell_what_trains(session: Session, material: Material, tell: Callable[[str],
     tell(first_record(material))
 
 
-def first_record(material: Material) -> str:
+def first_record(material: PreparedData) -> str:
     """The first record decoded, for a look at template and loss mask before hours are spent."""
     text = inspect(material.tokenizer, material.train[0])
     shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."
@@ -210,7 +210,7 @@ def ready(
     on_tokens: Callable[[int, int], None] | None = None,
     ranks: int = 1,
     held: ExitStack | None = None,
-) -> tuple[Facts, Plan, Material]:
+) -> tuple[Facts, Plan, PreparedData]:
     """Everything that can be wrong with a recipe, found out before anything is trained.
 
     ``ranks``: so many are about to be started, where this process is none of them. ``held``: takes

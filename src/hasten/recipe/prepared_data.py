@@ -27,8 +27,8 @@ from hasten.data.corpus import stdlib_corpus
 from hasten.data.file_lock import one_writer
 from hasten.data.readers import Reading, read_sources
 from hasten.data.sources import Source, entry_of, source_of, weighted
-from hasten.data.spool import Choice, Gathered, spools
-from hasten.data.token_store import Records, Subset, TokenStore, split, tokenize
+from hasten.data.spool import Gathered, Selection, spools
+from hasten.data.token_store import StoredRecords, Subset, TokenStore, split, tokenize
 from hasten.data.tokenize import sweep
 from hasten.data.tokenizer import train_bpe
 from hasten.errors import InputError
@@ -105,7 +105,7 @@ def _files(recipe: Recipe, tell: Tell, gathered: Callable[[], Gathered]) -> Conv
     readings = read_sources(
         [_source(recipe, data) for data in recipe.datasets], recipe.max_rejected, gathered
     )
-    groups: list[Choice] = [Choice([reading.conversations]) for reading in readings]
+    groups: list[Selection] = [Selection([reading.conversations]) for reading in readings]
     weights = [data.weight for data in recipe.datasets]
     held_out = _held_out_file(recipe, gathered)
     if any(weight != 1 for weight in weights):
@@ -115,7 +115,7 @@ def _files(recipe: Recipe, tell: Tell, gathered: Callable[[], Gathered]) -> Conv
         for data, group in zip(recipe.datasets, groups, strict=True):
             tell(f"{data.path}: {len(group):,} records to train on, weight {data.weight:g}")
     else:
-        train = Choice(groups)
+        train = Selection(groups)
     return Conversations(
         train,
         held_out,
@@ -137,14 +137,14 @@ def _held_out_file(
     if not isinstance(recipe.held_out, str):
         return None
     source = source_of(recipe.held_out, columns_of(recipe.columns))
-    return Choice([read_sources([source], recipe.max_rejected, gathered)[0].conversations])
+    return Selection([read_sources([source], recipe.max_rejected, gathered)[0].conversations])
 
 
 def _apart(
-    groups: Sequence[Choice], held_out: float, seed: int
-) -> tuple[list[Choice], Sequence[Conversation]]:
+    groups: Sequence[Selection], held_out: float, seed: int
+) -> tuple[list[Selection], Sequence[Conversation]]:
     """The groups without the held-out records, and these."""
-    whole = Choice(groups)
+    whole = Selection(groups)
     ours, theirs = split(whole, held_out, seed)
     firsts = np.cumsum([0, *map(len, groups)])
     borders = np.searchsorted(ours, firsts)
@@ -163,7 +163,7 @@ def _draw(
     if count is None or count >= len(conversations):
         return conversations
     chosen = np.random.default_rng(seed).choice(len(conversations), count, replace=False)
-    return Choice([conversations], np.sort(chosen))
+    return Selection([conversations], np.sort(chosen))
 
 
 # Stamps of the files that a recipe names: what tells, without reading them, that they changed.
@@ -230,12 +230,12 @@ _FATE = {
 
 
 @dataclass(frozen=True)
-class Material:
+class PreparedData:
     """What a recipe trains and is judged on."""
 
     tokenizer: PreTrainedTokenizerBase
-    train: Records
-    held_out: Records | tuple[()]
+    train: StoredRecords
+    held_out: StoredRecords | tuple[()]
     note: Note
 
     def record_facts(self) -> RecordFacts:
@@ -278,7 +278,7 @@ def gather(
     folder: Path,
     tell: Tell = lambda text: None,
     on_progress: OnProgress | None = None,
-) -> Material:
+) -> PreparedData:
     """Open the recipe's prepared data in ``folder``, or prepare it there first.
 
     Raises:
@@ -310,7 +310,7 @@ def _prepared(
     key: str,
     tell: Tell,
     on_progress: OnProgress | None,
-) -> Material:
+) -> PreparedData:
     """Tokenise what was read, and note it."""
     tokenizer = _tokenizer(recipe, source, tell)
     tell(f"tokenising {len(source.train):,} records")
@@ -368,16 +368,16 @@ def _material(
     tokenizer: PreTrainedTokenizerBase,
     train: TokenStore,
     held_out: TokenStore | None,
-) -> Material:
+) -> PreparedData:
     if note.split is None:
-        return Material(tokenizer, train, held_out if held_out is not None else (), note)
+        return PreparedData(tokenizer, train, held_out if held_out is not None else (), note)
     if not note.split:
-        return Material(tokenizer, train, (), note)
+        return PreparedData(tokenizer, train, (), note)
     ours, theirs = split(train, note.split, recipe.seed)
-    return Material(tokenizer, Subset(train, ours), Subset(train, theirs), note)
+    return PreparedData(tokenizer, Subset(train, ours), Subset(train, theirs), note)
 
 
-def _opened(recipe: Recipe, folder: Path, key: str) -> Material | None:
+def _opened(recipe: Recipe, folder: Path, key: str) -> PreparedData | None:
     try:
         note = Note(**json.loads((folder / "index.json").read_text()))
         if note.key != key:
@@ -471,7 +471,7 @@ class Overlap:
         )
 
 
-def overlap(material: Material) -> Overlap:
+def overlap(material: PreparedData) -> Overlap:
     """Count the held-out records whose tokens are those of a training record."""
     held_out, train = material.held_out, material.train
     if isinstance(held_out, tuple) or not len(held_out):
@@ -482,7 +482,7 @@ def overlap(material: Material) -> Overlap:
     return Overlap(sum(digest in found for digest in wanted), len(held_out))
 
 
-def tell_overlap(material: Material, tell: Callable[[str], None]) -> None:
+def tell_overlap(material: PreparedData, tell: Callable[[str], None]) -> None:
     """Say it once, before anything is trained."""
     advice = overlap(material).advice
     if advice:

@@ -27,7 +27,7 @@ from hasten.data.statistics import padding_share, useful_row
 from hasten.models.presets import PRESETS
 from hasten.parts.data.packing import choose_method
 from hasten.recipe.build import facts_of, requested_plan
-from hasten.recipe.prepared_data import Material, gather
+from hasten.recipe.prepared_data import PreparedData, gather
 from hasten.recipe.schema import Recipe, recipe_from
 from hasten.recipe.yaml_reader import check_keys, one_line
 from hasten.techniques.precision import gain_here
@@ -91,7 +91,7 @@ def suggest(model: str, dataset: str, output: str) -> str:
     return check_keys(text, [line.key for line in lines])
 
 
-def _lines(look: Recipe, material: Material, known: Facts, output: str) -> list[Line]:
+def _lines(look: Recipe, material: PreparedData, known: Facts, output: str) -> list[Line]:
     lengths = material.train.lengths
     cutoff, why_cut = _cutoff(lengths)
     fresh = look.model in PRESETS
@@ -115,7 +115,7 @@ def _lines(look: Recipe, material: Material, known: Facts, output: str) -> list[
     ]
 
 
-def _seen(material: Material) -> str:
+def _seen(material: PreparedData) -> str:
     lengths = material.train.lengths
     low, middle, high = (int(np.percentile(lengths, q)) for q in (10, 50, 99))
     known = material.record_facts()
@@ -146,7 +146,7 @@ def _why_rate(fresh: bool, lora: bool) -> str:
     return "usual for random weights" if fresh else "usual for LoRA" if lora else "usual for all"
 
 
-def _plan(look: Recipe, material: Material, known: Facts, cutoff: int) -> tuple[list[Any], str]:
+def _plan(look: Recipe, material: PreparedData, known: Facts, cutoff: int) -> tuple[list[Any], str]:
     """The techniques that have something to do here, and what they have to do."""
     lengths = np.minimum(material.train.lengths, cutoff)
     padding = padding_share(lengths, BATCH)

@@ -32,7 +32,7 @@ MOST_FILES = 16
 
 
 @dataclass(frozen=True)
-class Measurement:
+class BundledMeasurement:
     """One arm's raw rounds: its own tokens per second, and the baseline's in the same rounds."""
 
     rounds: tuple[float, ...] = ()
@@ -54,7 +54,7 @@ class Bundle:
     plans: Mapping[str, Sequence[Any]]
     kinds: Mapping[str, str]
     design: Mapping[str, Any]
-    measured: Mapping[str, Measurement]
+    measured: Mapping[str, BundledMeasurement]
     versions: Mapping[str, Any] = field(default_factory=dict)
     hardware: Mapping[str, Any] = field(default_factory=dict)
     data: Sequence[Mapping[str, Any]] = ()
@@ -76,12 +76,12 @@ class Bundle:
             raise InputError(f"the bundle's design can't be used: {error}") from error
 
 
-def measurements(arms: Iterable[Arm]) -> dict[str, Measurement]:
+def measurements(arms: Iterable[Arm]) -> dict[str, BundledMeasurement]:
     """The raw rounds of measured arms; the first is the baseline."""
     listed = list(arms)
     base = listed[0]
     return {
-        arm.name: Measurement(
+        arm.name: BundledMeasurement(
             rounds=tuple(arm.rounds),
             beside=tuple(() if base.failed else arm.beside or base.rounds[: len(arm.rounds)]),
             idle=tuple(str(a["technique"]) for a in arm.acted if a["acted"] is False),
@@ -234,7 +234,7 @@ def _checked(found: Any, path: Path) -> Bundle:
     return Bundle(**values)
 
 
-def _measurement(name: str, value: Any, path: Path) -> Measurement:
+def _measurement(name: str, value: Any, path: Path) -> BundledMeasurement:
     if isinstance(value, dict):
         rounds, beside, idle = (value.get(key) for key in ("rounds", "beside", "idle"))
         failed = value.get("failed")
@@ -242,7 +242,9 @@ def _measurement(name: str, value: Any, path: Path) -> Measurement:
             speeds = [number(v) or 0.0 for v in (*rounds, *beside)]
             if all(v > 0 for v in speeds):
                 words = None if failed is None else str(failed)
-                return Measurement(tuple(rounds), tuple(beside), tuple(map(str, idle)), words)
+                return BundledMeasurement(
+                    tuple(rounds), tuple(beside), tuple(map(str, idle)), words
+                )
     raise InputError(f"{path} is damaged: the rounds of {name[:60]!r} can't be read")
 
 
@@ -274,7 +276,9 @@ class Change:
 
 
 def changes(
-    before: Mapping[str, Measurement], now: Mapping[str, Measurement], margin: float = MARGIN
+    before: Mapping[str, BundledMeasurement],
+    now: Mapping[str, BundledMeasurement],
+    margin: float = MARGIN,
 ) -> list[Change]:
     """Every arm but the baseline, the first.
 
@@ -289,7 +293,7 @@ def changes(
     if not 0 <= margin < 1:
         raise InputError(f"--margin is a share from 0 up to 1, not {margin:g}")
     (base, _), *others = before.items()
-    missing = Measurement(failed="it wasn't measured")
+    missing = BundledMeasurement(failed="it wasn't measured")
     found = [_change(name, stored, now.get(name, missing), margin) for name, stored in others]
     without = now[base].failed if base in now else None
     if without is None:
@@ -303,7 +307,9 @@ def lost(found: Sequence[Change]) -> list[str]:
     return [change.name for change in found if change.verdict == "lost"]
 
 
-def _change(name: str, before: Measurement, now: Measurement, margin: float) -> Change:
+def _change(
+    name: str, before: BundledMeasurement, now: BundledMeasurement, margin: float
+) -> Change:
     if before.failed is not None or not before.ratios:
         reason = f"it had no result then: {before.failed or 'no rounds'}"
         return Change(name, "not measured", now=_span(now), reason=reason)
@@ -327,7 +333,7 @@ def _word(ratio: Interval, margin: float) -> Word:
     return "inconclusive"
 
 
-def _span(measured: Measurement) -> Interval | None:
+def _span(measured: BundledMeasurement) -> Interval | None:
     if measured.failed is not None or not measured.ratios:
         return None
     count = len(measured.ratios)

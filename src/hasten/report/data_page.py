@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jinja2 import Environment
 
-from hasten.data.statistics import Layout, Statistics
+from hasten.data.statistics import BatchLayout, DataStatistics
 from hasten.errors import InputError
 from hasten.report.svg import Bar, bar_chart, visible
 
@@ -51,7 +51,7 @@ svg .grid, svg .origin { stroke: var(--rule); } svg .bar { fill: var(--accent); 
 
 
 def write_page(
-    path: Path, title: str, found: Statistics, ways: Sequence[Layout], advice: str
+    path: Path, title: str, found: DataStatistics, ways: Sequence[BatchLayout], advice: str
 ) -> None:
     """Write the page, whole or not at all; a page that stands there is replaced."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -65,7 +65,7 @@ def write_page(
         temporary.unlink(missing_ok=True)
 
 
-def page(title: str, found: Statistics, ways: Sequence[Layout], advice: str) -> str:
+def page(title: str, found: DataStatistics, ways: Sequence[BatchLayout], advice: str) -> str:
     """The page's HTML; every text is escaped, the drawings escape their own."""
     drawn = (
         ("Records by length in tokens", _histogram(found), lambda value: f"{value:,.0f}"),
@@ -81,7 +81,7 @@ def page(title: str, found: Statistics, ways: Sequence[Layout], advice: str) -> 
     )
 
 
-def _facts(found: Statistics) -> list[tuple[str, str]]:
+def _facts(found: DataStatistics) -> list[tuple[str, str]]:
     share = found.trained_tokens / found.tokens
     quantiles = ", ".join(f"{q} %: {n:,}" for q, n in found.quantiles.items())
     return [
@@ -91,7 +91,7 @@ def _facts(found: Statistics) -> list[tuple[str, str]]:
     ]
 
 
-def _histogram(found: Statistics) -> list[Bar]:
+def _histogram(found: DataStatistics) -> list[Bar]:
     bars = []
     for one in found.bins:
         name = f"{one.low:,}-{one.high - 1:,}" if one.high - one.low > 1 else f"{one.low:,}"
@@ -100,5 +100,5 @@ def _histogram(found: Statistics) -> list[Bar]:
     return bars
 
 
-def _fullness(ways: Sequence[Layout]) -> list[Bar]:
+def _fullness(ways: Sequence[BatchLayout]) -> list[Bar]:
     return [Bar(way.method, f"{way.fullness:.1%}", way.fullness) for way in ways]

@@ -15,7 +15,7 @@ from hasten.formatting import NOT_MEASURED, UNITS, span, words
 from hasten.measure.statistics import Interval
 from hasten.report.gains import (
     Arm,
-    Switch,
+    SwitchGain,
     against,
     any_known,
     head,
@@ -106,7 +106,7 @@ def _waterfall(ladder: Sequence[Arm], floor: float | None) -> list[Bar]:
     return bars
 
 
-def _pairs(apart: Sequence[Switch], floor: float | None) -> list[Bar]:
+def _pairs(apart: Sequence[SwitchGain], floor: float | None) -> list[Bar]:
     """Two rows per technique: a full bar for it alone, a hollow one beside all the others."""
     bars = []
     for switch in apart:

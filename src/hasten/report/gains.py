@@ -28,7 +28,7 @@ _SENSIBLE = (1e-50, 1e50)  # tokens per second; beyond, logarithms and their squ
 
 
 @dataclass(frozen=True)
-class Switch:
+class SwitchGain:
     """One technique with its gain alone, and beside all the others (all over all without it)."""
 
     technique: str
@@ -105,7 +105,7 @@ def slower_than_above(arms: Sequence[Arm]) -> set[str]:
     return found
 
 
-def switches(arms: Sequence[Arm]) -> list[Switch]:
+def switches(arms: Sequence[Arm]) -> list[SwitchGain]:
     """Every technique of the whole plan, where it was measured apart; not what a ladder shows."""
     final = result_of(arms)
     wanted = set(final["techniques"])
@@ -119,7 +119,7 @@ def switches(arms: Sequence[Arm]) -> list[Switch]:
         without = [a for a in apart if others and set(a["techniques"]) == others]
         beside = against(without[0], final, arms[0]) if without else None
         if alone or beside is not None:
-            found.append(Switch(technique, alone[0] if alone else None, beside))
+            found.append(SwitchGain(technique, alone[0] if alone else None, beside))
     return found
 
 

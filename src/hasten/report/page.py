@@ -62,7 +62,7 @@ _EMBEDDED = 150_000  # bytes of JSON in it
 
 
 @dataclass(frozen=True)
-class Limits:
+class PageLimits:
     """How much of a report the page shows: characters of a text, entries of a list, the recipe."""
 
     text: int
@@ -71,11 +71,11 @@ class Limits:
 
 
 _LIMITS = (
-    Limits(4_000, 400, 60_000),
-    Limits(1_000, 60, 16_000),
-    Limits(240, 40, 8_000),
-    Limits(60, 16, 2_000),
-    Limits(24, 5, 500),
+    PageLimits(4_000, 400, 60_000),
+    PageLimits(1_000, 60, 16_000),
+    PageLimits(240, 40, 8_000),
+    PageLimits(60, 16, 2_000),
+    PageLimits(24, 5, 500),
 )
 
 
@@ -89,7 +89,7 @@ def page_of(plain: Mapping[str, Any], read: dict[str, Any]) -> str:
     return page
 
 
-def _rendered(plain: Mapping[str, Any], read: dict[str, Any], limits: Limits) -> str:
+def _rendered(plain: Mapping[str, Any], read: dict[str, Any], limits: PageLimits) -> str:
     data, complete = _embedded(plain)
     arms = read["arms"]
     judged = compared(arms)
@@ -136,7 +136,7 @@ def _environment() -> Environment:
     return found
 
 
-def _shortened(read: dict[str, Any], limits: Limits) -> dict[str, Any]:
+def _shortened(read: dict[str, Any], limits: PageLimits) -> dict[str, Any]:
     """The report with long texts and lists cut; `cut` says of what. Numbers stay as they are."""
     counts: list[str] = []
     arms = read["arms"]

@@ -24,9 +24,9 @@ from hasten.core.technique import Technique
 from hasten.formatting import span
 from hasten.measure.ablation import Arm, Design, Kind, Which, plans_of, with_second_baseline
 from hasten.measure.controller import Measured
-from hasten.measure.experiment import Subject, measured, prepared
+from hasten.measure.experiment import ExperimentSubject, measured, prepared
 from hasten.measure.statistics import Interval, paired_ratio
-from hasten.progress import Audience, Silence
+from hasten.progress import Audience, SilentProgress
 from hasten.recipe.peak_flops import mfu_words
 from hasten.recipe.prepared_data import data_files
 from hasten.recipe.preset_plans import preset_of
@@ -139,7 +139,7 @@ def ablate(
     command: str = "hasten.report.ablate",
     fresh: bool = False,
     audience: Audience | None = None,
-    also: Callable[[Subject], Mapping[str, Any]] = lambda subject: {},
+    also: Callable[[ExperimentSubject], Mapping[str, Any]] = lambda subject: {},
 ) -> dict[str, Any]:
     """Measure a recipe's techniques on its own job; the report (docs/report-schema.md).
 
@@ -157,7 +157,7 @@ def ablate(
     Raises:
         InputError: an unusable recipe, an empty plan, too small a budget.
     """
-    audience, began = audience or Silence(), time.monotonic()
+    audience, began = audience or SilentProgress(), time.monotonic()
     subject = prepared(recipe, audience, ranks=True)
     design = design or Design(noise=True, seed=subject.recipe.seed)
     plans, kinds = plans_of(subject.plan, arms, only)
@@ -177,7 +177,7 @@ def gradual_optimize(
     command: str = "hasten.gradual_optimize",
     fresh: bool = False,
     audience: Audience | None = None,
-    also: Callable[[Subject], Mapping[str, Any]] = lambda subject: {},
+    also: Callable[[ExperimentSubject], Mapping[str, Any]] = lambda subject: {},
 ) -> Climb:
     """Switch the recipe's techniques on one at a time, measure each, keep what pays.
 
@@ -190,7 +190,7 @@ def gradual_optimize(
         design: of every experiment; a budget holds for each.
         title, command, fresh, audience, also, and what is raised: as for `ablate`.
     """
-    audience = audience or Silence()
+    audience = audience or SilentProgress()
     subject = prepared(recipe, audience, ranks=True)
     design = replace(design or Design(seed=subject.recipe.seed), noise=False)
     plans, kinds = plans_of(subject.plan, "alone")
@@ -222,7 +222,7 @@ def gradual_optimize(
 
 
 def _report(
-    subject: Subject,
+    subject: ExperimentSubject,
     found: Measured,
     design: Design,
     title: str,

@@ -20,7 +20,7 @@ from torch import nn
 from hasten.core.session import Session
 from hasten.models.adapters import adapted_table
 from hasten.models.save import save_adapter, save_model
-from hasten.recipe.prepared_data import Material
+from hasten.recipe.prepared_data import PreparedData
 from hasten.recipe.sample import Sample, write_samples
 
 STEP_LINES = ("metrics.jsonl", "evaluations.jsonl")
@@ -132,14 +132,14 @@ def form(session: Session) -> str:
     return "adapter" if adapted_table(session.model) else "model"
 
 
-def save_weights(session: Session, material: Material, folder: Path) -> None:
+def save_weights(session: Session, material: PreparedData, folder: Path) -> None:
     """The model as it is now, or its adapter, in the format that Transformers and PEFT load."""
     with session.setup.layout.gather(session.model):
         if session.setup.facts.world.is_main:
             _write(session.model, material, folder)
 
 
-def save_all(session: Session, material: Material, output: Path) -> Sequence[Sample]:
+def save_all(session: Session, material: PreparedData, output: Path) -> Sequence[Sample]:
     """Every version of the weights that AVERAGE has; then what the model writes, on rank 0."""
     for suffix in session.versions():
         save_weights(session, material, output / f"{form(session)}{suffix}")
@@ -151,7 +151,7 @@ def save_all(session: Session, material: Material, output: Path) -> Sequence[Sam
     return []
 
 
-def _write(model: nn.Module, material: Material, folder: Path) -> None:
+def _write(model: nn.Module, material: PreparedData, folder: Path) -> None:
     any_model: Any = model
     if adapted_table(model):
         save_adapter(any_model, material.tokenizer, folder)

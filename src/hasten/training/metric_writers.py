@@ -27,7 +27,7 @@ CLOSE_SECONDS = 60.0
 BESIDE = frozenset({"step", "epoch"})  # of a line: the axis, not a number of its own
 
 
-class Writer(Protocol):
+class MetricWriter(Protocol):
     """Takes numbers by tag."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
@@ -124,7 +124,7 @@ def _without_telemetry() -> None:
     set_telemetry_client()  # asks the variable again, and ends what has begun
 
 
-MAKERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Writer]] = {
+MAKERS: Mapping[str, Callable[[Path, Mapping[str, Any]], MetricWriter]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
@@ -140,7 +140,7 @@ class Writers:
 
     def __init__(self, names: Sequence[str], folder: Path, start: Mapping[str, Any]) -> None:
         self._names, self._folder, self._start = list(names), folder, start
-        self._open: dict[str, Writer] = {}
+        self._open: dict[str, MetricWriter] = {}
         self._waiting: queue.Queue[tuple[str, Mapping[str, Any]] | None] = queue.Queue(WAITING)
         self._dropped = 0
         self._thread: threading.Thread | None = None

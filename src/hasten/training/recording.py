@@ -19,7 +19,7 @@ import psutil
 from hasten.core.loop import Watch
 from hasten.core.session import Session
 from hasten.machine import environment, host
-from hasten.machine.gpu import Gpus, Reading
+from hasten.machine.gpu import GpuReading, Gpus
 from hasten.recipe.schema import Recipe
 from hasten.training.metric_writers import Writers
 
@@ -152,7 +152,7 @@ def sample(folder: Path, gpus: Gpus | None = None) -> dict[str, float | None]:
     }
 
 
-def of_gpus(readings: Sequence[Reading]) -> dict[str, float | None]:
+def of_gpus(readings: Sequence[GpuReading]) -> dict[str, float | None]:
     """All GPUs as one: mean utilisation, the hottest, power and memory together."""
     use = [r.utilisation for r in readings if r.utilisation is not None]
     heat = [r.temperature for r in readings if r.temperature is not None]

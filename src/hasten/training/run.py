@@ -48,7 +48,7 @@ from hasten.recipe.prepare import (
     resume_from,
     tell_what_trains,
 )
-from hasten.recipe.prepared_data import Material, write_rejected
+from hasten.recipe.prepared_data import PreparedData, write_rejected
 from hasten.recipe.price import cost_of
 from hasten.recipe.sample import Sample
 from hasten.recipe.schema import Recipe
@@ -121,7 +121,7 @@ def _prepare_and_train(
         return _train(run, seconds, *noting, hooks[2])
 
 
-def _open_folder(recipe: Recipe, material: Material, tell: Tell) -> None:
+def _open_folder(recipe: Recipe, material: PreparedData, tell: Tell) -> None:
     """Make room for this run, and leave there what it was asked for and what it left out."""
     output = Path(recipe.output)
     if attempt() == 1:  # a later attempt goes on in the same files
@@ -140,7 +140,7 @@ class _Run:
     recipe: Recipe
     known: Facts
     plan: Plan
-    material: Material
+    material: PreparedData
     output: Path
     tell: Tell
 

@@ -25,16 +25,16 @@ from hasten.machine import host
 from hasten.measure.budget import seconds_of
 from hasten.measure.experiment import prepared
 from hasten.measure.loops import Job, reference
-from hasten.measure.record import Record, key_of
-from hasten.progress import Audience, Silence
+from hasten.measure.record import ExperimentRecord, key_of
+from hasten.progress import Audience, SilentProgress
 from hasten.recipe.schema import Recipe
-from hasten.tune.bench import Bench
+from hasten.tune.bench import ReferencePair
 from hasten.tune.duel import winner_of
 from hasten.tune.report import document, lead, page, proven
 from hasten.tune.samplers import Proposer, proposer_of
 from hasten.tune.space import Point, of_values
 from hasten.tune.study import Search, Study
-from hasten.tune.subjects import LoopSubject, Prove, RecipeSubject, Subject, Wishes
+from hasten.tune.subjects import LoopSubject, Prove, RecipeSubject, TuneOptions, TuneTarget
 from hasten.tune.surrogate import Belief, importance, learnt, similar_trials
 
 
@@ -63,7 +63,7 @@ class Tuned:
 def tune(
     job: Recipe | Job | Path,
     budget: str | float = "8m",
-    wishes: Wishes | None = None,
+    wishes: TuneOptions | None = None,
     *,
     space: Mapping[str, Sequence[Any]] | None = None,
     folder: Path | str = "runs/tune",
@@ -86,9 +86,9 @@ def tune(
         InputError: the budget is too short, the job fails, or every trial does.
     """
     began = time.monotonic()
-    wishes, audience = wishes or Wishes(), audience or Silence()
+    wishes, audience = wishes or TuneOptions(), audience or SilentProgress()
     seconds = seconds_of(str(budget))
-    subject: Subject
+    subject: TuneTarget
     if isinstance(job, Recipe | Path) or (isinstance(job, str) and _is_yaml(job)):
         if space is not None:
             raise InputError("space: a recipe's knobs come from its techniques; leave it out")
@@ -107,7 +107,12 @@ class _Tuning:
     """A tuning while it goes on."""
 
     def __init__(
-        self, subject: Subject, seconds: float, wishes: Wishes, audience: Audience, began: float
+        self,
+        subject: TuneTarget,
+        seconds: float,
+        wishes: TuneOptions,
+        audience: Audience,
+        began: float,
     ) -> None:
         self._subject, self._seconds, self._wishes = subject, seconds, wishes
         self._audience, self._began = audience, began
@@ -133,7 +138,7 @@ class _Tuning:
         path, kept = self._folder / "record.jsonl", self._folder / "study.json"
         if self._wishes.fresh:
             path.unlink(missing_ok=True)
-        with Record(path, self._key) as record:
+        with ExperimentRecord(path, self._key) as record:
             if record.done and kept.is_file():
                 self._audience.tell(f"tuned before: {self._folder} (--fresh measures anew)")
                 return self._result(json.loads(kept.read_text()))
@@ -154,7 +159,7 @@ class _Tuning:
                 record.append("done")  # else a second start has the duel
         return result
 
-    def _search(self, record: Record) -> tuple[Study, float]:
+    def _search(self, record: ExperimentRecord) -> tuple[Study, float]:
         subject, wishes = self._subject, self._wishes
         trials = similar_trials(subject.folder, subject.about, but=self._key)
 
@@ -170,7 +175,7 @@ class _Tuning:
 
         cores, together = host.hardware().usable_cores, subject.together
         first, steps, seed = subject.space.start, wishes.steps, wishes.seed
-        with Bench(subject.start, first, cores, steps, seed, together=together) as bench:
+        with ReferencePair(subject.start, first, cores, steps, seed, together=together) as bench:
             search = Search(
                 subject.space,
                 proposer,

@@ -41,7 +41,7 @@ FOREIGN = 0.35  # share of the machine that others may take in a round that isn'
 LEAST_NOISE = 0.005
 
 
-class Bench:
+class ReferencePair:
     """The process that stays, and whoever is measured beside it.
 
     Args:
@@ -75,7 +75,7 @@ class Bench:
         self.memory: float | None = None  # its peak
         self.rate = 0.0  # its items per second
 
-    def __enter__(self) -> Bench:
+    def __enter__(self) -> ReferencePair:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -18,7 +18,7 @@ from hasten.measure.turns import OutOfTimeError, Runner, RunnerFailedError, rate
 from hasten.tune.space import Point
 
 if TYPE_CHECKING:
-    from hasten.tune.bench import Bench
+    from hasten.tune.bench import ReferencePair
 
 MOST_ROUNDS = 60
 FEWEST = 6  # passes before anybody leaves
@@ -27,7 +27,7 @@ Logs = Mapping[Point, Sequence[float]]  # of each pass: the rate over the start'
 
 
 def side_by_side(
-    bench: Bench, values: Mapping[Point, float], deadline: float, rounds: int = MOST_ROUNDS
+    bench: ReferencePair, values: Mapping[Point, float], deadline: float, rounds: int = MOST_ROUNDS
 ) -> dict[Point, tuple[float, ...]]:
     """The points' processes, all alive at once, take turns until one is left or time is up.
 
@@ -121,7 +121,7 @@ def leading(logs: Logs) -> list[Point]:
 
 
 def _round(
-    bench: Bench, runners: Mapping[Point, Runner], count: int, deadline: float
+    bench: ReferencePair, runners: Mapping[Point, Runner], count: int, deadline: float
 ) -> list[dict[Point, float]]:
     """By pass the logarithm of each point's rate."""
     found = bench.turns.round(tuple(runners.values()), count, deadline, bench.draw)

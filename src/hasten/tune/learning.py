@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hasten.errors import InputError
 from hasten.measure.budget import words
-from hasten.measure.record import Record
+from hasten.measure.record import ExperimentRecord
 from hasten.measure.statistics import Interval, paired_ratio
 from hasten.measure.turns import OutOfTimeError, RunnerFailedError
 from hasten.tune.space import Point, Space
@@ -184,7 +184,7 @@ class Learning:
         self,
         space: Space,
         train: Callable[[Point, int], Training],
-        record: Record,
+        record: ExperimentRecord,
         *,
         budget_seconds: float,
         looks: int = LOOKS,

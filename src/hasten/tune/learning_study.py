@@ -22,8 +22,8 @@ from hasten.data.file_lock import one_writer, replace_file
 from hasten.errors import InputError
 from hasten.measure.budget import seconds_of
 from hasten.measure.experiment import prepared
-from hasten.measure.record import Record, key_of
-from hasten.progress import Audience, Silence
+from hasten.measure.record import ExperimentRecord, key_of
+from hasten.progress import Audience, SilentProgress
 from hasten.recipe.schema import Recipe
 from hasten.recipe.suggest import recipe_text
 from hasten.tune.learning import Learning, Learnt
@@ -198,7 +198,7 @@ def learn(
         InputError: the budget is too short, nothing is held out, or the job fails as it is.
     """
     began = time.monotonic()
-    wishes, audience = wishes or LearningWishes(), audience or Silence()
+    wishes, audience = wishes or LearningWishes(), audience or SilentProgress()
     seconds = seconds_of(str(budget))
     given = prepared(recipe if isinstance(recipe, Recipe) else Path(recipe), audience)
     return _Study(RecipeTrainings(given, wishes.only), seconds, wishes, audience, began).run()
@@ -235,7 +235,7 @@ class _Study:
         path, kept, job = self._folder / "record.jsonl", self._folder / "study.json", self._job
         if self._wishes.fresh:
             path.unlink(missing_ok=True)
-        with Record(path, self._key) as record:
+        with ExperimentRecord(path, self._key) as record:
             if record.done and kept.is_file():
                 self._audience.tell(f"studied before: {self._folder} (--fresh trains anew)")
                 return self._result(json.loads(kept.read_text()))

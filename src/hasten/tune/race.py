@@ -40,7 +40,7 @@ class Timed(Protocol):
 
 
 @dataclass
-class Curve:
+class LossCurve:
     """Held-out losses of a training and the seconds its steps had taken by then."""
 
     seconds: list[float] = field(default_factory=list)
@@ -89,7 +89,7 @@ def races(
         InputError: the start fails.
     """
     points, draw = [first, *leaders], random.Random(seed)
-    found: list[list[Curve]] = []
+    found: list[list[LossCurve]] = []
     longest = 0.0
     while len(found) < MOST_RACES and clock() + SLACK * longest < deadline:
         began = clock()
@@ -115,9 +115,9 @@ def _race(
     deadline: float,
     draw: random.Random,
     clock: Callable[[], float],
-) -> list[Curve] | None:
+) -> list[LossCurve] | None:
     """A curve for each point; None where the deadline came first."""
-    curves = [Curve() for _ in points]
+    curves = [LossCurve() for _ in points]
     alive: dict[int, Timed] = {}
     try:
         for place, point in enumerate(points):
@@ -141,7 +141,7 @@ def _race(
     return curves
 
 
-def _rows(found: Sequence[Sequence[Curve]], count: int, target: float | None) -> dict[str, Any]:
+def _rows(found: Sequence[Sequence[LossCurve]], count: int, target: float | None) -> dict[str, Any]:
     """Arms whose rounds are races: how often a second their training would reach the target."""
     names = [BASELINE, *(f"choice {n}" for n in range(1, count))]
     arms = [Arm(n, Plan(), kind="other" if place else "baseline") for place, n in enumerate(names)]
@@ -167,5 +167,5 @@ def _rows(found: Sequence[Sequence[Curve]], count: int, target: float | None) ->
     return rows
 
 
-def _plain(curves: Sequence[Curve]) -> list[Mapping[str, Any]]:
+def _plain(curves: Sequence[LossCurve]) -> list[Mapping[str, Any]]:
     return [{"seconds": [round(s, 3) for s in c.seconds], "losses": c.losses} for c in curves]

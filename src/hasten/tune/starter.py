@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
-from hasten.measure.experiment import Subject, environment
+from hasten.measure.experiment import ExperimentSubject, environment
 from hasten.measure.nursery import Nursery, nursery
 from hasten.measure.trial import ENTRY
 from hasten.tune.runners import PlanRunner
@@ -26,7 +26,7 @@ class Starter:
         folder: where its files are until `opened` says more.
     """
 
-    def __init__(self, given: Subject, folder: Path) -> None:
+    def __init__(self, given: ExperimentSubject, folder: Path) -> None:
         self._given, self._folder = given, folder
         self.nursery: Nursery | None = None
         self._environs: dict[frozenset[Technique], Mapping[str, str]] = {}

@@ -19,9 +19,9 @@ from typing import Any, Literal, get_args
 
 from hasten.errors import InputError
 from hasten.measure.budget import words
-from hasten.measure.record import Record
+from hasten.measure.record import ExperimentRecord
 from hasten.measure.turns import Measurement, OutOfTimeError
-from hasten.tune.bench import Bench
+from hasten.tune.bench import ReferencePair
 from hasten.tune.final import ordered, side_by_side
 from hasten.tune.samplers import OF_MEDIAN, Own, Proposer, Tried
 from hasten.tune.space import Point, Space
@@ -122,8 +122,8 @@ class Search:
         self,
         space: Space,
         proposer: Callable[[float, float | None], Proposer],
-        bench: Bench,
-        record: Record,
+        bench: ReferencePair,
+        record: ExperimentRecord,
         *,
         objective: Objective = "tokens",
         budget_seconds: float,

@@ -17,7 +17,7 @@ from hasten.core.technique import Fidelity
 from hasten.errors import InputError
 from hasten.machine import host, processes
 from hasten.measure.ablation import AGAIN, BASELINE, Design, check_turns
-from hasten.measure.experiment import Subject as Subject_
+from hasten.measure.experiment import ExperimentSubject as Subject_
 from hasten.measure.experiment import measured
 from hasten.measure.grouping import SHARE
 from hasten.measure.turns import Runner, duel_steps
@@ -39,7 +39,7 @@ from hasten.tune.whole_trainings import TrainingProcess, begun, steps_of
 
 
 @dataclass(frozen=True)
-class Wishes:
+class TuneOptions:
     """How to tune.
 
     Args:
@@ -80,7 +80,7 @@ class Wishes:
                 raise InputError(f"{name} is {value}; it must be 1 at least")
 
 
-class Subject(Protocol):
+class TuneTarget(Protocol):
     """A job that is tuned."""
 
     space: Space
@@ -145,7 +145,7 @@ class RecipeSubject:
     unit = "tokens/s"
 
     def __init__(
-        self, given: Subject_, wishes: Wishes, audience: Audience, prove: Prove | None = None
+        self, given: Subject_, wishes: TuneOptions, audience: Audience, prove: Prove | None = None
     ) -> None:
         recipe, known = given.recipe, given.known
         _check(given, wishes.objective)
@@ -395,7 +395,7 @@ class LoopSubject:
     unit = "items/s"
     together = 1
 
-    def __init__(self, target: str, space: Space, folder: Path, wishes: Wishes) -> None:
+    def __init__(self, target: str, space: Space, folder: Path, wishes: TuneOptions) -> None:
         self._target, self.space, self.folder, self._wishes = target, space, folder, wishes
         self.title = target.rpartition("/")[2]
         self.about = {"loop": target}

@@ -14,7 +14,7 @@ from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.errors import InputError
-from hasten.measure.experiment import Subject, environment
+from hasten.measure.experiment import ExperimentSubject, environment
 from hasten.measure.trial import Trial, TrialFailedError
 from hasten.measure.turns import RunnerFailedError
 from hasten.recipe.build import batch_of, job_of, warmup_steps
@@ -40,7 +40,7 @@ class RecipeTrainings:
         only: what is tuned, see `LearningWishes`.
     """
 
-    def __init__(self, given: Subject, only: Sequence[str] = ()) -> None:
+    def __init__(self, given: ExperimentSubject, only: Sequence[str] = ()) -> None:
         recipe = given.recipe
         self.given, self.folder = given, Path(recipe.output) / "studies"
         self._material = gather(recipe, Path(recipe.output) / "data")
@@ -129,7 +129,12 @@ def _as_long(steps: int | None, times: float) -> bool:
 
 
 def begun(
-    given: Subject, plan: Plan, changes: Mapping[str, Any], steps: int, looks: int, log: Path
+    given: ExperimentSubject,
+    plan: Plan,
+    changes: Mapping[str, Any],
+    steps: int,
+    looks: int,
+    log: Path,
 ) -> TrainingProcess:
     """A training of a plan with changes to the recipe's keys, to so many steps.
 
@@ -176,7 +181,7 @@ class TrainingProcess:
         self._trial.end(at_once)
 
 
-def steps_of(given: Subject) -> int:
+def steps_of(given: ExperimentSubject) -> int:
     """How many steps the recipe's own training has."""
     recipe = given.recipe
     material = gather(recipe, Path(recipe.output) / "data")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.parts.checkpoint.interval import DAY, Interval, Rhythm, best_interval
+from hasten.parts.checkpoint.interval import DAY, Rhythm, SaveInterval, best_interval
 
 
 def expected_seconds(work: float, cost: float, between: float, recovery: float) -> float:
@@ -38,24 +38,24 @@ def test_the_published_example() -> None:
 
 
 def test_the_interval_is_measured_and_clamped() -> None:
-    interval = Interval()
+    interval = SaveInterval()
     interval.blocked.extend([0.1, 0.1, 9.0])
     assert interval.seconds() == pytest.approx(best_interval(0.1, DAY, 30.0), rel=1e-3)
     interval.longest_loss = 60.0
     assert interval.seconds() == 60.0
     interval.writing = 100.0
     assert interval.seconds() == 200.0, "the writer must be able to follow"
-    often = Interval(between_failures=1.0, longest_loss=1e9)
+    often = SaveInterval(between_failures=1.0, longest_loss=1e9)
     often.blocked.append(0.5)
     assert often.seconds() == 50.0, "saving never blocks more than 1 % of the time"
 
 
 def test_failures_shorten_the_interval_and_survive_a_restart() -> None:
-    first = Interval()
+    first = SaveInterval()
     first.blocked.append(0.1)
     before = first.seconds()
     state = first.state_dict()
-    again = Interval()
+    again = SaveInterval()
     again.blocked.append(0.1)
     again.load_state_dict(state)
     for _ in range(9):
@@ -75,7 +75,7 @@ def test_failures_shorten_the_interval_and_survive_a_restart() -> None:
     ids=str,
 )
 def test_a_history_that_can_not_be_is_refused(state: dict[str, object]) -> None:
-    interval = Interval()
+    interval = SaveInterval()
     known = {"failures": 2, "seen": 5.0, "recovery": 1.0}
     with pytest.raises(ValueError, match="history of failures"):
         interval.load_state_dict({**known, **state} if state else {})
@@ -85,13 +85,13 @@ def test_a_history_that_can_not_be_is_refused(state: dict[str, object]) -> None:
 @pytest.mark.parametrize("settings", [{"between_failures": 0}, {"longest_loss": -1}])
 def test_a_time_that_is_none_is_refused(settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be above 0 seconds"):
-        Interval(**settings)  # type: ignore[arg-type]
+        SaveInterval(**settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("every", [0, -1, "often", 2.5, True, None])
 def test_an_interval_that_is_none_is_refused(every: object) -> None:
     with pytest.raises(ValueError, match="give 'dynamic' or a number of steps"):
-        Rhythm(every, Interval())  # type: ignore[arg-type]
+        Rhythm(every, SaveInterval())  # type: ignore[arg-type]
 
 
 class Clock:
@@ -101,9 +101,9 @@ class Clock:
         self.now = 0.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
-    def interval(self, longest_loss: float) -> Interval:
+    def interval(self, longest_loss: float) -> SaveInterval:
         """One that begins now; by itself it would begin by the real clock, days ahead perhaps."""
-        return Interval(longest_loss=longest_loss, _began=self.now)
+        return SaveInterval(longest_loss=longest_loss, _began=self.now)
 
 
 def saves(rhythm: Rhythm, clock: Clock, seconds: list[float]) -> tuple[list[int], int]:
@@ -144,7 +144,7 @@ def test_steps_that_become_slower_are_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_number_of_steps_is_that() -> None:
-    rhythm = Rhythm(3, Interval())
+    rhythm = Rhythm(3, SaveInterval())
     assert [step for step in range(1, 11) if rhythm.looks(step)] == [3, 6, 9]
     assert rhythm.decide(3, busy=True)[0]
 

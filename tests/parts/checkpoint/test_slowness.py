@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from fault_kit import EVERY, build
 from hasten import SmartCheckpointer
 from hasten.parts.checkpoint.format import Disk
-from hasten.parts.checkpoint.saver import LONG, SLOW, WAITED, Saver, Slowness, Writer
+from hasten.parts.checkpoint.saver import LONG, SLOW, WAITED, CheckpointWriter, Saver, Slowness
 
 
 class SlowDisk(Disk):
@@ -32,7 +32,7 @@ class SlowDisk(Disk):
         super().write(descriptor, block)
 
 
-class WatchedWriter(Writer):
+class WatchedWriter(CheckpointWriter):
     """Lets the disk go on once somebody waits for it."""
 
     def __init__(self, disk: SlowDisk) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from hasten import SmartCheckpointer
 from hasten.parts.checkpoint import checkpoints, load
-from hasten.parts.checkpoint.saver import Saver, Staging, Writer
+from hasten.parts.checkpoint.saver import CheckpointWriter, Saver, Staging
 from hasten.parts.checkpoint.state import random_state, set_random_state
 from ranks import on_ranks
 
@@ -249,7 +249,7 @@ def test_staging_waits_for_the_devices_its_tensors_are_on_in_any_thread(
 
 def test_a_writer_does_one_thing_at_a_time_and_keeps_its_error() -> None:
     done: list[int] = []
-    writer = Writer()
+    writer = CheckpointWriter()
     for number in range(3):
         writer.start(lambda number=number: (time.sleep(0.01), done.append(number)))  # type: ignore[misc]
     writer.wait()

@@ -19,9 +19,9 @@ from hasten.parts.distributed.pipeline import stages as partition
 from hasten.parts.distributed.pipeline.runtime import (
     LocalRunner,
     Pass,
-    Seams,
-    Settings,
-    Work,
+    PassHooks,
+    PipelineSettings,
+    PipelineWork,
     alike,
     cut,
 )
@@ -432,7 +432,9 @@ def test_a_loss_beside_a_stage_takes_part_in_the_stages_backward_pass(
         return out, said[-1]
 
     stages = {index: whole.stage(span) for index, span in enumerate(spans)}
-    work = Work(Settings(schedule, 2, checkpoint), Seams(beside=beside), torch.device("cpu"))
+    work = PipelineWork(
+        PipelineSettings(schedule, 2, checkpoint), PassHooks(beside=beside), torch.device("cpu")
+    )
     x, y = torch.randn(4, 2, 5).double(), torch.randn(4, 2, 3).double()
     pieces = [{"x": x[i], "y": y[i], "loss_fn": F.mse_loss} for i in range(4)]
     total = LocalRunner(stages, work, [torch.device("cpu")]).run(pieces, 0.5)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.parts.distributed.pipeline.runtime import Settings, earlier
+from hasten.parts.distributed.pipeline.runtime import PipelineSettings, earlier
 from hasten.parts.distributed.pipeline.schedules import (
     SCHEDULES,
     SPLIT,
@@ -102,11 +102,11 @@ def test_this_torch_has_all_schedules() -> None:
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match="take checkpoint='never'"):
-        Settings("zbv", 2, "always")
+        PipelineSettings("zbv", 2, "always")
     with pytest.raises(ValueError, match="one of always, except_last, never"):
-        Settings("1f1b", 2, "sometimes")
+        PipelineSettings("1f1b", 2, "sometimes")
     with pytest.raises(ValueError, match="stages is 0"):
-        Settings("1f1b", 0)
+        PipelineSettings("1f1b", 0)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

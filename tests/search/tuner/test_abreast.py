@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hasten.measure.turns import PART, OutOfTimeError, RunnerFailedError, Step, Turns
-from hasten.tune.bench import Bench
+from hasten.tune.bench import ReferencePair
 from hasten.tune.space import Point, of_values
 from search.tuner.simulated import InParts, Machine, Simulated
 
@@ -32,7 +32,7 @@ def test_turns_in_parts_share_what_slows_the_machine_within_a_step(ratio: float)
         machine = Machine(
             SPACE, lambda s: ratio if s["fused"] else 1.0, slow=unsteady(seed), parts=parts
         )
-        with Bench(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
+        with ReferencePair(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
             bench.open(1e6)
             found = bench.measure((0, 1), 1e6, rounds=3)
         off[parts] += [log + math.log(ratio) for log in found.logs]
@@ -102,7 +102,9 @@ class Dying(InParts):
 def test_who_dies_within_its_turn_leaves_the_other_at_the_end_of_its_own(seed: int) -> None:
     fused = SPACE.point({"batch": 1, "fused": True})
     machine = Brittle(SPACE.settings(fused))
-    with Bench(machine.start, SPACE.start, 2, steps=2, seed=seed, clock=machine.clock) as bench:
+    with ReferencePair(
+        machine.start, SPACE.start, 2, steps=2, seed=seed, clock=machine.clock
+    ) as bench:
         bench.open(1e6)
         found = bench.measure(fused, 1e6)
         assert (found.state, found.why) == ("out of memory", KILLED)
@@ -115,7 +117,9 @@ def test_who_dies_within_its_turn_leaves_the_other_at_the_end_of_its_own(seed: i
 def test_of_a_start_that_dies_within_its_turn_it_is_said_and_another_is_started(seed: int) -> None:
     fused = SPACE.point({"batch": 1, "fused": True})
     machine = Brittle(SPACE.settings(SPACE.start))
-    with Bench(machine.start, SPACE.start, 2, steps=2, seed=seed, clock=machine.clock) as bench:
+    with ReferencePair(
+        machine.start, SPACE.start, 2, steps=2, seed=seed, clock=machine.clock
+    ) as bench:
         bench.open(1e6)
         assert bench.measure(fused, 1e6).why == f"the start's process failed beside it: {KILLED}"
         machine.harm = False
@@ -127,7 +131,7 @@ def test_of_a_start_that_dies_within_its_turn_it_is_said_and_another_is_started(
 @pytest.mark.parametrize("left", [8.05, 8.6, 9.3])
 def test_time_that_ends_within_a_part_ends_both_and_the_next_one_has_its_own(left: float) -> None:
     machine = Machine(SPACE, lambda s: 1.0, parts=True)
-    with Bench(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
+    with ReferencePair(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
         bench.open(1e6)
         deadline = machine.clock.now + left
         with pytest.raises(OutOfTimeError):

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.measure.record import Record
+from hasten.measure.record import ExperimentRecord
 from hasten.measure.turns import PASSES, OutOfTimeError, RunnerFailedError, Step, Turns, duel_steps
-from hasten.tune.bench import Bench
+from hasten.tune.bench import ReferencePair
 from hasten.tune.samplers import Tried
 from hasten.tune.space import Point, of_values
 from hasten.tune.study import Search
@@ -72,12 +72,12 @@ class InOrder:
 
 def test_a_start_that_is_killed_beside_a_trial_is_started_anew_for_the_next_one() -> None:
     machine = Crowded()
-    with Bench(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
+    with ReferencePair(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
         search = Search(
             SPACE,
             lambda noise, memory: InOrder(),
             bench,
-            Record(),
+            ExperimentRecord(),
             budget_seconds=2000.0,
             clock=machine.clock,
         )
@@ -94,7 +94,7 @@ def test_a_start_that_is_killed_beside_a_trial_is_started_anew_for_the_next_one(
 
 def test_rounds_that_were_over_count_though_the_time_ends_in_the_next_one() -> None:
     machine = Machine(SPACE, lambda s: 2.0)
-    with Bench(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
+    with ReferencePair(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
         bench.open(100.0)
         began = machine.clock.now
         one = bench.measure((1, 0), began + 1000.0, rounds=1)
@@ -110,7 +110,9 @@ def test_rounds_that_were_over_count_though_the_time_ends_in_the_next_one() -> N
 def test_a_process_that_was_cut_off_is_not_asked_again(seed: int) -> None:
     """It would answer its earlier order, and its steps would be taken for those of another turn."""
     machine = Machine(SPACE, lambda s: 2.0)
-    with Bench(machine.start, SPACE.start, 2, steps=2, seed=seed, clock=machine.clock) as bench:
+    with ReferencePair(
+        machine.start, SPACE.start, 2, steps=2, seed=seed, clock=machine.clock
+    ) as bench:
         bench.open(100.0)
         with pytest.raises(OutOfTimeError):
             bench.measure((1, 0), machine.clock.now + 5.0 + 3 * 2.0 + 5.0)  # in its second turn
@@ -120,7 +122,7 @@ def test_a_process_that_was_cut_off_is_not_asked_again(seed: int) -> None:
 
 def test_noise_needs_two_rounds() -> None:
     machine = Machine(SPACE, lambda s: 2.0)
-    with Bench(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
+    with ReferencePair(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
         bench.open(100.0)
         with pytest.raises(OutOfTimeError):
             bench.noise(machine.clock.now + 5.0 + 3 * 2.0 + 8.0 + 1.0)
@@ -133,7 +135,7 @@ def fast(s: dict[str, Any]) -> float:
 def test_a_point_that_is_far_better_stays_and_the_next_are_measured_beside_it() -> None:
     best, near = SPACE.point({"batch": 4, "fused": True}), SPACE.point({"batch": 4, "fused": False})
     machine = Machine(SPACE, fast)
-    with Bench(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
+    with ReferencePair(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
         bench.open(1e6)
         assert bench.measure(best, 1e6).value == pytest.approx(math.log(8.0))
         machine.seconds = lambda s: 1e5 if s == SPACE.settings(SPACE.start) else fast(s)
@@ -153,7 +155,7 @@ def test_a_round_that_others_disturbed_does_not_decide_by_itself(
     monkeypatch.setattr("hasten.tune.bench.foreign_share", lambda *seen: load)
     best, worst = SPACE.point({"batch": 4, "fused": True}), SPACE.point({"batch": 2})
     machine = Machine(SPACE, fast)
-    with Bench(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
+    with ReferencePair(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
         bench.open(1e6)
         assert len(bench.measure(best, 1e6).logs) == rounds
         assert len(bench.measure(worst, 1e6, best=math.log(8.0)).logs) == rounds
@@ -162,7 +164,7 @@ def test_a_round_that_others_disturbed_does_not_decide_by_itself(
 def test_a_point_that_needs_more_memory_does_not_stay() -> None:
     best, near = SPACE.point({"batch": 4, "fused": True}), SPACE.point({"batch": 4, "fused": False})
     machine = Machine(SPACE, fast, memory=lambda s: 1e9 * s["batch"])
-    with Bench(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
+    with ReferencePair(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
         bench.open(1e6)
         bench.measure(best, 1e6)
         machine.seconds = lambda s: 1e3 if s == SPACE.settings(SPACE.start) else fast(s)
@@ -188,7 +190,7 @@ def test_a_round_has_short_turns_and_the_more_steps_where_they_are_short(
         machine.alive += 1
         return Counted(machine, SPACE.settings(point))
 
-    with Bench(start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
+    with ReferencePair(start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
         bench.open(1e6)
         assert bench.measure((1, 0), 1e6, rounds=1).state == "ok"
     assert counts[-len(turns) :] == turns
@@ -198,7 +200,7 @@ def test_a_round_has_short_turns_and_the_more_steps_where_they_are_short(
 def test_when_the_one_that_stays_dies_it_is_started_anew_and_else_the_start() -> None:
     machine = Machine(SPACE, fast)
     best, near = SPACE.point({"batch": 4, "fused": True}), SPACE.point({"batch": 4, "fused": False})
-    with Bench(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
+    with ReferencePair(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
         bench.open(1e6)
         assert bench.measure(best, 1e6).state == "ok"
         for starts_again in (True, False):
@@ -213,7 +215,7 @@ def test_when_the_one_that_stays_dies_it_is_started_anew_and_else_the_start() ->
 
 def test_the_noise_is_measured_no_longer_than_is_given_to_it() -> None:
     machine = Machine(SPACE, lambda s: 2.0, noise=0.1)
-    with Bench(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
+    with ReferencePair(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
         bench.open(1e6)
         before = machine.clock.now
         assert bench.noise(1e6, enough=before) > 0.005
@@ -238,7 +240,7 @@ def test_a_turn_is_neither_too_short_to_tell_nor_longer_than_it_must_be(
 @pytest.mark.parametrize("seed", range(8))
 def test_a_machine_that_slows_down_steadily_slows_both_alike(seed: int) -> None:
     machine = Machine(SPACE, lambda s: 0.5 * (1 + machine.clock.now / 60))
-    with Bench(machine.start, SPACE.start, 2, seed=seed, clock=machine.clock) as bench:
+    with ReferencePair(machine.start, SPACE.start, 2, seed=seed, clock=machine.clock) as bench:
         bench.open(1e6)
         found = bench.measure((1, 0), 1e6)
     assert [abs(log) < 2e-4 for log in found.logs] == [True] * 3
@@ -261,7 +263,7 @@ def test_both_do_the_same_records_in_each_turn() -> None:
     machine = Machine(
         SPACE, lambda s: 1.2 if s["batch"] == 1 else 1.0, content=lambda step: lengths[step % 7]
     )
-    with Bench(machine.start, SPACE.start, 2, clock=machine.clock) as bench:
+    with ReferencePair(machine.start, SPACE.start, 2, clock=machine.clock) as bench:
         bench.open(1e6)
         for _ in range(3):  # the one that stays is further in the data every time
             found = bench.measure(SPACE.point({"batch": 2}), 1e6)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hasten.tune.bench import Bench
+from hasten.tune.bench import ReferencePair
 from hasten.tune.final import FEWEST, MOST_ROUNDS, behind, leading, ordered, side_by_side
 from hasten.tune.space import Point, of_values
 from search.tuner.simulated import Machine
@@ -24,7 +24,7 @@ def seconds(s: dict[str, Any]) -> float:
 
 
 def raced(machine: Machine, points: list[Point]) -> dict[Point, tuple[float, ...]]:
-    with Bench(machine.start, SPACE.start, 2, steps=1, clock=machine.clock) as bench:
+    with ReferencePair(machine.start, SPACE.start, 2, steps=1, clock=machine.clock) as bench:
         bench.open(1e6)
         found = side_by_side(bench, dict.fromkeys(points, 0.0), 1e6)
     assert machine.alive == 0
@@ -136,7 +136,7 @@ def test_finalists_are_compared_at_the_same_records(uneven: float) -> None:
 def test_a_finalist_that_dies_is_left_out_and_the_others_go_on() -> None:
     first, best = SPACE.settings(SPACE.start), {"batch": 8, "fused": True, "dtype": "bf16"}
     machine = Machine(SPACE, seconds)
-    with Bench(machine.start, SPACE.start, 2, clock=machine.clock) as bench:
+    with ReferencePair(machine.start, SPACE.start, 2, clock=machine.clock) as bench:
         bench.open(1e6)
         points = [SPACE.point({**first, **change}) for change in ({"batch": 8}, best)]
         machine.fails = lambda s: "gone" if s == best else None
@@ -148,7 +148,7 @@ def test_a_finalist_that_dies_is_left_out_and_the_others_go_on() -> None:
 
 def test_a_final_without_time_decides_nothing() -> None:
     machine = Machine(SPACE, seconds)
-    with Bench(machine.start, SPACE.start, 2, clock=machine.clock) as bench:
+    with ReferencePair(machine.start, SPACE.start, 2, clock=machine.clock) as bench:
         bench.open(1e6)
         points = [p for p in SPACE.points() if p != SPACE.start][:3]
         assert side_by_side(bench, dict.fromkeys(points, 0.0), machine.clock.now + 12.0) == {}

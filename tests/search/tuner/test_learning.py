@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hasten.errors import InputError
-from hasten.measure.record import Record
+from hasten.measure.record import ExperimentRecord
 from hasten.measure.turns import RunnerFailedError
 from hasten.tune.learning import FEWEST_PAIRS, Learning, Learnt
 from hasten.tune.space import Dimension, Point, Space
@@ -48,11 +48,13 @@ class Trainings:
         self.alive += 1
         return Made(self, point, seed)
 
-    def study(self, budget: float = 1000.0, record: Record | None = None, **more: Any) -> Learnt:
+    def study(
+        self, budget: float = 1000.0, record: ExperimentRecord | None = None, **more: Any
+    ) -> Learnt:
         search = Learning(
             SPACE,
             self.begin,
-            record or Record(),
+            record or ExperimentRecord(),
             budget_seconds=budget,
             looks=self.looks,
             clock=self.clock,
@@ -192,12 +194,12 @@ def test_a_study_that_was_killed_goes_on_and_trains_nothing_twice(tmp_path: Path
         return None
 
     made.fails = killed
-    with Record(path, "key") as record, pytest.raises(KeyboardInterrupt):
+    with ExperimentRecord(path, "key") as record, pytest.raises(KeyboardInterrupt):
         made.study(most=12, record=record)
     with path.open("ab") as file:
         file.write(b'{"event": "trained", "settings": {"lear')  # the line in which it was killed
     again = Trainings()
-    with Record(path, "key") as record:
+    with ExperimentRecord(path, "key") as record:
         found = again.study(most=12, record=record)
     assert len(found.rows) == 12
     assert found.rows[:7] == whole.rows[:7]
@@ -215,10 +217,10 @@ def test_pairs_that_were_interrupted_are_gone_on_with(tmp_path: Path) -> None:
         return None
 
     made.fails = killed
-    with Record(path, "key") as record, pytest.raises(KeyboardInterrupt):
+    with ExperimentRecord(path, "key") as record, pytest.raises(KeyboardInterrupt):
         made.study(most=8, record=record)
     again = Trainings()
-    with Record(path, "key") as record:
+    with ExperimentRecord(path, "key") as record:
         found = again.study(most=8, record=record)
     assert min(seed for _, seed in again.begun) == 3
     assert [p["seed"] for p in found.pairs] == list(range(1, len(found.pairs) + 1))

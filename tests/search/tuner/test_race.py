@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hasten.errors import InputError
 from hasten.measure.turns import RunnerFailedError
-from hasten.tune.race import LOOKS, Curve, races
+from hasten.tune.race import LOOKS, LossCurve, races
 from hasten.tune.space import Point
 from search.tuner.simulated import Clock
 
@@ -157,7 +157,7 @@ def test_the_time_to_a_target_lies_within_the_look_that_crosses_it(
     steps: list[float], losses: list[float], target: float
 ) -> None:
     seconds = [math.fsum(steps[: n + 1]) for n in range(len(steps))]
-    curve = Curve(seconds, losses[: len(steps)])
+    curve = LossCurve(seconds, losses[: len(steps)])
     found = curve.until(target)
     crossed = [n for n, loss in enumerate(curve.losses) if loss <= target]
     assert (found is None) == (not crossed)

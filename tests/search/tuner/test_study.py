@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hasten.errors import InputError
-from hasten.measure.record import Record
+from hasten.measure.record import ExperimentRecord
 from hasten.measure.turns import OutOfTimeError
-from hasten.tune.bench import Bench
+from hasten.tune.bench import ReferencePair
 from hasten.tune.report import document, lead, page
 from hasten.tune.samplers import Beforehand, Own, Shuffled, Tried
 from hasten.tune.space import of_values
@@ -33,17 +33,23 @@ def any_order(noise: float, memory: float | None) -> Shuffled:
 
 
 def searched(
-    machine: Machine, budget: float = 2000.0, record: Record | None = None, **more: Any
+    machine: Machine, budget: float = 2000.0, record: ExperimentRecord | None = None, **more: Any
 ) -> Study:
     def own(noise: float, memory: float | None) -> Own:
         return Own(SPACE, Beforehand(noise=noise, limit=machine.limit))
 
     clock = machine.clock
-    with Bench(machine.start, SPACE.start, 2, steps=2, clock=clock) as bench:
+    with ReferencePair(machine.start, SPACE.start, 2, steps=2, clock=clock) as bench:
         more = {"proposer": own, **more}
         proposer = more.pop("proposer")
         search = Search(
-            SPACE, proposer, bench, record or Record(), budget_seconds=budget, clock=clock, **more
+            SPACE,
+            proposer,
+            bench,
+            record or ExperimentRecord(),
+            budget_seconds=budget,
+            clock=clock,
+            **more,
         )
         return search.run()
 
@@ -81,7 +87,7 @@ def test_what_leads_by_luck_in_its_trials_is_told_from_what_is_faster() -> None:
 def test_the_final_is_of_rounds_side_by_side_and_over_the_start() -> None:
     machine = Machine(SPACE, seconds)
     machine.seconds = lambda s: seconds(s) * (1 + machine.clock.now / 300)
-    record = Record()
+    record = ExperimentRecord()
     study = searched(machine, record=record)
     assert len(study.final) == FINALISTS
     first = seconds(SPACE.settings(SPACE.start))
@@ -119,8 +125,8 @@ def test_one_lucky_round_is_no_finalist_before_those_that_all_trials_speak_for()
         study.tried.append(Tried(point, "ok", rounds[0], rounds=rounds))
         study.rows.append({"log_rate": rounds[0]})
         own.tell(study.tried[-1])
-    with Bench(machine.start, SPACE.start, 2, clock=machine.clock) as bench:
-        search = Search(SPACE, lambda *_: own, bench, Record(), budget_seconds=1.0)
+    with ReferencePair(machine.start, SPACE.start, 2, clock=machine.clock) as bench:
+        search = Search(SPACE, lambda *_: own, bench, ExperimentRecord(), budget_seconds=1.0)
         assert lucky not in search._finalists(study, own)
         assert search._finalists(study, any_order(0.3, None))[0] == lucky  # it alone is asked
 
@@ -206,7 +212,7 @@ def test_a_trial_that_hangs_is_given_up_and_the_study_goes_on() -> None:
 
 def test_the_time_being_up_is_no_measurement() -> None:
     machine = Machine(SPACE, seconds)
-    with Bench(machine.start, SPACE.start, 2, clock=machine.clock) as bench:
+    with ReferencePair(machine.start, SPACE.start, 2, clock=machine.clock) as bench:
         bench.open(100.0)
         with pytest.raises(OutOfTimeError):
             bench.measure(SPACE.start, machine.clock.now + 1.0)
@@ -215,12 +221,12 @@ def test_the_time_being_up_is_no_measurement() -> None:
 def test_a_study_that_was_killed_goes_on_and_measures_nothing_twice(tmp_path: Path) -> None:
     machine = Machine(SPACE, seconds, noise=0.01)
     path = tmp_path / "record.jsonl"
-    with Record(path, "key") as record:
+    with ExperimentRecord(path, "key") as record:
         first = searched(machine, record=record, most=4, proposer=any_order)
     with path.open("ab") as file:
         file.write(b'{"event": "tried", "settings": {"bat')  # the line in which it was killed
     again = Machine(SPACE, seconds, noise=0.01)
-    with Record(path, "key") as record:
+    with ExperimentRecord(path, "key") as record:
         none = {"room": lambda: 0.0}  # for a final
         second = searched(again, record=record, most=7, proposer=any_order, **none)
     assert second.rows[:4] == first.rows
@@ -270,7 +276,7 @@ def test_importance_names_the_decision_that_matters_and_adds_up() -> None:
 def test_earlier_studies_of_similar_jobs_are_a_forecast(tmp_path: Path) -> None:
     machine, about = Machine(SPACE, seconds), {"loop": "a"}
     for name, what in (("one", about), ("two", {"loop": "b"})):
-        with Record(tmp_path / name / "record.jsonl", name) as record:
+        with ExperimentRecord(tmp_path / name / "record.jsonl", name) as record:
             record.append("about", what=what)
             searched(machine, record=record, most=5)
     (tmp_path / "three").mkdir()

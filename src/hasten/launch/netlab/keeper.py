@@ -45,7 +45,7 @@ PORT = 29500  # torch's usual one; each host has its own ports
 
 
 @dataclass(frozen=True)
-class Rank:
+class LabRank:
     """One process to be: its host's network namespace, variables and the file of what it says."""
 
     namespace: int | None
@@ -79,11 +79,11 @@ def rank_environment(
     }
 
 
-class Job:
+class LabJob:
     """A command on all ranks, watched by a thread of its own until every process has ended."""
 
     def __init__(
-        self, command: Sequence[str], ranks: Sequence[Rank], cwd: str, limit: float, grace: float
+        self, command: Sequence[str], ranks: Sequence[LabRank], cwd: str, limit: float, grace: float
     ) -> None:
         self.codes: list[int | None] = [None] * len(ranks)
         self.first: int | None = None  # the first rank that failed
@@ -99,7 +99,7 @@ class Job:
         self._ask.set()
 
     def _watch(
-        self, command: list[str], ranks: Sequence[Rank], cwd: str, limit: float, grace: float
+        self, command: list[str], ranks: Sequence[LabRank], cwd: str, limit: float, grace: float
     ) -> None:
         processes: list[subprocess.Popen[bytes]] = []
         try:
@@ -144,7 +144,7 @@ def _leave(processes: list[subprocess.Popen[bytes]]) -> None:
         time.sleep(0.02)
 
 
-def _start(command: list[str], rank: Rank, cwd: str) -> subprocess.Popen[bytes]:
+def _start(command: list[str], rank: LabRank, cwd: str) -> subprocess.Popen[bytes]:
     alone = rank.namespace is None
     place = contextlib.nullcontext() if rank.namespace is None else network.inside(rank.namespace)
     # Without a namespace of process numbers, the keeper's end has to be passed on.
@@ -180,7 +180,7 @@ class Keeper:
         self.network = _network(spec)
         self.network.limit(spec["bits"])
         self.network.shape(spec["delay"], spec["loss"])
-        self.jobs: list[Job] = []
+        self.jobs: list[LabJob] = []
         self.apart = spec["mode"] != "loopback"
 
     def start(
@@ -206,9 +206,9 @@ class Keeper:
             own = rank_environment(rank, hosts, ranks, place, nic, master, self.spec["cores"])
             log = place / f"rank-{rank}.log"
             started.append(
-                Rank(self.network.namespace(rank // ranks), {**inherited, **own, **env}, log)
+                LabRank(self.network.namespace(rank // ranks), {**inherited, **own, **env}, log)
             )
-        self.jobs.append(Job(command, started, cwd, limit, grace))
+        self.jobs.append(LabJob(command, started, cwd, limit, grace))
         return {"job": len(self.jobs) - 1, "place": str(place)}
 
     def poll(self, job: int, seconds: float) -> dict[str, Any]:
@@ -299,10 +299,10 @@ def keep(folder: Path, spec: Mapping[str, Any], tell: Callable[[dict[str, Any]],
             with contextlib.suppress(BrokenPipeError):  # who asked has gone
                 self.wfile.write(json.dumps(keeper.answer(line)).encode() + b"\n")
 
-    class Server(socketserver.ThreadingUnixStreamServer):
+    class LabServer(socketserver.ThreadingUnixStreamServer):
         daemon_threads = True
 
-    with Server(str(folder / "socket"), Handler) as server:
+    with LabServer(str(folder / "socket"), Handler) as server:
         tell({"ready": True})
         server.serve_forever()
 

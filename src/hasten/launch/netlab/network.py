@@ -24,7 +24,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from hasten.launch.netlab.packet_link import DELAY, LOSS, Settings
+from hasten.launch.netlab.packet_link import DELAY, LOSS, LinkSettings
 from hasten.launch.netlab.registry import burst_bytes
 
 # The few Linux calls that the standard library lacks: namespaces, mounts, what a parent leaves.
@@ -217,7 +217,7 @@ class Tuns:
             with inside(fd):
                 devices.append(open_tun(NIC))
                 _ip(_inside(host, mtu))
-        self._settings = Settings(hosts)
+        self._settings = LinkSettings(hosts)
         given = [self._settings.descriptor, *devices]
         self._switch = subprocess.Popen(
             [sys.executable, "-m", "hasten.launch.netlab.packet_link", *map(str, given)],

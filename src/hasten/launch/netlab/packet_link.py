@@ -25,7 +25,7 @@ SEED = 20261121
 ROOM_WITHOUT_LIMIT = 64e6
 
 
-class Settings:
+class LinkSettings:
     """The link's settings as float64 in memory that two processes share."""
 
     def __init__(self, hosts: int, descriptor: int | None = None) -> None:
@@ -105,7 +105,7 @@ def _deliver(tun: int, packet: bytes) -> None:
 def main(arguments: Sequence[str]) -> None:
     """Carry packets until the keeper says stop or ends this process."""
     descriptor, *tuns = map(int, arguments)
-    settings = Settings(len(tuns), descriptor)
+    settings = LinkSettings(len(tuns), descriptor)
     library = built("packet_link").library
     print("compiled" if library else "plain", flush=True)
     if library is None:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.machine import environment
-from hasten.measure.quality.bench import Bench
+from hasten.measure.quality.bench import CheckContext
 from hasten.measure.quality.orders import obey
 
 
@@ -59,7 +59,7 @@ def main(recipe_path: Path, folder: Path, orders: int, answers: int) -> int:
         return served(world, lambda: facts_of(recipe).device, meeting, serve, say)
 
 
-def opened(path: Path, folder: Path) -> Bench:
+def opened(path: Path, folder: Path) -> CheckContext:
     """A recipe's job, to be built for any plan."""
     from hasten.core.job import Job
     from hasten.core.plan import Plan
@@ -81,7 +81,7 @@ def opened(path: Path, folder: Path) -> Bench:
         return plan_of(recipe.model_copy(update={"plan": stored}), known)
 
     folder.mkdir(parents=True, exist_ok=True)
-    return Bench(job, read, known, folder, recipe.nproc)
+    return CheckContext(job, read, known, folder, recipe.nproc)
 
 
 if __name__ == "__main__":

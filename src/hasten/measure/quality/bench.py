@@ -33,7 +33,7 @@ SHARE = 0.5  # of the machine's memory
 
 
 @dataclass(frozen=True)
-class Limits:
+class CheckBudget:
     """How much of the job a proof takes; ``layers`` None: all."""
 
     layers: int | None
@@ -42,7 +42,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Bench:
+class CheckContext:
     """Where proofs are made.
 
     Args:
@@ -60,7 +60,7 @@ class Bench:
     ranks: int = 1
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> CheckBudget:
         return limits_of(self.known, ranks=self.ranks)
 
     def small(self, plan: Plan) -> Job:
@@ -91,7 +91,7 @@ class Bench:
 
 def limits_of(
     known: Facts, memory: float | None = None, work: float | None = None, ranks: int = 1
-) -> Limits:
+) -> CheckBudget:
     """What half of the memory and some seconds allow; ranks share a processor's memory.
 
     Raises:
@@ -114,10 +114,10 @@ def limits_of(
         kept = outer + layers * each
     work = work or (GPU_WORK if known.on_gpu else CPU_WORK)
     tokens = int(min(MOST_TOKENS, max(work / (6 * max(kept, 1.0)), FEWEST * SHORTEST)))
-    return Limits(layers, tokens, max(SHORTEST, tokens // FEWEST))
+    return CheckBudget(layers, tokens, max(SHORTEST, tokens // FEWEST))
 
 
-def first_records(job: Job, limits: Limits) -> list[TokenRecord]:
+def first_records(job: Job, limits: CheckBudget) -> list[TokenRecord]:
     """The first step's records, as many as the limits allow; more than that step's if it has few.
 
     Raises:

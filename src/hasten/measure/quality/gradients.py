@@ -30,7 +30,7 @@ from hasten.core.session import Session, assemble, batches
 from hasten.core.setup import in_one_piece, once, prepare
 from hasten.core.step import training
 from hasten.errors import InputError
-from hasten.measure.quality.bench import Bench, seeded, still, trainable
+from hasten.measure.quality.bench import CheckContext, seeded, still, trainable
 from hasten.parts.data.collate import TokenRecord
 from hasten.parts.nn.causal_lm import causal_lm
 
@@ -39,7 +39,7 @@ SMALL = 1e-3  # of an average tensor's gradient
 CUTS = ("planned", "whole", "single")
 
 
-class Recorder(torch.optim.SGD):
+class GradientRecorder(torch.optim.SGD):
     """Keeps the gradients it is given by name and moves nothing."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -78,7 +78,7 @@ class Recorder(torch.optim.SGD):
         return found
 
 
-def reference(bench: Bench, plan: Plan) -> dict[str, Any]:
+def reference(bench: CheckContext, plan: Plan) -> dict[str, Any]:
     """Write the float64 gradient of the proof's records; what was taken, and the loss.
 
     Of the plan only the adapter is heeded: it decides which parameters there are.
@@ -104,7 +104,9 @@ def reference(bench: Bench, plan: Plan) -> dict[str, Any]:
     return {"loss": total / count, **bench.taken(records)}
 
 
-def gradient(bench: Bench, plan: Plan, cut: str, padded: bool, step: int = 1) -> dict[str, Any]:
+def gradient(
+    bench: CheckContext, plan: Plan, cut: str, padded: bool, step: int = 1
+) -> dict[str, Any]:
     """Errors of one step of the plan against the reference.
 
     Args:
@@ -112,7 +114,7 @@ def gradient(bench: Bench, plan: Plan, cut: str, padded: bool, step: int = 1) ->
         padded: rows laid out as the job does without a technique, whatever the plan's collator.
         step: which one with a finite gradient; no weight moves, so that all should have the same.
     """
-    job = replace(bench.small(plan), optimizer=Recorder, max_grad_norm=None)
+    job = replace(bench.small(plan), optimizer=GradientRecorder, max_grad_norm=None)
     setup = prepare(job, plan, bench.known, bench.folder)
     if cut != "planned":
         setup.cut = in_one_piece if cut == "whole" else lambda records: [[r] for r in records]
@@ -123,7 +125,7 @@ def gradient(bench: Bench, plan: Plan, cut: str, padded: bool, step: int = 1) ->
     still(session.loss_module)
     finite = (m for m in training(session) if not m.skipped)
     metrics = next(itertools.islice(finite, step - 1, None), None)
-    if metrics is None or not isinstance(session.optimizer, Recorder):
+    if metrics is None or not isinstance(session.optimizer, GradientRecorder):
         raise RuntimeError("no step of the plan had a finite gradient that could be looked at")
     passes = session.progress.micro_batches / max(session.progress.step, 1)
     said = {"loss": metrics.loss, "micro_batches": passes, "ranks": setup.layout.size}
@@ -172,7 +174,7 @@ def _cpu(tensor: Tensor) -> Tensor:
 DOCUMENTS = 4  # of the proof's records, laid out together
 
 
-def leak(bench: Bench, plan: Plan) -> dict[str, Any]:
+def leak(bench: CheckContext, plan: Plan) -> dict[str, Any]:
     """The largest relative change of a document's loss by changes of the others."""
     job = bench.small(plan)
     session = assemble(prepare(job, plan, bench.known, bench.folder))
@@ -226,7 +228,7 @@ STEPS = 3
 Named = dict[str, Tensor]
 
 
-def update(bench: Bench, without: Plan, plan: Plan) -> dict[str, Any]:
+def update(bench: CheckContext, without: Plan, plan: Plan) -> dict[str, Any]:
     """Relative difference of what the weights moved by, and the floor that float32 sets."""
     usual = _session(bench, without)
     start = _weights(usual)
@@ -243,7 +245,7 @@ def update(bench: Bench, without: Plan, plan: Plan) -> dict[str, Any]:
     return {"error": apart / max(moved, 1e-300), "floor": floor, "steps": STEPS}
 
 
-def _session(bench: Bench, plan: Plan) -> Session:
+def _session(bench: CheckContext, plan: Plan) -> Session:
     session = assemble(prepare(bench.small(plan), plan, bench.known, bench.folder))
     still(session.loss_module)
     return session

@@ -27,7 +27,7 @@ ERRORS = ("error", "worst", "loss_error", "change")  # of an answer; the rank th
 
 
 @dataclass(frozen=True)
-class Order:
+class CheckRequest:
     """One proof to be made of a plan.
 
     Args:
@@ -48,7 +48,7 @@ class Order:
         return {"do": self.do, "plan": self.plan.to_list(), **self.details}
 
 
-Perform = Callable[[Sequence[Order]], list[Answer]]
+Perform = Callable[[Sequence[CheckRequest]], list[Answer]]
 
 
 class Processes:
@@ -77,7 +77,7 @@ class Processes:
         self._crews = 0
         self.broken = False  # a process died or hung: another attempt may find more
 
-    def __call__(self, orders: Sequence[Order]) -> list[Answer]:
+    def __call__(self, orders: Sequence[CheckRequest]) -> list[Answer]:
         """The answers, in the order of the orders."""
         groups: dict[tuple[Any, ...], list[int]] = {}
         for index, order in enumerate(orders):
@@ -89,19 +89,19 @@ class Processes:
                 found[index] = answer
         return found
 
-    def _kind(self, order: Order) -> tuple[Any, ...]:
+    def _kind(self, order: CheckRequest) -> tuple[Any, ...]:
         """What decides whether two orders may share processes."""
         wide = tuple(str(t) for t in order.start if t.slot in PROCESS_WIDE)
         return (order.alone, *sorted(self._environ(order.start).items()), *wide)
 
-    def _obeyed(self, orders: Sequence[Order]) -> list[Answer]:
+    def _obeyed(self, orders: Sequence[CheckRequest]) -> list[Answer]:
         found: list[Answer] = []
         while len(found) < len(orders):
             with self._started(orders[0]) as crew:
                 found += self._asked(crew, orders[len(found) :])
         return found
 
-    def _asked(self, crew: Crew, orders: Sequence[Order]) -> list[Answer]:
+    def _asked(self, crew: Crew, orders: Sequence[CheckRequest]) -> list[Answer]:
         """The answers of one crew; where it failed, the last of them says how."""
         found: list[Answer] = []
         try:
@@ -120,7 +120,7 @@ class Processes:
         return found
 
     @contextlib.contextmanager
-    def _started(self, order: Order) -> Iterator[Crew]:
+    def _started(self, order: CheckRequest) -> Iterator[Crew]:
         """Fresh processes for orders like this one."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._crews += 1

@@ -15,11 +15,11 @@ from hasten.core.setup import Setup, prepare
 from hasten.core.slot import Slot
 from hasten.core.step import training
 from hasten.errors import InputError
-from hasten.measure.quality.bench import Bench, local, trainable
+from hasten.measure.quality.bench import CheckContext, local, trainable
 from hasten.recipe.build import total_steps
 
 
-def losses(bench: Bench, plan: Plan, steps: int) -> dict[str, Any]:
+def losses(bench: CheckContext, plan: Plan, steps: int) -> dict[str, Any]:
     """The losses of the job's first steps, no bit lost, and a digest of the weights after them."""
     job = replace(bench.job_of(plan, None, None), stop=Stop(steps=steps))
     session = assemble(prepare(job, plan, bench.known, bench.folder / f"arm-{plan.key}"))
@@ -28,7 +28,7 @@ def losses(bench: Bench, plan: Plan, steps: int) -> dict[str, Any]:
     return {"losses": found, "weights": _digest(session), "acted": acted}
 
 
-def train(bench: Bench, plan: Plan, seed: int, tokens: int) -> dict[str, Any]:
+def train(bench: CheckContext, plan: Plan, seed: int, tokens: int) -> dict[str, Any]:
     """Train until so many tokens; the held-out loss and the job's own measures then.
 
     Ranks that train apart end after as many steps as take so many tokens on the average.
@@ -46,7 +46,7 @@ def train(bench: Bench, plan: Plan, seed: int, tokens: int) -> dict[str, Any]:
     return {"held_out_loss": loss, "metrics": own, "tokens": ends, "steps": last.step}
 
 
-def _until(bench: Bench, plan: Plan, seed: int, tokens: int) -> Setup:
+def _until(bench: CheckContext, plan: Plan, seed: int, tokens: int) -> Setup:
     """A training to so many tokens."""
     known, folder = bench.known, bench.folder / f"arm-{plan.key}-{seed}"
     try:

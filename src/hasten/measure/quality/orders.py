@@ -8,14 +8,14 @@ from typing import Any
 
 from hasten.core.health import NotFiniteError
 from hasten.errors import InputError
-from hasten.measure.quality.bench import Bench
+from hasten.measure.quality.bench import CheckContext
 from hasten.measure.quality.gradients import gradient, leak, reference, update
 from hasten.measure.quality.job import losses, train
 
 ALIKE = (InputError, NotFiniteError)  # all ranks meet with these, at the same place
 
 
-def obey(bench: Bench, order: Mapping[str, Any], alone: bool = True) -> dict[str, Any]:
+def obey(bench: CheckContext, order: Mapping[str, Any], alone: bool = True) -> dict[str, Any]:
     """The answer to one order: ``refused`` with the reason where it can't be obeyed.
 
     ``failed`` instead, where other ranks may still wait in the midst of it: then this process and
@@ -30,7 +30,7 @@ def obey(bench: Bench, order: Mapping[str, Any], alone: bool = True) -> dict[str
         gc.collect()  # a session's parts know each other; the next needs their memory
 
 
-def _obeyed(bench: Bench, order: Mapping[str, Any]) -> dict[str, Any]:
+def _obeyed(bench: CheckContext, order: Mapping[str, Any]) -> dict[str, Any]:
     do, plan = order["do"], bench.read(list(order.get("plan", [])))
     if do == "reference":
         return reference(bench, plan)

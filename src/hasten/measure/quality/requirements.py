@@ -19,7 +19,7 @@ from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Technique
 from hasten.measure.crew import Answer
-from hasten.measure.quality.guard_process import Order, Perform
+from hasten.measure.quality.guard_process import CheckRequest, Perform
 from hasten.measure.significance import NonInferiority, non_inferiority
 
 FLOAT32, HALF = 1e-4, 5e-2  # of the whole gradient
@@ -130,7 +130,7 @@ def _plain(row: dict[str, Any]) -> dict[str, Any]:
 # EXACT, proven: the plan's losses with the technique and without it, compared bit by bit.
 
 
-def exact_orders(plan: Plan, steps: int) -> list[Order]:
+def exact_orders(plan: Plan, steps: int) -> list[CheckRequest]:
     """The plan, and the plan without each of its EXACT techniques; nothing if it has none."""
     exact = _exact(plan)
     return [_order(p, steps) for p in (plan, *(plan.without(t) for t in exact))] if exact else []
@@ -158,8 +158,8 @@ def _exact(plan: Plan) -> list[Technique]:
     return [t for t in plan if t.fidelity is Fidelity.EXACT]
 
 
-def _order(plan: Plan, steps: int) -> Order:
-    return Order("losses", plan, plan, {"steps": steps})
+def _order(plan: Plan, steps: int) -> CheckRequest:
+    return CheckRequest("losses", plan, plan, {"steps": steps})
 
 
 def _differs(one: Answer, other: Answer) -> bool:
@@ -214,7 +214,7 @@ def lossy_rows(plan: Plan, perform: Perform, seeds: int, tokens: int, margin: fl
         return []
     plans = [plan, *(plan.without(t) for t in lossy)]
     orders = [
-        Order("train", p, p, {"seed": seed, "tokens": tokens})
+        CheckRequest("train", p, p, {"seed": seed, "tokens": tokens})
         for p in plans
         for seed in range(1, seeds + 1)
     ]
@@ -414,7 +414,7 @@ class Gradients:
         self.found: dict[str, Answer] = {}
         self.guilty: dict[str, list[str]] = {}  # what failed -> names, where it is known
 
-    def make(self, others: Sequence[Order] = ()) -> list[Answer]:
+    def make(self, others: Sequence[CheckRequest] = ()) -> list[Answer]:
         """All proofs of the plan, then those that find out who is to blame.
 
         ``others`` go with the first, since a process takes seconds to start; their answers.
@@ -429,7 +429,7 @@ class Gradients:
         self._blame()
         return answers[len(orders) :]
 
-    def _orders(self) -> dict[str, Order]:
+    def _orders(self) -> dict[str, CheckRequest]:
         orders = {"reference": self._order("reference", self.base, alone=True)}
         orders["bare"] = self._gradient(self.base, "whole", alone=True)
         orders |= {name: self._gradient(self.close, name) for name in self.layouts}
@@ -451,21 +451,23 @@ class Gradients:
             orders["update"] = self._order("update", with_it, alone=True, without=without)
         return orders
 
-    def _order(self, do: str, plan: Plan, alone: bool = False, **details: Any) -> Order:
-        return Order(do, plan, self.plan, details, alone and self.ranks > 1)
+    def _order(self, do: str, plan: Plan, alone: bool = False, **details: Any) -> CheckRequest:
+        return CheckRequest(do, plan, self.plan, details, alone and self.ranks > 1)
 
-    def _gradient(self, plan: Plan, layout: str, alone: bool = False, step: int = 1) -> Order:
+    def _gradient(
+        self, plan: Plan, layout: str, alone: bool = False, step: int = 1
+    ) -> CheckRequest:
         _, cut, padded = LAYOUTS[layout]
         return self._order("gradient", plan, alone, cut=cut, padded=padded, step=step)
 
-    def _ask(self, orders: dict[str, Order]) -> None:
+    def _ask(self, orders: dict[str, CheckRequest]) -> None:
         if orders:
             self.found |= zip(orders, self._perform(list(orders.values())), strict=True)
 
     def _blame(self) -> None:
         """Leave techniques out one at a time wherever the plan failed as a whole."""
         # The reference is there already: the orders run in the same folder.
-        wanted: dict[str, Order] = {}
+        wanted: dict[str, CheckRequest] = {}
         for name in self._failed():
             plan = self._plan_of(name)
             for technique in plan:

@@ -82,7 +82,7 @@ def decoded_limit(stored_bytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Choice:
+class DeltaChoice:
     """How the next checkpoints are packed, and why, in one sentence with the figures."""
 
     kind: str
@@ -91,7 +91,7 @@ class Choice:
 
 def choose(
     tensors: Mapping[str, Tensor], base: Mapping[str, Tensor] | None, bytes_per_second: float
-) -> Choice:
+) -> DeltaChoice:
     """Whether packing makes a checkpoint reach its place earlier, measured on a sample.
 
     Args:
@@ -101,7 +101,7 @@ def choose(
     pieces = _sample(tensors)
     whole = sum(t.numel() * t.element_size() for t in pieces.values())
     if not whole:
-        return Choice(PLAIN, "compression off: there is nothing large enough to pack")
+        return DeltaChoice(PLAIN, "compression off: there is nothing large enough to pack")
     plain = whole / bytes_per_second
     found = []
     for kind in (SHUFFLE, DIFFERENCE) if base is not None else (SHUFFLE,):
@@ -114,12 +114,12 @@ def choose(
     taken, kind, ratio = min(found)
     speed = f"{bytes_per_second / 1e9:.2f} GB/s"
     if taken < plain:
-        return Choice(
+        return DeltaChoice(
             kind,
             f"compression {kind}: {ratio:.2f} times smaller, {plain / taken:.2f} times "
             f"faster to a place that takes {speed}",
         )
-    return Choice(
+    return DeltaChoice(
         PLAIN,
         f"compression off: {kind} is {ratio:.2f} times smaller but takes "
         f"{taken / plain:.2f} times as long to a place that takes {speed}",

@@ -29,7 +29,7 @@ def best_interval(cost: float, between_failures: float, recovery: float) -> floa
 
 
 @dataclass
-class Interval:
+class SaveInterval:
     """The time between two saves, from what saving and failing were seen to cost.
 
     Args:
@@ -95,7 +95,7 @@ class Rhythm:
         every: a number of steps, or ``dynamic`` for ``interval``'s seconds.
     """
 
-    def __init__(self, every: int | str, interval: Interval) -> None:
+    def __init__(self, every: int | str, interval: SaveInterval) -> None:
         if not (every == DYNAMIC or (type(every) is int and every >= 1)):
             raise ValueError(
                 f"interval is {every!r}; give 'dynamic' or a number of steps from 1 on"

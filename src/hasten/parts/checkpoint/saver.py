@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hasten.parts.checkpoint.commit import LOCAL, FolderLock, Known, force_names, prune, save, sweep
-from hasten.parts.checkpoint.delta import DIFFERENCE, PLAIN, SHUFFLE, Choice, choose, encode
+from hasten.parts.checkpoint.delta import DIFFERENCE, PLAIN, SHUFFLE, DeltaChoice, choose, encode
 from hasten.parts.checkpoint.format import (
     DamagedCheckpointError,
     Disk,
@@ -65,7 +65,7 @@ class Staging:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
 
 
-class Writer:
+class CheckpointWriter:
     """Runs one piece of work at a time beside the training; its error waits to be asked for."""
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class Saver:
         self.saved = 0  # committed by this object
         self.writing_seconds = 0.0
         self._disk, self._lock = disk, FolderLock(self.folder)
-        self._staging, self._writer = Staging(), Writer()
+        self._staging, self._writer = Staging(), CheckpointWriter()
         self._slowness = Slowness(self.address)
         self._known: Known = {}
         self._base: Path | None = None  # the last whole checkpoint of this object
@@ -378,10 +378,10 @@ def _size(path: Path) -> int:
     return sum(p.stat().st_size for p in path.iterdir())
 
 
-def _told(compression: bool | str) -> Choice | None:
+def _told(compression: bool | str) -> DeltaChoice | None:
     """What needs no measurement."""
     if compression is True:
         return None
     if compression is False:
-        return Choice(PLAIN, "compression off: as the setting says")
-    return Choice(str(compression), f"compression {compression}: as the setting says")
+        return DeltaChoice(PLAIN, "compression off: as the setting says")
+    return DeltaChoice(str(compression), f"compression {compression}: as the setting says")

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hasten.parts.checkpoint.format import checkpoints, read_manifest
-from hasten.parts.checkpoint.interval import DAY, Interval, Rhythm
+from hasten.parts.checkpoint.interval import DAY, Rhythm, SaveInterval
 from hasten.parts.checkpoint.saver import Found, Saver
 from hasten.parts.checkpoint.state import Protected, of_all_ranks, set_random_state
 from hasten.parts.checkpoint.verify import verify
@@ -65,7 +65,7 @@ class SmartCheckpointer:
         asynchronous: bool = True,
         agree: Agree | None = None,
     ) -> None:
-        self.interval = Interval(between_failures, longest_loss)
+        self.interval = SaveInterval(between_failures, longest_loss)
         self.rhythm = Rhythm(interval, self.interval)
         self.saver = Saver(folder, max_checkpoints, compression, asynchronous)
         self.step = 0  # of the state that was saved or restored last

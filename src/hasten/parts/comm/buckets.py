@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hasten.parts.comm.exchange import FIRST, Hosts, Ranks, found_hosts
-from hasten.parts.comm.methods import Dense, Memory, Piece, Pieces, Settings, Way, numbers, parts_of
+from hasten.parts.comm.methods import (
+    CompressionSettings,
+    Dense,
+    Piece,
+    Pieces,
+    ResidualMemory,
+    Way,
+    numbers,
+    parts_of,
+)
 
 Named = tuple[str, Tensor]
 BUCKET_BYTES = 25 * 2**20  # as DDP's own; its first bucket ends at 1 MiB
@@ -119,17 +128,17 @@ def give_back(left: Tensor, held: dict[int, Tensor], pieces: Pieces) -> None:
 DDP_STEPS = 2  # DDP lays its buckets anew after the first
 
 
-class Travel:
+class BucketExchange:
     """``begin`` a step, ``send`` each bucket.
 
     ``asks``: a step counts only if it was ``confirmed``; otherwise one does whose gradients were
     finite on all ranks.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: CompressionSettings) -> None:
         self._settings = settings
         self.way, self._dense = settings.way(settings.momentum), Dense()
-        self._memory = Memory()
+        self._memory = ResidualMemory()
         self.steps = 0  # begun
         self.buckets: list[Pieces] = []  # of the step
         self.scale: Callable[[], float] = lambda: 1.0  # of the loss
@@ -265,13 +274,13 @@ class Meeting:
     """``ranks`` are None until several ranks have met; ``hosts`` where only these exchange
     compressed gradients, and there are several ranks on each of several hosts."""
 
-    def __init__(self, settings: Settings, seconds: float, backend: str | None) -> None:
+    def __init__(self, settings: CompressionSettings, seconds: float, backend: str | None) -> None:
         self.ranks: Ranks | None = None
         self.hosts: Hosts | None = None
         self.count = 0  # of hosts with several ranks, where hosts are the scope
         self._settings, self._seconds, self._backend = settings, seconds, backend
 
-    def meet(self, travel: Travel, group: dist.ProcessGroup | None = None) -> None:
+    def meet(self, travel: BucketExchange, group: dist.ProcessGroup | None = None) -> None:
         """At the first call with several ranks; every rank calls it, each with its own ``group``.
 
         Raises:
@@ -310,7 +319,7 @@ class Meeting:
         return int(dist.get_world_size()) if running else 1
 
     def send(
-        self, travel: Travel, flat: Tensor, pieces: Pieces, ranks: Ranks, way: Way
+        self, travel: BucketExchange, flat: Tensor, pieces: Pieces, ranks: Ranks, way: Way
     ) -> Callable[[], Tensor]:
         """A bucket on its way; what is returned waits for its mean."""
         if self.hosts is None:

@@ -262,7 +262,7 @@ LEAST_CAPABILITY = (8, 0)  # what Triton supports of NVIDIA's
 
 
 @dataclass(frozen=True)
-class Quantised:
+class QuantisedCodec:
     """Blocks of numbers as whole codes of 8 or 4 bits, or as signs, with a bf16 scale for each."""
 
     bits: int
@@ -428,7 +428,7 @@ def codec(name: str, block: int = 256) -> Codec:
     if name in FORMATS:
         return Cast(name)
     if name in WIDTHS:
-        return Quantised(WIDTHS[name], block)
+        return QuantisedCodec(WIDTHS[name], block)
     known = ", ".join([*FORMATS, *WIDTHS])
     raise ValueError(f"there is no codec {name!r}; there are {known}")
 

@@ -212,7 +212,7 @@ NOWHERE = Link(0.0, float("inf"))
 
 
 @dataclass(frozen=True)
-class Settings:
+class CollectiveSettings:
     """What a collective was asked for; equal on all ranks."""
 
     backend: str
@@ -257,7 +257,7 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CollectivePlan:
     """Hosts and links, and the way for tensors of up to 1, 2, 4, ... numbers."""
 
     topology: Topology
@@ -268,12 +268,12 @@ class Plan:
         return self.ways[min(max(numbers - 1, 0).bit_length(), SIZES - 1)]
 
 
-def alone() -> Plan:
+def alone() -> CollectivePlan:
     """Of one rank."""
-    return Plan(Topology(((0,),), NOWHERE, NOWHERE, "one rank"), ("flat",) * SIZES, {})
+    return CollectivePlan(Topology(((0,),), NOWHERE, NOWHERE, "one rank"), ("flat",) * SIZES, {})
 
 
-def agreed(settings: Settings, host: str) -> tuple[Plan, list[str]]:
+def agreed(settings: CollectiveSettings, host: str) -> tuple[CollectivePlan, list[str]]:
     """Rank 0's plan and the names of all ranks' hosts; every rank calls it.
 
     Raises:
@@ -281,7 +281,7 @@ def agreed(settings: Settings, host: str) -> tuple[Plan, list[str]]:
             don't allow.
     """
     size = dist.get_world_size()
-    found: list[tuple[str, Settings]] = [(host, settings)] * size
+    found: list[tuple[str, CollectiveSettings]] = [(host, settings)] * size
     dist.all_gather_object(found, (host, settings))
     for rank, (_, theirs) in enumerate(found):
         if theirs != found[0][1]:
@@ -314,7 +314,7 @@ def check_way(way: str, hosts: Sequence[Sequence[int]]) -> None:
         )
 
 
-def explanation(plan: Plan, settings: Settings) -> str:
+def explanation(plan: CollectivePlan, settings: CollectiveSettings) -> str:
     """The topology, what each way costs, and the choice."""
     topology, on_nccl = plan.topology, settings.backend == "nccl" and torch.cuda.is_available()
     lines = [str(topology), f"buckets: at least {bucket_bytes(topology) / 2**20:.0f} MB"]
@@ -409,17 +409,17 @@ def _topology(asked: str | Topology, hosts: tuple[tuple[int, ...], ...]) -> Topo
     return Topology(hosts, within or NOWHERE, between or NOWHERE, "measured")
 
 
-def _made(settings: Settings, topology: Topology) -> Plan:
+def _made(settings: CollectiveSettings, topology: Topology) -> CollectivePlan:
     names: tuple[str, ...] = () if settings.between == "none" else (settings.between,)
     if not names and settings.topology == "measure" and len(topology.hosts) > 1:
         names = ADVISED
     speeds = {name: codec_speed(name, device=_device()) for name in names}
     if settings.coded:
-        return Plan(topology, ("hierarchical",) * SIZES, speeds)
+        return CollectivePlan(topology, ("hierarchical",) * SIZES, speeds)
     if settings.way != "auto":
-        return Plan(topology, (settings.way,) * SIZES, speeds)
+        return CollectivePlan(topology, (settings.way,) * SIZES, speeds)
     ways = tuple(_cheapest(topology, 2**k, moves_by_nccl()) for k in range(SIZES))
-    return Plan(topology, ways, speeds)
+    return CollectivePlan(topology, ways, speeds)
 
 
 def _cheapest(topology: Topology, numbers: int, on_nccl: bool) -> str:
@@ -431,7 +431,7 @@ def _cheapest(topology: Topology, numbers: int, on_nccl: bool) -> str:
     return min(candidates, key=lambda cost: cost.seconds).way
 
 
-def _difference(theirs: Settings, first: Settings) -> str:
+def _difference(theirs: CollectiveSettings, first: CollectiveSettings) -> str:
     name = next(n for n in theirs.__dict__ if getattr(theirs, n) != getattr(first, n))
     return f"{name}={getattr(theirs, name)!r}, rank 0 {name}={getattr(first, name)!r}"
 

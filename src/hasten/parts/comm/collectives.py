@@ -34,10 +34,10 @@ from torch import Tensor
 from hasten.parts.comm import collective_plan
 from hasten.parts.comm.collective_plan import (
     HALVES,
+    CollectivePlan,
+    CollectiveSettings,
     ErrorMemory,
-    Plan,
     Route,
-    Settings,
     codecs_for,
     gather,
     rail_order,
@@ -92,13 +92,13 @@ class TopoAwareCollective:
         host: str = "",
         timeout: float = 60.0,
     ) -> None:
-        self.settings = Settings(backend, topology, way, within, between, timeout)
+        self.settings = CollectiveSettings(backend, topology, way, within, between, timeout)
         if backend == "nccl" and not torch.cuda.is_available():
             warnings.warn("there is no GPU here: backend='nccl' means 'gloo'", stacklevel=2)
         self.calls = 0
         self.bytes_sent = 0  # to other hosts in hierarchical calls; payload without headers
         self._host = host
-        self._plan: Plan | None = None
+        self._plan: CollectivePlan | None = None
         self._groups: Groups | None = None
         self._hosts: list[str] = []
         self._subject = ""
@@ -185,7 +185,7 @@ class TopoAwareCollective:
         """Hosts, links, what each way costs for 1 KB, 1 MB and 25 MB, and what was chosen, why."""
         return collective_plan.explanation(self._prepared(), self.settings)
 
-    def _route(self, plan: Plan, numbers: int) -> Route:
+    def _route(self, plan: CollectivePlan, numbers: int) -> Route:
         return Route(plan.way(numbers), self.settings.within, self.settings.between)
 
     def _reduce(
@@ -247,7 +247,7 @@ class TopoAwareCollective:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self._groups_of(self._prepared().topology)
 
-    def _prepared(self) -> Plan:
+    def _prepared(self) -> CollectivePlan:
         if self._plan is None:
             if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
                 return collective_plan.alone()

@@ -26,10 +26,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.parts.comm import buckets as gradients
-from hasten.parts.comm.buckets import Meeting, Travel
+from hasten.parts.comm.buckets import BucketExchange, Meeting
 from hasten.parts.comm.exchange import Ranks, WireError
 from hasten.parts.comm.groups import InOrder
-from hasten.parts.comm.methods import WHOLE, Memory, Piece, Settings, backend_of, parts_of
+from hasten.parts.comm.methods import (
+    WHOLE,
+    CompressionSettings,
+    Piece,
+    ResidualMemory,
+    backend_of,
+    parts_of,
+)
 from hasten.parts.comm.rank_check import checksum, drifted
 from hasten.parts.comm.weight_methods import Attached, whole
 
@@ -43,10 +50,10 @@ from hasten.parts.comm.weight_methods import Attached, whole
 class Locally:
     """What ``compress`` remembers; ``calls`` counts them since the last average."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: CompressionSettings) -> None:
         self.calls = 0
         self._way = settings.way(settings.momentum)
-        self._memory = Memory()
+        self._memory = ResidualMemory()
         self._shapes: list[tuple[int, ...]] = []  # of unnamed tensors, in their order
         self._unnamed = 0
         self._complete = False  # a whole round of calls was seen
@@ -154,13 +161,13 @@ class GradientCompressor:
         if sparisty_method is not None:
             warnings.warn("sparisty_method is spelt sparsity_method", stacklevel=2)
             sparsity_method = sparisty_method
-        self._settings = Settings(
+        self._settings = CompressionSettings(
             *(sparsity_method, compression_ratio, rank, momentum, dense_steps, minimum),
             *(scope, every),
         )
         self.communication_backend = backend_of(communication_backend)
         self.timeout_seconds = timeout_seconds
-        self._travel = Travel(self._settings)
+        self._travel = BucketExchange(self._settings)
         self._locally = Locally(self._settings)
         self._whole: Attached | None = None  # diloco, stream, auto
         self._meeting = Meeting(self._settings, timeout_seconds, self.communication_backend)

@@ -118,7 +118,7 @@ MOST = 8  # pieces: on a fast link each one is a delay
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Travel:
+class FullDuplexWork:
     """Works of torch.distributed that are one message, and what is to be done once all are there.
 
     On a processor ``wait`` holds this thread up, on a GPU its stream.
@@ -151,14 +151,14 @@ class Travel:
             work.get_future().add_done_callback(one_more)
 
 
-def all_gather(rows: Tensor, row: Tensor, group: Any = None, cut: bool = True) -> Travel:
+def all_gather(rows: Tensor, row: Tensor, group: Any = None, cut: bool = True) -> FullDuplexWork:
     """Everybody's ``row`` in ``rows``, (ranks, numbers) or as many in one dimension."""
     table, count = rows.view(dist.get_world_size(group), -1), row.numel()
     cuts = _cuts(row, count) if cut else [(0, count)]
     if len(cuts) == 1:
         whole = _all_gather(rows.view(-1), row.view(-1), group=group, async_op=True)
-        return Travel([whole])
-    return Travel(
+        return FullDuplexWork([whole])
+    return FullDuplexWork(
         [
             dist.all_gather(list(table[:, a:b]), row.view(-1)[a:b], group=group, async_op=True)
             for a, b in cuts
@@ -166,13 +166,15 @@ def all_gather(rows: Tensor, row: Tensor, group: Any = None, cut: bool = True) -
     )
 
 
-def all_to_all(received: Tensor, rows: Tensor, group: Any = None, cut: bool = True) -> Travel:
+def all_to_all(
+    received: Tensor, rows: Tensor, group: Any = None, cut: bool = True
+) -> FullDuplexWork:
     """Part r of ``rows`` goes to rank r, and part r of ``received`` came from it."""
     world = dist.get_world_size(group)
     count = rows.numel() // world
     cuts = _cuts(rows, count) if cut else [(0, count)]
     if len(cuts) == 1:
-        return Travel([dist.all_to_all_single(received, rows, group=group, async_op=True)])
+        return FullDuplexWork([dist.all_to_all_single(received, rows, group=group, async_op=True)])
     there, here = rows.view(world, -1), received.view(world, -1)
     leaving = [there[:, a:b].contiguous() for a, b in cuts]
     coming = [torch.empty_like(piece) for piece in leaving]
@@ -186,7 +188,7 @@ def all_to_all(received: Tensor, rows: Tensor, group: Any = None, cut: bool = Tr
         for (a, b), piece in zip(cuts, coming, strict=True):
             here[:, a:b].copy_(piece)
 
-    return Travel(works, put_together)
+    return FullDuplexWork(works, put_together)
 
 
 def _cuts(tensor: Tensor, count: int) -> list[tuple[int, int]]:

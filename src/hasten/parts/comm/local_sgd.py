@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hasten.parts.comm.codecs import Quantised
-from hasten.parts.comm.groups import Travel, all_gather
+from hasten.parts.comm.codecs import QuantisedCodec
+from hasten.parts.comm.groups import FullDuplexWork, all_gather
 from hasten.parts.comm.rank_check import CollectiveError, RollCall
 from hasten.parts.kernels import local_sgd as compiled
 
@@ -49,7 +49,7 @@ NUMBERS = 1 << 17  # of a processor's chunk; a device takes a fragment at once
 Outer = Callable[[Tensor, int], Tensor]  # a movement, and the place of its first number
 
 
-class Chunk:
+class WeightChunk:
     """Weights ``start:end`` of all, which are parts of one or more parameters.
 
     ``anchor`` is of all weights.
@@ -83,7 +83,7 @@ class Chunk:
 
         ``room`` has as many float32 numbers at least, to be used meanwhile.
         """
-        if self._stretch is not None and isinstance(codec, Quantised):
+        if self._stretch is not None and isinstance(codec, QuantisedCodec):
             codes, scales = codec.parts_of(body, self.numbers)
             body[len(codes) + len(scales) :].zero_()
             return self._stretch.encode(self._anchor, codes, scales, codec.block, codec.bits)
@@ -104,7 +104,7 @@ class Chunk:
         ``own`` is this rank's place. ``outer`` makes another step of the movement. Three ``rooms``
         of as many float32 numbers at least are used meanwhile.
         """
-        if self._stretch is not None and isinstance(codec, Quantised) and outer is None:
+        if self._stretch is not None and isinstance(codec, QuantisedCodec) and outer is None:
             codes, scales = codec.parts_of(messages, self.numbers)
             self._stretch.take(self._anchor, codes, scales, shares, own, codec.block, codec.bits)
             return
@@ -128,7 +128,9 @@ class Chunk:
             into[low:high].copy_(part)
 
 
-def chunks_of(parameters: Sequence[Tensor], anchor: Tensor, start: int, end: int) -> list[Chunk]:
+def chunks_of(
+    parameters: Sequence[Tensor], anchor: Tensor, start: int, end: int
+) -> list[WeightChunk]:
     """Weights ``start:end`` of all ``parameters`` in chunks."""
     step = NUMBERS if anchor.is_cpu else max(end - start, 1)
     ends = list(itertools.accumulate(p.numel() for p in parameters))
@@ -142,7 +144,7 @@ def chunks_of(parameters: Sequence[Tensor], anchor: Tensor, start: int, end: int
                 break
             first, last = max(low, offset) - offset, min(high, ends[place]) - offset
             parts.append(parameter.detach().view(-1)[first:last])
-        found.append(Chunk(parts, low, high, anchor))
+        found.append(WeightChunk(parts, low, high, anchor))
     return found
 
 
@@ -328,7 +330,7 @@ class Drift:
         """Run a collective in the group; a failure becomes a DriftError."""
         try:
             found = collective(*arguments, group=self.group)
-            if isinstance(found, Travel):
+            if isinstance(found, FullDuplexWork):
                 found.wait()
         except RuntimeError as error:
             raise self.lost(error) from error

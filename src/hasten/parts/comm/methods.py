@@ -53,7 +53,7 @@ def parts_of(flat: Tensor, pieces: Pieces) -> list[Tensor]:
     return list(flat[: numbers(pieces)].split([piece.numbers for piece in pieces]))
 
 
-class Memory:
+class ResidualMemory:
     """One float32 number for each of a parameter's, from step to step."""
 
     def __init__(self) -> None:
@@ -214,7 +214,7 @@ class TopKMean:
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum is {momentum}; it must be at least 0 and below 1")
         self.codec, self.momentum = ChunkedTopK.of_share(ratio), momentum
-        self._velocity = Memory()
+        self._velocity = ResidualMemory()
 
     def start(self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks) -> Finish:
         message, left = self._chosen(flat, residual, pieces)
@@ -536,7 +536,7 @@ BACKENDS = ("nccl", "gloo", None)
 
 
 @dataclass(frozen=True)
-class Settings:
+class CompressionSettings:
     """What all ranks must have alike.
 
     Raises:

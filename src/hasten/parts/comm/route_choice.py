@@ -35,7 +35,7 @@ WARM = DENSE_STEPS
 
 
 @dataclass(frozen=True)
-class Pace:
+class StepPace:
     """Seconds of a step with plain gradients: medians of the clocked steps of one rank."""
 
     step: float
@@ -100,14 +100,14 @@ class WireChoice:
         self._candidate, self.reason = choice[0], str(choice[1])
         self.decided = self._candidate == Route()
 
-    def _pace(self) -> Pace | None:
+    def _pace(self) -> StepPace | None:
         """This rank's; None where no traffic could be timed, as on a GPU."""
         if not self._seconds or not any(self._exposed):
             return None
         median = statistics.median
-        return Pace(median(self._seconds), median(self._exposed), median(self._windows))
+        return StepPace(median(self._seconds), median(self._exposed), median(self._windows))
 
-    def _best(self, topology: Topology, pace: Pace | None) -> tuple[Route, str]:
+    def _best(self, topology: Topology, pace: StepPace | None) -> tuple[Route, str]:
         """The route to be tried and why, or the flat one."""
         if len(topology.hosts) == 1:
             return Route(), "nothing chosen: all ranks are on one host"
@@ -177,13 +177,13 @@ def of_all_ranks(mine: Any) -> list[Any]:
     return found
 
 
-def together(paces: Sequence[Pace | None]) -> Pace | None:
+def together(paces: Sequence[StepPace | None]) -> StepPace | None:
     """The step of the slowest rank, and the traffic of the one that waited least for others."""
     known = [pace for pace in paces if pace is not None]
     if len(known) < len(paces):
         return None
     last = min(known, key=lambda pace: pace.exposed)
-    return Pace(max(pace.step for pace in known), last.exposed, last.window)
+    return StepPace(max(pace.step for pace in known), last.exposed, last.window)
 
 
 def share_saved(trials: Sequence[Mapping[bool, Sequence[float]]]) -> float:

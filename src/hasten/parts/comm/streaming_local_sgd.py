@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hasten.parts.comm.codecs import codec as codec_of
-from hasten.parts.comm.groups import Travel, all_gather
+from hasten.parts.comm.groups import FullDuplexWork, all_gather
 from hasten.parts.comm.local_sgd import NUMBERS, TIMEOUT, Drift
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class _Flight:
     fragment: int
     rows: Tensor  # (ranks x bytes), flat
     message: Tensor
-    work: Travel
+    work: FullDuplexWork
     sent: float
     back: list[float]  # when the others' messages were there, once they are
 

@@ -32,7 +32,7 @@ from hasten.parts.comm.collective_plan import Route
 from hasten.parts.comm.collectives import TopoAwareCollective
 from hasten.parts.comm.hierarchical import RoutedBuckets
 from hasten.parts.comm.local_sgd import LocalSteps, same_start
-from hasten.parts.comm.methods import Settings
+from hasten.parts.comm.methods import CompressionSettings
 from hasten.parts.comm.route_choice import WireChoice
 from hasten.parts.comm.streaming_local_sgd import Stream
 
@@ -63,7 +63,7 @@ class Attached(Protocol):
 class Weights:
     """Ranks that train apart, brought together after updates."""
 
-    def __init__(self, model: nn.Module, settings: Settings, seconds: float) -> None:
+    def __init__(self, model: nn.Module, settings: CompressionSettings, seconds: float) -> None:
         if isinstance(model, DistributedDataParallel):
             raise ValueError(
                 f"{settings.method} sends weights in the place of gradients: attach the module "
@@ -111,7 +111,7 @@ class Weights:
         self.part.after_step()
 
 
-class Choice:
+class WeightMethod:
     """Routes for DDP's buckets, tried in the first steps."""
 
     def __init__(
@@ -164,7 +164,7 @@ class Choice:
 
 def whole(
     model: nn.Module,
-    settings: Settings,
+    settings: CompressionSettings,
     backend: str | None,
     seconds: float,
     scale: Callable[[], float] | None,
@@ -175,7 +175,7 @@ def whole(
         ValueError: the method wants another kind of module.
     """
     if settings.method == "auto":
-        return Choice(model, backend, seconds, scale)
+        return WeightMethod(model, backend, seconds, scale)
     return Weights(model, settings, seconds)
 
 
@@ -185,7 +185,11 @@ def after_updates(weight: torch.Tensor, action: Callable[[], None], otherwise: s
     torch's hook is for all optimizers of the process: it looks whose step it was, and goes with the
     owner. Where gradients come and no step is ever heard of, it warns of what happens otherwise.
     """
-    method, wanted, silence = weakref.WeakMethod(action), weakref.ref(weight), Silence(otherwise)
+    method, wanted, silence = (
+        weakref.WeakMethod(action),
+        weakref.ref(weight),
+        MissingUpdates(otherwise),
+    )
 
     def updated(optimizer: torch.optim.Optimizer, given: Any, named: Any) -> None:
         found, mine = method(), wanted()
@@ -204,7 +208,7 @@ def after_updates(weight: torch.Tensor, action: Callable[[], None], otherwise: s
         weakref.finalize(owner.__self__, hook.remove)
 
 
-class Silence:
+class MissingUpdates:
     """Gradients that came before the first update; too many of them are told once."""
 
     def __init__(self, otherwise: str) -> None:

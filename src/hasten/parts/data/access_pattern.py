@@ -28,7 +28,7 @@ SPAN = 64  # records of one merged request, where the pattern has no size of its
 WIDEST_STRIDE = 8  # beyond it a range is mostly records that nobody wants
 
 
-class Order(Enum):
+class AccessOrder(Enum):
     """The orders that can be told apart; REPEATED is any other order, seen a second time."""
 
     SEQUENTIAL = "sequential"
@@ -42,25 +42,25 @@ class Order(Enum):
 class Pattern:
     """An order with its one number: the stride, the records of a block, the length of a round."""
 
-    order: Order
+    order: AccessOrder
     size: int = 1
 
     def range(self, index: int, count: int) -> tuple[int, int]:
         """[start, stop) worth one request when ``index`` of ``count`` records is asked for."""
-        if self.order is Order.SEQUENTIAL:
+        if self.order is AccessOrder.SEQUENTIAL:
             return index, min(index + SPAN, count)
-        if self.order is Order.STRIDED and 0 < self.size <= WIDEST_STRIDE:
+        if self.order is AccessOrder.STRIDED and 0 < self.size <= WIDEST_STRIDE:
             return index, min(index + SPAN, count)
-        if self.order is Order.STRIDED and -WIDEST_STRIDE <= self.size < 0:
+        if self.order is AccessOrder.STRIDED and -WIDEST_STRIDE <= self.size < 0:
             return max(index - SPAN + 1, 0), index + 1
-        if self.order is Order.BLOCKS:
+        if self.order is AccessOrder.BLOCKS:
             start = index // self.size * self.size
             return start, min(start + self.size, count)
         return index, index + 1
 
     def wants(self, first: int, index: int) -> bool:
         """Whether ``index``, read together with ``first``, will be asked for soon."""
-        return self.order is not Order.STRIDED or (index - first) % self.size == 0
+        return self.order is not AccessOrder.STRIDED or (index - first) % self.size == 0
 
 
 def classify(indices: Sequence[int]) -> Pattern:
@@ -70,16 +70,16 @@ def classify(indices: Sequence[int]) -> Pattern:
     """
     seen = np.asarray(indices, np.int64)
     if len(seen) < FEWEST:
-        return Pattern(Order.RANDOM)
+        return Pattern(AccessOrder.RANDOM)
     steps = np.diff(seen)
     if (steps == steps[0]).all() and steps[0]:
         step = int(steps[0])
-        return Pattern(Order.SEQUENTIAL) if step == 1 else Pattern(Order.STRIDED, step)
+        return Pattern(AccessOrder.SEQUENTIAL) if step == 1 else Pattern(AccessOrder.STRIDED, step)
     if block := _block(seen):
-        return Pattern(Order.BLOCKS, block)
+        return Pattern(AccessOrder.BLOCKS, block)
     if period := _period(seen):
-        return Pattern(Order.REPEATED, period)
-    return Pattern(Order.RANDOM)
+        return Pattern(AccessOrder.REPEATED, period)
+    return Pattern(AccessOrder.RANDOM)
 
 
 def classify_reads(reads: Sequence[tuple[int, int]]) -> Pattern:
@@ -88,19 +88,19 @@ def classify_reads(reads: Sequence[tuple[int, int]]) -> Pattern:
     Lengths may differ where every read begins at the end of the one before it.
     """
     if len(reads) < FEWEST:
-        return Pattern(Order.RANDOM)
+        return Pattern(AccessOrder.RANDOM)
     offsets, lengths = np.asarray(reads, np.int64).T
     if (offsets[1:] == offsets[:-1] + lengths[:-1]).all():
-        return Pattern(Order.SEQUENTIAL)
+        return Pattern(AccessOrder.SEQUENTIAL)
     length = int(lengths[0])
     if length > 0 and (lengths == length).all() and not (offsets % length).any():
         found = classify((offsets // length).tolist())
-        if found.order is Order.STRIDED:
+        if found.order is AccessOrder.STRIDED:
             return Pattern(found.order, found.size * length)
         return found
     if period := _period(offsets):
-        return Pattern(Order.REPEATED, period)
-    return Pattern(Order.RANDOM)
+        return Pattern(AccessOrder.REPEATED, period)
+    return Pattern(AccessOrder.RANDOM)
 
 
 def advise(fd: int, pattern: Pattern, offset: int = 0, length: int = 0) -> bool:
@@ -114,8 +114,8 @@ def advise(fd: int, pattern: Pattern, offset: int = 0, length: int = 0) -> bool:
         os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
         return True
     advice = {
-        Order.SEQUENTIAL: os.POSIX_FADV_SEQUENTIAL,
-        Order.RANDOM: os.POSIX_FADV_RANDOM,
+        AccessOrder.SEQUENTIAL: os.POSIX_FADV_SEQUENTIAL,
+        AccessOrder.RANDOM: os.POSIX_FADV_RANDOM,
     }.get(pattern.order, os.POSIX_FADV_NORMAL)
     os.posix_fadvise(fd, 0, 0, advice)
     return True
@@ -141,7 +141,7 @@ class IndexedReader:
 
     def __init__(self, store: RangeStore, detect: bool = True) -> None:
         self.store, self.detect = store, detect
-        self.pattern = Pattern(Order.RANDOM)
+        self.pattern = Pattern(AccessOrder.RANDOM)
         self.requests = 0
         self._window: deque[int] = deque(maxlen=WINDOW)
         self._next_look = FEWEST
@@ -188,7 +188,7 @@ class IndexedReader:
         return read[index - start]
 
     def _forget(self) -> None:
-        self.pattern, self._next_look = Pattern(Order.RANDOM), FEWEST
+        self.pattern, self._next_look = Pattern(AccessOrder.RANDOM), FEWEST
         self._window.clear()
         self._held, self._fetched = {}, 0
 

@@ -345,7 +345,7 @@ def _best_fit(counts: NDArray[np.int64], row_tokens: int) -> Classes:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PackingMethod:
     """What to do about padding for a distribution of lengths, and the figures that decided."""
 
     method: Literal["pack", "group", "both"]
@@ -354,7 +354,7 @@ class Choice:
     reason: str
 
 
-def choose_method(lengths: LengthCounts, row_tokens: int, together: int = 16) -> Choice:
+def choose_method(lengths: LengthCounts, row_tokens: int, together: int = 16) -> PackingMethod:
     """Pack rows of fixed length, or group records of like length ``together`` at a time.
 
     Records that don't add up to a row leave a packed row half empty, and still pad nothing when
@@ -368,10 +368,10 @@ def choose_method(lengths: LengthCounts, row_tokens: int, together: int = 16) ->
     grouped = int(sizes.sum()) / slots if slots else 1.0
     figures = f"packed rows of {row_tokens} are {packed:.1%} full, grouped records {grouped:.1%}"
     if abs(packed - grouped) <= CLOSE:
-        return Choice("both", packed, grouped, f"{figures}: either will do")
+        return PackingMethod("both", packed, grouped, f"{figures}: either will do")
     if packed > grouped:
-        return Choice("pack", packed, grouped, figures)
-    return Choice("group", packed, grouped, f"{figures}: the lengths don't add up to a row")
+        return PackingMethod("pack", packed, grouped, figures)
+    return PackingMethod("group", packed, grouped, f"{figures}: the lengths don't add up to a row")
 
 
 def _rows(classes: Classes) -> int:

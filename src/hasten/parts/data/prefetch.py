@@ -258,7 +258,7 @@ NOTICEABLE_SECONDS = 1e-3  # a smaller deficit is the scheduler's, not the loade
 WEIGHT = 0.05  # of the newest batch in the mean time of use
 
 
-class Pace:
+class LookaheadController:
     """Two clocks, kept by whoever takes the batches."""
 
     def __init__(self, most: int) -> None:
@@ -390,7 +390,7 @@ NOTICEABLE_WAIT_SECONDS = 1e-4  # a shorter wait is the lock's, not the loader's
 
 
 @dataclass
-class Statistics:
+class PrefetchStatistics:
     """What the prefetcher saw: waiting, and how full the queue was when a batch was asked for."""
 
     batches: int = 0
@@ -438,9 +438,9 @@ class SmartPrefetcher:
         self.pattern_detection = pattern_detection
         self.memory_bytes = memory_bytes
         self.device = None if device is None else torch.device(device)
-        self.statistics = Statistics(lookahead=lookahead)
+        self.statistics = PrefetchStatistics(lookahead=lookahead)
         self._full_in_a_row = 0
-        self._pace = Pace(max_lookahead)
+        self._pace = LookaheadController(max_lookahead)
 
     def wrap(self, loader: Iterable[Any]) -> ReadAhead:
         """The same batches, read ahead; iterate over it once per epoch."""
@@ -462,7 +462,7 @@ class SmartPrefetcher:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the look-ahead that an earlier run arrived at, within today's bounds."""
-        self.statistics = Statistics(**state)
+        self.statistics = PrefetchStatistics(**state)
         within = min(max(self.statistics.lookahead, self.lookahead), self.max_lookahead)
         self.statistics.lookahead = within
 

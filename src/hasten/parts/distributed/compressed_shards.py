@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hasten.parts.comm import groups as full_duplex
-from hasten.parts.comm.buckets import Travel
+from hasten.parts.comm.buckets import BucketExchange
 from hasten.parts.comm.codecs import ChunkedTopK, Codec, codec
 from hasten.parts.comm.exchange import Ranks, WireError
-from hasten.parts.comm.methods import Piece, Pieces, Settings
+from hasten.parts.comm.methods import CompressionSettings, Piece, Pieces
 from hasten.parts.comm.rank_check import checksum
 from hasten.parts.distributed.fsdp import (
     RowReduceScatter,
@@ -55,7 +55,7 @@ from hasten.parts.distributed.fsdp import (
 FEEDBACK = ("int8", "int4", "topk")
 
 
-def row_codec(settings: Settings) -> Codec:
+def row_codec(settings: CompressionSettings) -> Codec:
     """What encodes a row by the settings' method.
 
     Raises:
@@ -84,7 +84,9 @@ class ShardedGradients:
         ValueError: a method that rows of numbers don't suffice for.
     """
 
-    def __init__(self, settings: Settings, loss_scale: Callable[[], float] = lambda: 1.0) -> None:
+    def __init__(
+        self, settings: CompressionSettings, loss_scale: Callable[[], float] = lambda: 1.0
+    ) -> None:
         self._settings, self._codec = settings, row_codec(settings)
         self._feedback = settings.method in FEEDBACK
         self._scale = loss_scale
@@ -260,14 +262,14 @@ class CopiedShards:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: CompressionSettings,
         members: Sequence[tuple[int, ...]],
         loss_scale: Callable[[], float] = lambda: 1.0,
         timeout_seconds: float = 600.0,
     ) -> None:
         row_codec(settings)  # refuses the method
         self._members, self._seconds = members, timeout_seconds
-        self._travel = Travel(settings)
+        self._travel = BucketExchange(settings)
         self._travel.asks, self._travel.scale = True, loss_scale
         self._ranks: Ranks | None = None
         self._sums: dict[str, Tensor] = {}  # of a step's passes but the last, by group

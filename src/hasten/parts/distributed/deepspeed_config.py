@@ -421,7 +421,7 @@ EPS = 1e-8
 
 
 @dataclass(frozen=True)
-class Row:
+class DeepSpeedKey:
     """One key of the file, what becomes of it, and as what or why."""
 
     key: str
@@ -441,10 +441,10 @@ class Mapped:
     recompute: bool = False
     micro_batch: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)  # batch, rate, decay, clipping, ...
-    rows: tuple[Row, ...] = ()
+    rows: tuple[DeepSpeedKey, ...] = ()
 
     @property
-    def refused(self) -> tuple[Row, ...]:
+    def refused(self) -> tuple[DeepSpeedKey, ...]:
         return tuple(row for row in self.rows if row.fate == REFUSED)
 
 
@@ -534,7 +534,7 @@ def _given(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rows(config: Mapping[str, Any]) -> Iterator[Row]:
+def _rows(config: Mapping[str, Any]) -> Iterator[DeepSpeedKey]:
     for key, value in config.items():
         inside = INSIDE.get(key)
         if inside is None or not isinstance(value, Mapping):
@@ -542,24 +542,24 @@ def _rows(config: Mapping[str, Any]) -> Iterator[Row]:
             continue
         if key in ("fp16", "bf16", "bfloat16") and enabled(config, key) is not True:
             auto = enabled(config, key) == AUTO
-            yield Row(key, HONOURED, "auto: as the plan says" if auto else "off")
+            yield DeepSpeedKey(key, HONOURED, "auto: as the plan says" if auto else "off")
             continue
         for name, item in value.items():
             yield _row(f"{key}.{name}", name, item, inside[name])
 
 
-def _row(key: str, name: str, value: Any, fate: tuple[str, str]) -> Row:
+def _row(key: str, name: str, value: Any, fate: tuple[str, str]) -> DeepSpeedKey:
     """The table's word, unless the value changes it."""
     kind, words = fate
     if kind == REFUSED and not _switched_on(value):
-        return Row(key, IGNORED, "off")
+        return DeepSpeedKey(key, IGNORED, "off")
     if key in SPECIAL:
         reason = SPECIAL[key](value)
         if reason:
-            return Row(key, REFUSED, reason)
+            return DeepSpeedKey(key, REFUSED, reason)
     if name == "overlap_comm" and value is False:
-        return Row(key, IGNORED, "FSDP2 and DDP always overlap")
-    return Row(key, kind, words)
+        return DeepSpeedKey(key, IGNORED, "FSDP2 and DDP always overlap")
+    return DeepSpeedKey(key, kind, words)
 
 
 def _switched_on(value: Any) -> bool:

@@ -52,7 +52,7 @@ ELSEWHERE = -1  # the place of an expert that another rank holds
 
 
 @dataclass
-class Traffic:
+class TokenTraffic:
     """What this rank sent to others since it was built; what it kept for itself isn't counted."""
 
     passes: int = 0  # forward passes, recomputed ones included
@@ -61,9 +61,9 @@ class Traffic:
     bytes: int = 0  # of all messages, backward included
     messages: int = 0  # exchanges in which every rank takes part
 
-    def __add__(self, other: Traffic) -> Traffic:
+    def __add__(self, other: TokenTraffic) -> TokenTraffic:
         sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
-        return Traffic(**sums)
+        return TokenTraffic(**sums)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Journey:
     """Where the rows of one pass came from, to send the results back."""
 
     group: dist.ProcessGroup
-    traffic: Traffic
+    traffic: TokenTraffic
     count: int  # T, this rank's tokens
     tokens: Tensor  # (N sent,), the token of each row that left, by rank and then by token
     leaving: list[int]  # rows for each rank
@@ -88,7 +88,7 @@ def depart(
     weights: Tensor,
     here: int,
     group: dist.ProcessGroup,
-    traffic: Traffic,
+    traffic: TokenTraffic,
 ) -> tuple[Journey, Pairs]:
     """Steps 1 and 2: what this rank's experts have to compute, for tokens of all ranks.
 
@@ -146,7 +146,7 @@ def come_home(journey: Journey, results: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _addresses(
-    index: Tensor, here: int, group: dist.ProcessGroup, traffic: Traffic
+    index: Tensor, here: int, group: dist.ProcessGroup, traffic: TokenTraffic
 ) -> tuple[Tensor, Tensor, list[int], list[int]]:
     """Token and rank of each row that leaves; how many leave for, and come from, each rank."""
     ranks = torch.arange(dist.get_world_size(group), device=index.device)
@@ -164,7 +164,11 @@ def _addresses(
 
 
 def _travel(
-    x: Tensor, leaving: list[int], coming: list[int], group: dist.ProcessGroup, traffic: Traffic
+    x: Tensor,
+    leaving: list[int],
+    coming: list[int],
+    group: dist.ProcessGroup,
+    traffic: TokenTraffic,
 ) -> Tensor:
     """Rows to each rank of the group, by their numbers, and what came instead."""
     found = x.new_empty(sum(coming), *x.shape[1:])
@@ -182,7 +186,7 @@ class _Exchange(torch.autograd.Function):
     def forward(
         ctx: Any,
         group: dist.ProcessGroup,
-        traffic: Traffic,
+        traffic: TokenTraffic,
         leaving: list[int],
         coming: list[int],
         *tensors: Tensor,
@@ -251,7 +255,7 @@ class ExpertLayer:
         self.module, self.group, self.total = module, group, int(module.num_experts)
         self.here = self.total // dist.get_world_size(group)
         self.first = self.here * dist.get_rank(group)
-        self.traffic = Traffic()
+        self.traffic = TokenTraffic()
         self.alone = False  # all experts are here for the moment, and tokens stay
         self._journey: Journey | None = None  # of the pass that is under way
         for name, weight in list(module.named_parameters(recurse=False)):
@@ -309,9 +313,9 @@ class SharedExperts:
         return [weight for _, weight in self.named()]
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> TokenTraffic:
         """What this rank sent, over all layers."""
-        found = Traffic()
+        found = TokenTraffic()
         for layer in self.layers.values():
             found += layer.traffic
         return found

@@ -187,7 +187,7 @@ SEQUENCE = 1  # the dimension of (batch, sequence, hidden)
 HEADS = 2  # of (batch, sequence, heads, head size)
 
 
-class Plan(Protocol):
+class ModuleCuts(Protocol):
     """Which module is cut how: names below the trunk, ``*`` a layer's number."""
 
     @property
@@ -224,7 +224,9 @@ def check_heads(config: Any, size: int) -> None:
             )
 
 
-def split_layers(model: nn.Module, mesh: DeviceMesh, plan: Plan, sequence: bool = True) -> None:
+def split_layers(
+    model: nn.Module, mesh: DeviceMesh, plan: ModuleCuts, sequence: bool = True
+) -> None:
     """Cut a Hugging Face causal model's layers over the mesh, in place.
 
     Args:
@@ -267,7 +269,7 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, plan: Plan, sequence: bool 
         parameter.requires_grad_(learns[name])  # SequenceParallel makes all it replicates learn
 
 
-def split_vocabulary(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
+def split_vocabulary(model: nn.Module, mesh: DeviceMesh, plan: ModuleCuts) -> None:
     """Cut embedding and head over the mesh by tokens, tied or not, in place.
 
     Raises:
@@ -322,7 +324,7 @@ def _attends(module: nn.Module) -> bool:
     return "Attention" in type(module).__name__
 
 
-def _cut_sequence(inner: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
+def _cut_sequence(inner: nn.Module, mesh: DeviceMesh, plan: ModuleCuts) -> None:
     between, whole = Shard(SEQUENCE), Replicate()
     for name in _matches(inner, plan.norms):
         style = SequenceParallel(use_local_output=True)

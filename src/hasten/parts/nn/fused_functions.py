@@ -63,7 +63,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias`` in bf16; the gradient of the weight is the kernels' own product."""
     flat = x.reshape(-1, x.shape[-1])
-    found: Tensor = _Linear.apply(flat, weight, bias)
+    found: Tensor = _FusedLinear.apply(flat, weight, bias)
     return found.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -179,7 +179,7 @@ class _Rotate(torch.autograd.Function):
         return turn(grads[0], *ctx.saved_tensors, pairs_out, pairs_in, True), *[None] * 4
 
 
-class _Linear(torch.autograd.Function):
+class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight)

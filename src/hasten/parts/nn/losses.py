@@ -402,7 +402,7 @@ ROWS = 16  # records at once
 CHUNK = 1024  # positions whose logits exist at once
 
 
-class Records(Protocol):
+class TokenRecords(Protocol):
     """Token records by position."""
 
     def __len__(self) -> int: ...
@@ -410,7 +410,7 @@ class Records(Protocol):
     def __getitem__(self, index: int, /) -> TokenRecord: ...
 
 
-def token_accuracy(model: nn.Module, records: Records) -> float:
+def token_accuracy(model: nn.Module, records: TokenRecords) -> float:
     """Share (0 to 1) of the records' trained tokens that come first among the model's logits.
 
     Args:

@@ -165,7 +165,7 @@ KEPT_WIDE: Final = frozenset(
 )
 
 
-class Quantised(NamedTuple):
+class Float8Blocks(NamedTuple):
     """A matrix in float8: ``data`` times the scale of the block it lies in."""
 
     data: Tensor  # (rows, columns), float8
@@ -173,7 +173,7 @@ class Quantised(NamedTuple):
     block: tuple[int, int]  # rows and columns under one scale
 
 
-def quantise(x: Tensor, block: tuple[int, int], dtype: torch.dtype = E4M3) -> Quantised:
+def quantise(x: Tensor, block: tuple[int, int], dtype: torch.dtype = E4M3) -> Float8Blocks:
     """Round a matrix to float8; a block with an infinite or NaN number becomes NaN, not wrong."""
     largest = torch.finfo(dtype).max
     blocks = _in_blocks(x.float(), block)
@@ -182,10 +182,10 @@ def quantise(x: Tensor, block: tuple[int, int], dtype: torch.dtype = E4M3) -> Qu
     rounded = (blocks / scale[:, None, :, None]).clamp(-largest, largest).to(dtype)
     rows, columns = x.shape
     data = rounded.flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous()
-    return Quantised(data, scale, block)
+    return Float8Blocks(data, scale, block)
 
 
-def dequantise(q: Quantised) -> Tensor:
+def dequantise(q: Float8Blocks) -> Tensor:
     """The float32 matrix that a quantised one stands for."""
     blocks = _in_blocks(q.data.float(), q.block) * q.scale[:, None, :, None]
     rows, columns = q.data.shape
@@ -208,7 +208,7 @@ def product(
     return found.to(dtype)
 
 
-class _Linear(torch.autograd.Function):
+class _QuantisedLinear(torch.autograd.Function):
     """The three products; a frozen weight, or an input without gradient, costs none of its own."""
 
     @staticmethod
@@ -243,7 +243,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, emula
     """``F.linear`` with float8 products, in the format that autocast, or else ``x``, has."""
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    y: Tensor = _Linear.apply(x, weight, recipe, emulate, dtype)
+    y: Tensor = _QuantisedLinear.apply(x, weight, recipe, emulate, dtype)
     return y if bias is None else y + bias.to(dtype)
 
 

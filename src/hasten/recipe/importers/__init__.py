@@ -18,7 +18,7 @@ import yaml
 
 from hasten.errors import InputError
 from hasten.recipe.importers import accelerate, axolotl, llama_factory, training_arguments
-from hasten.recipe.importers.draft import Draft, Row, refuse_other_training
+from hasten.recipe.importers.draft import Draft, ImportedKey, refuse_other_training
 from hasten.recipe.yaml_reader import check_keys, one_line, read_yaml_file
 
 FORMATS: tuple[ModuleType, ...] = (llama_factory, axolotl, accelerate, training_arguments)
@@ -33,7 +33,7 @@ class Imported:
 
     format: str
     values: dict[str, Any]
-    rows: tuple[Row, ...]
+    rows: tuple[ImportedKey, ...]
     why: dict[str, str]
 
     @property

@@ -21,7 +21,7 @@ SHOWN = 60  # characters of a value
 
 
 @dataclass(frozen=True)
-class Row:
+class ImportedKey:
     """One key of the source."""
 
     key: str
@@ -37,13 +37,13 @@ class Draft:
     given: Mapping[str, Any]
     values: dict[str, Any] = field(default_factory=dict)
     plan: list[Any] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ImportedKey] = field(default_factory=list)
     why: dict[str, str] = field(default_factory=dict)  # recipe key -> source key, for comments
 
     def note(self, key: str, fate: Fate, words: str) -> None:
         text = " ".join(repr(self.given.get(key)).split())
         shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-        self.rows.append(Row(key, shown, fate, words))
+        self.rows.append(ImportedKey(key, shown, fate, words))
 
     def say(self, key: str, name: str, value: Any) -> None:
         """The recipe's key ``name`` is ``value``, because the source's ``key`` says so."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.core.contracts import Agreement, Dense, Wire
+from hasten.core.contracts import Agreement, NoCompression, Wire
 from hasten.core.facts import Facts
 from hasten.core.layout import gradients_of, total_norm
 from hasten.core.session import Session
@@ -308,7 +308,7 @@ class SharedAndSharded:
         return module
 
     def across(self, module: nn.Module, wire: Wire) -> nn.Module:
-        if not isinstance(wire, Dense):
+        if not isinstance(wire, NoCompression):
             raise InputError(
                 "plan: experts beside shards move their gradients in torch's own reduce-scatter, "
                 "which no wire enters here; leave the wire's technique out, or give ep beside dp"

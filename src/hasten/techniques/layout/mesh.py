@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hasten.core.contracts import AsGiven, AsTheModelDoes, Dense, Traffic, Wire
+from hasten.core.contracts import AsGiven, AsTheModelDoes, NoCompression, Traffic, Wire
 from hasten.core.facts import Facts
 from hasten.core.setup import Setup, on_device
 from hasten.core.slot import Slot
 from hasten.errors import InputError
-from hasten.parts.comm.methods import Settings
+from hasten.parts.comm.methods import CompressionSettings
 from hasten.parts.distributed import local_shards
 from hasten.parts.distributed.fsdp import Sharding, is_sharded, send_gradients, shard
 from hasten.parts.distributed.local_shards import LocalShards, whole_on_first
@@ -119,7 +119,7 @@ class Meshed:
 
     def across(self, module: nn.Module, wire: Wire) -> nn.Module:
         self._module, sharding = module, self.how.sharding
-        self._exchange = None if isinstance(wire, Dense) else self._entered(wire)
+        self._exchange = None if isinstance(wire, NoCompression) else self._entered(wire)
         if self.data_size > 1 or self.weights.dtype is not None:
             how = Sharding(sharding.reshard, sharding.offload, self.weights.dtype)
             arrival = Arrival(self.builds) if self._sends else None
@@ -136,7 +136,9 @@ class Meshed:
     def _entered(self, wire: Wire) -> Exchange:
         """What makes gradients small on their way; it knows the mesh, and the wire its settings."""
         compressed = wire if isinstance(wire, Compressed) else None
-        settings = None if compressed is None else Settings(**compressed.compressor.settings())
+        settings = (
+            None if compressed is None else CompressionSettings(**compressed.compressor.settings())
+        )
         scale = self._scale
         found = exchange_for(
             self.how.name, self.sizes, self.mesh, wire, settings, lambda: scale.value

@@ -23,8 +23,8 @@ from hasten.parts.data import collate
 from hasten.parts.distributed.pipeline.runtime import (
     CHECKPOINTS,
     Pass,
-    Seams,
-    Settings,
+    PassHooks,
+    PipelineSettings,
     alike,
     nothing_beside,
 )
@@ -53,7 +53,7 @@ class PipelineEngine(PlainEngine):
         self._stage_pass = _StagePass()
         plain = isinstance(self.setup.routing, AsTheModelDoes)
         beside = nothing_beside if plain else self._heard
-        self.runner = layout.cut.start(Seams(precision.region, precision.collect, beside))
+        self.runner = layout.cut.start(PassHooks(precision.region, precision.collect, beside))
 
     def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
         layout, precision = self.layout, self.setup.precision
@@ -130,7 +130,9 @@ class Pipeline(Technique):
                 f"stages is {self.stages} and micro_batch_size {self.micro_batch_size}; neither "
                 "can be negative, and 0 leaves it to the ranks and to BATCH"
             )
-        Settings(self.schedule, max(self.stages, 1), self.checkpoint)  # refuses what doesn't fit
+        PipelineSettings(
+            self.schedule, max(self.stages, 1), self.checkpoint
+        )  # refuses what doesn't fit
 
     @property
     def fidelity(self) -> Fidelity:
@@ -142,8 +144,8 @@ class Pipeline(Technique):
             return
         self.fill(setup, Stages(setup, self.settings_on(world.size)))
 
-    def settings_on(self, world_size: int) -> Settings:
-        return Settings(self.schedule, self.ranks(world_size), self.checkpoint)
+    def settings_on(self, world_size: int) -> PipelineSettings:
+        return PipelineSettings(self.schedule, self.ranks(world_size), self.checkpoint)
 
     def fill(self, setup: Setup, layout: Stages | StagesInPieces) -> None:
         """Put a layout of stages in its slot, with what runs them."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.core.contracts import Dense, Wire
+from hasten.core.contracts import NoCompression, Wire
 from hasten.core.layout import gradients_of, total_norm
 from hasten.core.setup import Setup, on_device, once
 from hasten.core.state import order_of
@@ -31,7 +31,12 @@ from hasten.parts.distributed.pipeline.model import (
     prune,
     put_together,
 )
-from hasten.parts.distributed.pipeline.runtime import RanksRunner, Seams, Settings, Work
+from hasten.parts.distributed.pipeline.runtime import (
+    PassHooks,
+    PipelineSettings,
+    PipelineWork,
+    RanksRunner,
+)
 from hasten.parts.distributed.pipeline.schedules import SPLIT
 from hasten.parts.distributed.pipeline.stages import LanguageModel, TiedHead, is_end
 from hasten.parts.distributed.tensor_parallel import split_layers
@@ -56,7 +61,7 @@ class Cut:
     def __init__(
         self,
         setup: Setup,
-        settings: Settings,
+        settings: PipelineSettings,
         stage: int,
         first: bool,
         group: Callable[[], dist.ProcessGroup],
@@ -125,9 +130,9 @@ class Cut:
         homes = enumerate(self.settings.homes)
         return {i: self.model.stage(spans[i]) for i, home in homes if home == self._stage}
 
-    def start(self, seams: Seams) -> RanksRunner:
+    def start(self, seams: PassHooks) -> RanksRunner:
         """What runs this rank's stages."""
-        whole, work = self.model, Work(self.settings, seams, self._device)
+        whole, work = self.model, PipelineWork(self.settings, seams, self._device)
         shape = hidden_shape(whole.causal.config.hidden_size, lambda: whole.dtype)
         self.runner = RanksRunner(self.stages, work, self.group, self._device, shape)
         return self.runner
@@ -159,7 +164,7 @@ class Cut:
         return brought(mine, self.group) if self._first else dict(mine)
 
 
-def check_company(setup: Setup, settings: Settings) -> None:
+def check_company(setup: Setup, settings: PipelineSettings) -> None:
     """InputError for techniques that reach into passes which a pipeline runs itself."""
     said = {
         "compiled": isinstance(setup.compile, Compiling)
@@ -176,7 +181,7 @@ def check_company(setup: Setup, settings: Settings) -> None:
             )
 
 
-def _no_recompute(recompute: BlockRecompute, settings: Settings) -> str:
+def _no_recompute(recompute: BlockRecompute, settings: PipelineSettings) -> str:
     if settings.checkpoint != "never":
         return f"whose own checkpoint is {settings.checkpoint} already; give one of the two"
     if recompute.segments is not None:
@@ -221,7 +226,7 @@ class Stages(DealsCut):
 
     whole = False
 
-    def __init__(self, setup: Setup, settings: Settings) -> None:
+    def __init__(self, setup: Setup, settings: PipelineSettings) -> None:
         world = setup.facts.world
         if world.size % settings.ranks:
             raise InputError(
@@ -296,7 +301,7 @@ class Stages(DealsCut):
 
 def check_wire(wire: Wire, pipelines: int) -> None:
     """InputError for a wire that can't carry what the pipelines exchange."""
-    if isinstance(wire, Dense):
+    if isinstance(wire, NoCompression):
         return
     if not isinstance(wire, Compressed):
         raise InputError(
@@ -329,7 +334,7 @@ class StagesInPieces(DealsCut):
     whole = False
     pieces = True
 
-    def __init__(self, setup: Setup, settings: Settings, sizes: MeshSizes) -> None:
+    def __init__(self, setup: Setup, settings: PipelineSettings, sizes: MeshSizes) -> None:
         world = setup.facts.world
         if sizes.size * settings.ranks != world.size:
             raise InputError(
@@ -377,7 +382,7 @@ class StagesInPieces(DealsCut):
         return module
 
     def across(self, module: nn.Module, wire: Wire) -> nn.Module:
-        if not isinstance(wire, Dense):
+        if not isinstance(wire, NoCompression):
             raise InputError(
                 "plan: stages in pieces move their gradients in torch's own reduce-scatter, which "
                 "no wire enters here; leave the wire's technique out, or give pp beside dp alone"

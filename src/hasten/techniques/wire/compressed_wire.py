@@ -24,7 +24,7 @@ from hasten.core.technique import Claim, Proof
 from hasten.errors import InputError
 from hasten.parts.comm.exchange import WireError
 from hasten.parts.comm.gradient_compressor import GradientCompressor
-from hasten.parts.comm.methods import Settings
+from hasten.parts.comm.methods import CompressionSettings
 from hasten.parts.distributed.compressed_shards import CopiedShards, ShardedGradients
 from hasten.parts.distributed.fsdp import why_not
 from hasten.parts.distributed.mesh import MeshSizes
@@ -46,7 +46,7 @@ def exchange_for(
     sizes: MeshSizes,
     mesh: DeviceMesh,
     wire: Wire,
-    settings: Settings | None,
+    settings: CompressionSettings | None,
     scale: Callable[[], float],
 ) -> Exchange:
     """What is to be attached to the sharded module; the module has no axis of copies then, where
@@ -76,7 +76,7 @@ def members(mesh: DeviceMesh) -> list[tuple[int, ...]]:
     return [tuple(column.tolist()) for column in by_copy.T]
 
 
-def _reason(layout: str, sizes: MeshSizes, wire: Wire, settings: Settings | None) -> str:
+def _reason(layout: str, sizes: MeshSizes, wire: Wire, settings: CompressionSettings | None) -> str:
     """Why not, in one sentence; empty when nothing is in the way."""
     if settings is None:
         return (

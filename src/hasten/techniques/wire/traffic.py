@@ -6,13 +6,13 @@ from typing import Protocol, runtime_checkable
 
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.core.contracts import Dense, Traffic, Wire
+from hasten.core.contracts import NoCompression, Traffic, Wire
 from hasten.core.timing import OPTIMIZER
 from hasten.parts.distributed.ddp import ring_bytes, under_way, watch
 
 
 @runtime_checkable
-class Counts(Protocol):
+class CountsBytes(Protocol):
     """A wire that knows how many bytes this rank has sent so far."""
 
     @property
@@ -28,7 +28,7 @@ class OfReplicas:
     def __init__(self, module: DistributedDataParallel, wire: Wire) -> None:
         self.late = False
         self._module, self._wire, self._before = module, wire, 0
-        self._dense = ring_bytes(module) if isinstance(wire, Dense) else None
+        self._dense = ring_bytes(module) if isinstance(wire, NoCompression) else None
         self._known = watch(module)
 
     def traffic(self) -> Traffic | None:
@@ -41,7 +41,7 @@ class OfReplicas:
         return Traffic(found.exposed + found.hidden - hidden, hidden, sent)
 
     def _sent(self) -> int | None:
-        if not isinstance(self._wire, Counts):
+        if not isinstance(self._wire, CountsBytes):
             return self._dense
         total = self._wire.sent_bytes
         sent, self._before = total - self._before, total

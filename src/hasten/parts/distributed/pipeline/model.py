@@ -35,12 +35,12 @@ from hasten.parts.distributed.pipeline.runtime import (
     LocalRunner,
     LossFunction,
     OptimizerFactory,
+    PassHooks,
+    PipelineSettings,
+    PipelineWork,
     RanksRunner,
-    Runner,
-    Seams,
-    Settings,
+    StageRunner,
     Update,
-    Work,
     is_pair,
     language_batch,
     micro_batches,
@@ -92,7 +92,7 @@ class AsyncPipeline:
     ) -> None:
         if microbatch_size < 1:
             raise ValueError(f"microbatch_size is {microbatch_size}; give 1 at least")
-        self.settings = Settings(schedule, stages, checkpoint, overlap_communication)
+        self.settings = PipelineSettings(schedule, stages, checkpoint, overlap_communication)
         self.microbatch_size = microbatch_size
         self._group = group
         self._loss_fn, self._update = loss_fn, Update(optimizer, learning_rate)
@@ -206,7 +206,7 @@ class PipelineModel(nn.Module):
         self,
         whole: Cuttable,
         sizes: Sequence[int],
-        settings: Settings,
+        settings: PipelineSettings,
         group: dist.ProcessGroup | None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -222,8 +222,8 @@ class PipelineModel(nn.Module):
         }
         self.stages = nn.ModuleList(own.values())
         place = _device(device, self.stages)
-        work = Work(settings, Seams(), place)
-        self.runner: Runner
+        work = PipelineWork(settings, PassHooks(), place)
+        self.runner: StageRunner
         if group is None:
             local = devices(settings.ranks, place)
             if len(local) > 1 and isinstance(whole, LanguageModel) and whole.tied:

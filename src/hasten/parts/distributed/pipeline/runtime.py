@@ -35,11 +35,12 @@ from hasten.parts.distributed.pipeline.schedules import (
     missing,
     orders,
 )
-from hasten.parts.distributed.pipeline.trace import Recorder, timed
+from hasten.parts.distributed.pipeline.trace import TraceRecorder, timed
 
 # One pass of one stage: with its activations kept or not, in the number format of the run.
 #
-# Every runner hands each stage's passes to :class:`Work`, so that recomputation, precision and the
+# Every runner hands each stage's passes to :class:`PipelineWork`, so that recomputation, precision
+# and the
 # sum of the losses are the same in one process and in many.
 
 CHECKPOINTS = ("always", "except_last", "never")
@@ -54,7 +55,7 @@ def nothing_beside(number: int, run: Pass) -> tuple[Tensor, Tensor | None]:
 
 
 @dataclass(frozen=True)
-class Seams:
+class PassHooks:
     """What the training loop around a pipeline does in each pass.
 
     ``beside`` runs a stage's forward pass over the micro-batch of a number and says, with what came
@@ -67,7 +68,7 @@ class Seams:
 
 
 @dataclass(frozen=True)
-class Settings:
+class PipelineSettings:
     """How a pipeline works, whatever runs it.
 
     ``ranks`` are the processes (or, in one process, devices) it is laid out for; ``checkpoint``
@@ -106,12 +107,12 @@ class Settings:
         )
 
 
-class Work:
+class PipelineWork:
     """The micro-batches of a step in progress, and what has come of them on this process."""
 
-    def __init__(self, settings: Settings, seams: Seams, device: torch.device) -> None:
+    def __init__(self, settings: PipelineSettings, seams: PassHooks, device: torch.device) -> None:
         self.settings, self.seams = settings, seams
-        self.recorder = Recorder(device)
+        self.recorder = TraceRecorder(device)
         self.last = len(settings.homes) - 1  # the stage whose output is the loss
         self._device = device
         # By stage and micro-batch, and not a sum: torch may try a pass out beforehand.
@@ -177,10 +178,10 @@ class Seed(torch.autograd.Function):
         return torch.full((), ctx.scale, dtype=dtype, device=device), None
 
 
-class Runner(Protocol):
+class StageRunner(Protocol):
     """Runs stages over micro-batches in a schedule's order; in one process, or one of many."""
 
-    work: Work
+    work: PipelineWork
 
     def run(self, micro_batches: Sequence[Inputs], scale: float) -> Tensor:
         """Gradients of ``scale`` x the summed losses; the sum itself, unscaled, on every rank."""
@@ -197,7 +198,7 @@ class RanksRunner:
     def __init__(
         self,
         stages: Mapping[int, nn.Module],
-        work: Work,
+        work: PipelineWork,
         group: dist.ProcessGroup,
         device: torch.device,
         shape: Shape,
@@ -336,7 +337,7 @@ class _Chunk(nn.Module):
     hidden states travels.
     """
 
-    def __init__(self, stage: nn.Module, index: int, work: Work) -> None:
+    def __init__(self, stage: nn.Module, index: int, work: PipelineWork) -> None:
         super().__init__()
         self.stage, self.index = stage, index
         self._work = work
@@ -380,7 +381,7 @@ class LocalRunner:
     """All stages, each on a device of its own or all on one."""
 
     def __init__(
-        self, stages: Mapping[int, nn.Module], work: Work, devices: Sequence[torch.device]
+        self, stages: Mapping[int, nn.Module], work: PipelineWork, devices: Sequence[torch.device]
     ) -> None:
         self.work, self._stages = work, stages
         self._homes = work.settings.homes
@@ -538,7 +539,7 @@ def micro_batches(
     loss_fn: LossFunction | None,
     language: bool,
     device: torch.device,
-    settings: Settings,
+    settings: PipelineSettings,
 ) -> tuple[list[dict[str, Any]], float]:
     """A batch in pieces that the schedule can run, and what the sum of their losses is scaled by.
 

@@ -36,7 +36,7 @@ class StageEvent:
     end: float
 
 
-class Recorder:
+class TraceRecorder:
     """Notes what this process does while it is on; off it costs a look at one flag."""
 
     def __init__(self, device: torch.device) -> None:
@@ -213,7 +213,9 @@ def _text(x: float, y: float, words: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}">{escape(words)}</text>'
 
 
-def timed(recorder: Recorder, run: Callable[..., Any], rank: int, kind: str, stage: int) -> Any:
+def timed(
+    recorder: TraceRecorder, run: Callable[..., Any], rank: int, kind: str, stage: int
+) -> Any:
     """``run(micro_batch, ...)`` with each call noted."""
 
     def noted(micro_batch: int, *args: Any, **kwargs: Any) -> Any:
