@@ -694,7 +694,7 @@ CORE: tuple[Fault, ...] = (
     Fault(
         name="same-order-every-epoch",
         kind="ignored seed",
-        file="core/order.py",
+        file="core/job.py",
         old="(seed * 1_000_003 + epoch) % 2**63",
         new="(seed * 1_000_003) % 2**63",
         tests=("tests/core/test_schedule_and_order.py",),
@@ -702,7 +702,7 @@ CORE: tuple[Fault, ...] = (
     Fault(
         name="warm-up-begins-at-zero",
         kind="off-by-one",
-        file="core/schedule.py",
+        file="core/job.py",
         old="return (step + 1) / (self.warmup_steps + 1)",
         new="return step / self.warmup_steps",
         tests=("tests/core/test_schedule_and_order.py",),
@@ -710,7 +710,7 @@ CORE: tuple[Fault, ...] = (
     Fault(
         name="floor-after-the-last-step",
         kind="off-by-one",
-        file="core/schedule.py",
+        file="core/job.py",
         old="length = max(self.total_steps - 1 - start, 1)",
         new="length = max(self.total_steps - start, 1)",
         tests=("tests/core/test_schedule_and_order.py", "tests/core/test_step.py"),
@@ -718,7 +718,7 @@ CORE: tuple[Fault, ...] = (
     Fault(
         name="spike-count-goes-back-too",
         kind="forgotten state",
-        file="core/spikes.py",
+        file="core/health.py",
         old="        self.times, self.rate = times, rate\n",
         new="",
         tests=("tests/core/test_spikes.py",),
@@ -742,7 +742,7 @@ CORE: tuple[Fault, ...] = (
     Fault(
         name="patience-of-one-more",
         kind="off-by-one",
-        file="core/trainer.py",
+        file="core/loop.py",
         old="outcome.evaluations.index(best) >= watch.patience",
         new="outcome.evaluations.index(best) > watch.patience",
         tests=("tests/core/test_trainer.py",),
@@ -750,7 +750,7 @@ CORE: tuple[Fault, ...] = (
     Fault(
         name="held-out-mean-of-means",
         kind="wrong reduction",
-        file="core/evaluate.py",
+        file="core/loop.py",
         old="torch.tensor([float(loss), batch.counts.trained_tokens], dtype=torch.float64)",
         new="torch.tensor([float(loss) / (batch.counts.trained_tokens or 1), 1.0])",
         tests=("tests/core/test_trainer.py",),
@@ -758,7 +758,7 @@ CORE: tuple[Fault, ...] = (
     Fault(
         name="model-stays-in-evaluation",
         kind="forgotten reset",
-        file="core/evaluate.py",
+        file="core/loop.py",
         old="        module.train(was_training)\n",
         new="        module.eval()\n",
         tests=("tests/core/test_trainer.py",),
@@ -766,7 +766,7 @@ CORE: tuple[Fault, ...] = (
     Fault(
         name="skipped-steps-never-forgotten",
         kind="forgotten reset",
-        file="core/guards.py",
+        file="core/health.py",
         old="        else:\n            self.in_a_row = 0\n",
         new="",
         tests=("tests/core/test_guards.py", "tests/core/test_step.py"),
@@ -774,7 +774,7 @@ CORE: tuple[Fault, ...] = (
     Fault(
         name="quarantine-names-the-next-step",
         kind="off-by-one",
-        file="core/guards.py",
+        file="core/health.py",
         old="setup.layout, progress.step_in_epoch - 1",
         new="setup.layout, progress.step_in_epoch",
         tests=("tests/core/test_guards.py",),
@@ -782,7 +782,7 @@ CORE: tuple[Fault, ...] = (
     Fault(
         name="waiting-counted-twice",
         kind="wrong sum",
-        file="core/clock.py",
+        file="core/timing.py",
         old="    parts[part] = parts.get(part, 0.0) - seconds\n",
         new="    parts[part] = parts.get(part, 0.0)\n",
         tests=("tests/core/test_clock.py",),
@@ -798,7 +798,7 @@ CORE: tuple[Fault, ...] = (
     Fault(
         name="notice-whatever-the-exit-code",
         kind="dropped error",
-        file="core/leaving.py",
+        file="core/loop.py",
         old="        return done.returncode == 0\n",
         new="        return done is not None\n",
         tests=("tests/core/test_leaving.py",),
@@ -809,7 +809,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="rows-filled-with-other-records",
         kind="wrong index",
-        file="parts/packing.py",
+        file="parts/data/packing.py",
         old="order[_sorted_by(sizes[order])]",
         new="order[_sorted_by(sizes)]",
         tests=("tests/parts/test_packing.py",),
@@ -817,7 +817,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="loss-mask-shifted",
         kind="off-by-one",
-        file="parts/collate.py",
+        file="parts/data/collate.py",
         old="np.where(record.trained[1:], record.input_ids[1:], IGNORED)",
         new="np.where(record.trained[:-1], record.input_ids[1:], IGNORED)",
         tests=("tests/parts/test_collate.py",),
@@ -825,7 +825,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="positions-run-on-in-a-row",
         kind="forgotten reset",
-        file="parts/collate.py",
+        file="parts/data/collate.py",
         old="_row([np.arange(n, dtype=np.int64) for n in lengths])",
         new="_row([np.arange(sum(lengths), dtype=np.int64)])",
         tests=("tests/parts/test_collate.py",),
@@ -833,7 +833,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="mean-loss-not-weighted",
         kind="wrong reduction",
-        file="parts/losses.py",
+        file="parts/nn/losses.py",
         old="return found * weight, torch.tensor(weight)",
         new="return found, torch.tensor(weight)",
         tests=("tests/parts/test_losses.py",),
@@ -841,7 +841,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="held-out-loss-is-smoothed",
         kind="wrong mode",
-        file="parts/losses.py",
+        file="parts/nn/losses.py",
         old=(
             "        head = causal_lm(self.model).lm_head\n"
             "        terms = self.terms if self.training else self.terms.measured()\n"
@@ -852,7 +852,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="z-loss-gradient-halved",
         kind="wrong factor",
-        file="parts/cross_entropy.py",
+        file="parts/nn/losses.py",
         old="        grad *= 1 + 2 * terms.z_loss * log_sum\n",
         new="        grad *= 1 + terms.z_loss * log_sum\n",
         tests=("tests/parts/test_cross_entropy.py",),
@@ -860,7 +860,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="filler-rows-get-a-gradient",
         kind="forgotten mask",
-        file="parts/cross_entropy.py",
+        file="parts/nn/losses.py",
         old="grad -= counted * (terms.label_smoothing / logits.shape[1])",
         new="grad -= terms.label_smoothing / logits.shape[1]",
         tests=("tests/parts/test_cross_entropy.py",),
@@ -886,7 +886,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="one-checkpoint-too-many-stays",
         kind="off-by-one",
-        file="parts/checkpoint/retention.py",
+        file="parts/checkpoint/commit.py",
         old="spare = len(good) >= keep and",
         new="spare = len(good) > keep and",
         tests=("tests/parts/checkpoint/test_retention.py",),
@@ -905,7 +905,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="staging-without-copies",
         kind="missing copy",
-        file="parts/checkpoint/writer.py",
+        file="parts/checkpoint/saver.py",
         old="        return dict(self._kept)\n",
         new="        return dict(tensors)\n",
         tests=("tests/parts/checkpoint/test_smart_checkpointer.py",),
@@ -945,7 +945,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="skipped-step-is-remembered",
         kind="forgotten condition",
-        file="parts/compression/error_feedback.py",
+        file="parts/comm/methods.py",
         old=(
             "        if counted:\n"
             "            for pieces, values in left.items():\n"
@@ -959,7 +959,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="memory-of-an-unused-layer-is-lost",
         kind="forgotten state",
-        file="parts/compression/travel.py",
+        file="parts/comm/buckets.py",
         old="                give_back(left, held, pieces)\n",
         new="",
         tests=("tests/parts/test_gradient_compressor.py",),
@@ -967,7 +967,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="residual-of-one-rank-s-share",
         kind="wrong factor",
-        file="parts/compression/powersgd.py",
+        file="parts/comm/methods.py",
         old="(matrix - basis @ mine.float().T * world)",
         new="(matrix - basis @ mine.float().T)",
         tests=("tests/parts/test_gradient_compressor.py",),
@@ -975,7 +975,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="owner-owes-one-share",
         kind="wrong factor",
-        file="parts/compression/quantised_reduce.py",
+        file="parts/comm/methods.py",
         old="left[low:high].add_(mean - result[low:high], alpha=ranks.world)",
         new="left[low:high].add_(mean - result[low:high])",
         tests=("tests/parts/test_gradient_compressor.py",),
@@ -983,7 +983,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="velocity-keeps-what-was-sent",
         kind="forgotten mask",
-        file="parts/compression/topk.py",
+        file="parts/comm/methods.py",
         old="self._velocity.leave(pieces, flat.masked_fill(sent, 0.0))",
         new="self._velocity.leave(pieces, flat)",
         tests=("tests/parts/test_gradient_compressor.py",),
@@ -991,7 +991,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="scale-rounded-down",
         kind="wrong rounding",
-        file="parts/codec_torch.py",
+        file="parts/kernels/codec_reference.py",
         old="((share + 0xFFFF) >> 16)",
         new="((share + 0x7FFF) >> 16)",
         tests=("tests/parts/test_codec_kernels.py", "tests/parts/test_codecs.py"),
@@ -999,7 +999,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="head-counted-on-the-first-stage",
         kind="wrong index",
-        file="parts/layout/partition.py",
+        file="parts/distributed/pipeline/stages.py",
         old="(first if index == 0 else 0.0) + (last if index == stages - 1 else 0.0)",
         new="(last if index == 0 else 0.0) + (first if index == stages - 1 else 0.0)",
         tests=("tests/parts/layout/test_partition.py",),
@@ -1007,7 +1007,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="norm-counts-every-copy",
         kind="wrong reduction",
-        file="parts/layout/local_shards.py",
+        file="parts/distributed/local_shards.py",
         old="weights = torch.tensor([1 / h for h in holders],",
         new="weights = torch.tensor([1.0 for _ in holders],",
         tests=("tests/techniques/test_layout_tensor.py",),
@@ -1015,7 +1015,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="hidden-gradient-of-one-rank",
         kind="missing reduction",
-        file="parts/layout/vocabulary_parallel.py",
+        file="parts/distributed/vocabulary_parallel.py",
         old=(
             "        if grad_hidden is not None:\n"
             "            dist.all_reduce(grad_hidden, group=group)\n"
@@ -1026,7 +1026,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="one-forward-pass-too-early",
         kind="off-by-one",
-        file="parts/layout/pipeline_schedules.py",
+        file="parts/distributed/pipeline/schedules.py",
         old="ahead = min(ranks - 1 - rank, micro_batches)",
         new="ahead = min(ranks - rank, micro_batches)",
         tests=("tests/parts/layout/test_pipeline_schedules.py",),
@@ -1034,7 +1034,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="filler-is-trained",
         kind="wrong default",
-        file="parts/layout/pipeline_batches.py",
+        file="parts/distributed/pipeline/runtime.py",
         old='"labels": IGNORED,',
         new='"labels": 0,',
         tests=("tests/parts/layout/test_pipeline.py",),
@@ -1042,7 +1042,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="expert-gradients-not-averaged",
         kind="wrong reduction",
-        file="parts/layout/expert_parallel.py",
+        file="parts/distributed/expert_parallel.py",
         old="        weight.grad.div_(self._divisor)  # before the sum: fp16 can't hold all\n",
         new="",
         tests=("tests/parts/layout/test_expert_parallel.py",),
@@ -1050,7 +1050,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="bits-taken-for-bytes",
         kind="wrong unit",
-        file="parts/topology.py",
+        file="parts/comm/topology.py",
         old="megabits * 1e6 / 8 if megabits > 0",
         new="megabits * 1e6 if megabits > 0",
         tests=("tests/parts/test_topology.py",),
@@ -1058,7 +1058,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="ring-is-not-closed",
         kind="wrong index",
-        file="parts/topology.py",
+        file="parts/comm/topology.py",
         old="(*order[1:], order[0])",
         new="(*order[1:], order[-1])",
         tests=("tests/parts/test_topology.py",),
@@ -1066,7 +1066,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="mean-divided-twice",
         kind="forgotten condition",
-        file="parts/collectives.py",
+        file="parts/comm/collectives.py",
         old='if op == "mean" and not early:\n            whole.div_',
         new='if op == "mean":\n            whole.div_',
         tests=("tests/parts/test_collectives.py",),
@@ -1074,7 +1074,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="bias-feeds-the-busy-expert",
         kind="swapped sign",
-        file="parts/routing.py",
+        file="parts/nn/router_balance.py",
         old="torch.sign(load.mean() - load)",
         new="torch.sign(load - load.mean())",
         tests=("tests/parts/test_routing.py",),
@@ -1082,7 +1082,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="filler-counts-as-load",
         kind="forgotten mask",
-        file="parts/routing.py",
+        file="parts/nn/router_balance.py",
         old="real = (heard.sequences != FILLER).to(self._loads)",
         new="real = torch.ones_like(heard.sequences).to(self._loads)",
         tests=("tests/parts/test_routing.py",),
@@ -1090,7 +1090,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="momentum-the-wrong-way-round",
         kind="wrong factor",
-        file="parts/muon.py",
+        file="parts/optim/muon.py",
         old="moment.lerp_(grad, 1 - self.momentum)",
         new="moment.lerp_(grad, self.momentum)",
         tests=("tests/parts/test_muon.py",),
@@ -1098,7 +1098,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="same-rounding-every-step",
         kind="ignored seed",
-        file="parts/compact_adamw.py",
+        file="parts/optim/compact_adamw.py",
         old="* 0x9E3779B97F4A7C15 + step",
         new="* 0x9E3779B97F4A7C15",
         tests=("tests/parts/test_compact_adamw.py",),
@@ -1106,7 +1106,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="norms-and-biases-decay",
         kind="wrong comparison",
-        file="parts/parameter_groups.py",
+        file="parts/optim/weight_average.py",
         old='parameter.ndim >= 2 and not name.endswith("bias")',
         new="parameter.ndim >= 1",
         tests=("tests/parts/test_parameter_groups.py",),
@@ -1114,7 +1114,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="scale-grows-soon-after-an-overflow",
         kind="forgotten reset",
-        file="parts/loss_scale.py",
+        file="parts/optim/master_weights.py",
         old="self.value, self._good = max(self.value * self.backoff, 1.0), 0",
         new="self.value = max(self.value * self.backoff, 1.0)",
         tests=("tests/parts/test_loss_scale.py",),
@@ -1122,7 +1122,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="micro-batches-counted-again",
         kind="forgotten reset",
-        file="parts/master_weights.py",
+        file="parts/optim/master_weights.py",
         old=(
             "                master.grad = master.grad.float().add_(working.grad)\n"
             "            working.grad = None\n"
@@ -1133,7 +1133,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="averaged-weights-stay",
         kind="missing copy",
-        file="parts/weight_average.py",
+        file="parts/optim/weight_average.py",
         old='before = [p.detach().to("cpu", copy=True) for p in parameters]',
         new='before = [p.detach().to("cpu") for p in parameters]',
         tests=("tests/parts/test_weight_average.py",),
@@ -1141,7 +1141,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="new-epoch-begins-in-its-middle",
         kind="forgotten reset",
-        file="parts/dynamic_sampler.py",
+        file="parts/data/dynamic_batch.py",
         old="self.epoch, self._done, self._start = epoch, 0, 0",
         new="self.epoch = epoch",
         tests=("tests/parts/test_dynamic_sampler.py",),
@@ -1149,7 +1149,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="batch-counted-after-its-step",
         kind="off-by-one",
-        file="parts/prefetcher.py",
+        file="parts/data/prefetch.py",
         old=(
             "            self.batch += 1\n"
             "            yield sent if copies is None else copies.receive(sent)\n"
@@ -1163,7 +1163,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="error-of-the-loader-is-lost",
         kind="dropped error",
-        file="parts/reading_thread.py",
+        file="parts/data/prefetch.py",
         old="        error = caught\n",
         new="        error = None\n",
         tests=("tests/parts/test_reading_thread.py",),
@@ -1171,7 +1171,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="rows-keep-their-company",
         kind="ignored seed",
-        file="parts/row_order.py",
+        file="parts/data/epoch_order.py",
         old="records = _generator(self.seed, epoch, RECORDS_DRAWN)",
         new="records = _generator(self.seed, 0, RECORDS_DRAWN)",
         tests=("tests/parts/test_row_order.py",),
@@ -1179,7 +1179,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="last-piece-weighs-too-much",
         kind="wrong reduction",
-        file="parts/dynamic_batcher.py",
+        file="parts/data/dynamic_batch.py",
         old="step(piece, rows(piece) / whole)",
         new="step(piece, size / whole)",
         tests=("tests/parts/test_dynamic_batcher.py",),
@@ -1187,7 +1187,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="a-size-too-large-stays-good",
         kind="forgotten reset",
-        file="parts/headroom.py",
+        file="machine/memory.py",
         old=(
             "        if self.good >= self.ceiling:"
             "  # it was good by luck: its batches were smaller\n"
@@ -1199,7 +1199,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="anchor-of-before-the-resume",
         kind="forgotten reset",
-        file="parts/local_steps.py",
+        file="parts/comm/local_sgd.py",
         old=(
             '        self.steps, self.exchanges = state["steps"], state["exchanges"]\n'
             "        self.drift.reset()\n"
@@ -1210,7 +1210,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="ranks-count-alike-whatever-they-trained",
         kind="wrong reduction",
-        file="parts/drift.py",
+        file="parts/comm/local_sgd.py",
         old="[tokens / total if total else 1 / len(headers) for tokens, _ in headers]",
         new="[1 / len(headers) for _ in headers]",
         tests=("tests/parts/test_local_steps.py",),
@@ -1218,7 +1218,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="tokens-ahead-cross-documents",
         kind="forgotten mask",
-        file="parts/multi_token.py",
+        file="parts/nn/multi_token.py",
         old="return there & (number == number.roll(-distance, dims=1))",
         new="return there",
         tests=("tests/parts/test_multi_token.py",),
@@ -1229,7 +1229,7 @@ EVIDENCE: tuple[Fault, ...] = (
     Fault(
         name="one-degree-of-freedom-too-many",
         kind="off-by-one",
-        file="evidence/statistics.py",
+        file="measure/statistics.py",
         old="student_quantile((1 + confidence) / 2, rounds - 1) * error",
         new="student_quantile((1 + confidence) / 2, rounds) * error",
         tests=("tests/evidence/test_statistics.py",),
@@ -1237,7 +1237,7 @@ EVIDENCE: tuple[Fault, ...] = (
     Fault(
         name="gain-by-the-upper-end",
         kind="wrong comparison",
-        file="evidence/statistics.py",
+        file="measure/statistics.py",
         old="if ratio.low > 1 + noise_floor:",
         new="if ratio.high > 1 + noise_floor:",
         tests=("tests/evidence/test_statistics.py",),
@@ -1245,7 +1245,7 @@ EVIDENCE: tuple[Fault, ...] = (
     Fault(
         name="holm-never-steps-down",
         kind="forgotten step",
-        file="evidence/significance.py",
+        file="measure/significance.py",
         old="        left -= 1\n",
         new="",
         tests=("tests/evidence/test_significance.py",),
@@ -1253,7 +1253,7 @@ EVIDENCE: tuple[Fault, ...] = (
     Fault(
         name="processes-need-not-agree",
         kind="wrong comparison",
-        file="evidence/significance.py",
+        file="measure/significance.py",
         old="max(by_rounds, luck.chance(mean - edge))",
         new="min(by_rounds, luck.chance(mean - edge))",
         tests=("tests/evidence/test_luck.py",),
@@ -1261,7 +1261,7 @@ EVIDENCE: tuple[Fault, ...] = (
     Fault(
         name="a-lower-loss-is-worse",
         kind="swapped sign",
-        file="evidence/judgement.py",
+        file="report/verdicts.py",
         old="change = ours / theirs - 1",
         new="change = theirs / ours - 1",
         tests=("tests/evidence/test_judgement.py",),
@@ -1269,7 +1269,7 @@ EVIDENCE: tuple[Fault, ...] = (
     Fault(
         name="no-look-after-the-last-round",
         kind="off-by-one",
-        file="evidence/ablation.py",
+        file="measure/ablation.py",
         old="for look in range(1, self.evaluations + 1)",
         new="for look in range(self.evaluations)",
         tests=("tests/evidence/test_ablation.py",),
@@ -1277,7 +1277,7 @@ EVIDENCE: tuple[Fault, ...] = (
     Fault(
         name="rung-without-its-own-technique",
         kind="off-by-one",
-        file="evidence/ablation.py",
+        file="measure/ablation.py",
         old="Plan(plan.techniques[: place + 1])",
         new="Plan(plan.techniques[:place])",
         tests=("tests/evidence/test_ablation.py",),
@@ -1285,7 +1285,7 @@ EVIDENCE: tuple[Fault, ...] = (
     Fault(
         name="turns-always-in-one-order",
         kind="ignored seed",
-        file="evidence/sittings.py",
+        file="measure/sittings.py",
         old="for name in order.sample(list(names), len(names)):",
         new="for name in list(names):",
         tests=("tests/evidence/test_controller.py",),
@@ -1293,7 +1293,7 @@ EVIDENCE: tuple[Fault, ...] = (
     Fault(
         name="disturbed-rounds-count-as-calm",
         kind="forgotten condition",
-        file="evidence/rounds.py",
+        file="measure/rounds.py",
         old="calm = sum(self.load(key) <= self.limit for key in keys)",
         new="calm = len(keys)",
         tests=("tests/evidence/test_controller.py",),
@@ -1301,7 +1301,7 @@ EVIDENCE: tuple[Fault, ...] = (
     Fault(
         name="not-a-number-passes-the-guard",
         kind="missing check",
-        file="evidence/guard_rows.py",
+        file="measure/quality/requirements.py",
         old="return math.inf if any(math.isnan(s) for s in shares) else max(shares)",
         new="return max(shares)",
         tests=("tests/evidence/test_guard.py",),
@@ -1309,7 +1309,7 @@ EVIDENCE: tuple[Fault, ...] = (
     Fault(
         name="guard-compares-losses-alone",
         kind="missing check",
-        file="evidence/guard_exact.py",
+        file="measure/quality/requirements.py",
         old='parts = ("losses", "weights")',
         new='parts = ("losses",)',
         tests=("tests/evidence/test_guard.py",),
@@ -1317,7 +1317,7 @@ EVIDENCE: tuple[Fault, ...] = (
     Fault(
         name="guard-hears-the-first-rank-alone",
         kind="wrong reduction",
-        file="evidence/guard_process.py",
+        file="measure/quality/guard_process.py",
         old="furthest = max(judged, key=_furthest)",
         new="furthest = judged[0]",
         tests=("tests/evidence/test_guard_process.py", "tests/evidence/test_guard_ranks.py"),
@@ -1325,7 +1325,7 @@ EVIDENCE: tuple[Fault, ...] = (
     Fault(
         name="more-of-a-measure-is-worse",
         kind="swapped sign",
-        file="evidence/guard_lossy.py",
+        file="measure/quality/requirements.py",
         old="([1 / value for value in values] for values in (self.without, self.with_))",
         new="(list(values) for values in (self.without, self.with_))",
         tests=("tests/evidence/test_guard.py",),
@@ -1333,7 +1333,7 @@ EVIDENCE: tuple[Fault, ...] = (
     Fault(
         name="ledger-of-the-warm-up",
         kind="wrong index",
-        file="evidence/ledger.py",
+        file="measure/profile.py",
         old="steps = every[warmup:] or every",
         new="steps = every[:warmup] or every",
         tests=("tests/evidence/test_ledger.py",),
@@ -1341,7 +1341,7 @@ EVIDENCE: tuple[Fault, ...] = (
     Fault(
         name="half-a-line-stays-in-the-record",
         kind="forgotten step",
-        file="evidence/record.py",
+        file="measure/record.py",
         old=("    if len(whole) < len(content):\n        os.truncate(path, len(whole))\n"),
         new="",
         tests=("tests/evidence/test_record.py",),
@@ -1349,7 +1349,7 @@ EVIDENCE: tuple[Fault, ...] = (
     Fault(
         name="margin-held-by-the-mean",
         kind="wrong comparison",
-        file="evidence/non_inferiority.py",
+        file="measure/significance.py",
         old="if mean + half < allowed:",
         new="if mean < allowed:",
         tests=("tests/evidence/test_non_inferiority.py",),
@@ -1357,7 +1357,7 @@ EVIDENCE: tuple[Fault, ...] = (
     Fault(
         name="each-decision-has-all-the-doubt",
         kind="wrong factor",
-        file="evidence/climb.py",
+        file="report/speedup.py",
         old="doubt=DOUBT / len(techniques)",
         new="doubt=DOUBT",
         tests=("tests/evidence/test_climb.py",),
@@ -1365,7 +1365,7 @@ EVIDENCE: tuple[Fault, ...] = (
     Fault(
         name="energy-of-a-turnover-is-lost",
         kind="forgotten condition",
-        file="evidence/energy.py",
+        file="measure/energy.py",
         old="self._sum += step if step >= 0 else step + self._range",
         new="self._sum += max(step, 0)",
         tests=("tests/evidence/test_energy.py",),
@@ -1373,7 +1373,7 @@ EVIDENCE: tuple[Fault, ...] = (
     Fault(
         name="exit-code-lost",
         kind="dropped error",
-        file="evidence/crew.py",
+        file="measure/crew.py",
         old="            code: object = self.process.wait(timeout=LEAVE_SECONDS)\n",
         new=(
             "            self.process.wait(timeout=LEAVE_SECONDS)\n            code: object = 0\n"
@@ -1383,7 +1383,7 @@ EVIDENCE: tuple[Fault, ...] = (
     Fault(
         name="regression-upside-down",
         kind="swapped sign",
-        file="evidence/regress.py",
+        file="report/bundle.py",
         old="unpaired_ratio(before.ratios, now.ratios)",
         new="unpaired_ratio(now.ratios, before.ratios)",
         tests=("tests/evidence/test_regress.py",),
@@ -1394,7 +1394,7 @@ DATA: tuple[Fault, ...] = (
     Fault(
         name="pieces-do-not-overlap",
         kind="off-by-one",
-        file="data/templates.py",
+        file="data/chat_template.py",
         old="range(0, max(whole.length - 1, 1), cutoff_len - 1)",
         new="range(0, max(whole.length - 1, 1), cutoff_len)",
         tests=("tests/data/test_templates.py",),
@@ -1402,7 +1402,7 @@ DATA: tuple[Fault, ...] = (
     Fault(
         name="first-token-of-an-answer-untrained",
         kind="off-by-one",
-        file="data/templates.py",
+        file="data/chat_template.py",
         old="trained[begin : bisect_left(",
         new="trained[begin + 1 : bisect_left(",
         tests=("tests/data/test_masks.py", "tests/data/test_templates.py"),
@@ -1410,7 +1410,7 @@ DATA: tuple[Fault, ...] = (
     Fault(
         name="what-nothing-predicts-is-counted",
         kind="forgotten mask",
-        file="data/store.py",
+        file="data/token_store.py",
         old="    marks[firsts[firsts < lasts]] = False\n",
         new="",
         tests=("tests/data/test_store.py",),
@@ -1418,7 +1418,7 @@ DATA: tuple[Fault, ...] = (
     Fault(
         name="a-held-out-record-is-trained",
         kind="leak",
-        file="data/store.py",
+        file="data/token_store.py",
         old="return np.sort(order[count:]), np.sort(order[:count])",
         new="return np.sort(order[max(count - 1, 0) :]), np.sort(order[:count])",
         tests=("tests/data/test_store.py",),
@@ -1426,7 +1426,7 @@ DATA: tuple[Fault, ...] = (
     Fault(
         name="cache-knows-no-template",
         kind="missing check",
-        file="data/store.py",
+        file="data/token_store.py",
         old="backend, tokenizer.chat_template, borders]",
         new="backend, borders]",
         tests=("tests/data/test_store.py",),
@@ -1442,7 +1442,7 @@ DATA: tuple[Fault, ...] = (
     Fault(
         name="digest-not-compared",
         kind="missing check",
-        file="data/arrowfile.py",
+        file="data/arrow_file.py",
         old="if end < _SIZE_BYTES or _digest(file, end) != file.read(_DIGEST_BYTES):",
         new="if end < _SIZE_BYTES:",
         tests=("tests/data/test_store.py",),
@@ -1450,7 +1450,7 @@ DATA: tuple[Fault, ...] = (
     Fault(
         name="steps-of-all-records-add-up",
         kind="forgotten reset",
-        file="data/render.py",
+        file="data/template_sandbox.py",
         old="        environment.left = STEPS\n",
         new="",
         tests=("tests/data/test_render.py", "tests/data/test_templates.py"),
@@ -1474,7 +1474,7 @@ DATA: tuple[Fault, ...] = (
     Fault(
         name="one-tool-shown-is-enough",
         kind="wrong comparison",
-        file="data/toolturns.py",
+        file="data/chat_template.py",
         old="not all(name in text for name in names)",
         new="not any(name in text for name in names)",
         tests=("tests/data/test_toolturns.py",),
@@ -1482,7 +1482,7 @@ DATA: tuple[Fault, ...] = (
     Fault(
         name="one-reject-taken-for-all",
         kind="wrong comparison",
-        file="data/formats.py",
+        file="data/readers.py",
         old="if max_rejected < 1 else max_rejected",
         new="if max_rejected <= 1 else max_rejected",
         tests=("tests/data/test_formats.py",),
@@ -1517,7 +1517,7 @@ RECIPE: tuple[Fault, ...] = (
     Fault(
         name="each-rank-has-all-the-memory",
         kind="wrong reduction",
-        file="recipe/memory_budget.py",
+        file="recipe/memory_check.py",
         old="return hardware.memory_limit_bytes / ranks_here(known.world)",
         new="return float(hardware.memory_limit_bytes)",
         tests=("tests/recipe/test_memory_budget.py",),
@@ -1525,7 +1525,7 @@ RECIPE: tuple[Fault, ...] = (
     Fault(
         name="copies-overlap-once",
         kind="wrong sum",
-        file="recipe/overlap.py",
+        file="recipe/prepared_data.py",
         old="Overlap(sum(digest in found for digest in wanted), len(held_out))",
         new="Overlap(len(found), len(held_out))",
         tests=("tests/recipe/test_overlap.py",),
@@ -1533,7 +1533,7 @@ RECIPE: tuple[Fault, ...] = (
     Fault(
         name="files-of-equal-size-are-the-same",
         kind="missing check",
-        file="recipe/stamps.py",
+        file="recipe/prepared_data.py",
         old="return [str(path.resolve()), stat.st_size, stat.st_mtime_ns]",
         new="return [str(path.resolve()), stat.st_size]",
         tests=("tests/recipe/test_stamps.py", "tests/recipe/test_reading.py"),
@@ -1541,7 +1541,7 @@ RECIPE: tuple[Fault, ...] = (
     Fault(
         name="folder-drops-the-settings-beside-it",
         kind="forgotten state",
-        file="recipe/checkpoint_keys.py",
+        file="recipe/shorthands.py",
         old='{NAME: {**_settings(plan[place]), "folder": folder}},',
         new='{NAME: {"folder": folder}},',
         tests=("tests/recipe/test_checkpoint_keys.py",),
@@ -1549,7 +1549,7 @@ RECIPE: tuple[Fault, ...] = (
     Fault(
         name="stage-two-shards-weights",
         kind="wrong comparison",
-        file="recipe/deepspeed_key.py",
+        file="recipe/shorthands.py",
         old='"reshard": found.stage == 3',
         new='"reshard": found.stage >= 2',
         tests=("tests/recipe/test_deepspeed_key.py",),
@@ -1557,7 +1557,7 @@ RECIPE: tuple[Fault, ...] = (
     Fault(
         name="imported-batch-of-one-rank",
         kind="wrong factor",
-        file="recipe/importing/common.py",
+        file="recipe/importers/draft.py",
         old='draft.say(each, "global_batch_size", size * passes * ranks)',
         new='draft.say(each, "global_batch_size", size * passes)',
         tests=("tests/recipe/test_importing.py",),
@@ -1565,7 +1565,7 @@ RECIPE: tuple[Fault, ...] = (
     Fault(
         name="ceiling-of-one-device",
         kind="wrong factor",
-        file="recipe/ceiling.py",
+        file="recipe/peak_flops.py",
         old="ceiling=devices * found.rate",
         new="ceiling=found.rate",
         tests=("tests/recipe/test_ceiling.py",),
@@ -1581,7 +1581,7 @@ RECIPE: tuple[Fault, ...] = (
     Fault(
         name="records-drawn-without-the-seed",
         kind="ignored seed",
-        file="recipe/reading.py",
+        file="recipe/prepared_data.py",
         old="np.random.default_rng(seed).choice(",
         new="np.random.default_rng().choice(",
         tests=("tests/recipe/test_reading.py", "tests/recipe/test_importing.py"),
@@ -1589,15 +1589,15 @@ RECIPE: tuple[Fault, ...] = (
     Fault(
         name="limits-exchanged",
         kind="wrong order",
-        file="recipe/faults.py",
-        old="Limits(recipe.hang_seconds, recipe.start_seconds)",
-        new="Limits(recipe.start_seconds, recipe.hang_seconds)",
+        file="recipe/build.py",
+        old="RankTimeouts(recipe.hang_seconds, recipe.start_seconds)",
+        new="RankTimeouts(recipe.start_seconds, recipe.hang_seconds)",
         tests=("tests/recipe/test_faults.py",),
     ),
     Fault(
         name="evaluation-of-the-resumed-step-is-lost",
         kind="wrong comparison",
-        file="recipe/starting.py",
+        file="recipe/prepare.py",
         old="rows += [row] if row[0] <= last else []",
         new="rows += [row] if row[0] < last else []",
         tests=("tests/recipe/test_faults.py",),

@@ -65,7 +65,7 @@ def test_names_are_unique_and_every_room_has_its_share() -> None:
     names = Counter(fault.name for fault in script.FAULTS)
     assert [name for name, count in names.items() if count > 1] == []
     rooms = Counter(fault.room for fault in script.FAULTS)
-    least = {"core": 12, "parts": 22, "evidence": 12, "data": 8, "recipe": 6}
+    least = {"core": 12, "parts": 22, "measure": 9, "data": 8, "recipe": 6}
     assert {room: count for room, count in least.items() if rooms[room] < count} == {}
 
 

@@ -1,6 +1,6 @@
 """Module paths of earlier versions, which are imported for one more release, with a warning.
 
-``_moved.json`` says where each module is now, and where names are that went another way.
+``_moved.json`` says where each module is now, and which names are elsewhere or have another name.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class OldPaths(MetaPathFinder, Loader):
         warnings.warn(
             f"{module.__name__} is {new} now; the old path ends with the next release",
             DeprecationWarning,
-            stacklevel=_importer(),
+            stacklevel=2,  # frames of importlib aren't counted
         )
         module.__doc__ = importlib.import_module(new).__doc__
 
@@ -60,18 +60,9 @@ class _Old(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         old = self.__name__.partition(".")[2]
-        new = table()["names"].get(f"{old}.{name}", table()["modules"][old])
-        return getattr(importlib.import_module(f"{ROOT}.{new}"), name)
-
-
-def _importer() -> int:
-    """How far up the stack the import statement stands: beyond importlib's own frames."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and (
-        "importlib" in frame.f_code.co_filename or frame.f_code.co_filename == __file__
-    ):
-        level, frame = level + 1, frame.f_back
-    return level
+        home = table()["names"].get(f"{old}.{name}", table()["modules"][old])
+        module, _, renamed = home.partition(":")
+        return getattr(importlib.import_module(f"{ROOT}.{module}"), renamed or name)
 
 
 def install() -> None:
