@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hasten.parts.checkpoint import load
-from hasten.parts.checkpoint.interval import SaveInterval
+from hasten.parts.checkpoint.smart_checkpointer import SaveInterval
 from hasten.parts.checkpoint.saver import Saver
 
 State = dict[str, Tensor]

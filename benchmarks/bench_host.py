@@ -28,7 +28,7 @@ from hasten.core.setup import obstacles, prepare
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine import environment, host
-from hasten.machine.allocator import minor_faults
+from hasten.machine.memory import minor_faults
 from hasten.techniques.allocator import Allocator
 from hasten.techniques.threads import Threads
 

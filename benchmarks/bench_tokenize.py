@@ -167,7 +167,7 @@ def compare(
     trl_workers: list[int],
     place: Path,
 ) -> None:
-    from hasten.data.tokenizer import train_bpe
+    from hasten.data.tokenize import train_bpe
 
     known = pairs(Path(os.environ["HASTEN_TEST_DATA"]))
     tokenizer = train_bpe((text for pair in known for text in pair), VOCABULARY)

@@ -144,7 +144,7 @@ def test_only_the_recipe_reads_the_catalogue() -> None:
             for node in ast.walk(ast.parse(path.read_text()))
         )
     }
-    assert readers == {"techniques/__init__.py", "recipe/catalogue.py"}
+    assert readers == {"techniques/__init__.py", "recipe/shorthands.py"}
 
 
 def test_modules_begin_with_what_they_are() -> None:

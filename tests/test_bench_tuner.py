@@ -22,8 +22,8 @@ from hasten.measure.controller import Measured
 from hasten.measure.experiment import ExperimentSubject, prepared
 from hasten.measure.turns import RunnerFailedError, Step
 from hasten.progress import SilentProgress
-from hasten.recipe.catalogue import catalogue
 from hasten.recipe.schema import recipe_from
+from hasten.recipe.shorthands import catalogue
 
 KINDS = {kind.name(): kind for kind in catalogue()}
 RECIPE = {

@@ -25,7 +25,7 @@ import numpy as np
 from hasten.planner import accuracy
 from hasten.planner.accuracy import DENSE, MOE, HeldOut
 from hasten.planner.calibrate import Cases, fit_memory, fit_seconds
-from hasten.planner.constants import Calibration, MemoryConstants
+from hasten.planner.numbers import Calibration, MemoryConstants
 from hasten.planner.records import PublishedMeasurement, read_records
 
 HERE = Path(__file__).resolve().parent

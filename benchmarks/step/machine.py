@@ -13,7 +13,7 @@ from typing import Any
 
 from hasten.core import facts
 from hasten.machine import host
-from hasten.machine import allocator
+from hasten.machine import memory
 
 SOURCES = Path(__file__).resolve().parents[2] / "src"
 # glibc keeps freed memory instead of mapping every large tensor anew (mallopt(3))
@@ -40,9 +40,9 @@ def environment(kind: str, threads: int) -> dict[str, str]:
     if kind == "glibc":
         env |= KEEPING
     elif kind == "tcmalloc":
-        library = allocator.library("tcmalloc")
+        library = memory.library("tcmalloc")
         if library is None:
-            package = allocator.PACKAGES["tcmalloc"]
+            package = memory.PACKAGES["tcmalloc"]
             raise SystemExit(f"tcmalloc isn't on this machine: install {package}, or take glibc")
         env["LD_PRELOAD"] = library
     return env

@@ -23,7 +23,7 @@ from hasten.core.job import GlobalBatch, ShuffledOrder
 from hasten.data.corpus import Corpus, Portion, stdlib_corpus
 from hasten.data.conversation import Conversation
 from hasten.data.chat_template import encode_all
-from hasten.data.tokenizer import train_bpe
+from hasten.data.tokenize import train_bpe
 from hasten.models.adapters import add_lora
 from hasten.models.load import quiet
 from hasten.models.presets import PRESETS, build_config

@@ -19,13 +19,13 @@ from evidence.planted import BASELINE
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Arm, Design, Kind
 from hasten.measure.controller import measure_arms, table
-from hasten.machine import allocator
+from hasten.machine import memory
 from hasten.techniques.allocator import TUNABLE, Allocator
 from verdicts.job import WARM_UP, resolved_recipe
 from verdicts.record import ENVIRON
 
 ENTRY = (str(Path(__file__).with_name("planted_trial.py")),)
-STEADY = {**ENVIRON, **allocator.keeping(), "GLIBC_TUNABLES": TUNABLE}
+STEADY = {**ENVIRON, **memory.keeping(), "GLIBC_TUNABLES": TUNABLE}
 COPIES = 3
 DEFAULT, KEPT = "glibc's defaults", "kept, in huge pages"
 

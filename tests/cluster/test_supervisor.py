@@ -17,12 +17,12 @@ from typing import Any
 import psutil
 import pytest
 
-from hasten.launch.standby import Spares
 from hasten.launch.supervisor import (
     LEFT,
     WORN_OUT,
     Attempt,
     RankTimeouts,
+    Spares,
     SupervisedRanks,
     Supervision,
     supervise,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hasten.data.tokenizer import train_bpe
+from hasten.data.tokenize import train_bpe
 
 PROSE = (
     "User: How many apples are left? Assistant: She had twelve apples and gave away five. ",

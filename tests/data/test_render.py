@@ -14,7 +14,7 @@ from hasten.data import template_sandbox as render_module
 from hasten.data.chat_template import FALLBACKS, choose_chat_template, encode
 from hasten.data.readers import Conversation, Message
 from hasten.data.template_sandbox import render
-from hasten.data.tokenizer import BOS, EOS
+from hasten.data.tokenize import BOS, EOS
 from hasten.errors import InputError
 
 TURNS = [

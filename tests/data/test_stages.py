@@ -12,7 +12,7 @@ from hasten.data.chat_template import encode
 from hasten.data.conversation import columns_of
 from hasten.data.readers import read_records, read_sources
 from hasten.data.sources import Source
-from hasten.data.tokenizer import train_bpe
+from hasten.data.tokenize import train_bpe
 from hasten.errors import InputError
 
 QUESTION, ANSWER = "What is it?", "It is a test."

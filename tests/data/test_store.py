@@ -16,7 +16,7 @@ from hasten.data import arrow_file
 from hasten.data.chat_template import DEEPSEEK_V3, encode
 from hasten.data.readers import Conversation, Message, read_records
 from hasten.data.token_store import Subset, TokenStore, cache_key, inspect, split, tokenize
-from hasten.data.tokenizer import BOS, EOS
+from hasten.data.tokenize import BOS, EOS
 from hasten.errors import InputError
 from hasten.parts.data.collate import TokenRecord, token_record
 

@@ -17,7 +17,7 @@ from hasten.data.chat_template import (
     ensure_chat_template,
 )
 from hasten.data.readers import Conversation, Message, read_records
-from hasten.data.tokenizer import BOS, EOS, train_bpe
+from hasten.data.tokenize import BOS, EOS, train_bpe
 from hasten.errors import InputError
 from hasten.parts.data.collate import TokenRecord
 

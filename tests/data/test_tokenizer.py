@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from hasten.data.chat_template import DEEPSEEK_LLM
-from hasten.data.tokenizer import SMALLEST, SPECIAL, train_bpe
+from hasten.data.tokenize import SMALLEST, SPECIAL, train_bpe
 from hasten.errors import InputError
 
 TEXTS = ["the cat sat on the mat", "def f(x):\n\treturn  x ** 2\n", "你好，世界"] * 5

@@ -14,7 +14,7 @@ from hasten.data.chat_template import DEEPSEEK_LLM, DEEPSEEK_R1, DEEPSEEK_V3, en
 from hasten.data.conversation import Call, Columns, columns_of
 from hasten.data.readers import Conversation, Message, read_records, read_sources
 from hasten.data.sources import Source, source_of
-from hasten.data.tokenizer import BOS, EOS, train_bpe
+from hasten.data.tokenize import BOS, EOS, train_bpe
 from hasten.errors import InputError
 
 # The way Qwen writes tools: declared in the system turn, results grouped in a user's turn.

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from evidence.report_pages import Report, full_report
-from hasten.report.figures import drawings
 from hasten.report.gains import (
     against,
     fastest_of_equal_quality,
@@ -19,6 +18,7 @@ from hasten.report.gains import (
 )
 from hasten.report.page import page_of, render_markdown
 from hasten.report.schema import read_report
+from hasten.report.svg import drawings
 
 WEATHER = (1.0, 0.6, 1.5, 1.1)  # what slows a round slows all arms of it
 JITTER = (1.001, 0.999, 1.0005, 0.9995)

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from hasten.machine import allocator
+from hasten.machine import memory
 
-glibc = pytest.mark.skipif(not allocator.is_glibc(), reason="glibc alone has these settings")
+glibc = pytest.mark.skipif(not memory.is_glibc(), reason="glibc alone has these settings")
 # A fault fills a page, or 2 MiB where huge pages are given to everybody.
-ALWAYS_HUGE = allocator.huge_page_mode() == "always"
-PAGES = allocator.BLOCK // (2 * 2**20 if ALWAYS_HUGE else mmap.PAGESIZE)
+ALWAYS_HUGE = memory.huge_page_mode() == "always"
+PAGES = memory.BLOCK // (2 * 2**20 if ALWAYS_HUGE else mmap.PAGESIZE)
 
 
 def in_a_process(code: str, **variables: str) -> object:
@@ -44,7 +44,7 @@ def test_a_freed_block_faults_again_until_memory_is_kept() -> None:
 
 @glibc
 def test_the_variables_do_what_the_call_does() -> None:
-    found = in_a_process("print(json.dumps(allocator.faults_per_block()))", **allocator.keeping())
+    found = in_a_process("print(json.dumps(allocator.faults_per_block()))", **memory.keeping())
     assert isinstance(found, int)
     assert found < 0.1 * PAGES
 
@@ -61,22 +61,22 @@ def test_the_mode_of_huge_pages_is_the_one_in_brackets(
     tmp_path: Path, text: str, mode: str
 ) -> None:
     (tmp_path / "enabled").write_text(text)
-    assert allocator.huge_page_mode(str(tmp_path / "enabled")) == mode
+    assert memory.huge_page_mode(str(tmp_path / "enabled")) == mode
 
 
 def test_a_kernel_that_says_nothing_has_an_unknown_mode(tmp_path: Path) -> None:
-    assert allocator.huge_page_mode(str(tmp_path / "none")) == "unknown"
+    assert memory.huge_page_mode(str(tmp_path / "none")) == "unknown"
 
 
 def test_a_library_is_found_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocator, "_PLACES", (str(tmp_path),))
-    monkeypatch.setattr(allocator, "_elsewhere", lambda name: None)
-    assert allocator.library("jemalloc") is None
+    monkeypatch.setattr(memory, "_PLACES", (str(tmp_path),))
+    monkeypatch.setattr(memory, "_elsewhere", lambda name: None)
+    assert memory.library("jemalloc") is None
     (tmp_path / "libjemalloc.so.2").touch()
-    assert allocator.library("jemalloc") == str(tmp_path / "libjemalloc.so.2")
+    assert memory.library("jemalloc") == str(tmp_path / "libjemalloc.so.2")
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux says what is mapped")
 def test_what_is_loaded_is_told_from_what_is_not() -> None:
-    assert allocator.is_loaded("libtorch")
-    assert not allocator.is_loaded("libnobodyhasthis")
+    assert memory.is_loaded("libtorch")
+    assert not memory.is_loaded("libnobodyhasthis")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.training.event_file import EventFile, crc32c, event, record
+from hasten.training.metric_writers import EventFile, crc32c, event, record
 
 
 def records(data: bytes) -> list[bytes]:

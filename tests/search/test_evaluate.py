@@ -12,7 +12,7 @@ import pytest
 
 from hasten.errors import InputError
 from hasten.planner.accuracy import evaluate
-from hasten.planner.constants import calibrated
+from hasten.planner.numbers import calibrated
 
 MEASUREMENTS = Path(__file__).parents[2] / "benchmarks" / "planner" / "measurements.json"
 ROWS = json.loads(MEASUREMENTS.read_text(encoding="utf-8"))

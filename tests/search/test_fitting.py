@@ -12,7 +12,7 @@ import pytest
 from hasten.errors import InputError
 from hasten.planner import accuracy
 from hasten.planner.calibrate import Cases, fit_memory, fit_seconds
-from hasten.planner.constants import Calibration, Constants, MemoryConstants, calibrated
+from hasten.planner.numbers import Calibration, Constants, MemoryConstants, calibrated
 from hasten.planner.records import PublishedMeasurement, read_records
 
 MEASUREMENTS = Path(__file__).parents[2] / "benchmarks" / "planner" / "measurements.json"

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hasten.errors import InputError
 from hasten.machine.accelerators import DEVICES
 from hasten.models.architecture import Architecture, Experts
-from hasten.planner.actual import closing, table
 from hasten.planner.advice import (
     _changed,
     devices,
@@ -23,6 +22,7 @@ from hasten.planner.advice import (
     switches,
     what_if,
 )
+from hasten.planner.calibrate import closing, table
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout
 from hasten.planner.plan import ClusterPlan, plan

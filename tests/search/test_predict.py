@@ -15,7 +15,6 @@ from hasten.machine.accelerators import device
 from hasten.models.architecture import Architecture
 from hasten.planner import compute
 from hasten.planner.cluster import Cluster
-from hasten.planner.constants import Calibration, Constants
 from hasten.planner.layout import (
     PRECISIONS,
     RECOMPUTE,
@@ -25,7 +24,7 @@ from hasten.planner.layout import (
     PlannedLayout,
 )
 from hasten.planner.memory import LORA_SHARE, in_flight
-from hasten.planner.numbers import machine
+from hasten.planner.numbers import Calibration, Constants, machine
 from hasten.planner.predict import Prediction, predict, why
 
 DENSE = Architecture.from_config("deepseek-llm-7b")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hasten.models.architecture import Architecture, Experts
 from hasten.planner.cluster import Cluster
-from hasten.planner.constants import Calibration
 from hasten.planner.layout import PlannedJob
+from hasten.planner.numbers import Calibration
 
 PLAIN = Calibration()  # before any fit: tests don't depend on measurements
 MODEL = Architecture("seven", 32, 4096, 32, 8, 128, 14336, 128256)

@@ -16,8 +16,8 @@ import yaml
 from hasten.core.facts import Facts, ModelFacts
 from hasten.core.plan import Plan
 from hasten.errors import InputError
-from hasten.machine import allocator, host
 from hasten.machine import environment as environment_
+from hasten.machine import host, memory
 from hasten.machine.environment import World
 from hasten.techniques import CATALOGUE
 from hasten.techniques.allocator import Allocator
@@ -56,10 +56,10 @@ def test_what_cannot_be_had_here_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("hasten.machine.threads.memory_nodes", lambda: [frozenset({0, 1})])
     assert "1 memory node" in Threads(numa=True).obstacles(here())[0]
     assert "count is 9999" in Threads(count=9999).obstacles(here())[0]
-    monkeypatch.setattr("hasten.machine.allocator.library", lambda kind: None)
+    monkeypatch.setattr("hasten.machine.memory.library", lambda kind: None)
     assert "libjemalloc2" in Allocator(kind="jemalloc").obstacles(here())[0]
     assert "GPU" in Allocator(kind="expandable").obstacles(here())[0]
-    monkeypatch.setattr("hasten.machine.allocator.huge_page_mode", lambda: "never")
+    monkeypatch.setattr("hasten.machine.memory.huge_page_mode", lambda: "never")
     assert "transparent_hugepage is never" in Allocator(huge_pages=True).obstacles(here())[0]
 
 
@@ -85,7 +85,7 @@ def test_variables_join_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("GLIBC_TUNABLES", wanted["GLIBC_TUNABLES"])
     assert Allocator(huge_pages=True).environ(here()) == wanted
     monkeypatch.setenv("LD_PRELOAD", "/a.so")
-    monkeypatch.setattr("hasten.machine.allocator.library", lambda kind: "/b.so")
+    monkeypatch.setattr("hasten.machine.memory.library", lambda kind: "/b.so")
     assert Allocator(kind="tcmalloc").environ(here()) == {"LD_PRELOAD": "/a.so:/b.so"}
 
 
@@ -128,7 +128,7 @@ def test_hasten_train_starts_its_processes_with_the_plans_variables(
 ) -> None:
     plan = [
         {"threads": {"waiting": "asleep"}},
-        {"allocator": {"huge_pages": allocator.huge_page_mode() == "madvise"}},
+        {"allocator": {"huge_pages": memory.huge_page_mode() == "madvise"}},
     ]
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(small(tmp_path, plan=plan, nproc=ranks)))
@@ -146,4 +146,4 @@ def test_hasten_train_starts_its_processes_with_the_plans_variables(
     assert acted["threads"]["acted"], acted
     assert "idle threads wait asleep" in acted["threads"]["evidence"]
     assert "no huge pages" not in acted["allocator"]["evidence"]
-    assert acted["allocator"]["acted"] == allocator.is_glibc(), acted
+    assert acted["allocator"]["acted"] == memory.is_glibc(), acted

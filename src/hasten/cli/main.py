@@ -16,15 +16,9 @@ import typer
 
 from hasten.cli.arguments import Overrides, RecipePath
 from hasten.cli.checkpoint import app as checkpoint
-from hasten.cli.data_options import app as data
-from hasten.cli.guard_options import guard
-from hasten.cli.import_options import import_
-from hasten.cli.launch_options import launch
-from hasten.cli.monitor_options import monitor
 from hasten.cli.netlab import app as netlab
-from hasten.cli.plan_options import plan
-from hasten.cli.speedup_options import speedup
-from hasten.cli.tune_options import tune
+from hasten.cli.options import app as data
+from hasten.cli.options import guard, import_, launch, monitor, plan, speedup, tune
 from hasten.errors import INTERRUPTED, AgreedError, InputError, StoppedError
 from hasten.formatting import shown
 

@@ -2,7 +2,7 @@
 supervisor.
 
 It imports what a rank imports and reads one line from its standard input
-(:mod:`hasten.launch.standby`).
+(:mod:`hasten.launch.supervisor`).
 """
 
 from __future__ import annotations

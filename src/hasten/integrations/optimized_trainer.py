@@ -8,21 +8,32 @@ said to do nothing.
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
 
 from hasten.core import facts
 from hasten.core.facts import Facts, ModelFacts
-from hasten.core.job import Job, Stop
+from hasten.core.job import Counts, Job, MicroBatch, Stop
 from hasten.core.loop import Outcome, Watch, fit
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
@@ -30,18 +41,223 @@ from hasten.core.setup import Setup, obstacles, prepare
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
-from hasten.integrations.given_loader import GivenLoader, micro_batch
 from hasten.launch.cluster import CloudConfig
 from hasten.launch.ranks import process_group
+from hasten.machine.environment import World
 from hasten.parts.checkpoint import checkpoints
 from hasten.parts.comm.gradient_compressor import GradientCompressor
 from hasten.parts.data.dynamic_batch import DynamicBatcher
+from hasten.parts.data.prefetch import each_tensor
 from hasten.parts.nn.losses import ObjectiveLoss
 from hasten.techniques.batch import AdaptiveBatch
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast
 from hasten.techniques.wire.compress import Quantised, technique_of
+
+# A user's loader: each rank's own batches of it, epoch by epoch, as micro-batches.
+#
+# (1) a plain ``DataLoader`` is dealt out: the same loader is built around torch's
+# DistributedSampler
+# => (2) whoever has ``set_epoch`` is told the epoch => (3) a batch becomes rows, which BATCH may
+# cut
+# => (4) rows become a micro-batch.
+#
+# A loader that can't be dealt out is taken as it is. If it gives two ranks the same first batch,
+# they
+# would do each other's work again, and the run is refused.
+
+COLUMNS = (Tensor, Mapping, tuple, list)  # what a batch is made of
+
+
+class BatchRow(NamedTuple):
+    """One record of a loader's batch: where it is, without a copy."""
+
+    batch: Any
+    row: int
+    rows: int
+
+
+class GivenLoader:
+    """This rank's batches of a loader. On several ranks it is built inside the process group.
+
+    Args:
+        deal: share the records out; False: every rank trains all that its loader gives.
+    """
+
+    def __init__(self, loader: Iterable[Any], world: World, deal: bool) -> None:
+        self._loader, self._world, self._deal = loader, world, deal
+        self._alike = deal and world.size > 1  # the first batches are still to be compared
+        self._repeated = 0  # records of an epoch that come a second time
+        if self._alike and isinstance(loader, DataLoader) and _is_plain(loader):
+            self._share_out(loader)
+        self._told = _with_set_epoch(self._loader)
+
+    def epoch(self, number: int) -> Iterator[list[BatchRow]]:
+        """The rows of each batch of an epoch.
+
+        Raises:
+            InputError: two ranks get the same first batch.
+        """
+        for one in self._told:
+            one.set_epoch(number)
+        batches = iter(self._loader)
+        first = list(itertools.islice(batches, 1))
+        self._compare(first)
+        for batch in itertools.chain(first, batches):
+            size = _records_in(batch)
+            yield [BatchRow(batch, index, size) for index in range(size)]
+
+    def of_the_data(self, records: int, epochs: int) -> int:
+        """How many of the ``records`` that all ranks trained in so many epochs differ."""
+        return records - self._repeated * epochs if self._deal else records // self._world.size
+
+    def _share_out(self, loader: DataLoader[Any]) -> None:
+        world, batches = self._world, loader.batch_sampler
+        data: Any = loader.dataset
+        assert isinstance(batches, BatchSampler)  # it is plain
+        sampler, size, drop_last = batches.sampler, batches.batch_size, batches.drop_last
+        shuffled = isinstance(sampler, RandomSampler)
+        draw = getattr(sampler, "generator", None) or loader.generator
+        seed = draw.initial_seed() if draw else torch.initial_seed()
+        every = _of_all((_fingerprint(data), seed % 2**31))
+        if len({mark for mark, _ in every}) > 1:
+            if world.is_main:
+                print(f"{world.size} ranks have different data sets: each trains its own, whole")
+            return
+        part = DistributedSampler(data, world.size, world.rank, shuffled, seed=every[0][1])
+        self._loader = DataLoader(
+            data,
+            size,
+            sampler=part,
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            drop_last=drop_last,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+            in_order=loader.in_order,
+        )
+        self._alike = False
+        cut = drop_last and len(part) % size  # a repeated record is its rank's last one
+        self._repeated = 0 if cut else part.total_size - len(data)
+        if world.is_main:
+            print(
+                f"{world.size} ranks: each trains {len(part)} of {len(data)} records an epoch, "
+                f"{size} at a time ({size * world.size} a step)"
+            )
+
+    def _compare(self, first: list[Any]) -> None:
+        if not self._alike:
+            return
+        self._alike = False
+        found = [mark for rank in _of_all([*map(_digest, first)]) for mark in rank]
+        if len(set(found)) < len(found):
+            raise InputError(
+                "every rank gets the same records from this loader; give it a DistributedSampler "
+                "(or DynamicBatchSampler(rank=, world_size=)), or say deal=False to train them all "
+                "on every rank"
+            )
+
+
+def _is_plain(loader: DataLoader[Any]) -> bool:
+    """Whether it takes each record of its data set once, in order or at random, in batches."""
+    if type(loader) is not DataLoader or type(loader.batch_sampler) is not BatchSampler:
+        return False
+    sampler = loader.batch_sampler.sampler
+    whole = type(sampler) is RandomSampler and not sampler.replacement
+    if whole and sampler.num_samples != len(sampler.data_source):
+        return False
+    return (whole or type(sampler) is SequentialSampler) and not _with_set_epoch(loader)
+
+
+def _with_set_epoch(loader: Iterable[Any]) -> list[Any]:
+    """The loader and what it takes its records from, as far as they want to know the epoch."""
+    batches = getattr(loader, "batch_sampler", None)
+    places = [loader, batches, getattr(loader, "sampler", None), getattr(batches, "sampler", None)]
+    places.append(getattr(loader, "dataset", None))
+    found = {id(one): one for one in places if callable(getattr(one, "set_epoch", None))}
+    return list(found.values())
+
+
+def _fingerprint(data: Any) -> str:
+    """What tells data sets apart that were cut for each rank; a reader's own class isn't read."""
+    marks: list[Any] = [len(data), getattr(data, "_fingerprint", None)]  # Hugging Face's datasets
+    if isinstance(data, Subset):
+        marks += [list(data.indices), _fingerprint(data.dataset)]
+    elif isinstance(data, TensorDataset | list | tuple) and len(data):
+        marks.append(_digest(data[0]))
+    return hashlib.blake2b(repr(marks).encode()).hexdigest()
+
+
+def _digest(batch: Any) -> str:
+    """The same for batches whose tensors are equal."""
+    found = hashlib.blake2b()
+
+    def add(tensor: Tensor) -> Tensor:
+        plain = tensor.detach().cpu().contiguous().reshape(-1)
+        found.update(plain.view(torch.uint8).numpy().tobytes())
+        return tensor
+
+    each_tensor(batch, add)
+    return found.hexdigest()
+
+
+def _of_all(mine: Any) -> list[Any]:
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def _records_in(batch: Any) -> int:
+    if isinstance(batch, Tensor):
+        return int(batch.shape[0]) if batch.ndim else 1
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    for value in values if isinstance(values, Iterable) else ():
+        if isinstance(value, COLUMNS):
+            return _records_in(value)
+    raise InputError(f"the loader gave a {type(batch).__name__} without a tensor in it")
+
+
+def micro_batch(rows: Sequence[BatchRow], count: Callable[[Any], int] | None) -> MicroBatch:
+    """The loader's batch as it is, or the rows of it that a smaller micro-batch takes."""
+    batch = rows[0].batch
+    if len(rows) < rows[0].rows:
+        batch = _select(batch, torch.tensor([r.row for r in rows]), rows[0].rows)
+    weight = len(rows) if count is None else int(count(batch))
+    inputs, named, target = _split(batch)
+    given = {"inputs": inputs, "named": named, "target": target, "weight": weight}
+    return MicroBatch(given, Counts(len(rows), len(rows), len(rows), weight))
+
+
+def _select(value: Any, rows: Tensor, whole: int) -> Any:
+    """These rows of all that has one for each of the ``whole`` batch's records."""
+    if isinstance(value, Tensor):
+        return value.index_select(0, rows.to(value.device))
+    if isinstance(value, Mapping):
+        return {k: _select(v, rows, whole) for k, v in value.items()}
+    if isinstance(value, tuple | list):
+        if len(value) == whole and not any(isinstance(v, COLUMNS) for v in value):
+            return [value[row] for row in rows.tolist()]  # texts, of which DataLoader makes a list
+        return [_select(v, rows, whole) for v in value]
+    return value
+
+
+def _split(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """(positional inputs, named inputs, target) of a loader's batch."""
+    if isinstance(batch, Mapping) and "labels" in batch:
+        return (), {k: v for k, v in batch.items() if k != "labels"}, batch["labels"]
+    if isinstance(batch, tuple | list) and len(batch) >= 2:
+        return tuple(batch[:-1]), {}, batch[-1]
+    raise InputError(
+        "a batch must be (inputs, target) or a dictionary with 'labels'; "
+        f"the loader gave a {type(batch).__name__}"
+    )
+
 
 Switch = bool | Technique | DynamicBatcher | GradientCompressor | None
 DECISIVE = ("lr", "betas", "eps", "weight_decay", "momentum")

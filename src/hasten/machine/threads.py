@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from hasten.machine.allocator import is_loaded
+from hasten.machine.memory import is_loaded
 
 WAITING = {  # how idle threads may wait
     "auto": "as the OpenMP library does, which spins for a moment and sleeps then",

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from hasten.errors import InputError
 from hasten.models.architecture import load_json
 from hasten.planner.calibrate import Cases, fit_memory, fit_seconds
-from hasten.planner.constants import Calibration, Constants, MemoryConstants, calibrated
 from hasten.planner.layout import Column, Layouts, PlannedLayout
+from hasten.planner.numbers import Calibration, Constants, MemoryConstants, calibrated
 from hasten.planner.predict import Prediction, predict, why
 from hasten.planner.records import PublishedMeasurement, read_record
 

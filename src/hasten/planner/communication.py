@@ -16,10 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hasten.planner.compute import FULL, element, tokens
-from hasten.planner.constants import Constants
 from hasten.planner.layout import COMPRESSIONS, Column, Layouts
 from hasten.planner.memory import first_rank, rank_parameters
-from hasten.planner.numbers import MachineNumbers, ModelNumbers, Value
+from hasten.planner.numbers import Constants, MachineNumbers, ModelNumbers, Value
 
 # What travels of a gradient over its 16 bits, however wide its sum is kept; and passes over it in
 # memory to encode and decode.

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hasten.planner.constants import Constants
 from hasten.planner.layout import PRECISIONS, RECOMPUTE, SCHEDULES, Column, Layouts
 from hasten.planner.numbers import (
     COLUMNS,
     EXPERTS,
     ROWS,
     SLOTS,
+    Constants,
     MachineNumbers,
     ModelNumbers,
     Value,

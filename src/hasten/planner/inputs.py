@@ -16,13 +16,12 @@ from hasten.launch.cluster import CloudConfig
 from hasten.machine.accelerators import PCIE4, Device, device
 from hasten.models.architecture import Architecture
 from hasten.models.presets import PRESETS
-from hasten.planner import actual
-from hasten.planner.actual import measured_steps
-from hasten.planner.calibrate import OWN_STACK, OwnRun, calibrate_machine
+from hasten.planner import calibrate as actual
+from hasten.planner.calibrate import OWN_STACK, OwnRun, calibrate_machine, measured_steps
 from hasten.planner.candidate import candidate, words
 from hasten.planner.cluster import Cluster, own_machine
-from hasten.planner.constants import Calibration, calibrated
 from hasten.planner.layout import Layouts, LayoutSpace, PlannedJob, PlannedLayout
+from hasten.planner.numbers import Calibration, calibrated
 from hasten.planner.predict import predict
 from hasten.planner.reasons import count_of
 from hasten.planner.text import aligned

@@ -15,9 +15,8 @@ import numpy as np
 
 from hasten.planner.activations import LayerBytes, layer_bytes
 from hasten.planner.compute import DUALPIPE, FP32, ZB2P, stage_layers, tokens
-from hasten.planner.constants import MemoryConstants
 from hasten.planner.layout import SCHEDULES, Column, Layouts
-from hasten.planner.numbers import ModelNumbers, Value
+from hasten.planner.numbers import MemoryConstants, ModelNumbers, Value
 
 GPIPE, INTERLEAVED, ZB1P = (SCHEDULES.index(s) for s in ("gpipe", "interleaved", "zb1p"))
 LORA_SHARE = 0.005  # of the weights, in adapters that learn

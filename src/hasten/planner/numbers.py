@@ -6,12 +6,16 @@ architecture, ``stacked`` the second from many. The matrices become columns in a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
+from hasten.errors import InputError
 from hasten.models.architecture import Architecture
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import Column
@@ -149,3 +153,139 @@ def stacked(cases: Sequence[N]) -> N:
         for f in fields(cases[0])
     }
     return type(cases[0])(**columns)
+
+
+# The constants of the cost model, what each means, and what was believed before any measurement.
+#
+# Each is positive and has a prior: a middle and how far, as a factor's logarithm, it may plausibly
+# lie from it. The fit (``fitting``) starts at the middle and moves as far as measurements outweigh
+# the prior. Fitted constants compensate each other: they predict, and aren't physics to be quoted.
+
+FILE = Path(__file__).with_name("calibration.json")
+
+
+def prior(middle: float, spread: float) -> Any:
+    """A field that starts at ``middle``; ``spread``: of its logarithm."""
+    return field(default=middle, metadata={"spread": spread})
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What turns FLOPs and bytes into seconds; rates are shares of what devices reach at best."""
+
+    gemm16: float = prior(0.9, 0.1)  # of the best 16-bit product
+    gemm16_new: float = prior(0.9, 0.1)  # the same on devices that have an 8-bit unit
+    gemm16_newest: float = prior(0.9, 0.1)  # and on those with a 4-bit unit
+    gemm8: float = prior(0.75, 0.2)  # of the best 8-bit product, one scale per tensor
+    gemm8_blocks: float = prior(0.6, 0.2)  # the same with a scale per block (mxfp8)
+    gemm4: float = prior(0.35, 0.3)  # of the 4-bit peak
+    small: float = prior(1.0, 0.5)  # operands' bytes in a product's time; 1: not hidden at all
+    attention: float = prior(0.6, 0.2)  # flash attention, of the 16-bit peak
+    attention_new: float = prior(0.45, 0.2)
+    attention_newest: float = prior(0.45, 0.2)
+    attention_unfused: float = prior(0.5, 0.4)  # products of scores that are written out
+    unfused_bytes: float = prior(10.0, 0.4)  # per score, forward: softmax, mask, dropout
+    misaligned: float = prior(8.0, 0.5)  # times slower: head width no multiple of 8
+    elementwise: float = prior(1.0, 0.4)  # norms, activations, residuals: bytes against the count
+    cast: float = prior(1.0, 0.5)  # the same for casts to 8 bits and fewer
+    selective: float = prior(0.15, 0.5)  # share of the forward that selective recompute repeats
+    layer_seconds: float = prior(5e-5, 0.7)  # per layer and micro-batch, beside all of this
+    expert_seconds: float = prior(1e-3, 0.3)  # the same for routing and sorting tokens
+    permute: float = prior(1.5, 0.3)  # passes over the dispatched tokens' bytes
+    loss_bytes: float = prior(24.0, 0.5)  # per logit, forward and backward
+    stage_seconds: float = prior(2e-3, 1.0)  # per micro-batch of a pipeline: handing over
+    step_seconds: float = prior(0.01, 1.0)  # per step, beside all of this
+    optimizer_bytes: float = prior(34.0, 0.3)  # per parameter of the rank's shard
+    intra: float = prior(0.7, 0.25)  # of the link within a node
+    inter: float = prior(0.7, 0.3)  # of the link between nodes
+    latency: float = prior(2.0, 0.5)  # of a hop
+    waves: float = prior(0.9, 0.3)  # of a product's last, partly filled round of tiles
+    rows: float = prior(1.0, 0.5)  # more of the same, for products of few tokens
+    tp_exposed: float = prior(0.75, 0.3)  # share of tensor parallelism's time not hidden
+    tp_waits: float = prior(1.6, 0.4)  # of a blocking all-reduce: ranks wait for the last
+    cp_exposed: float = prior(0.4, 0.6)
+    pp_exposed: float = prior(0.5, 0.7)
+    ep_exposed: float = prior(0.5, 0.4)
+    dp_window: float = prior(0.7, 0.3)  # share of the backward pass that reduction hides behind
+    dp_contention: float = prior(0.126, 0.5)  # of hidden communication, felt by the compute
+    bubble: float = prior(1.0, 0.05)  # of the schedule's closed form
+    imbalance: float = prior(0.05, 0.7)  # share of expert work lost to the fullest rank
+
+
+@dataclass(frozen=True)
+class MemoryConstants:
+    """What turns counts into resident bytes of a device."""
+
+    context: float = prior(5.0, 0.3)  # 10^9 bytes: context, libraries, communicators
+    state: float = prior(1.0, 0.1)  # weights, gradients, moments against their count
+    activations: float = prior(1.0, 0.15)  # kept activations against their count
+    working: float = prior(2.5, 0.3)  # of the layer at work, against all that it makes
+    logits: float = prior(10.5, 0.3)  # bytes per logit, mostly fp32
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Fitted constants, one factor per software stack, and the spread of held-out errors.
+
+    ``spread`` holds, by the kind of prediction, the 10 % and 90 % quantiles of the logarithm of
+    measured over predicted, for memory in units of its doubt (``Memory.doubt``); ``provenance``
+    says from what, when and how all of it was fitted.
+    """
+
+    constants: Constants = Constants()
+    memory: MemoryConstants = MemoryConstants()
+    stacks: Mapping[str, float] = field(default_factory=dict)  # seconds, times
+    spread: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def stack(self, name: str | None) -> float:
+        """The factor of that stack's seconds; 1, the shrunken mean, for an unknown one."""
+        return self.stacks.get(name or "", 1.0)
+
+    def quantiles(self, kind: str) -> tuple[float, float]:
+        """Logarithms by which a prediction of that kind spans 10 % to 90 %."""
+        return self.spread.get(kind, UNCALIBRATED[kind])
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "kind": "hasten calibration",
+            "constants": {f.name: getattr(self.constants, f.name) for f in fields(Constants)},
+            "memory": {f.name: getattr(self.memory, f.name) for f in fields(MemoryConstants)},
+            "stacks": dict(self.stacks),
+            "spread": {name: list(pair) for name, pair in self.spread.items()},
+            "provenance": dict(self.provenance),
+        }
+
+    @classmethod
+    def from_dict(cls, found: Any) -> Calibration:
+        """What ``to_dict`` gave, also by way of JSON; InputError for anything else."""
+        try:
+            if found["kind"] != "hasten calibration":
+                raise KeyError("kind")
+            return cls(
+                Constants(**{k: float(v) for k, v in found["constants"].items()}),
+                MemoryConstants(**{k: float(v) for k, v in found["memory"].items()}),
+                {str(k): float(v) for k, v in found["stacks"].items()},
+                {str(k): (float(v[0]), float(v[1])) for k, v in found["spread"].items()},
+                found["provenance"],
+            )
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise InputError(
+                f"the calibration can't be used ({error}): write it anew with `make calibrate`"
+            ) from error
+
+
+# Before any fit: half to twice the figure for time, about a doubt for memory.
+UNCALIBRATED: Mapping[str, tuple[float, float]] = {
+    "dense": (-0.4, 0.4),
+    "dense_new_stack": (-0.7, 0.7),
+    "moe": (-0.7, 0.7),
+    "moe_new_stack": (-0.9, 0.9),
+    "memory": (-0.8, 1.0),
+}
+
+
+@functools.cache
+def calibrated() -> Calibration:
+    """The calibration that the package brings along."""
+    return Calibration.from_dict(json.loads(FILE.read_text(encoding="utf-8")))

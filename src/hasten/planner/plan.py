@@ -25,9 +25,9 @@ from hasten.machine.accelerators import DEVICES
 from hasten.models.architecture import Architecture
 from hasten.planner.candidate import PlanCandidate, candidate
 from hasten.planner.cluster import Cluster
-from hasten.planner.constants import Calibration
 from hasten.planner.layout import Enumeration, Layouts, LayoutSpace, PlannedJob, enumerate_layouts
 from hasten.planner.memory import MemoryColumns
+from hasten.planner.numbers import Calibration
 from hasten.planner.predict import FATAL, Prediction, predict, why
 from hasten.planner.simulate import resimulated
 

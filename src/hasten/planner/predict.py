@@ -21,10 +21,18 @@ from hasten.planner import compute
 from hasten.planner.cluster import Cluster
 from hasten.planner.communication import PlannedWire, wire
 from hasten.planner.compute import DUALPIPE, bubble_stages, stage_seconds
-from hasten.planner.constants import Calibration, Constants, calibrated
 from hasten.planner.layout import PRECISIONS, Column, Layouts, PlannedJob
 from hasten.planner.memory import LORA_SHARE, MemoryColumns, first_rank, memory, rank_parameters
-from hasten.planner.numbers import MachineNumbers, ModelNumbers, Value, machine, numbers
+from hasten.planner.numbers import (
+    Calibration,
+    Constants,
+    MachineNumbers,
+    ModelNumbers,
+    Value,
+    calibrated,
+    machine,
+    numbers,
+)
 
 # DualPipe sends tokens to experts while others compute, and gives 20 of an H800's 132
 # multiprocessors to sending (arXiv 2412.19437, section 3.2).

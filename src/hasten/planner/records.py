@@ -15,10 +15,9 @@ from hasten.errors import InputError
 from hasten.machine.accelerators import device
 from hasten.models.architecture import Architecture, Experts, Latent, load_json
 from hasten.planner.cluster import Cluster
-from hasten.planner.constants import MemoryConstants
 from hasten.planner.layout import RECOMPUTE, Layouts, PlannedJob, PlannedLayout
 from hasten.planner.memory import memory
-from hasten.planner.numbers import numbers
+from hasten.planner.numbers import MemoryConstants, numbers
 
 _TASKS = {"sft": "full", "full": "full", "lora": "lora", "pretrain": "pretrain", "oom": "pretrain"}
 ROOM = 0.85  # of a device's memory, which people fill no further

@@ -15,8 +15,8 @@ from hasten.errors import InputError
 from hasten.models.architecture import Architecture
 from hasten.planner.advice import HardwareOption, LayoutChange, Shape
 from hasten.planner.candidate import PerHour, PlanCandidate, Span, Spending, spending, words
-from hasten.planner.constants import calibrated
 from hasten.planner.layout import PlannedJob, PlannedLayout
+from hasten.planner.numbers import calibrated
 from hasten.planner.plan import ClusterPlan
 from hasten.planner.reasons import PARTS, RejectedLayout
 from hasten.planner.simulate import draw_schedule, micro_batch, stages

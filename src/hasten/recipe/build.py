@@ -43,9 +43,9 @@ from hasten.parts.data.collate import padded
 from hasten.parts.nn.causal_lm import routed_experts
 from hasten.parts.nn.losses import LossTerms, WholeLogitsLoss, token_accuracy
 from hasten.parts.optim.weight_average import decayed_groups
-from hasten.recipe.catalogue import catalogue
 from hasten.recipe.prepared_data import PreparedData
 from hasten.recipe.schema import Recipe
+from hasten.recipe.shorthands import catalogue
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.hybrid import Hybrid

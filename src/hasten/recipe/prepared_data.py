@@ -29,8 +29,7 @@ from hasten.data.readers import Reading, read_sources
 from hasten.data.sources import Source, entry_of, source_of, weighted
 from hasten.data.spool import Gathered, Selection, spools
 from hasten.data.token_store import StoredRecords, Subset, TokenStore, split, tokenize
-from hasten.data.tokenize import sweep
-from hasten.data.tokenizer import train_bpe
+from hasten.data.tokenize import sweep, train_bpe
 from hasten.errors import InputError
 from hasten.machine import host
 from hasten.models.load import load_tokenizer

@@ -13,8 +13,10 @@ from typing import Any
 
 from hasten.core.plan import did_you_mean
 from hasten.core.slot import Slot
+from hasten.core.technique import Technique
 from hasten.machine import environment, host
 from hasten.parts.distributed.deepspeed_config import Known, Mapped, mapped, read_config
+from hasten.techniques import CATALOGUE
 
 NAME = "checkpoints"
 
@@ -101,7 +103,7 @@ def with_layout_key(values: Mapping[str, Any], plan: list[Any]) -> dict[str, Any
 
 def _entry(asked: Any) -> Any:
     """A line of the plan."""
-    from hasten.recipe.catalogue import catalogue  # torch, which reading a recipe can do without
+    # torch, which reading a recipe can do without
     from hasten.techniques.layout.hybrid import Hybrid
 
     layouts = tuple(kind.name() for kind in catalogue() if kind.slot is Slot.LAYOUT)
@@ -260,3 +262,11 @@ def _name(entry: Any) -> str:
     if isinstance(entry, Mapping):
         entry = entry.get("technique") or next(iter(entry), "")
     return str(entry).lower().replace("-", "_")
+
+
+# The catalogue of techniques, for those that name none.
+
+
+def catalogue() -> tuple[type[Technique], ...]:
+    """Every technique there is, for those above this room that name none."""
+    return CATALOGUE

@@ -25,7 +25,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hasten.errors import InputError
 from hasten.formatting import measure, outline, span, words
-from hasten.report.figures import drawings
 from hasten.report.gains import (
     GUILTY,
     amount,
@@ -47,7 +46,7 @@ from hasten.report.gains import (
     unpaid,
 )
 from hasten.report.schema import as_json, read_report
-from hasten.report.svg import thin
+from hasten.report.svg import drawings, thin
 
 # The report as one page that stands alone: rendered from page/*.jinja, and kept below 500 kB.
 #

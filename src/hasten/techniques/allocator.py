@@ -10,7 +10,7 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique, knob
-from hasten.machine import allocator, environment
+from hasten.machine import environment, memory
 from hasten.machine.threads import started_with
 
 KINDS = ("glibc", "tcmalloc", "jemalloc", "expandable")
@@ -57,8 +57,8 @@ class Allocator(Technique):
             return {name: _joined(name, EXPANDABLE, ",")}
         if self.kind == "glibc":
             tunables = {"GLIBC_TUNABLES": _joined("GLIBC_TUNABLES", TUNABLE)}
-            return allocator.keeping() | (tunables if self.huge_pages else {})
-        found = allocator.library(self.kind)
+            return memory.keeping() | (tunables if self.huge_pages else {})
+        found = memory.library(self.kind)
         if found is None:
             return {}  # obstacles() says so
         pages = {"THP_MEM_ALLOC_ENABLE": "1"} if self.huge_pages else {}  # torch asks the kernel
@@ -69,18 +69,18 @@ class Allocator(Technique):
         found = []
         if self.kind == "expandable" and not facts.on_gpu:
             found.append(f"expandable segments are a GPU's, and {name} trains on the processor")
-        if self.kind == "glibc" and not allocator.is_glibc():
+        if self.kind == "glibc" and not memory.is_glibc():
             found.append(
                 f"the C library of {facts.hardware.system} isn't glibc, so there is nothing to "
                 f"tune for {name}"
             )
-        if self.kind in allocator.PACKAGES and allocator.library(self.kind) is None:
-            package = allocator.PACKAGES[self.kind]
+        if self.kind in memory.PACKAGES and memory.library(self.kind) is None:
+            package = memory.PACKAGES[self.kind]
             found.append(
                 f"{self.kind} isn't on this machine, so {name} can't run on it; install it "
                 f"(Debian, Ubuntu: {package})"
             )
-        mode = allocator.huge_page_mode()
+        mode = memory.huge_page_mode()
         if self.huge_pages and mode not in ("madvise", "always"):
             found.append(
                 f"this kernel gives no huge pages to {name} (transparent_hugepage is {mode}); "
@@ -105,8 +105,8 @@ class HostAllocator:
 
     def __call__(self) -> None:
         if self._technique.kind == "glibc":
-            self._kept = allocator.keep()
-        self._faults = allocator.minor_faults()
+            self._kept = memory.keep()
+        self._faults = memory.minor_faults()
 
     def proof(self, steps: int) -> Proof:
         """What is loaded, and how often the kernel still has to fill in pages."""
@@ -114,9 +114,9 @@ class HostAllocator:
         if technique.kind == "expandable":
             stands = EXPANDABLE in (start.get(OLDER) or start.get(UNIFIED, ""))
             return Proof(stands, f"expandable segments are {'on' if stands else 'off'}")
-        per_step = (allocator.minor_faults() - self._faults) / max(steps, 1)
-        again = allocator.faults_per_block()
-        pages = allocator.BLOCK // 4096
+        per_step = (memory.minor_faults() - self._faults) / max(steps, 1)
+        again = memory.faults_per_block()
+        pages = memory.BLOCK // 4096
         words = [
             f"{per_step:,.0f} page faults per step since the start of the run",
             f"{again:,} of {pages:,} pages of a freed block were filled in again at best",
@@ -126,7 +126,7 @@ class HostAllocator:
             acted = acted and self._kept
             words.insert(0, "glibc keeps freed memory" if self._kept else "glibc refused")
         else:
-            loaded = allocator.is_loaded(technique.kind)
+            loaded = memory.is_loaded(technique.kind)
             acted = loaded
             words.insert(0, f"{technique.kind} is {'loaded' if loaded else 'not loaded'}")
         if technique.huge_pages:

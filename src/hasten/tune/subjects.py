@@ -23,8 +23,8 @@ from hasten.measure.grouping import SHARE
 from hasten.measure.turns import Runner, duel_steps
 from hasten.progress import Audience
 from hasten.recipe.build import batch_of, mixed_layouts
-from hasten.recipe.catalogue import catalogue
 from hasten.recipe.schema import Recipe
+from hasten.recipe.shorthands import catalogue
 from hasten.recipe.suggest import recipe_text
 from hasten.tune.duel import duel, judged
 from hasten.tune.race import LOOKS, races

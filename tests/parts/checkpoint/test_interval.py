@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.parts.checkpoint.interval import DAY, Rhythm, SaveInterval, best_interval
+from hasten.parts.checkpoint.smart_checkpointer import DAY, Rhythm, SaveInterval, best_interval
 
 
 def expected_seconds(work: float, cost: float, between: float, recovery: float) -> float:

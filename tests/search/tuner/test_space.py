@@ -14,7 +14,7 @@ from hasten.core.technique import Fidelity, Knob
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.recipe.build import mixed_layouts
-from hasten.recipe.catalogue import catalogue
+from hasten.recipe.shorthands import catalogue
 from hasten.tune.space import NONE, Dimension, Space, of_values, plan_space, values_of
 from tiny import able, job_facts, language_job
 
