@@ -8,8 +8,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.monitor.prometheus import HELP, escaped, exposition
 from hasten.monitor.run import Run
+from hasten.monitor.server import HELP, escaped, exposition
 from watched import get, serving, write_run
 
 LINE = re.compile(r'^[a-z_]+\{run="(?:[^"\\\n]|\\["\\n])*"(?:,status="\w[\w ]*")?\} (\S+)$')

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.models.architecture import Architecture
-from hasten.planner.activations import layer_bytes
 from hasten.planner.cluster import Cluster
 from hasten.planner.compute import stage_layers
 from hasten.planner.layout import PRECISIONS, RECOMPUTE, Layouts, PlannedJob, PlannedLayout
-from hasten.planner.memory import in_flight, memory
+from hasten.planner.memory import in_flight, layer_bytes, memory
 from hasten.planner.numbers import Calibration, MemoryConstants, numbers
 from hasten.planner.predict import Prediction, predict
 from hasten.planner.schedules import StageSeconds, orders, simulate

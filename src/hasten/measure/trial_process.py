@@ -78,7 +78,7 @@ def main(recipe_path: str, plan: str, orders: int, answers: int, more: More = ()
 
 
 def _serve(recipe: Recipe, more: More, inbox: Any, say: Callable[[dict[str, Any]], None]) -> None:
-    from hasten.measure.own_folder import own_folder
+    from hasten.measure.serving import own_folder
 
     with own_folder(Path(recipe.output)) as place:
         arm = RecipeJob(recipe, place, more)
@@ -196,7 +196,6 @@ def _import_all(recipe: Path) -> None:
     import hasten.core.session
     import hasten.core.step
     import hasten.core.timing
-    import hasten.measure.own_folder
     import hasten.measure.profile
     import hasten.measure.serving
     import hasten.recipe.peak_flops  # noqa: F401

@@ -25,7 +25,7 @@ from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.machine import host
 from hasten.machine.processes import end_with_parent
-from hasten.measure.own_folder import own_folder
+from hasten.measure.serving import own_folder
 from hasten.recipe.build import facts_of, job_of, plan_of
 from hasten.recipe.prepared_data import gather
 from hasten.recipe.schema import Recipe, load_recipe
