@@ -124,6 +124,10 @@ class Server:
             raise ConnectionResetError("the server of child processes is gone")
         return int(answer)
 
+    def forget(self) -> None:
+        """Its descriptor will be closed, and its number be another's: never close it again."""
+        self._connection.detach()
+
     def end(self) -> None:
         """Let it end, where it is ours."""
         if self.is_ours:
@@ -361,6 +365,9 @@ def _live(request: dict[str, Any], descriptors: list[int]) -> None:
 def _settle_in(request: dict[str, Any], descriptors: list[int]) -> None:
     """Descriptors, variables, folder and signals are those of the request."""
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD, HIGH) for fd in descriptors]
+    for server in _servers.values():
+        server.forget()
+    _servers.clear()
     os.closerange(0, HIGH)
     for source, target in zip(high, request["targets"], strict=True):
         os.dup2(source, target, inheritable=True)
