@@ -18,7 +18,7 @@ from collections.abc import Callable
 from hasten.models.architecture import Architecture
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import LayoutSpace, PlannedJob, enumerate_layouts
-from hasten.planner.plan import consider, plan
+from hasten.planner.planning import consider, plan
 
 CASES = (
     ("deepseek-llm-7b", Cluster.preset("single_node", 1, 4, "a100"), PlannedJob(1024, 64, "lora")),

@@ -937,7 +937,7 @@ PARTS: tuple[Fault, ...] = (
     Fault(
         name="recovery-shortens-the-risk",
         kind="swapped sign",
-        file="parts/checkpoint/interval.py",
+        file="parts/checkpoint/smart_checkpointer.py",
         old="2 * (between_failures + recovery) * cost",
         new="2 * (between_failures - recovery) * cost",
         tests=("tests/parts/checkpoint/test_interval.py",),

@@ -16,6 +16,7 @@ from hasten.measure import experiment
 from hasten.measure.ablation import Design
 from hasten.measure.sittings import Table
 from hasten.recipe.schema import Recipe
+from hasten.report import speedup
 from hasten.report.schema import read_report
 from hasten.report.speedup import ablate, gradual_optimize
 from hasten.techniques import CATALOGUE
@@ -169,14 +170,14 @@ def test_the_cost_of_a_climb_has_all_its_experiments(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spent: list[float] = []
-    usual = experiment.measured
+    usual = speedup.measured
 
     def noted(*given: Any) -> Any:
         found = usual(*given)
         spent.append(found.design["seconds"])
         return found
 
-    monkeypatch.setattr(experiment, "measured", noted)
+    monkeypatch.setattr(speedup, "measured", noted)
     priced = recipe.model_dump() | {"price": {"currency": "EUR", "per_device_hour": 2.0}}
     report = gradual_optimize(Recipe(**priced), design=DESIGN).report
     assert report is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import pytest
 from hasten.errors import InputError
 from hasten.monitor.run import Run
 from hasten.recipe.schema import Recipe
-from hasten.training import metric_writers
 from hasten.training.run import train
 from material import small
 
@@ -56,7 +56,7 @@ def test_the_next_run_tells_which_switches_are_other(tmp_path: Path) -> None:
 def test_a_tool_that_is_not_installed_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metric_writers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match="wandb"):
         run(tmp_path, log_to=["wandb"])
     assert not (tmp_path / "run").exists()

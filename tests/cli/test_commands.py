@@ -194,7 +194,7 @@ def test_a_full_disk_is_noticed_before_training(
     tmp_path: Path, hasten: Hasten, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "hasten.training.folder.shutil.disk_usage",
+        "hasten.recipe.prepare.shutil.disk_usage",
         lambda path: shutil._ntuple_diskusage(9, 9, 0),
     )  # type: ignore[attr-defined]
     code, _, err = hasten("train", recipe(tmp_path))

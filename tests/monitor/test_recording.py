@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import threading
@@ -183,7 +184,7 @@ def test_lines_that_come_too_fast_are_dropped_and_counted(
 def test_a_writer_whose_package_is_missing_is_refused_with_the_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(metric_writers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     check_writers(["tensorboard"])  # needs none
     with pytest.raises(InputError, match=r"pip install 'hasten\[wandb\]'"):
         check_writers(["tensorboard", "wandb"])

@@ -15,7 +15,7 @@ from hasten.machine.host import hardware
 from hasten.parts.distributed.pipeline.schedules import VIRTUAL
 from hasten.planner.candidate import PlanCandidate, Span, beyond_trainer, recipe_lines, words
 from hasten.planner.layout import PlannedLayout
-from hasten.planner.plan import plan
+from hasten.planner.planning import plan
 from hasten.planner.reasons import read_layout
 from hasten.recipe.build import requested_plan
 from hasten.recipe.schema import Recipe

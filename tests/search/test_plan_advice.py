@@ -25,7 +25,7 @@ from hasten.planner.advice import (
 from hasten.planner.calibrate import closing, table
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout
-from hasten.planner.plan import ClusterPlan, plan
+from hasten.planner.planning import ClusterPlan, plan
 from hasten.planner.predict import predict
 from hasten.planner.reasons import changed_cluster, count_of, layout_fields
 from search.usual import JOB, MODEL, PLAIN

@@ -27,7 +27,7 @@ from hasten.planner.layout import (
     PlannedLayout,
     enumerate_layouts,
 )
-from hasten.planner.plan import consider, pareto, plan
+from hasten.planner.planning import consider, pareto, plan
 from hasten.planner.predict import predict
 from hasten.planner.reasons import dominated, impossibilities, refusals, rejected, why_not
 from hasten.planner.schedules import SIMULATED, StageSeconds, impossible, orders, simulate

@@ -27,8 +27,8 @@ from hasten.planner.inputs import (
     recipe_of,
     space_of,
 )
-from hasten.planner.plan import ClusterPlan
-from hasten.planner.plan import plan as search
+from hasten.planner.planning import ClusterPlan
+from hasten.planner.planning import plan as search
 from hasten.planner.text import page, write
 
 NEAREST = 5  # rejected layouts that are shown

@@ -13,10 +13,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from hasten.core.facts import Facts
 from hasten.core.slot import Slot
+
+if TYPE_CHECKING:
+    from hasten.core.facts import Facts
 
 # Settings that may change while a run goes on, between two steps, and who changes them.
 #

@@ -20,6 +20,7 @@ from hasten.errors import InputError
 from hasten.models.pickled import REFUSED, SECONDS, SECONDS_PER_GB
 from hasten.models.save import appearing_at_once
 
+PACKAGES = Path(__file__).parents[2]  # where the reading process finds hasten
 PICKLED = ("*.bin", "*.pt", "*.pth")
 KEPT = ("*.json", "*.jinja", "*.txt", "tokenizer.model")  # what a model's folder has beside weights
 INDEXES = ("pytorch_model.bin.index.json", "model.safetensors.index.json")
@@ -71,7 +72,7 @@ def _read_apart(file: Path, out: Path) -> None:
     seconds = SECONDS + SECONDS_PER_GB * file.stat().st_size // 2**30
     paths = [str(path.resolve()) for path in (file, out)]
     command = [sys.executable, "-P", "-s", "-m", "hasten.models.pickled", *paths]
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGES)}
     try:
         done = subprocess.run(
             command,

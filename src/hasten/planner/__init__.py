@@ -10,12 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hasten.planner.plan import plan
+    from hasten.planner.planning import plan
 
 # What starts from a recipe lives above this room, in `hasten.tune`.
 _HOMES = {
     "learn": "hasten.tune.learning_study",
-    "plan": "hasten.planner.plan",
+    "plan": "hasten.planner.planning",
     "tune": "hasten.tune.api",
 }
 __all__ = ["learn", "plan", "tune"]  # found by __getattr__

@@ -18,7 +18,7 @@ from hasten.models.architecture import Architecture
 from hasten.planner.candidate import PlanCandidate, candidate
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import Layouts, PlannedLayout
-from hasten.planner.plan import ClusterPlan, plan
+from hasten.planner.planning import ClusterPlan, plan
 from hasten.planner.predict import predict
 from hasten.planner.reasons import PARTS, changed_cluster
 from hasten.planner.simulate import resimulated

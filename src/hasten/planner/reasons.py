@@ -20,7 +20,7 @@ from hasten.models.architecture import Architecture
 from hasten.planner.candidate import PlanCandidate, candidate, micro_batches_of
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout
-from hasten.planner.plan import ClusterPlan, Considered
+from hasten.planner.planning import ClusterPlan, Considered
 from hasten.planner.predict import FATAL, REASONS, predict
 from hasten.planner.schedules import SIMULATED, impossible
 from hasten.planner.simulate import resimulated

@@ -17,7 +17,7 @@ from hasten.planner.advice import HardwareOption, LayoutChange, Shape
 from hasten.planner.candidate import PerHour, PlanCandidate, Span, Spending, spending, words
 from hasten.planner.layout import PlannedJob, PlannedLayout
 from hasten.planner.numbers import calibrated
-from hasten.planner.plan import ClusterPlan
+from hasten.planner.planning import ClusterPlan
 from hasten.planner.reasons import PARTS, RejectedLayout
 from hasten.planner.simulate import draw_schedule, micro_batch, stages
 

@@ -21,7 +21,7 @@ from hasten.launch.transport import checked
 from hasten.recipe.preset_plans import entries_of
 from hasten.recipe.price import Price, price_of
 from hasten.recipe.shorthands import beside_deepspeed, read_resume, with_deepspeed, with_layout_key
-from hasten.recipe.yaml_reader import first_complaint, read_overrides, read_yaml_file
+from hasten.recipe.yaml_reader import first_complaint, read_overrides, read_yaml, read_yaml_file
 
 # A source of records as a recipe writes it.
 
@@ -41,6 +41,7 @@ class DataSource(BaseModel):
 
 
 FINITE = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+__all__ = ["DataSource", "Price", "Recipe", "load_recipe", "read_yaml", "recipe_from"]
 
 
 class Recipe(BaseModel):
