@@ -189,7 +189,7 @@ def _start(popen: Any, *given: Any, **named: Any) -> None:
     }
     try:
         popen.pid = server.fork(request, [*sources, *call["pass_fds"]])
-    except ConnectionResetError:
+    except ConnectionError:
         _plain_start(popen, *given, **named)
         return
     popen._child_created = True
