@@ -23,7 +23,7 @@ import sys, time
 import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from hasten.parts.comm.methods import Settings
+from hasten.parts.comm.methods import CompressionSettings
 from hasten.parts.distributed.compressed_shards import ShardedGradients
 from hasten.parts.distributed.fsdp import shard
 torch.set_num_threads(1)
@@ -42,7 +42,7 @@ for method in methods:
     held[method] = module, exchange = Given(), None
     shard(module, mesh)
     if method != "none":
-        exchange = ShardedGradients(Settings(method=method, minimum=0))
+        exchange = ShardedGradients(CompressionSettings(method=method, minimum=0))
         exchange.attach(module)
         held[method] = module, exchange
 for turn in range(int(rounds) + 1):

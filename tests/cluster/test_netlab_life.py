@@ -102,8 +102,8 @@ def test_killing_the_owner_leaves_no_process_and_no_folder(mode: str, own_room: 
     mark = f"302.{os.getpid()}"
     code = (
         "import sys, time\nfrom pathlib import Path\n"
-        "from hasten.launch.netlab import Lab, naming\n"
-        f"naming.room = lambda: Path({str(own_room)!r})\n"
+        "from hasten.launch.netlab import Lab, registry\n"
+        f"registry.room = lambda: Path({str(own_room)!r})\n"
         f"lab = Lab(2, 1, mode={mode!r}).start()\n"
         f"lab.ask('start', command=[sys.executable, '-c', {STUBBORN!r}, {mark!r}], inherited={{}}, "
         "env={}, cwd='/', limit=300, grace=1)\n"

@@ -26,18 +26,18 @@ SPACE = {"batch": [1, 2, 3], "fused": [False, True]}
 # A tuning that stands still as soon as two trials are over and noted.
 TWO_TRIALS = """
 import sys, time
-from hasten.measure.experiment import Silence
+from hasten.progress import SilentProgress
 from hasten.planner import tune
-from hasten.tune.subjects import Wishes
+from hasten.tune.subjects import TuneOptions
 
-class StandsStill(Silence):
+class StandsStill(SilentProgress):
     def show(self, text, share):
         if text.startswith("trial 3:"):
             print("two trials", flush=True)
             time.sleep(600)
 
 space = {"batch": [1, 2, 3], "fused": [False, True]}
-wishes = Wishes(trials=5, steps=2)
+wishes = TuneOptions(trials=5, steps=2)
 tune(sys.argv[1], 600, wishes, space=space, folder=sys.argv[2], audience=StandsStill())
 """
 
