@@ -181,9 +181,8 @@ class Engine(Protocol):
 # What ranks tell each other in a step beside gradients, and the default: everything, at once.
 #
 # Where a wire lets ranks train apart from each other (local steps), a step that waited for such
-# sums
-# would be as slow as the link. Then a step goes by what its own rank knows, times the number of
-# ranks, and ``settle`` makes weights and counts of all ranks equal again: before an evaluation,
+# sums would be as slow as the link. Then a step goes by what its own rank knows, times the number
+# of ranks, and ``settle`` makes weights and counts of all ranks equal again: before an evaluation,
 # before a checkpoint, at the end.
 
 

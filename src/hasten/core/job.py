@@ -20,8 +20,7 @@ from hasten.errors import InputError
 # A micro-batch is one forward and backward pass; a step batch is all of them on this rank.
 #
 # Both carry their counts, so that no later line has to look into a tensor to know how much of it
-# was
-# padding: *slots* are positions of the tensor, *tokens* those that belong to a record, *trained
+# was padding: *slots* are positions of the tensor, *tokens* those that belong to a record, *trained
 # tokens* those that carry loss. *Pairs* are the sum of the records' squared lengths, which the work
 # of attention goes by.
 
@@ -114,10 +113,8 @@ def _move(value: Any, device: str) -> Any:
 # Data order as a pure function of (seed, epoch, index): what resumes, splits and repeats exactly.
 #
 # A *step plan* of an epoch is a list of steps, each a list of record indices over all ranks. Any
-# rank
-# computes the whole of it without talking to another, then takes its own part. How a step is dealt
-# to
-# ranks belongs to the order: one that packs rows keeps each row whole and deals by cost.
+# rank computes the whole of it without talking to another, then takes its own part. How a step is
+# dealt to ranks belongs to the order: one that packs rows keeps each row whole and deals by cost.
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,8 @@ from hasten.errors import InputError
 #
 # In a state weights have names, and masters and optimizer state numbers: their places in the
 # optimizer's order. A rank that holds some weights counts those alone. Here its numbers become
-# those
-# of one process with the whole model, whose optimizer is asked for its order with weights that take
-# no memory. So a state that was put together can be read under any layout.
+# those of one process with the whole model, whose optimizer is asked for its order with weights
+# that take no memory. So a state that was put together can be read under any layout.
 
 Numbers = dict[str, Any]  # what an optimizer keeps beside tensors, as ``number/key``
 MODEL, MASTER, OPTIMIZER = "model", "master", "optimizer"

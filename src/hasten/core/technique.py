@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 # Settings that may change while a run goes on, between two steps, and who changes them.
 #
 # What is offered has to be safe: the same mathematics with every value (other rounding at most),
-# and
-# no value that could end the run. Whoever offers a switch answers for both.
+# and no value that could end the run. Whoever offers a switch answers for both.
 
 
 def at_once() -> int:

@@ -173,9 +173,8 @@ def template_file(path: Path) -> str:
 # Tool calls as a chat template takes them, and the proof that it shows them.
 #
 # A template that knows nothing of tools renders a dialogue without them, and a model trained on
-# that
-# text would learn to answer from nowhere. So whatever a record says of tools must be found in the
-# text again; a record of which it isn't is rejected with what is missing.
+# that text would learn to answer from nowhere. So whatever a record says of tools must be found in
+# the text again; a record of which it isn't is rejected with what is missing.
 
 # Transformers documents arguments as an object; DeepSeek's own templates add them to a text.
 FORMS = ("object", "text")

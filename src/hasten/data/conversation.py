@@ -368,8 +368,7 @@ SHAPES: dict[str, _Shape] = {  # the first that fits wins: alpaca files often ha
 # Columns: a user's names for the columns of a known shape, and for what is inside its turns.
 #
 # `question: prompt_text` reads the column `question` of a shape from the user's `prompt_text`.
-# Seven
-# tags, named as in LLaMA-Factory's dataset_info.json, say the same of turns: `role_tag` and
+# Seven tags, named as in LLaMA-Factory's dataset_info.json, say the same of turns: `role_tag` and
 # `content_tag` are the keys of a turn, `user_tag`, `assistant_tag`, `system_tag`, `function_tag` (a
 # turn whose content is JSON of calls) and `observation_tag` (their results) its roles.
 

@@ -174,9 +174,8 @@ def weighted(
 #     owner/name:config:split     one of several configurations
 #
 # A name becomes the Arrow files that the library keeps of it in its cache; a saved folder's files
-# are
-# those that its state.json lists. Both are read like any other table. Scripts are never run: the
-# library refuses them from version 4 on, and an older one isn't used.
+# are those that its state.json lists. Both are read like any other table. Scripts are never run:
+# the library refuses them from version 4 on, and an older one isn't used.
 
 STATE = "state.json"
 SPLITS = "dataset_dict.json"

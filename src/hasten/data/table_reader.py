@@ -34,8 +34,7 @@ from hasten.errors import InputError
 # Bounds of tables: what Parquet and Arrow files become is known before any of it is made.
 #
 # A few kilobytes can stand for gigabytes: pages and buffers are compressed, and a dictionary holds
-# a
-# long text once and repeats it by number. Four checks keep a file within its limit:
+# a long text once and repeats it by number. Four checks keep a file within its limit:
 #
 #   (1) Parquet's own count of uncompressed bytes, and the sizes that stand before Arrow's
 # compressed

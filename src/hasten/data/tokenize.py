@@ -41,12 +41,9 @@ if TYPE_CHECKING:
 #
 # The caller's process hands chunks out and collects answers; it never waits for a worker that has
 # nothing to do. A worker that dies is replaced and its chunk done again: each chunk is a file of
-# its
-# own, so that the order stays. A chunk that fails, or whose worker dies twice, ends the pool with
-# one
-# sentence that names it. However the pool ends, interrupts included, its processes end with it;
-# they
-# are in sessions of their own, so that Ctrl-C reaches the caller alone.
+# its own, so that the order stays. A chunk that fails, or whose worker dies twice, ends the pool
+# with one sentence that names it. However the pool ends, interrupts included, its processes end
+# with it; they are in sessions of their own, so that Ctrl-C reaches the caller alone.
 
 
 class TokenizeTask(NamedTuple):

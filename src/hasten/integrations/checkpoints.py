@@ -119,8 +119,7 @@ def take_wire(setup: Setup, folder: Path) -> None:
 # The line per step that a callback in another trainer's loop writes, as ``hasten train`` does.
 #
 # ``tokens`` counts positions that the attention mask keeps, padding not among them; a batch without
-# a
-# mask that packs documents (``position_ids`` or ``cu_seq_lens``) has no padding. Where neither is
+# a mask that packs documents (``position_ids`` or ``cu_seq_lens``) has no padding. Where neither is
 # there, tokens aren't known: the line says null, and `hasten report` prints "not measured".
 
 PACKED = ("position_ids", "cu_seq_lens", "cu_seq_lens_q", "seq_idx")

@@ -64,8 +64,7 @@ from hasten.techniques.wire.compress import Quantised, technique_of
 # => (4) rows become a micro-batch.
 #
 # A loader that can't be dealt out is taken as it is. If it gives two ranks the same first batch,
-# they
-# would do each other's work again, and the run is refused.
+# they would do each other's work again, and the run is refused.
 
 COLUMNS = (Tensor, Mapping, tuple, list)  # what a batch is made of
 

@@ -96,8 +96,7 @@ def _known_hosts(store: object, size: int) -> list[str]:
 # meeting place; rank 0 compares, and all ranks end with the same sentence where two differ.
 #
 # Without (3) a rank with another batch size waits in the first exchange until its time is up, and
-# one
-# with another learning rate trains another model in silence.
+# one with another learning rate trains another model in silence.
 
 BACKENDS = ("auto", "gloo", "nccl")
 NCCL = "cpu:gloo,cuda:nccl"  # what lies on the host (numbers, objects, barriers) needs no GPU

@@ -37,10 +37,9 @@ from hasten.machine.processes import ATTEMPT, FOLDER, PARENT, Beat, ended_by, re
 #     end of input: its supervisor has gone, and so does it
 #
 # To start a rank anew is mostly to import libraries, seconds. A spare was never forked from a
-# process
-# that has threads or a device open, so that it is safe with any library; it costs the memory of the
-# imports once more. It is used only where a rank's variables are those it was started with: some
-# count for a process from its very start.
+# process that has threads or a device open, so that it is safe with any library; it costs the
+# memory of the imports once more. It is used only where a rank's variables are those it was started
+# with: some count for a process from its very start.
 
 CHANGING = {FOLDER, ATTEMPT, "HASTEN_RENDEZVOUS"}  # told with the line that wakes it
 

@@ -272,8 +272,7 @@ def _ways(device: str, memory: int) -> dict[str, tuple[int, Callable[[], Any]]]:
 #   3. flush: many small writes, each with an fsync, as a line that must survive has it
 #
 # A rate of a few hundred megabytes is that of a burst: a cache in the disk may make it faster than
-# a
-# checkpoint of many gigabytes will find it.
+# a checkpoint of many gigabytes will find it.
 
 PIECE = 1 << 20
 FLUSHES = 16

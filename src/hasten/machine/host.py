@@ -219,11 +219,9 @@ def _accelerators() -> tuple[Accelerator, ...]:
 # What a machine has besides its processor's name: NUMA nodes, disks, network cards, limits.
 #
 # Everything is read from Linux's own files: sysfs (kernel documentation, admin-guide/abi), /proc,
-# and
-# control groups of version 2 and 1 (admin-guide/cgroup-v2). Elsewhere, and where a container hides
-# them, lists are empty and values None: nothing is guessed. ``root`` is where these files are
-# looked
-# for, so that a copy of another machine's can be read.
+# and control groups of version 2 and 1 (admin-guide/cgroup-v2). Elsewhere, and where a container
+# hides them, lists are empty and values None: nothing is guessed. ``root`` is where these files are
+# looked for, so that a copy of another machine's can be read.
 
 REAL = frozenset(
     {*("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs", "nfs", "nfs4")}

@@ -179,13 +179,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 # glibc maps every large block anew and gives it back when it is freed, so that each step pays for
 # the same pages again: the kernel zeroes them at first touch, one fault per 4 KiB. Keeping freed
 # memory saves the faults (mallopt(3)); huge pages make a fault stand for 2 MiB; tcmalloc and
-# jemalloc
-# keep memory by themselves, if they are loaded before the process starts.
+# jemalloc keep memory by themselves, if they are loaded before the process starts.
 #
 # One limit of glibc before 2.38: a freed aligned block is a little smaller than what the next
-# request
-# of the same size asks for, so it isn't always found again (sourceware.org bug 14581). Blocks that
-# lie beside other free ones are.
+# request of the same size asks for, so it isn't always found again (sourceware.org bug 14581).
+# Blocks that lie beside other free ones are.
 
 MAPPED_FROM = 2**30  # bytes; smaller blocks come from the heap, which is kept
 TRIMMED_FROM = 2**31 - 1  # free bytes at the heap's end before any go back; mallopt takes an int

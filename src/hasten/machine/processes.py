@@ -72,8 +72,7 @@ def available_bytes(limit_bytes: int) -> int:
 #
 # Linux counts processor time in ticks of 10 ms, so a share over a short span is coarse: spans below
 # `SHORTEST_SECONDS` count as calm. Small negative differences, from ticks that fall on the other
-# side
-# of an instant, count as zero.
+# side of an instant, count as zero.
 
 SHORTEST_SECONDS = 0.2  # 20 ticks
 
@@ -108,8 +107,7 @@ def foreign_share(before: Instant, after: Instant, cores: int) -> float:
 #     rank-R.log      what it said otherwise (the first rank speaks to the user itself)
 #
 # All lie in the folder of one attempt, which ``HASTEN_ATTEMPT_FOLDER`` names. Liveness isn't
-# enough:
-# a rank that hangs is alive; so what counts is that the pulse goes on.
+# enough: a rank that hangs is alive; so what counts is that the pulse goes on.
 
 FOLDER, ATTEMPT, PARENT = "HASTEN_ATTEMPT_FOLDER", "HASTEN_ATTEMPT", "HASTEN_SUPERVISOR"
 BEAT = struct.Struct("<qqq")

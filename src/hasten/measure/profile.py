@@ -351,10 +351,9 @@ def _without(found: Storages, others: Storages) -> Storages:
 # The ledger of a run: where a step's time goes, whose the memory is, how even the steps are.
 #
 # Times come from the clock at the step's seams (:mod:`hasten.core.timing`), which a run has to
-# start
-# with; without one nothing was counted and every time is None. Memory takes one pass of its own,
-# outside the training: ask for the ledger when the run's last step is done and its techniques have
-# been asked what they did.
+# start with; without one nothing was counted and every time is None. Memory takes one pass of its
+# own, outside the training: ask for the ledger when the run's last step is done and its techniques
+# have been asked what they did.
 
 WARMUP = 2  # first steps: they compile, allocate and read what later ones find ready
 

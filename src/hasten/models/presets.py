@@ -24,11 +24,9 @@ if TYPE_CHECKING:
 #
 # The published sizes repeat the ``config.json`` files on the hub. The small relatives keep each
 # architecture's proportions: grouped heads stay grouped, latent attention keeps its low ranks and
-# its
-# split of plain and rotary dimensions, a mixture of experts keeps groups, shared experts, a dense
-# first layer and as much active as dense width. They are trained from scratch, so their positions
-# are
-# plain rotary ones; the published YaRN stretch is a later stage of a model's life.
+# its split of plain and rotary dimensions, a mixture of experts keeps groups, shared experts, a
+# dense first layer and as much active as dense width. They are trained from scratch, so their
+# positions are plain rotary ones; the published YaRN stretch is a later stage of a model's life.
 
 Fields = dict[str, Any]
 

@@ -238,8 +238,7 @@ def choice(found: HeldOut, stack: str, noise: float = SINGLE_STEP_NOISE) -> Held
 #
 # Nothing is fitted here: the calibration of the package predicts, a stack that it knows with that
 # stack's factor. Records that can't be read or don't say enough are listed with the reason, and
-# count
-# in no figure.
+# count in no figure.
 
 _G = 1e9
 

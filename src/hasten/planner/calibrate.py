@@ -216,11 +216,9 @@ def _moved(theta: Column, constants: int) -> Column:
 # Calibrates the model to a machine of the user's own, from a few runs of twenty steps each.
 #
 # Four factors are fitted, with priors, to measured seconds per step: of products, of memory, of
-# what
-# doesn't shrink with the work, and of the links. One run fixes the first; runs with another
+# what doesn't shrink with the work, and of the links. One run fixes the first; runs with another
 # batch, layout or link rate tell them apart. Where there are four runs or more, the interval is
-# that
-# of what the fit left unexplained, and never narrower than a twentieth.
+# that of what the fit left unexplained, and never narrower than a twentieth.
 
 NARROWEST, FEW = 0.05, 0.15  # half an interval's logarithm: at best, and after fewer than four runs
 OWN_STACK = "own runs"
@@ -317,8 +315,7 @@ def _one(run: OwnRun, c: Constants) -> Column:
 # After the run: what was predicted of each part of a step against what was measured.
 #
 # A run's metrics know three parts (waiting for data, passes, optimizer); the prediction has ten.
-# They
-# are gathered into what both can tell, so that no part is compared with another thing.
+# They are gathered into what both can tell, so that no part is compared with another thing.
 
 WARM_UP = 3  # steps that are left out, where there are enough
 # What a run measures -> the predicted parts that lie within it; data is predicted as nothing.

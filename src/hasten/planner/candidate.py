@@ -238,8 +238,7 @@ def _inline(value: Any) -> str:
 #
 # Device hours are always told, since they hold whatever an hour costs. Prices come from the user
 # alone; the package has none. Energy is a bound: every device at its power limit all the time,
-# hosts,
-# switches and cooling not counted, and only for devices whose limit is known here.
+# hosts, switches and cooling not counted, and only for devices whose limit is known here.
 
 PER_BILLION = 1e9  # tokens that figures are for where a job doesn't say how many
 # Power limits in watts, from the makers' datasheets, recalled; the module's own, without its host.

@@ -29,8 +29,7 @@ from hasten.planner.numbers import SLOTS, MemoryConstants, ModelNumbers, Value
 # Bytes of activations: what a layer keeps of one micro-batch, and what it needs while at work.
 #
 # Counted from what the backward pass of each product and each norm needs, as in arXiv 2205.05198.
-# By
-# the word of a layout's ``recompute``:
+# By the word of a layout's ``recompute``:
 #
 #     none       inputs of norms and products, queries, keys, values, the MLP's two sides
 #     light      norms, activation functions and the up-projections of latent attention are computed
@@ -43,8 +42,8 @@ from hasten.planner.numbers import SLOTS, MemoryConstants, ModelNumbers, Value
 #
 # Products in fewer than 16 bits keep their inputs in that format, which their weights' gradient is
 # computed from; under ``light`` the two inputs of a gated activation too, and what attention
-# returns
-# in 12 bits (arXiv 2412.19437, section 3.3.3). What attention and norms need stays in 16 bits.
+# returns in 12 bits (arXiv 2412.19437, section 3.3.3). What attention and norms need stays in 16
+# bits.
 
 SELECTIVE_KEEPS = 0.5
 # Bytes of an element that a product's input is kept in: a scale per 32 or per 128 of them is in it.

@@ -168,8 +168,7 @@ def _draw(
 # Stamps of the files that a recipe names: what tells, without reading them, that they changed.
 #
 # A file that changed has another size or time, as for make. A folder stands for all its files,
-# those
-# in its folders included, since saved data sets and tokenizers keep theirs there.
+# those in its folders included, since saved data sets and tokenizers keep theirs there.
 
 DEEPEST = 4  # levels of folders within a folder
 MOST_FILES = 100_000
@@ -446,8 +445,8 @@ def _write(path: Path, text: str) -> None:
 # Held-out records that stand in the training data too: a held-out loss that flatters.
 #
 # Records are compared by their tokens, all of them; near-duplicates aren't looked for. Only
-# training
-# records that agree with a held-out one in length and in the number of trained tokens are read.
+# training records that agree with a held-out one in length and in the number of trained tokens are
+# read.
 
 
 @dataclass(frozen=True)

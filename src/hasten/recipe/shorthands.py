@@ -84,8 +84,7 @@ def _settings(entry: Any) -> dict[str, Any]:
 #     layout: {dp: 2, tp: 2}               sizes of a mesh: the technique hybrid
 #
 # It is folded into the plan when a recipe is read, so that the resolved recipe, a plan's hash and
-# an
-# experiment know of one place only.
+# an experiment know of one place only.
 
 AXES = ("dp", "shard", "tp", "pp", "ep")
 

@@ -256,8 +256,7 @@ def _measurement(name: str, value: Any, path: Path) -> BundledMeasurement:
 #
 # An interval over rounds doesn't know what changes from one start to the next (memory layout, the
 # neighbours of the day). That is what the margin is for: a switch has lost where all of the
-# interval
-# lies below 1 - margin.
+# interval lies below 1 - margin.
 
 MARGIN = 0.02
 Word = Literal["lost", "gained", "same", "inconclusive", "not measured"]

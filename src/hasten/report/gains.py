@@ -262,8 +262,7 @@ def _sensible(value: float | None) -> bool:
 # Rows of the page that several arms make together: the machine, the fastest, proofs, the ledger.
 #
 # Everything here reads a report that report_schema.py has checked; `hardware` alone is free in
-# form,
-# so its entries are used only where they are what they seem.
+# form, so its entries are used only where they are what they seem.
 
 
 def machine(hardware: Mapping[str, Any]) -> str:

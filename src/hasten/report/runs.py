@@ -299,9 +299,8 @@ def _object(value: object) -> dict[str, Any] | None:
 # Runs beside each other: one table, what differs in their recipes, and why it may not be fair.
 #
 # A loss is compared after equal tokens, as far as the shortest run goes; where a run doesn't say
-# its
-# tokens, after equal steps. It is the mean of the training losses in the last tenth up to there,
-# because a single step's loss says more about its records than about the model.
+# its tokens, after equal steps. It is the mean of the training losses in the last tenth up to
+# there, because a single step's loss says more about its records than about the model.
 
 STRETCH = 0.1  # of the way up to the common end: the losses that are averaged
 CLOSE = 0.005  # share by which tokens may differ, a last step being more or less full

@@ -372,8 +372,7 @@ def _deviations(values: Sequence[float]) -> list[float]:
 #
 # Drawings with a row per arm exist twice, for wide and for narrow screens. Which of the drawings of
 # speed there are depends on the arms: a waterfall where they are a ladder, pairs of bars (alone,
-# and
-# beside all the others) where switches were measured apart, plain bars for all other arms.
+# and beside all the others) where switches were measured apart, plain bars for all other arms.
 
 WIDTHS = (800, 324)  # pixels of a drawing for wide and for narrow screens
 _CURVES = (390, 250)  # pixels, width and height

@@ -194,9 +194,8 @@ def _interaction_words(ratio: Interval) -> str:
 #
 # An arm is judged in this order, and the first that applies is said: it failed; the baseline has no
 # result; the guard or its held-out loss finds the model worse; nobody knows what its techniques
-# did;
-# none of them acted. Only then does its speed decide, by the rules of `statistics.verdict`, beyond
-# the noise floor of the experiment and after Holm's correction for the number of its arms.
+# did; none of them acted. Only then does its speed decide, by the rules of `statistics.verdict`,
+# beyond the noise floor of the experiment and after Holm's correction for the number of its arms.
 
 MARGIN = 0.01  # of the held-out loss: fixed before any run, for the whole plan; wide for one seed
 GUILTY = FAILED

@@ -28,8 +28,7 @@ from hasten.techniques.feed import PrefetchedFeed
 # What a technique asks of a session before it offers a setting to be changed while it runs.
 #
 # The peak of memory so far is that of a run whose settings stood still, so what a change would add
-# is
-# set against what is left below it.
+# is set against what is left below it.
 
 FULL = 0.8  # share of the memory that a change may lead to
 STEPS = 64  # of the order that are looked through

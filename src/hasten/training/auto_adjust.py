@@ -25,15 +25,12 @@ from hasten.training.folder import ADJUSTMENTS
 # Switches of a running session, tried in turns: what pays is kept, what doesn't is taken back.
 #
 # A try is two blocks of steps, one with the value that stands and one with another, in an order
-# drawn
-# anew; its result is the log ratio of their tokens per second, the mean over ranks. Which value is
-# tried next is drawn by Thompson's rule (Thompson, On the likelihood that one unknown probability
-# exceeds another, Biometrika 25, 1933): from what is believed of each one's gain, the largest. A
-# value is kept when the Student interval of its tries lies above 1, and its neighbour is tried
-# next;
-# it is dropped when no gain worth having can be expected, or when `MOST` tries have told nothing.
-# All
-# ranks draw alike and see the same results, so they take the same decisions.
+# drawn anew; its result is the log ratio of their tokens per second, the mean over ranks. Which
+# value is tried next is drawn by Thompson's rule (Thompson, On the likelihood that one unknown
+# probability exceeds another, Biometrika 25, 1933): from what is believed of each one's gain, the
+# largest. A value is kept when the Student interval of its tries lies above 1, and its neighbour is
+# tried next; it is dropped when no gain worth having can be expected, or when `MOST` tries have
+# told nothing. All ranks draw alike and see the same results, so they take the same decisions.
 
 BLOCK = 3  # steps of a block, beside those that still have the old value
 BEFORE = 3  # steps before anything is tried: the first ones prepare much

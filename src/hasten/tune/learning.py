@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 # Who proposes hyper-parameters, and who is given up: Optuna's TPE and its median rule.
 #
 # All dimensions have an order (rates, sizes), so they are whole numbers to Optuna. What was given
-# up
-# or failed is told as worse than all that finished, the later the better.
+# up or failed is told as worse than all that finished, the later the better.
 
 FIRST_LOOKS = 3  # before which none is given up: warm-ups differ in length
 STARTUP = 3  # trainings that must be over before one is given up

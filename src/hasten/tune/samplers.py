@@ -322,9 +322,9 @@ class Bandit:
 #
 # Optuna 5 (Akiba et al. 2019). Every dimension is suggested, whether it matters or not, since the
 # multivariate samplers want the same parameters in every trial; numbers in rising order are
-# integers,
-# all others categories (CMA-ES has none: there all are integers). A point that was refused, ran out
-# of memory or failed is told as worse than all others; one that comes twice is told as before.
+# integers, all others categories (CMA-ES has none: there all are integers). A point that was
+# refused, ran out of memory or failed is told as worse than all others; one that comes twice is
+# told as before.
 
 NAMES = ("tpe", "gp", "genetic", "cmaes")
 POPULATION = 8  # of a generation: Optuna's 50 would be more than a study has trials

@@ -295,8 +295,7 @@ class Failures:
 #
 # Two jobs are similar if their records say the same of what they are `about` (architecture, device
 # and objective; of a loop, its name). Settings that both know are matched by name and value; what
-# an
-# earlier study measured is believed half, since the job is another.
+# an earlier study measured is believed half, since the job is another.
 
 BELIEVED = 0.5
 FEWEST = 3  # trials, or nothing is learnt

@@ -36,8 +36,7 @@ from hasten.launch.netlab.network import NIC, Network, Nothing, Tuns, Veths, add
 # Ranks of one command on a lab's hosts: started together, ended together, never left alone.
 #
 # When a rank fails, the others have some seconds to say what they noticed, since that is what a
-# test
-# of a broken link looks at; then they are asked to end, and then they are ended. A rank's own
+# test of a broken link looks at; then they are asked to end, and then they are ended. A rank's own
 # children go with it.
 
 SECONDS_TO_LEAVE = 5.0  # between being asked to end and being ended

@@ -136,11 +136,9 @@ def name_of(text: str) -> str:
 # Variables that a job's processes start with on a cluster, each with the reason in one line.
 #
 # As few as possible: NCCL and gloo find links, rings and trees by themselves, and a variable that
-# was
-# right for one cluster is the reason why another is slow. What a recipe says under ``transport`` is
-# set by hasten later and wins. Sources: NCCL user guide, "Environment Variables";
-# torch.distributed,
-# "Common environment variables"; torch.distributed.run, ``--shutdown-timeout``.
+# was right for one cluster is the reason why another is slow. What a recipe says under
+# ``transport`` is set by hasten later and wins. Sources: NCCL user guide, "Environment Variables";
+# torch.distributed, "Common environment variables"; torch.distributed.run, ``--shutdown-timeout``.
 
 RDMA = ("fat_tree", "rail_optimized", "dgx_a100", "dgx_h100")
 

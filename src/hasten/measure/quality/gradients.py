@@ -167,9 +167,8 @@ def _cpu(tensor: Tensor) -> Tensor:
 #
 # The documents are laid out together, as the plan does it. Loss is asked of one alone; then every
 # token of the others becomes another token, lengths kept, and the loss of that one has to stay.
-# Bits
-# may differ where experts multiply the tokens of several documents in one product, so a difference
-# within rounding is none.
+# Bits may differ where experts multiply the tokens of several documents in one product, so a
+# difference within rounding is none.
 
 DOCUMENTS = 4  # of the proof's records, laid out together
 
@@ -218,11 +217,9 @@ def _loss(session: Session, records: Sequence[TokenRecord], asked: int) -> float
 # The same gradients through two optimizers: the proof that another form of one update rule owes.
 #
 # A gradient says nothing of an optimizer. So the plan without it makes some steps, its gradients
-# are
-# kept, and the plan with it is given the same ones, tensor by tensor. What the weights have moved
-# by
-# is compared. A weight of size w in float32 can't show a move finer than w / 2^23, so that a small
-# learning rate is known less exactly; the floor that follows is part of the answer.
+# are kept, and the plan with it is given the same ones, tensor by tensor. What the weights have
+# moved by is compared. A weight of size w in float32 can't show a move finer than w / 2^23, so that
+# a small learning rate is known less exactly; the floor that follows is part of the answer.
 
 STEPS = 3
 Named = dict[str, Tensor]

@@ -320,8 +320,8 @@ def _test(margin: float, names: Sequence[str] = ("held-out loss",)) -> str:
 # What ranks add to a guard's rows: records dealt to them, and gradients that travel between them.
 #
 # A wire of ROUNDING may send numbers in 16 bits, each rounded on its way there and back. So it is
-# not
-# among the techniques that are tested together, whose bound is that of float32, but beside them.
+# not among the techniques that are tested together, whose bound is that of float32, but beside
+# them.
 
 ONE_PROCESS = "needs several ranks, and one process ran; nproc: 2 in the recipe runs two"
 Found = Mapping[str, Answer]  # of the orders `planned` and `wire` on all ranks, `single` on one
@@ -381,8 +381,7 @@ def _failed(ranks: int, here: Answer, other: Answer) -> str | None:
 # Every layout of the plan is held against the same reference, the bare job in float64 record by
 # record, so each is compared with each. On a job of several ranks the plan's layouts run on all of
 # them, and the plan once in one process. Where the plan fails, techniques are left out one at a
-# time:
-# those without which it passes are to blame.
+# time: those without which it passes are to blame.
 
 LAYOUTS = {  # name -> (what it is in words, cut, rows as without a technique)
     "planned": ("micro-batches as planned", "planned", False),

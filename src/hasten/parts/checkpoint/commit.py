@@ -128,8 +128,7 @@ def _make_durably(folder: Path, disk: Disk) -> None:
 #
 # The lock is ``flock`` on the folder itself: it leaves no file behind and ends with the process, so
 # that a killed one is in nobody's way. It holds between processes of one machine, and over NFS
-# where
-# the server knows locks; where it doesn't, nothing is locked and nothing is refused.
+# where the server knows locks; where it doesn't, nothing is locked and nothing is refused.
 
 
 class FolderInUseError(ValueError):
@@ -204,8 +203,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 # Which checkpoints stay: the newest few that verify; damaged ones are set apart, not deleted.
 #
 # What hasten did not make is never deleted: a folder goes only with a sealed manifest of ours in
-# it,
-# or with a name that only a save of ours gives to what isn't done.
+# it, or with a name that only a save of ours gives to what isn't done.
 
 _ASIDE = re.compile(r"\.aside-step-\d{8,12}-(\d+)")
 _UNDONE = re.compile(r"\.(writing|deleting)-step-\d{8,12}-\d+")

@@ -60,8 +60,7 @@ class Disk:
 #      "meta": the caller's JSON, "seal": hash of all the above}
 #
 # The seal finds accidents, not forgers: whoever can write the folder can seal anew. So a manifest
-# is
-# read as a stranger's: its size has a limit, and the names in it can't leave the folder.
+# is read as a stranger's: its size has a limit, and the names in it can't leave the folder.
 
 STATE, MANIFEST = "state.safetensors", "manifest.json"
 FORMAT = 2  # 1: without sha256, codes and base; still read

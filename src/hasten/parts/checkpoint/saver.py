@@ -105,8 +105,8 @@ class CheckpointWriter:
 # Says, with its MB/s, that a place takes checkpoints slowly; once, and again where it got worse.
 #
 # A slow place costs nothing as long as the writer's thread keeps up with it. It has to be known
-# where
-# training waits for that thread, or where a write takes so long that much is lost between two.
+# where training waits for that thread, or where a write takes so long that much is lost between
+# two.
 
 WAITED = 1.0  # seconds that training may wait for an earlier save in silence
 LONG, SLOW = 10.0, 50e6  # seconds of a write, and bytes per second: below any disk, or 0.4 Gbit/s

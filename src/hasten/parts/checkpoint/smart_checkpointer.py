@@ -39,8 +39,8 @@ from hasten.parts.checkpoint.verify import verify
 #
 # is the time from one save to the next, of which C is spent on saving; M is the mean time between
 # failures, R the time to be running again (Young, CACM 17, 1974; Daly, FGCS 22, 2006). C is
-# measured,
-# M is a prior corrected by what was seen, so the interval follows the job and the machine.
+# measured, M is a prior corrected by what was seen, so the interval follows the job and the
+# machine.
 
 DAY = 86400.0
 DYNAMIC = "dynamic"

@@ -436,8 +436,7 @@ def codec(name: str, block: int = 256) -> Codec:
 # The k largest numbers of every chunk of 256, as a message of three bytes for each.
 #
 # Within a chunk a place is one byte, and the value is a bf16; a top-k over a whole tensor with
-# int64
-# places needs ten. Aji and Heafield (Sparse Communication for Distributed Gradient Descent,
+# int64 places needs ten. Aji and Heafield (Sparse Communication for Distributed Gradient Descent,
 # arXiv:1704.05021) send the largest with error feedback; that chunks choose for themselves spreads
 # what is sent evenly, and lets every rank's message have the same length.
 #

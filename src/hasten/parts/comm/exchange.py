@@ -166,9 +166,8 @@ def gathered_bytes(size: int, world: int) -> int:
 #     (3) it gives the mean of all hosts to the ranks of its host (within, second group)
 #
 # A host's link carries what one rank per host would send, and since (3) hands bits on, all ranks
-# have
-# the same. The memory of what was left out lies once on each host, spread over its ranks. Within a
-# host a bucket travels twice instead of once; that path has to be the faster one.
+# have the same. The memory of what was left out lies once on each host, spread over its ranks.
+# Within a host a bucket travels twice instead of once; that path has to be the faster one.
 
 
 class Hosts:

@@ -43,8 +43,7 @@ from hasten.parts.comm.weight_methods import Attached, whole
 # A tensor as other ranks would read it: compress and decompress on one rank, with error feedback.
 #
 # A loop that compresses each gradient by hand and then averages gives tensors no name. They are
-# told
-# apart by the order of calls between two averages, which must then stay the same.
+# told apart by the order of calls between two averages, which must then stay the same.
 
 
 class Locally:

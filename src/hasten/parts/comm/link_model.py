@@ -322,10 +322,9 @@ def _settle(device: str) -> None:
 #                                                  exposed
 #
 # With a window of W seconds in which gradients get ready, bucket k leaves at k W / n or when the
-# one
-# before it is back, and takes t seconds. What shows is t where the wire keeps up (n t <= W), and
-# W / n + n t - W where it doesn't. So n grows until delays eat what an earlier start gains: on a
-# link-bound step about sqrt(W / delay). (The schedule of Li et al., PyTorch Distributed,
+# one before it is back, and takes t seconds. What shows is t where the wire keeps up (n t <= W),
+# and W / n + n t - W where it doesn't. So n grows until delays eat what an earlier start gains: on
+# a link-bound step about sqrt(W / delay). (The schedule of Li et al., PyTorch Distributed,
 # arXiv:2006.15704, section 3.2.3, which leaves the size to the user.)
 #
 # DDP lays its buckets before the first backward pass, so W isn't known when the size is due. Then

@@ -152,8 +152,7 @@ def chunks_of(
 #
 # Ranks that train alone for a while need not send gradients. Each keeps ``anchor``, the weights as
 # all last agreed on them (float32, the same bits on every rank, 4 bytes per weight), and from time
-# to
-# time says how far a stretch of its own weights, a *fragment*, has moved from there:
+# to time says how far a stretch of its own weights, a *fragment*, has moved from there:
 #
 #     own      = decode(encode(weights - anchor))           travels in few bits
 #     common   = sum over ranks of share * own of that rank  the same bits on every rank
@@ -165,8 +164,7 @@ def chunks_of(
 # part of the trained tokens since the fragment was last sent, so that one round of plain SGD is the
 # step that replicas with averaged gradients take (Stich, Local SGD, arXiv:1805.09767, has equal
 # shares). A message begins with ``HEADER`` bytes, tokens and flags; behind them lies a message of
-# the
-# codec for each chunk of weights.
+# the codec for each chunk of weights.
 
 HEADER = 16  # two float64 numbers: trained tokens, flags
 ALIGNED = 256  # fragments begin at multiples of a codec's block

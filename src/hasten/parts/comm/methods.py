@@ -192,17 +192,14 @@ class Dense(Forgetful):
 # Top-k: of each 256 numbers the largest few travel, as a place and a bf16 value.
 #
 # Three bytes for a number that is kept, so 5 % (13 of 256) is 0.15 bytes per number; one choice
-# over
-# the whole tensor would need a place of eight bytes. Every rank gets every other's message and adds
-# them up in the order of the ranks, so that all have the same bits; what a rank sends grows with
-# the
-# number of ranks. What isn't sent is remembered and added to the next gradient (Stich et al.,
-# Sparsified SGD with Memory, arXiv:1809.07599).
+# over the whole tensor would need a place of eight bytes. Every rank gets every other's message and
+# adds them up in the order of the ranks, so that all have the same bits; what a rank sends grows
+# with the number of ranks. What isn't sent is remembered and added to the next gradient (Stich et
+# al., Sparsified SGD with Memory, arXiv:1809.07599).
 #
 # ``momentum`` corrects that for a momentum optimizer (Lin et al., Deep Gradient Compression,
 # arXiv:1712.01887, section 3.1): the velocity is kept here, before the choice, and what has been
-# sent
-# is taken out of it; the optimizer must then be plain SGD.
+# sent is taken out of it; the optimizer must then be plain SGD.
 
 
 class TopKMean:
@@ -269,10 +266,9 @@ class TopKMean:
 #
 # A number is rounded twice whatever the number of ranks; a ring that adds codes would round it once
 # per rank. What (1) leaves out is this rank's residual. What (4) leaves out is owed to all ranks:
-# its
-# owner adds it to its own residual, times the number of ranks, since its share in the next mean is
-# one of so many. So given = applied + mean of residuals holds from the first step to the last, with
-# no second memory (after DoubleSqueeze, Tang et al., arXiv:1905.05957, which has two).
+# its owner adds it to its own residual, times the number of ranks, since its share in the next mean
+# is one of so many. So given = applied + mean of residuals holds from the first step to the last,
+# with no second memory (after DoubleSqueeze, Tang et al., arXiv:1905.05957, which has two).
 #
 # A codec writes a NaN where a number wasn't finite. It is in the codes of (4) as well, so that all
 # ranks see it there.
@@ -365,8 +361,7 @@ class QuantisedMean(Forgetful):
 # on it as a random walk.)
 #
 # The mean is decoded by a matrix product. Ranks on unlike processors may differ in its last bits,
-# and
-# then drift apart: there `GradientCompressor.check` says so.
+# and then drift apart: there `GradientCompressor.check` says so.
 
 WIRE = torch.bfloat16
 

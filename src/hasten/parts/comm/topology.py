@@ -214,9 +214,8 @@ def _read(path: Path) -> str:
 # The link between a host's GPUs as NVIDIA's driver describes it: NVLinks that are up, or PCIe.
 #
 # NVML is asked through its C library (NVML API reference, "NvLink Methods" and "Device Queries"),
-# so
-# that no package is needed. The first GPU speaks for the host's others. Figures are the links' own,
-# without the protocol's overhead; a measurement knows better.
+# so that no package is needed. The first GPU speaks for the host's others. Figures are the links'
+# own, without the protocol's overhead; a measurement knows better.
 
 LIBRARY = "libnvidia-ml.so.1"
 MOST_LINKS = 18  # NVML_NVLINK_MAX_LINKS

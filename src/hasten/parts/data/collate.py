@@ -43,9 +43,8 @@ def token_record(input_ids: Any, trained: Any = None) -> TokenRecord:
 #
 # Labels are aligned with the position that predicts them: ``labels[t]`` is the token at ``t + 1``
 # where that token is trained and belongs to the same record, else -100. No model has to shift
-# again,
-# and the last token of one packed record never predicts the first of the next. A Hugging Face model
-# that computes its own loss shifts ``labels``; give it these as ``shift_labels`` too.
+# again, and the last token of one packed record never predicts the first of the next. A Hugging
+# Face model that computes its own loss shifts ``labels``; give it these as ``shift_labels`` too.
 
 IGNORED = -100
 

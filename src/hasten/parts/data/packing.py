@@ -61,8 +61,7 @@ from hasten.parts.data.row_search import (
 #         least from the others (:mod:`hasten.parts.data.row_search`)
 #
 # The search ends after a fixed amount of work, counted and not clocked: its result is the same on
-# any
-# machine.
+# any machine.
 
 MOST_RECORDS = 700  # that no pair takes; many more leave so much choice that filling in turn works
 WORK = 200_000_000  # some 2 ns each

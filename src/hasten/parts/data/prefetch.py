@@ -34,8 +34,7 @@ from hasten.parts.data.access_pattern import with_merged_reads
 # A thread that reads an iterator into a bounded queue and never outlives who takes from it.
 #
 # To hand an item over takes no lock and, as a rule, no system call of the taker. It is the waking
-# of
-# a thread that costs, tens of microseconds of the one who wakes, so the taker doesn't do it:
+# of a thread that costs, tens of microseconds of the one who wakes, so the taker doesn't do it:
 #
 #     reader   queue full: naps for half of what the taker lately needed for an item, looks again
 #     taker    takes what is there; rings for a reader that naps only once the queue is half empty
@@ -43,10 +42,9 @@ from hasten.parts.data.access_pattern import with_merged_reads
 # So in a steady pace the reader finds by itself that there is room, while the taker is at work.
 #
 # The thread knows the queue and the iterator, not its owner, so an owner that is dropped is
-# collected
-# and its ``with`` block ends the thread. At exit the interpreter closes the queues still open
-# before
-# it takes its modules apart. An error waits in the queue behind the items that came before it.
+# collected and its ``with`` block ends the thread. At exit the interpreter closes the queues still
+# open before it takes its modules apart. An error waits in the queue behind the items that came
+# before it.
 
 PATIENCE_SECONDS = 30.0  # for the read that runs while we close; the thread ends when it returns
 AT_EXIT_SECONDS = 2.0
@@ -249,9 +247,8 @@ atexit.register(_close_all)
 #     deficit <- max(0, deficit + seconds to read a batch - seconds it was used)
 #
 # The worst deficit of the last some hundred batches, divided by the seconds that a batch is used,
-# is
-# the number of batches that must wait when such a burst begins. So a queue is long enough from the
-# second burst on, also if the first one was hidden by luck, and stays so between bursts.
+# is the number of batches that must wait when such a burst begins. So a queue is long enough from
+# the second burst on, also if the first one was hidden by luck, and stays so between bursts.
 
 REMEMBERED = 512  # batches after which a burst is forgotten, at the earliest
 NOTICEABLE_SECONDS = 1e-3  # a smaller deficit is the scheduler's, not the loader's
@@ -291,8 +288,7 @@ class LookaheadController:
 #
 # ``send`` runs in the thread that reads ahead and returns at once; ``receive`` runs where the batch
 # is used and lets the device, not the host, wait for the copy. A batch may be a tensor or any
-# nesting
-# of mappings, tuples, lists and dataclasses; everything else in it is handed on as it is.
+# nesting of mappings, tuples, lists and dataclasses; everything else in it is handed on as it is.
 
 
 class DeviceCopies:

@@ -22,10 +22,8 @@ from numpy.typing import NDArray
 # A cover: full rows, out of a list of all there are, that hold every record exactly once.
 #
 # Knuth's Algorithm X (Dancing Links, arXiv:cs/0011047) with bits in the place of links: the rows
-# that
-# can still be taken are the ones of one long integer, and taking a row strikes out, by one ``&``
-# for
-# each of its lengths, all rows that need more records of that length than are left.
+# that can still be taken are the ones of one long integer, and taking a row strikes out, by one
+# ``&`` for each of its lengths, all rows that need more records of that length than are left.
 
 MOST_IN_A_ROW = 7
 LONGEST_LIST = 100_000  # full rows
@@ -182,11 +180,10 @@ def _needing(rows: Table, lengths: int) -> list[list[int]]:
 # Packing of lengths with few different values, by linear programming over row patterns.
 #
 # With few values, what matters is which *patterns* (how many of each length lie in one row) are
-# used
-# how often. Over fractions of rows that is a linear programme whose optimum is a lower bound on the
-# rows of any packing, and mostly less than one row below the best (Gilmore and Gomory, A Linear
-# Programming Approach to the Cutting-Stock Problem, 1961, 1963). There are too many patterns to
-# list:
+# used how often. Over fractions of rows that is a linear programme whose optimum is a lower bound
+# on the rows of any packing, and mostly less than one row below the best (Gilmore and Gomory, A
+# Linear Programming Approach to the Cutting-Stock Problem, 1961, 1963). There are too many patterns
+# to list:
 #
 #     (1) basis: one pattern per length, as many of it as fit
 #     (2) prices: what one more record of each length would cost with the basis

@@ -42,15 +42,14 @@ from hasten.parts.distributed.fsdp import (
 #     (4) rank r decodes them one after the other; their mean in float32 is its shards' gradient
 #
 # A number is rounded once, on its way to the one rank that needs it, and no rank has to send a mean
-# back: half of what :mod:`hasten.parts.comm.methods` sends, as a reduce-scatter is
-# half of an all-reduce. Weights travel as before.
+# back: half of what :mod:`hasten.parts.comm.methods` sends, as a reduce-scatter is half of an
+# all-reduce. Weights travel as before.
 #
 # What is left out is remembered by parameter, in float32, whole on every rank: what a rank sends is
 # its own gradient of all weights, so its memory doesn't get smaller with the number of ranks.
-# Several
-# backward passes of a step add to it in turn; it counts once the step does. Where a number isn't
-# finite the message says NaN, the rank that decodes it has NaN in its shards, and the norm over all
-# ranks tells everybody.
+# Several backward passes of a step add to it in turn; it counts once the step does. Where a number
+# isn't finite the message says NaN, the rank that decodes it has NaN in its shards, and the norm
+# over all ranks tells everybody.
 
 FEEDBACK = ("int8", "int4", "topk")
 

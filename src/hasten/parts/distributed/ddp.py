@@ -43,18 +43,16 @@ def may_learn(module: nn.Module) -> bool:
 # Gradients of DistributedDataParallel, reduced when a rank says so and not during a backward pass.
 #
 # DDP sends a bucket as soon as it is full, in the middle of the last backward pass. A rank that
-# fails
-# there has sent buckets that the others wait to see completed, and can't begin the step again. Here
-# passes run on the wrapped module itself, where DDP doesn't listen; any of them may fail and be
-# repeated without another rank noticing. Then every rank calls ``reduce_now``:
+# fails there has sent buckets that the others wait to see completed, and can't begin the step
+# again. Here passes run on the wrapped module itself, where DDP doesn't listen; any of them may
+# fail and be repeated without another rank noticing. Then every rank calls ``reduce_now``:
 #
 #     ddp.module(batch).sum().backward()  # as often as needed; ddp.module, not ddp
 #     reduce_now(ddp)
 #
 # The same buckets travel by the same communication hook, but no longer beside a backward pass: what
 # it costs is the overlap. A rank that repeats a pass lets the others wait in ``reduce_now``, as
-# long
-# as the process group's timeout allows.
+# long as the process group's timeout allows.
 
 
 def reduce_now(module: DistributedDataParallel) -> None:
@@ -82,10 +80,8 @@ def _zeros_like(parameter: Tensor) -> Tensor:
 #
 # DDP keeps these three moments itself, for its log of every hundredth step. Asked at once after a
 # backward pass, for every step, its logger computes the figures of that very pass. They hold for
-# any
-# communication hook, decoding included; while ranks wait for a slower one, that shows as well. On
-# an
-# accelerator the logger would wait for its stream, so nothing is asked there.
+# any communication hook, decoding included; while ranks wait for a slower one, that shows as well.
+# On an accelerator the logger would wait for its stream, so nothing is asked there.
 #
 # The logger has no public name (torch 2.13): where it isn't found, nothing is known.
 

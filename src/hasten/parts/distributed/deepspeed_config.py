@@ -22,10 +22,9 @@ from typing import Any
 # The keys of a DeepSpeed configuration and what becomes of each where hasten trains by itself.
 #
 # honoured: it has a counterpart. ignored: without effect on the result; what is said is why it
-# isn't
-# needed. refused: it would change what is computed, and nothing here does the same; it counts only
-# where it is switched on. Keys are those of DeepSpeed 0.19 (its ``runtime/*config*.py``) and of the
-# documentation, https://www.deepspeed.ai/docs/config-json/.
+# isn't needed. refused: it would change what is computed, and nothing here does the same; it counts
+# only where it is switched on. Keys are those of DeepSpeed 0.19 (its ``runtime/*config*.py``) and
+# of the documentation, https://www.deepspeed.ai/docs/config-json/.
 
 HONOURED, IGNORED, REFUSED = "honoured", "ignored", "refused"
 Fate = tuple[str, str]

@@ -44,8 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 # back.
 #
 # Every rank of the group takes part in every pass, with tokens or without. Rows and weights go in
-# one
-# autograd node: two nodes could become ready in another order on a rank that got no token, and
+# one autograd node: two nodes could become ready in another order on a rank that got no token, and
 # messages would be mixed up.
 
 ELSEWHERE = -1  # the place of an expert that another rank holds

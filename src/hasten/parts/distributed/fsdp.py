@@ -264,10 +264,9 @@ def shard_rest(
 # Stages of a pipeline whose weights are sharded (FSDP2): each block a group, the rest another.
 #
 # A stage is a root of its own, whose groups come together for each pass over a micro-batch and let
-# go
-# after it. Gradients are cut and added up (reduce-scatter) in every backward pass, since a rank's
-# passes of the next micro-batches stand between. See :mod:`hasten.parts.distributed.fsdp` for a
-# model that isn't cut into stages.
+# go after it. Gradients are cut and added up (reduce-scatter) in every backward pass, since a
+# rank's passes of the next micro-batches stand between. See :mod:`hasten.parts.distributed.fsdp`
+# for a model that isn't cut into stages.
 
 
 def shard_stage(stage: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:

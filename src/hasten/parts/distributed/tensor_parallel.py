@@ -54,11 +54,10 @@ from hasten.parts.nn.recompute import decoder_blocks
 #
 # An adapter is PEFT's ``lora.Linear`` (Hu et al., arXiv:2106.09685): ``base_layer``, and linear
 # layers ``lora_A`` and ``lora_B`` by the adapter's name. Their forwards are bound to code for
-# pieces,
-# which does the usual where weights are whole again (while a model is saved). Dropout before the
-# adapter falls on the places where one process would drop, since every rank draws for the whole
-# input
-# and takes its own columns; that needs the ranks of a mesh to have drawn alike before.
+# pieces, which does the usual where weights are whole again (while a model is saved). Dropout
+# before the adapter falls on the places where one process would drop, since every rank draws for
+# the whole input and takes its own columns; that needs the ranks of a mesh to have drawn alike
+# before.
 
 
 def base_of(layer: nn.Module) -> nn.Module:

@@ -249,8 +249,7 @@ class _Attend(torch.autograd.Function):
 #
 # The usual two operators keep the input of the ReLU or its output beside the input of the product;
 # here the ReLU is taken in place and its output alone says where the gradient goes through: where
-# it
-# is positive. In an MLP that output is the next layer's input, which is kept anyway.
+# it is positive. In an MLP that output is the next layer's input, which is kept anyway.
 
 
 def fused_linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -37,9 +37,8 @@ from hasten.parts.nn.fused_functions import (
 #
 # Under tensor parallelism a norm's weight is whole on every rank, and its input is a piece: of the
 # sequence, or of the heads. What a row's norm is doesn't depend on other rows, so each rank
-# computes
-# its own; the weight's gradient is a sum over ranks, which ``Partial`` says and the engine adds up.
-# Linear layers that are cut are left to torch, whose hooks know what travels.
+# computes its own; the weight's gradient is a sum over ranks, which ``Partial`` says and the engine
+# adds up. Linear layers that are cut are left to torch, whose hooks know what travels.
 
 Norm = Callable[[Tensor, Tensor, float], Tensor]
 

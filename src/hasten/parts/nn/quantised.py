@@ -140,19 +140,18 @@ def quantise_linears(module: nn.Module, names: Sequence[str], kind: Kind) -> Non
 #
 # A float8 number (e4m3: 3 bits of mantissa, at most 448) has half a bf16's bytes and, on GPUs that
 # have it, twice its speed. Its range is so short that numbers are divided by a scale, the largest
-# of
-# a block / 448, before they are rounded. The blocks run along the axis that a product sums over:
+# of a block / 448, before they are rounded. The blocks run along the axis that a product sums over:
 #
 #     y  (T, out) = x (T, in)     @ W (out, in)^T   x, W by rows
 #     dx (T, in)  = dy (T, out)   @ W^T (in, out)^T dy by rows, W by columns
 #     dW (out,in) = dy^T (out, T) @ x^T (in, T)^T   dy, x by columns: tokens are summed over
 #
 # ``rowwise`` has one scale for a whole row (as torchao's recipe of that name). ``blockwise`` has
-# one
-# for 1 x 128 numbers of activations and gradients and one for 128 x 128 of a weight (DeepSeek-V3,
-# arXiv:2412.19437, section 3.3.2), so that an outlier harms its neighbours alone. Masters, sums and
-# results keep their wider formats. On a processor, and for checking, ``emulate`` rounds the inputs
-# in the same way and multiplies in float32: the error of float8 without its speed.
+# one for 1 x 128 numbers of activations and gradients and one for 128 x 128 of a weight
+# (DeepSeek-V3, arXiv:2412.19437, section 3.3.2), so that an outlier harms its neighbours alone.
+# Masters, sums and results keep their wider formats. On a processor, and for checking, ``emulate``
+# rounds the inputs in the same way and multiplies in float32: the error of float8 without its
+# speed.
 
 Recipe = Literal["rowwise", "blockwise"]
 RECIPES: Final = ("rowwise", "blockwise")

@@ -35,9 +35,8 @@ from torch.optim import Optimizer
 # 8 bits follow Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861: 256
 # values share one float32 scale, their largest, and each is the place in a fixed table whose steps
 # are fine near 1 and coarse near 0. Two things differ from the paper. The table of second moments
-# is
-# squared, because they are squares: it reaches down to 1e-13 of the largest in place of 3e-7. And
-# they are rounded at random, because at beta2 = 0.999 they move less per step than the table's
+# is squared, because they are squares: it reaches down to 1e-13 of the largest in place of 3e-7.
+# And they are rounded at random, because at beta2 = 0.999 they move less per step than the table's
 # steps.
 #
 # The noise comes from the caller, so that who knows seed and step knows every rounding.

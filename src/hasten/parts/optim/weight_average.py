@@ -95,9 +95,8 @@ def _put(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 # Parameter groups as they should be: weight decay on matrices, none on norms and biases.
 #
 # Embeddings and head are matrices and decay, as in nanoGPT, which decays every tensor of two or
-# more
-# dimensions. Decaying a norm's scale or a bias pulls an output's size or offset towards 0, which
-# regularises nothing.
+# more dimensions. Decaying a norm's scale or a bias pulls an output's size or offset towards 0,
+# which regularises nothing.
 
 
 def decayed_groups(

@@ -306,8 +306,7 @@ def _device(given: torch.device | str | None, module: nn.Module) -> torch.device
 #
 # :func:`prune` takes other ranks' layers, embedding, norm and head out of a model; what stays keeps
 # its name, since the list of layers keeps its numbers. :func:`put_together` brings everything to
-# the
-# first rank, one tensor at a time from where it lies, and lets it go again afterwards.
+# the first rank, one tensor at a time from where it lies, and lets it go again afterwards.
 
 
 @dataclass

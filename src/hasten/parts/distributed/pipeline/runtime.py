@@ -40,8 +40,7 @@ from hasten.parts.distributed.pipeline.trace import TraceRecorder, timed
 # One pass of one stage: with its activations kept or not, in the number format of the run.
 #
 # Every runner hands each stage's passes to :class:`PipelineWork`, so that recomputation, precision
-# and the
-# sum of the losses are the same in one process and in many.
+# and the sum of the losses are the same in one process and in many.
 
 CHECKPOINTS = ("always", "except_last", "never")
 Inputs = Mapping[str, Any]
@@ -373,8 +372,7 @@ def earlier(listed: Sequence[Any], ahead: int) -> list[Any]:
 # There is one thread, which starts each pass as soon as its inputs are there, rank by rank in the
 # schedule's own order. On accelerators a pass is only queued, so that devices work at the same time
 # and copies between them overlap with it; on a processor passes follow each other. The two halves
-# of
-# a backward pass (I and W) run together: autograd frees what it saved after the first.
+# of a backward pass (I and W) run together: autograd frees what it saved after the first.
 
 
 class LocalRunner:
@@ -462,8 +460,7 @@ class LocalRunner:
 # A batch cut into micro-batches, and micro-batches of one shape, as stages send them.
 #
 # Stages exchange hidden states through buffers of one size, and some schedules want micro-batches
-# in
-# certain numbers. So rows and columns of filler are added, and whole micro-batches where one is
+# in certain numbers. So rows and columns of filler are added, and whole micro-batches where one is
 # missing. Filler has no label. In padded rows it stands behind the tokens, where causal attention
 # doesn't look; in packed rows it is a document of its own.
 
