@@ -5,7 +5,7 @@
   1. read ``measurements.json``: figures that others published, each with its source
   2. grouped cross-validation: every group (software, model, device) predicted by a fit without it
   3. the same with whole software stacks left out
-  4. fit all of it, and write ``src/hasten/search/calibration.json`` with its provenance
+  4. fit all of it, and write ``src/hasten/planner/calibration.json`` with its provenance
 
 The same measurements give the same constants to the last bit. Rows marked "recalled" weigh a
 quarter, and are never quoted.
@@ -30,7 +30,7 @@ from hasten.planner.records import PublishedMeasurement, read_records
 
 HERE = Path(__file__).resolve().parent
 MEASUREMENTS = HERE / "measurements.json"
-RESULT = HERE.parents[1] / "src" / "hasten" / "search" / "calibration.json"
+RESULT = HERE.parents[1] / "src" / "hasten" / "planner" / "calibration.json"
 SWEEPS = "megatron-deepspeed-bloom"  # the one stack that published sweeps over layouts
 FIGURES = ("figure", "held out", "must", "target", "rows", "groups")
 
