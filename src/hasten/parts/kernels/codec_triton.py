@@ -5,8 +5,8 @@ the sum that rounds it to a whole number, which would round differently where tw
 near; so the kernels are compiled without fusion.
 """
 
-# mypy: disable-error-code="no-untyped-def" Triton reads the annotations of a kernel as its own:
-# constexpr, or none.
+# mypy: disable-error-code="no-untyped-def"
+# Triton reads the annotations of a kernel as its own: constexpr, or none.
 
 from __future__ import annotations
 

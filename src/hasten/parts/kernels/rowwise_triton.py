@@ -5,8 +5,8 @@ float32, bfloat16 or float16, sums in float32 and rounds its result once. What c
 :mod:`hasten.parts.nn.fused_gpu`.
 """
 
-# mypy: disable-error-code="no-untyped-def" Triton reads the annotations of a kernel as its own:
-# constexpr, or none.
+# mypy: disable-error-code="no-untyped-def"
+# Triton reads the annotations of a kernel as its own: constexpr, or none.
 
 from __future__ import annotations
 
