@@ -3,8 +3,7 @@
 What is read goes straight into a spool; memory holds the place of each record, eight bytes, and
 nothing of its content. Weights, `max_records` and `held_out` are rows of a `Selection`: a record
 that an epoch sees twice is one record of the spool. Each record is parsed once, whatever container
-it
-came from, and a file that changes meanwhile changes nothing.
+it came from, and a file that changes meanwhile changes nothing.
 
 A packed record is a pickle. It is written and read by one preparation of the data and never
 outlives it; nobody else's file is ever unpickled.
@@ -26,7 +25,7 @@ from typing import Any, Protocol, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from hasten.data.conversation import Conversation
+from hasten.data.conversation import Call, Conversation, Message
 
 _BUFFER = 1 << 16  # bytes: records that follow each other are read without a system call each
 
@@ -122,14 +121,28 @@ class Selection(Sequence[Conversation]):
 
 
 def pack(conversation: Conversation) -> bytes:
-    """A conversation as bytes, the same for the same content read by the same code."""
-    return pickle.dumps(conversation, 5)
+    """A conversation as bytes, the same for the same content.
+
+    No class is named in them: the key of prepared data is made of such bytes, and classes move.
+    """
+    turns = [
+        (*turn[:2], [tuple(call) for call in turn.calls], *turn[3:])
+        for turn in conversation.messages
+    ]
+    return pickle.dumps((turns, conversation.text, conversation.place), 5)
 
 
 def unpack(data: bytes) -> Conversation:
     """The conversation that `pack` was given."""
-    found: Conversation = pickle.loads(data)
-    return found
+    turns, text, place = pickle.loads(data)
+    return Conversation(
+        tuple(
+            Message(role, content, tuple(Call(*call) for call in calls), *more)
+            for role, content, calls, *more in turns
+        ),
+        text,
+        place,
+    )
 
 
 def packed(conversations: IndexedConversations, index: int) -> bytes:

@@ -1,8 +1,7 @@
 """Techniques in Hugging Face's Trainer and TRL, and a line per step for ``hasten report``.
 
     trainer = with_techniques(Trainer(...), [Packed(), FusedLayers()], evidence="runs/theirs")
-    trainer.train()
-    # hasten report runs/theirs runs/ours
+    trainer.train() # hasten report runs/theirs runs/ours
 
 A step's time runs from the end of the step before, so waiting for data is part of it; evaluation,
 logging and saving between two steps are not. Tokens are counted where the model is called.
