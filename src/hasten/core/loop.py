@@ -99,16 +99,13 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 # Leaving between two steps: on Ctrl-C, on a scheduler's signal, on a notice of the machine's end.
 #
-#     Ctrl-C (SIGINT)       the step is finished, state and model are saved; a second one ends at
-# once
-#     SIGTERM, SIGUSR1      the same in haste: no evaluation, no samples; more of them change
-# nothing
-#     a notice              as SIGTERM: a file that appears, or a command that ends with code 0
+#     Ctrl-C (SIGINT)    the step is finished, state and model are saved; a second one ends at once
+#     SIGTERM, SIGUSR1   the same in haste: no evaluation, no samples; more of them change nothing
+#     a notice           as SIGTERM: a file that appears, or a command that ends with code 0
 #
 # Schedulers repeat themselves and send SIGKILL after a grace time, so that saving must not be ended
 # by the second SIGTERM and must not wait for an evaluation. SIGUSR1 is what Slurm sends ahead of
-# time
-# (``--signal=USR1@120``). A cloud announces the end of a spot machine where a command can ask.
+# time (``--signal=USR1@120``). A cloud announces the end of a spot machine where a command can ask.
 
 HASTE = tuple(getattr(signal, n) for n in ("SIGTERM", "SIGUSR1") if hasattr(signal, n))
 COMMAND_SECONDS = 30.0  # a command of a notice that takes longer says nothing

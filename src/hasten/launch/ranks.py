@@ -92,8 +92,7 @@ def _known_hosts(store: object, size: int) -> list[str]:
 #
 # (1) the backend is chosen for the device, or refused => (2) rank 0 listens where the launcher says
 # and the others come => (3) every rank leaves what it is about to do (recipe, versions, data) at
-# the
-# meeting place; rank 0 compares, and all ranks end with the same sentence where two differ.
+# the meeting place; rank 0 compares, and all ranks end with the same sentence where two differ.
 #
 # Without (3) a rank with another batch size waits in the first exchange until its time is up, and
 # one with another learning rate trains another model in silence.

@@ -113,8 +113,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 #     a rank ends with an error, is killed       seen at the next look (20 ms)
 #     a rank leaves last words                   the same, even if it then hangs
 #     no pulse for ``hang_seconds``              a rank hangs, and the others wait for it
-#     no first pulse for ``start_seconds``       a rank doesn't find its way in (or, at the end,
-# out)
+#     no first pulse for ``start_seconds``       a rank doesn't find its way in, or at the end out
 #
 # Whatever it was, all ranks that still run are then killed, with what they have started: SIGTERM
 # would wait for ranks that wait for each other. What they have saved appears whole or not at all.

@@ -106,7 +106,7 @@ def escaped(text: str) -> str:
 #      rebinding) still sends its own name
 #   3. Origin, where a browser sends one: the same as Host, so no other page may read
 #   4. the token, as cookie, ``Authorization: Bearer``, or ``?token=`` once, compared in constant
-# time
+#      time
 #
 # Refusals are short texts that say nothing of runs, and come before anything looks at the path.
 

@@ -36,8 +36,7 @@ from hasten.planner.numbers import SLOTS, MemoryConstants, ModelNumbers, Value
 #                again, so their results go (DeepSeek-V3, arXiv 2412.19437, section 3.2.3; Megatron
 #                Core's recompute modules layernorm, moe_act and mla_up_proj)
 #     selective  results of every other product, as torchtitan does; without flash attention, all
-# but
-#                the scores (arXiv 2205.05198)
+#                but the scores (arXiv 2205.05198)
 #     full       a layer's input alone
 #
 # Products in fewer than 16 bits keep their inputs in that format, which their weights' gradient is

@@ -213,12 +213,10 @@ def importance(
 # What is learnt from a point that failed: which of its choices may be to blame.
 #
 # A failure is no speed, so it says nothing of the forecast; but the next points should do without
-# its
-# cause. Suspect is each choice that the start hasn't, and each pair of them. Who worked in another
-# point is cleared, and where the message names a technique, its own choice is among the culprits
-# (group testing, Dorfman 1943, with one culprit a failure). A point's chance to fail is the share
-# of
-# suspicion that its choices carry.
+# its cause. Suspect is each choice that the start hasn't, and each pair of them. Who worked in
+# another point is cleared, and where the message names a technique, its own choice is among the
+# culprits (group testing, Dorfman 1943, with one culprit a failure). A point's chance to fail is
+# the share of suspicion that its choices carry.
 
 PAIR = 0.5  # of two together, as a share of the product of theirs
 

@@ -316,8 +316,7 @@ def _settle(device: str) -> None:
 
 # How large gradient buckets should be: many leave early, and each pays the link's delay.
 #
-#     backward      |--- 1 ---|--- 2 ---|--- 3 ---|            n buckets get ready one after the
-# other
+#     backward      |--- 1 ---|--- 2 ---|--- 3 ---|            n buckets get ready in turn
 #     wire                    |=== 1 ===|=== 2 ===|=== 3 ===|  and leave in that order
 #                                                  exposed
 #

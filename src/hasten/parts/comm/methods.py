@@ -356,9 +356,8 @@ class QuantisedMean(Forgetful):
 # (Vogels et al., arXiv:1905.13727, algorithm 1.) Q is the next step's start. Factors are bf16;
 # vectors, and matrices whose factors wouldn't be half as large, travel in float32 beside P. What a
 # rank remembers is what P times *its own* Q leaves of its own matrix, as in the paper. (With the
-# mean
-# in its place, as in some implementations, what a rank's gradient has beyond the mean would pile up
-# on it as a random walk.)
+# mean in its place, as in some implementations, what a rank's gradient has beyond the mean would
+# pile up on it as a random walk.)
 #
 # The mean is decoded by a matrix product. Ranks on unlike processors may differ in its last bits,
 # and then drift apart: there `GradientCompressor.check` says so.

@@ -46,16 +46,13 @@ from hasten.parts.data.row_search import (
 #
 # Where the tokens are a whole number of rows and not one row more will do, each row is full to the
 # last token. Long rows of few records leave so little choice that filling one row after the other
-# ends badly however often it is tried; but then there are few full rows at all, and they are
-# listed:
+# ends badly however often it is tried. But then there are few full rows, and they are listed:
 #
 #     (1) pairs: two records that fill a row share one in some best packing, since whatever else
-# lies
-#         beside the one fits into the room of the other (Martello and Toth, Knapsack Problems,
-# 1990)
+#         lies beside the one fits into the room of the other (Martello and Toth, Knapsack
+#         Problems, 1990)
 #     (2) beginning: where many rows are left, the longest record is put with the fewest that fill
-# its
-#         row, until twenty rows are left; in some order drawn anew for each attempt
+#         its row, until twenty rows are left; in some order drawn anew for each attempt
 #     (3) cover: of all full rows of what is left, some that hold every record once; the length that
 #         the fewest rows could still hold comes first, and of these first the row that takes the
 #         least from the others (:mod:`hasten.parts.data.row_search`)

@@ -112,12 +112,11 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
 # The groups of weights that FSDP2 reduces at once, and how they lie in its messages.
 #
 # Each module that ``fully_shard`` was called on is one group. Its gradients lie in a message in
-# rows,
-# one for each rank: row r holds the r-th piece of every weight, one after another, the last pieces
-# filled up with zeros. FSDP2 lets a caller put another reduce-scatter in the place of its own
-# (``set_custom_reduce_scatter``) and work on its result (``set_all_reduce_hook``), but doesn't say
-# what lies where: that is read from its parameter groups, which aren't documented, so ``why_not``
-# looks for them first.
+# rows, one for each rank: row r holds the r-th piece of every weight, one after another, the last
+# pieces filled up with zeros. FSDP2 lets a caller put another reduce-scatter in the place of its
+# own (``set_custom_reduce_scatter``) and work on its result (``set_all_reduce_hook``), but doesn't
+# say what lies where: that is read from its parameter groups, which aren't documented, so
+# ``why_not`` looks for them first.
 
 METHODS = ("set_custom_reduce_scatter", "set_all_reduce_hook")
 

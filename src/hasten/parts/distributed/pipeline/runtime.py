@@ -621,8 +621,7 @@ def _filled(batch: Mapping[str, Any], rows: int, width: int) -> dict[str, Any]:
 # A loop that partitions a model and calls ``step`` alone would train nothing. So the pipeline takes
 # an optimizer of its own unless one is there already, or the stages were asked for their parameters
 # (a loop may move them by hand). Where gradients are left to the user and nobody takes them, that
-# is
-# said.
+# is said.
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
