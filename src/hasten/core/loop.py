@@ -227,6 +227,9 @@ class Notice:
             self._over.wait(self._every)
 
 
+# The loop itself.
+
+
 @dataclass(frozen=True)
 class Watch:
     """When to look at held-out data, and what follows from it.
@@ -312,9 +315,9 @@ class Outcome:
 def fit(session: Session, watch: Watch | None = None) -> Outcome:
     """Train to the job's stop, evaluating as ``watch`` says and once at the end.
 
-    An interrupt lets the current step finish on all ranks (:mod:`hasten.core.loop`); where the
-    machine goes away, the evaluation at the end is left out. What comes after is up to the caller:
-    the session is intact.
+    An interrupt lets the current step finish on all ranks (``interruptible``); where the machine
+    goes away, the evaluation at the end is left out. What comes after is up to the caller: the
+    session is intact.
     """
     watch = watch or Watch()
     outcome = Outcome(replace(session.progress), evaluations=[*watch.earlier])

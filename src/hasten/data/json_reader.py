@@ -1,4 +1,4 @@
-"""The values of a JSON Lines file, one by one, each with its line; `jsonlist` reads lists.
+"""The values of a JSON Lines file, or of one JSON list, one by one, each with its line.
 
 A damaged record costs itself and nothing more, so neither file is handed to `json.loads` whole:
 

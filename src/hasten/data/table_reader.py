@@ -258,6 +258,8 @@ class _Table:
         return int(struct.unpack_from("<I", self._data, at)[0])
 
 
+# Rows of tables as records.
+
 _FAULTS = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError)
 
 
