@@ -1,4 +1,4 @@
-"""What sending gradients costs each way, from latency and bandwidth: alpha-beta, one host's link.
+"""What sending gradients costs: a model of one host's link, its measurement, the size of buckets.
 
 A message of b bytes takes alpha + b / beta (Thakur, Rabenseifner, Gropp 2005, "Optimization of
 Collective Communication Operations in MPICH"). With N ranks on H hosts of R, a tensor of S bytes

@@ -1,7 +1,8 @@
-"""What messages left out, by parameter: remembered in float32 and added to the next gradient.
+"""Ways to average gradients in fewer bytes: top-k, quantised, PowerSGD, and what they leave out.
 
-Error feedback (Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et
-al., arXiv:1901.09847). DDP lays parameters out in buckets, and anew after the first step, so memory
+What messages left out is remembered by parameter, in float32, and added to the next gradient: error
+feedback (Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et al.,
+arXiv:1901.09847). DDP lays parameters out in buckets, and anew after the first step, so memory
 belongs to a parameter's name; while the buckets stay as they are it lies as they do, without a
 copy. What a step leaves counts only once the step does: a step that was skipped because a gradient
 somewhere wasn't finite sent nothing that was used, and memory stays what it was before it. That

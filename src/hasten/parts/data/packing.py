@@ -10,12 +10,10 @@ a count. Longest first, each record goes into the fullest row that still holds i
 
 The histogram form is from Krell et al., Efficient Sequence Packing without Cross-contamination
 (arXiv:2107.02027); best fit decreasing over whole records from Ding et al., Fewer Truncations
-Improve Language Modeling (arXiv:2404.10830). Where best fit stays above the lower bound, rows are
-also filled one exact fit at a time (:mod:`hasten.parts.data.row_search`), and lengths of few
-different values are packed by patterns, which tightens the bound as well
-(:mod:`hasten.parts.data.row_search`), and where every row would have to be full, full rows are
-searched as a cover
-(:mod:`hasten.parts.data.packing`); the fewest rows are taken.
+Improve Language Modeling (arXiv:2404.10830). Where best fit stays above the lower bound, three
+other ways are tried, and the fewest rows are taken: rows filled exactly, one at a time; patterns,
+where lengths have few different values; a cover by full rows, where every row would have to be full
+(:mod:`hasten.parts.data.row_search` has what these search with).
 """
 
 from __future__ import annotations
@@ -175,6 +173,8 @@ class _Search:
                 return None
         return None
 
+
+# Packing, and its bound.
 
 LengthCounts = Sequence[int] | NDArray[Any]
 
