@@ -2,8 +2,7 @@
 
 Ranks that hasten starts meet through a file in the run's folder and talk over the loopback
 interface; no port is opened to the network. Under torchrun, Slurm or another launcher the usual
-environment variables are there already, and the ranks meet where those say
-(:mod:`hasten.launch.ranks`).
+environment variables are there already, and the ranks meet where those say.
 """
 
 from __future__ import annotations
@@ -226,6 +225,8 @@ def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
+
+# One process per rank.
 
 GRACE_SECONDS = 10.0  # for the others to end by themselves once a rank has failed or rank 0 is done
 TIMEOUT = datetime.timedelta(minutes=10)

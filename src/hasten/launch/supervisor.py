@@ -321,6 +321,8 @@ def _is_stopped(pid: int) -> bool:
     return False
 
 
+# The supervisor.
+
 FINAL = {0, 2, 3, 4, 5, 6, 75, 130}  # exit codes that a restart can't better (docs/metrics.md)
 LEFT = 75  # EX_TEMPFAIL of sysexits.h: saved, go on later
 WORN_OUT = 7
@@ -336,7 +338,7 @@ class Supervision:
         max_restarts: attempts after the first.
         limits: how long ranks may be silent.
         fewest: ranks to go on with at least, where one and the same fails twice in a row.
-        spares: module that runs a waiting spare (:mod:`hasten.launch.supervisor`); None: no spares.
+        spares: module that runs a waiting spare (see ``Spares``); None: no spares.
     """
 
     max_restarts: int

@@ -1,4 +1,4 @@
-"""Which measured ratios are beyond doubt: p-values, several at once, noise floor, rounds needed.
+"""Which measured ratios are beyond doubt: p-values, luck of processes, losses that aren't worse.
 
 An interval judges one ratio. An experiment has many arms, and of twenty that do nothing one has a
 95 % interval without 1 in it. So each arm's ratio is tested against the noise floor, and the
