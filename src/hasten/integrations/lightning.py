@@ -110,6 +110,8 @@ def seams(setup: Setup, model: nn.Module, saves: Saves | None) -> Any:
     return Seams()
 
 
+# What a user calls.
+
 HOST = Host(
     "Lightning",
     frozenset((*EDITS, Slot.SAMPLER, Slot.COLLATE, Slot.WIRE, Slot.OPTIMIZER, Slot.CHECKPOINT)),

@@ -1,11 +1,11 @@
-"""The monitor's web server: one page, one stream of events, one text for Prometheus.
+"""The monitor's web server: one page, one stream of events, one text for Prometheus, and a gate.
 
     /          the page; it stands alone and asks for nothing but the stream
     /events    server-sent events: what the page lacks, twice a second where anything changed
     /metrics   where runs stand, for Prometheus
 
 A path is compared with these three and used for nothing else, so no request reaches a file. All of
-it is behind `hasten.monitor.server`. Needs starlette and uvicorn, the extra ``monitor``.
+it is behind ``Gate``. Needs starlette and uvicorn, the extra ``monitor``.
 """
 
 from __future__ import annotations

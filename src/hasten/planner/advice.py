@@ -1,4 +1,4 @@
-"""What would change the answer: a faster network, other devices, another number format.
+"""What would change the answer: a faster network, other devices or formats, another model shape.
 
 Everything is predicted with the same model, so that common errors cancel in the ratios; the
 interval of each prediction is that of ``predict`` all the same.

@@ -4,7 +4,7 @@ Weights take 2 bytes, gradients 4 where they are summed in fp32 over micro-batch
 are sharded at once, AdamW 12 with its fp32 master weights (arXiv 1910.02054, section 3). In a
 pipeline three ranks may be the fullest: the first, with the embedding and the most micro-batches in
 flight; the second, with as many layers and more of them with experts; the last, with the head and
-the logits. What a layer keeps is counted in ``activations``.
+the logits. What a layer keeps is counted by ``layer_bytes``.
 """
 
 from __future__ import annotations
@@ -144,6 +144,8 @@ def _elements(model: ModelNumbers, layouts: Layouts, expert: bool) -> _Elements:
         routed=there * routed / tp,
     )
 
+
+# Bytes of a rank.
 
 GPIPE, INTERLEAVED, ZB1P = (SCHEDULES.index(s) for s in ("gpipe", "interleaved", "zb1p"))
 LORA_SHARE = 0.005  # of the weights, in adapters that learn

@@ -1,10 +1,11 @@
-"""What is believed of points that weren't measured: a Gaussian process over the choices made.
+"""What is believed of points that weren't measured: by results, failures and earlier studies.
 
-The logarithm of a point's value is taken to be its forecast, plus a contribution of every choice,
-plus a smaller one of every pair of choices; how large these are is itself chosen by the likelihood
-of what was measured (Duvenaud, Nickisch and Rasmussen 2011, "Additive Gaussian Processes"). So two
-trials that share a choice tell of each other, and ten trials can order a few hundred points. How
-far the forecast itself is right is learnt in the same way, by a weight for it.
+The belief is a Gaussian process over the choices made. The logarithm of a point's value is taken to
+be its forecast, plus a contribution of every choice, plus a smaller one of every pair of choices;
+how large these are is itself chosen by the likelihood of what was measured (Duvenaud, Nickisch and
+Rasmussen 2011, "Additive Gaussian Processes"). So two trials that share a choice tell of each
+other, and ten trials can order a few hundred points. How far the forecast itself is right is learnt
+in the same way, by a weight for it.
 """
 
 from __future__ import annotations
