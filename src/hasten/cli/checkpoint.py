@@ -1,4 +1,4 @@
-"""``hasten checkpoint``: what a folder of checkpoints holds, and whether it is whole.
+"""``hasten checkpoint`` and ``hasten merge``: what checkpoints hold, and an adapter merged in.
 
 Nothing here writes into such a folder; ``convert`` is for weights of elsewhere. The commands import
 torch only when they run.

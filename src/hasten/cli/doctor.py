@@ -1,4 +1,4 @@
-"""``hasten doctor``: everything of a recipe that can be checked without training."""
+"""``hasten doctor``: all of a recipe, or of a DeepSpeed file, that is checked without training."""
 
 from __future__ import annotations
 

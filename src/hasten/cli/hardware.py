@@ -1,4 +1,4 @@
-"""``hasten hardware``: the machine as techniques and plans see it, and what limits it."""
+"""``hasten hardware`` and ``hasten bench``: what this machine has, and how fast it is at best."""
 
 from __future__ import annotations
 
@@ -113,6 +113,8 @@ def _on(device: str, here: Facts) -> Facts:
         raise InputError("--device: this machine has no CUDA device; give auto or cpu")
     return replace(here, device="cpu") if device == "cpu" else here
 
+
+# ``hasten hardware``: the machine as techniques and plans see it, and what limits it.
 
 WIDTH = 16  # of the names on the left
 

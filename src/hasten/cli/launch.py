@@ -34,7 +34,7 @@ BUCKET = "/checkpoints"
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What the command line asks for; see ``launch_options``."""
+    """What the command line asks for; see ``options``."""
 
     target: str
     nodes: int

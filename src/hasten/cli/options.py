@@ -1,4 +1,7 @@
-"""The options of ``hasten speedup``; the command, and torch with it, is imported when it runs."""
+"""The options of ``hasten`` speedup, tune, guard, plan, launch, data, import and monitor.
+
+The commands, and torch or numpy with them, are imported when one of them runs.
+"""
 
 from __future__ import annotations
 
@@ -92,9 +95,6 @@ def speedup(
     raise typer.Exit(code)
 
 
-# The options of ``hasten tune``; the command, and torch with it, is imported when it runs.
-
-
 def tune(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -182,9 +182,6 @@ def tune(
     raise typer.Exit(command(recipe, overrides or [], asked, output, json_out))
 
 
-# The options of ``hasten guard``; the command, and torch with it, is imported when it runs.
-
-
 def guard(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -205,9 +202,6 @@ def guard(
     from hasten.cli.guard import guard as command
 
     raise typer.Exit(command(recipe, overrides or [], seeds, tokens, margin, json_out))
-
-
-# The options of ``hasten plan``; the command, and numpy with it, is imported when it runs.
 
 
 def plan(
@@ -312,9 +306,6 @@ def plan(
     command(model, overrides or [], wishes, json_out, html)
 
 
-# The options of ``hasten launch``; what they need is imported when it runs.
-
-
 def launch(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -409,8 +400,6 @@ def launch(
     raise typer.Exit(command(recipe, overrides or [], asked, dry_run, submit, rehearse))
 
 
-# The commands of ``hasten data``; what does the work is imported when one runs.
-
 app = typer.Typer(help="Look at a data set, or convert it.", no_args_is_help=True)
 
 
@@ -469,9 +458,6 @@ def data_convert(
     command(sources, output, max_rejected)
 
 
-# The options of ``hasten import``; the command is imported when it runs.
-
-
 def import_(
     config: Annotated[Path, typer.Argument(help="YAML or JSON of another trainer")],
     overrides: Overrides = None,
@@ -484,9 +470,6 @@ def import_(
     from hasten.cli.import_ import import_ as command
 
     command(config, overrides or [], output, nproc)
-
-
-# The options of ``hasten monitor``; the command and its server are imported when it runs.
 
 
 def monitor(

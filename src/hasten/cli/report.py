@@ -1,4 +1,4 @@
-"""``hasten report``: one run's or experiment's results, or several beside each other."""
+"""``hasten report``, ``card`` and ``regress``: results read, told or measured anew."""
 
 from __future__ import annotations
 

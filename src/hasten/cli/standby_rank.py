@@ -1,7 +1,6 @@
-"""A process that waits to become a rank: ``python -m hasten.cli.standby_rank``, started by a
-supervisor.
+"""A process that waits to become a rank: ``python -m hasten.cli.standby_rank``.
 
-It imports what a rank imports and reads one line from its standard input
+A supervisor starts it. It imports what a rank imports and reads one line from its standard input
 (:mod:`hasten.launch.supervisor`).
 """
 

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a live bar on a terminal, plain lines elsewhere."""
+"""What commands show: a live bar on a terminal, plain lines elsewhere, and the report's table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``hasten tune``: the best settings of a recipe on this machine, within a budget of time."""
+"""``hasten tune``: the best settings of a recipe within a budget of time, for speed or for loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step asks of each slot: one protocol per slot, and the default that does nothing.
+"""What a step asks of each slot and of other ranks: one protocol each, and the plain default.
 
 Session and setup are made of these, so methods that are handed one can't name its class here.
 """

@@ -1,9 +1,11 @@
-"""Guards look at each step for what ruins a run unseen, and keep what they saw beside the run.
+"""Guards look at each step for what ruins a run unseen: NaN, replicas apart, spikes, a slow link.
 
 not finite    a loss or gradient on any rank: nothing moved; the step's records are written to
               ``quarantined.jsonl``, and after some steps in a row the run ends (exit code 3)
 replicas      every so many steps the ranks compare a fingerprint of their weights: a bit that
               flipped in one memory ends the run (exit code 6), the rank named
+spikes        a loss that shoots up and stays: the run goes back to a checkpoint
+slow link     steps that wait for the exchange: a sentence with the link's rate
 """
 
 from __future__ import annotations
@@ -366,7 +368,8 @@ def check_policy(session: Any) -> None:
 #
 # Of a step that waits mostly for the exchange, the rate at which this rank's gradients left says
 # whether the link is to blame: a rank that is waited for makes it small too, so the sentence names
-# both. Where the layout can't tell what the exchange took (``core/traffic.py``), nothing is said.
+# both. Where the layout can't tell what the exchange took (``core.contracts.Traffic``), nothing is
+# said.
 
 LOOK = 10  # steps that are looked at together
 SHARE, LEAST = 0.5, 0.1  # of a step, and seconds of it, spent waiting: less isn't worth a word

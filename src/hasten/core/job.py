@@ -258,6 +258,8 @@ class Schedule:
         return 1 - progress
 
 
+# The job.
+
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[NamedParameters], Optimizer]
 Metric = Callable[[nn.Module], float]

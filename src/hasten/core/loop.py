@@ -99,16 +99,13 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 # Leaving between two steps: on Ctrl-C, on a scheduler's signal, on a notice of the machine's end.
 #
-#     Ctrl-C (SIGINT)       the step is finished, state and model are saved; a second one ends at
-# once
-#     SIGTERM, SIGUSR1      the same in haste: no evaluation, no samples; more of them change
-# nothing
-#     a notice              as SIGTERM: a file that appears, or a command that ends with code 0
+#     Ctrl-C (SIGINT)    the step is finished, state and model are saved; a second one ends at once
+#     SIGTERM, SIGUSR1   the same in haste: no evaluation, no samples; more of them change nothing
+#     a notice           as SIGTERM: a file that appears, or a command that ends with code 0
 #
 # Schedulers repeat themselves and send SIGKILL after a grace time, so that saving must not be ended
 # by the second SIGTERM and must not wait for an evaluation. SIGUSR1 is what Slurm sends ahead of
-# time
-# (``--signal=USR1@120``). A cloud announces the end of a spot machine where a command can ask.
+# time (``--signal=USR1@120``). A cloud announces the end of a spot machine where a command can ask.
 
 HASTE = tuple(getattr(signal, n) for n in ("SIGTERM", "SIGUSR1") if hasattr(signal, n))
 COMMAND_SECONDS = 30.0  # a command of a notice that takes longer says nothing
@@ -230,6 +227,9 @@ class Notice:
             self._over.wait(self._every)
 
 
+# The loop itself.
+
+
 @dataclass(frozen=True)
 class Watch:
     """When to look at held-out data, and what follows from it.
@@ -315,9 +315,9 @@ class Outcome:
 def fit(session: Session, watch: Watch | None = None) -> Outcome:
     """Train to the job's stop, evaluating as ``watch`` says and once at the end.
 
-    An interrupt lets the current step finish on all ranks (:mod:`hasten.core.loop`); where the
-    machine goes away, the evaluation at the end is left out. What comes after is up to the caller:
-    the session is intact.
+    An interrupt lets the current step finish on all ranks (``interruptible``); where the machine
+    goes away, the evaluation at the end is left out. What comes after is up to the caller: the
+    session is intact.
     """
     watch = watch or Watch()
     outcome = Outcome(replace(session.progress), evaluations=[*watch.earlier])

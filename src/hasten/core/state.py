@@ -173,6 +173,8 @@ def _without_prefix(places: Mapping[str | None, Any]) -> Numbers:
     return {k.removeprefix(f"{OPTIMIZER}/"): v for k, v in places.items() if k is not None}
 
 
+# A session's state: taken, and given back.
+
 TENSOR, ITEMS = "$tensor", "$items"  # stand for a tensor, and for a dict whose keys JSON can't say
 
 

@@ -50,6 +50,9 @@ class Switch:
     delay: Callable[[], int] = at_once
 
 
+# The technique.
+
+
 class Fidelity(Enum):
     """How far a technique may move the mathematics, and so which proof it owes."""
 

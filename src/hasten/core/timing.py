@@ -1,7 +1,8 @@
-"""The clock at the seams of a step: what ran since the last mark was this part of it.
+"""What a step took and how well the machine was used: the clock at a step's seams, and the meter.
 
 A step is one thread's walk from the wait for data to the moved weights, so one mark at the end of
-each part is enough: parts add up to the step by construction, and nothing is entered or left.
+each part is enough: what ran since the last mark was this part. Parts add up to the step by
+construction, and nothing is entered or left.
 
     begin | reading -> data | copy | agreeing -> communication | per micro-batch: forward, backward
     | norm -> optimizer | over all ranks: communication | update -> optimizer | note -> idle | end

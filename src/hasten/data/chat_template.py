@@ -328,6 +328,8 @@ def render_turns(
     return render(source, place, values)
 
 
+# A conversation as tokens: the steps (1) to (4).
+
 TooLong = Literal["truncate", "split", "drop"]
 _NONE_LEFT, _DROPPED = "no answer left", "too long"
 NOT_THE_RECORDS_FAULT = (_NONE_LEFT, _DROPPED)  # how reasons begin where cutoff_len is at fault

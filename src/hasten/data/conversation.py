@@ -1,4 +1,4 @@
-"""Messages: the turns of a dialogue, with the tools that it may call, its calls and their results.
+"""Conversations: turns and tool calls, the shapes of a record that hold them, a user's own columns.
 
 Calls are read as OpenAI's chat format has them (`tool_calls`, a tool's turn that may name its
 call) and as ShareGPT files do (`function_call`: JSON of one call or a list, `observation`). What

@@ -1,10 +1,11 @@
-"""One writer at a time: who prepares data holds a lock, and others wait; who trains refuses others.
+"""One writer at a time, by a lock on a file; and files that are replaced whole or not at all.
 
-The lock is the kernel's (flock), bound to an open file, so it is gone the moment its process is
-dead, however it died. The file beside the data carries the holder's process id and start for the
-message alone; a file that lies there without its lock blocks nobody. The holder removes it while it
-still has the lock, so a waiter may find itself with the lock of a file that has lost its name: it
-then begins again (the check of the inode).
+Who prepares data holds the lock, and others wait; who trains refuses others. The lock is the
+kernel's (flock), bound to an open file, so it is gone the moment its process is dead, however it
+died. The file beside the data carries the holder's process id and start for the message alone; a
+file that lies there without its lock blocks nobody. The holder removes it while it still has the
+lock, so a waiter may find itself with the lock of a file that has lost its name: it then begins
+again (the check of the inode).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The values of a JSON Lines file, one by one, each with its line; `jsonlist` reads lists.
+"""The values of a JSON Lines file, or of one JSON list, one by one, each with its line.
 
 A damaged record costs itself and nothing more, so neither file is handed to `json.loads` whole:
 
@@ -169,8 +169,7 @@ def _short(digits: str) -> str:
 #   (1) the window holds the record that is read and what was read ahead of it; it grows, twice as
 #       large each time, while the record isn't whole in it
 #   (2) a record is read with `raw_decode`; where that fails far from the window's end, or in a
-# window
-#       of `LONGEST_LINE`, more of the file would not help: the record is at fault
+#       window of `LONGEST_LINE`, more of the file would not help: the record is at fault
 #   (3) after a fault, reading goes on at the next object that looks like a record
 #
 # So a list may be larger than memory, and a damaged record costs itself.

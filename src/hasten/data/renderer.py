@@ -1,6 +1,6 @@
 """A process with limits for the chat templates of others: `python -m hasten.data.renderer FD ...`.
 
-The sandbox bounds the steps and the largest text of one rendering (see `render`), but a template
+The sandbox (`template_sandbox`) bounds the steps and the largest text of a rendering. A template
 may also keep many texts, or let one call of the interpreter run for hours. So templates are
 rendered by a process that the kernel ends or refuses memory:
 

@@ -1,4 +1,4 @@
-"""Sources: what a recipe names as data, with the user's column names, and how often each is seen.
+"""Sources: the files or data sets that a recipe names, and how often each record is seen.
 
 A weight is how many times one epoch sees each record of a source: 2 is every record twice, 0.25 a
 quarter of the records, 1.5 every record and half of them once more. Which ones is drawn by the
@@ -124,6 +124,8 @@ def _texts(place: str, key: str, entry: dict[str, Any]) -> dict[str, str]:
         raise InputError(f"{place}: {key}: {wrong[0]} must be a text")
     return kept
 
+
+# A source, and its weight.
 
 PLAIN = Columns()
 

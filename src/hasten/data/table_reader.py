@@ -37,8 +37,7 @@ from hasten.errors import InputError
 # a long text once and repeats it by number. Four checks keep a file within its limit:
 #
 #   (1) Parquet's own count of uncompressed bytes, and the sizes that stand before Arrow's
-# compressed
-#       buffers, are summed up before anything is unpacked
+#       compressed buffers, are summed up before anything is unpacked
 #   (2) a batch has so many rows that they take about `HELD` bytes on average
 #   (3) a text column whose longest entry, repeated, would break the limit is read as a dictionary
 #   (4) what rows become as Python objects is counted before they are made, a few rows at a time
@@ -258,6 +257,8 @@ class _Table:
     def _offset(self, at: int) -> int:
         return int(struct.unpack_from("<I", self._data, at)[0])
 
+
+# Rows of tables as records.
 
 _FAULTS = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError)
 

@@ -3,7 +3,7 @@
 (1) the key is a hash of all that decides the tokens: conversations, tokenizer with its chat
     template, cutoff_len, format; the file `<key>.arrow` is the answer to exactly this question
 (2) a whole file of that name is mapped and used; a missing or damaged one is written anew, by
-    one process at a time (`onewriter`), in chunks that survive it (`preparing`)
+    one process at a time (`file_lock`), in chunks that survive it (`tokenize`)
 (3) lengths and counts of trained tokens are computed once; a record is a view of the mapping
 """
 

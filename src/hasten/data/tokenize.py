@@ -7,7 +7,8 @@
 
 So the result is the same, byte by byte, for any number of workers and after any number of kills,
 and memory holds one chunk per worker however many there are. Parts that nobody comes back for, as
-the settings have changed, are swept once data with other settings is ready.
+the settings have changed, are swept once data with other settings is ready. ``train_bpe`` makes a
+tokenizer where there is none.
 """
 
 from __future__ import annotations
@@ -166,6 +167,8 @@ def _started() -> Iterator[_Worker]:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
+
+# The chunks, and the file that they become.
 
 _CHUNK_RECORDS = 1 << 10  # about a quarter of a second of one core
 _CHUNK_BYTES = 1 << 22  # of packed conversations, where those are long

@@ -1,4 +1,4 @@
-"""A process that tokenises chunks: `python -m hasten.data.worker FD`, started by `workers`.
+"""A process that tokenises chunks: `python -m hasten.data.worker FD`, started by `tokenize`.
 
 FD is a socket to the process that started it. First comes a `TokenizeWork`, then for every chunk a
 `RecordChunk`; each is answered by None, or by a sentence on what went wrong. The end of the socket

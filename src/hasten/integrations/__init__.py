@@ -1,1 +1,1 @@
-"""Other people's loops, and the articles' plain one."""
+"""Techniques in Transformers' Trainer, TRL, Lightning and plain loops; the articles' trainer."""

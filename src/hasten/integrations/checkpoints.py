@@ -1,4 +1,4 @@
-"""CHECKPOINT in another loop: model, optimizer and schedule on disk by hasten's checkpointer.
+"""In another trainer's loop: hasten's checkpoints (CHECKPOINT), and its line of metrics per step.
 
 The data's position belongs to the host, so nothing is restored by itself: the checkpointer's own
 ``protect(...).restore()`` brings the state back where the reader wants it. A host that resumes from

@@ -30,14 +30,12 @@ from hasten.parts.nn.causal_lm import causal_lm
 
 # The moments of a Lightning training at which WIRE and CHECKPOINT are called, as a callback.
 #
-#     (1) training begins      DDP stands: the wire hooks into it, and takes back what it remembered
-#     (2) before an update     the step counts
-#     (3) after an update      weights are compared at times, a checkpoint is begun
-#     (4) Lightning saves      what the wire has left out so far goes into Lightning's own
-# checkpoint
+#     (1) training begins    DDP stands: the wire hooks into it, and takes back what it remembered
+#     (2) before an update   the step counts
+#     (3) after an update    weights are compared at times, a checkpoint is begun
+#     (4) Lightning saves    what the wire has left out so far goes into Lightning's checkpoint
 #
-# Lightning isn't one of hasten's dependencies, so its class is imported when the function is
-# called.
+# Lightning isn't one of hasten's dependencies, so its class is imported when a function asks.
 
 
 def callback_class() -> Any:
@@ -111,6 +109,8 @@ def seams(setup: Setup, model: nn.Module, saves: Saves | None) -> Any:
 
     return Seams()
 
+
+# What a user calls.
 
 HOST = Host(
     "Lightning",

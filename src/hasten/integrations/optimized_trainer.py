@@ -57,11 +57,9 @@ from hasten.techniques.wire.compress import Quantised, technique_of
 
 # A user's loader: each rank's own batches of it, epoch by epoch, as micro-batches.
 #
-# (1) a plain ``DataLoader`` is dealt out: the same loader is built around torch's
-# DistributedSampler
+# (1) a plain ``DataLoader`` is dealt out: it is built again around torch's DistributedSampler
 # => (2) whoever has ``set_epoch`` is told the epoch => (3) a batch becomes rows, which BATCH may
-# cut
-# => (4) rows become a micro-batch.
+# cut => (4) rows become a micro-batch.
 #
 # A loader that can't be dealt out is taken as it is. If it gives two ranks the same first batch,
 # they would do each other's work again, and the run is refused.

@@ -1,1 +1,1 @@
-"""Describing a cluster, and starting a job's processes."""
+"""Processes on machines: ranks, supervisor, a cluster on one machine, files for schedulers."""

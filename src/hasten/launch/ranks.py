@@ -2,8 +2,7 @@
 
 Ranks that hasten starts meet through a file in the run's folder and talk over the loopback
 interface; no port is opened to the network. Under torchrun, Slurm or another launcher the usual
-environment variables are there already, and the ranks meet where those say
-(:mod:`hasten.launch.ranks`).
+environment variables are there already, and the ranks meet where those say.
 """
 
 from __future__ import annotations
@@ -92,8 +91,7 @@ def _known_hosts(store: object, size: int) -> list[str]:
 #
 # (1) the backend is chosen for the device, or refused => (2) rank 0 listens where the launcher says
 # and the others come => (3) every rank leaves what it is about to do (recipe, versions, data) at
-# the
-# meeting place; rank 0 compares, and all ranks end with the same sentence where two differ.
+# the meeting place; rank 0 compares, and all ranks end with the same sentence where two differ.
 #
 # Without (3) a rank with another batch size waits in the first exchange until its time is up, and
 # one with another learning rate trains another model in silence.
@@ -227,6 +225,8 @@ def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
+
+# One process per rank.
 
 GRACE_SECONDS = 10.0  # for the others to end by themselves once a rank has failed or rank 0 is done
 TIMEOUT = datetime.timedelta(minutes=10)

@@ -113,8 +113,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 #     a rank ends with an error, is killed       seen at the next look (20 ms)
 #     a rank leaves last words                   the same, even if it then hangs
 #     no pulse for ``hang_seconds``              a rank hangs, and the others wait for it
-#     no first pulse for ``start_seconds``       a rank doesn't find its way in (or, at the end,
-# out)
+#     no first pulse for ``start_seconds``       a rank doesn't find its way in, or at the end out
 #
 # Whatever it was, all ranks that still run are then killed, with what they have started: SIGTERM
 # would wait for ranks that wait for each other. What they have saved appears whole or not at all.
@@ -322,6 +321,8 @@ def _is_stopped(pid: int) -> bool:
     return False
 
 
+# The supervisor.
+
 FINAL = {0, 2, 3, 4, 5, 6, 75, 130}  # exit codes that a restart can't better (docs/metrics.md)
 LEFT = 75  # EX_TEMPFAIL of sysexits.h: saved, go on later
 WORN_OUT = 7
@@ -337,7 +338,7 @@ class Supervision:
         max_restarts: attempts after the first.
         limits: how long ranks may be silent.
         fewest: ranks to go on with at least, where one and the same fails twice in a row.
-        spares: module that runs a waiting spare (:mod:`hasten.launch.supervisor`); None: no spares.
+        spares: module that runs a waiting spare (see ``Spares``); None: no spares.
     """
 
     max_restarts: int

@@ -96,11 +96,9 @@ def datasheet(device_name: str) -> Datasheet | None:
 
 # Figures of accelerators: peaks, memory and links, with where each row is from.
 #
-# Rates are dense (without sparsity) in FLOP/s, links one way in bytes per second, memory as much
-# as a program may take (``_usable``). ``reached`` is the best product of matrices that others
-# measured (MAMF, https://github.com/stas00/ml-engineering, compute/accelerator); where nobody is
-# known to have measured, 0.82 of the peak is taken, the middle of those that are known. "recalled"
-# stands for figures that nobody has checked against a datasheet since they were written here.
+# Links are one way in bytes per second, memory is as much as a program may take (``_usable``).
+# ``reached`` is the best product of matrices that others measured (MAMF); where nobody is known to
+# have measured, 0.82 of the peak is taken, the middle of those that are known.
 
 USUALLY_REACHED = 0.82
 CHECKED = ("t4", "a10", "a40", "l4", "l20", "l40s")  # GDDR that spends some on checking itself

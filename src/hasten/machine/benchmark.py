@@ -1,4 +1,4 @@
-"""Measured ceilings of a machine: how fast it multiplies matrices and moves bytes, at its best.
+"""Measured ceilings of a machine: how fast it multiplies matrices, moves bytes and uses its disk.
 
   1. a probe of side 256 tells about how long a product takes
   2. squares of growing sides and the shapes of a layer, as far as memory and the time given allow;

@@ -1,4 +1,6 @@
-"""Which rank this process is, in the variables of whoever started it: torchrun, Slurm, MPI.
+"""Environment variables: which rank this process is, and what it and its children are started with.
+
+Whoever started it (torchrun, Slurm, MPI) says which rank it is:
 
 | launcher | rank, ranks, rank on this machine | meeting place |
 |---|---|---|
@@ -8,8 +10,8 @@
 | MVAPICH | MV2_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK | the same |
 | MPICH, Intel MPI | PMI_RANK, PMI_SIZE, MPI_LOCALRANKID | the same |
 
-MASTER_ADDR and MASTER_PORT come first wherever they are set. Everything here is a function of the
-variables; ``facts`` alone reads them.
+MASTER_ADDR and MASTER_PORT come first wherever they are set. What finds the rank is a function of
+the variables it is given. No other module reads ``os.environ``.
 """
 
 from __future__ import annotations
@@ -146,9 +148,7 @@ def first_node(nodes: str) -> str:
     return before + (re.split(r"[,-]", numbers)[0] if numbers else "") + (after or "")
 
 
-# Environment variables of this process and of those it starts: ranks, launchers, settings.
-#
-# The only module that reads ``os.environ``.
+# The variables of this process and of those it starts.
 
 STARTED_FOR_PLAN = "HASTEN_STARTED_FOR_PLAN"  # set in a process that began again for its plan
 

@@ -59,6 +59,8 @@ def _text(path: Path) -> str:
         return ""
 
 
+# Hardware, cores and memory as this process has them.
+
 INSTRUCTION_SETS = (
     *("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni"),
     *("amx_bf16", "amx_fp16", "amx_int8", "sve", "bf16"),

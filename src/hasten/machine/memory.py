@@ -1,10 +1,11 @@
-"""A size that follows the memory: it grows while there is room and remembers what was too much.
+"""Memory: a size that follows what is free, and how the host's allocator treats large tensors.
 
-The rule has two bounds. ``good`` is the largest size that stayed under the threshold, ``ceiling``
-the smallest that went over it. Without a ceiling the size grows by a factor; with one it goes no
-further than half the way from good to ceiling, and rests once they are 5 % apart. A ceiling is
-never forgotten, so the size can't swing around it. With threshold x factor <= 1 one growth
-step from below the threshold stays within the memory.
+``Headroom`` is the size: it grows while there is room and remembers what was too much. The rule has
+two bounds. ``good`` is the largest size that stayed under the threshold, ``ceiling`` the smallest
+that went over it. Without a ceiling the size grows by a factor; with one it goes no further than
+half the way from good to ceiling, and rests once they are 5 % apart. A ceiling is never forgotten,
+so the size can't swing around it. With threshold x factor <= 1 one growth step from below the
+threshold stays within the memory.
 """
 
 from __future__ import annotations

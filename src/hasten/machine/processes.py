@@ -1,4 +1,4 @@
-"""What processes use of this machine: processor time on the usable cores, and memory that is left.
+"""What processes take and say: processor time, free memory, the load of others, a rank's pulse.
 
 An experiment shares its machine with strangers. What they took while an arm had its turn is what
 the cores were busy with, less what this process and all that it started have used.

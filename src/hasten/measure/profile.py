@@ -389,6 +389,8 @@ def utilisation(session: Session, warmup: int = WARMUP) -> float | None:
     return sum(list(clock.busy)[keep:]) / whole / host.usable_cores() if whole else None
 
 
+# The profile.
+
 Tell = Callable[[str, float], None]
 CANT_RUN_ALONE = "not measured: with this layout no rank can run its passes alone"
 

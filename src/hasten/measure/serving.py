@@ -1,4 +1,4 @@
-"""What a process does that is given orders: alone, or among ranks that are given the same ones.
+"""A process that is given orders, alone or among ranks; and a folder that it alone writes to.
 
 Whatever goes wrong is said before the group of ranks is left, since leaving may wait for others
 that wait for this one.

@@ -1,4 +1,4 @@
-"""Which measured ratios are beyond doubt: p-values, several at once, noise floor, rounds needed.
+"""Which measured ratios are beyond doubt: p-values, luck of processes, losses that aren't worse.
 
 An interval judges one ratio. An experiment has many arms, and of twenty that do nothing one has a
 95 % interval without 1 in it. So each arm's ratio is tested against the noise floor, and the
@@ -143,16 +143,14 @@ def _chance(mean: float, error: float, edge: float, rounds: int) -> float:
 # How far processes of one program lie apart, and what that leaves of an interval over rounds.
 #
 # All rounds of a process share its luck: where its memory lies, what was loaded before it. Copies
-# of
-# one program differ by a per cent or two for as long as they live, so an interval over the rounds
-# of
-# two processes, however many, is one about these two and not about their programs. What tells the
-# difference are fresh builds, and since an experiment has few of each arm, all arms say it
-# together:
-# each build's log ratio, less what its arm has in all builds and what its sitting has in all arms
-# (the baseline's own luck), varies as processes do (a two-way layout: Scheffé, The Analysis of
-# Variance, 1959, chapter 4). Where there are few builds, `USUAL` counts like `BELIEF` degrees of
-# freedom (the conjugate prior of a variance: Gelman et al., Bayesian Data Analysis, section 2.6).
+# of one program differ by a per cent or two for as long as they live, so an interval over the
+# rounds of two processes, however many, is one about these two and not about their programs. What
+# tells the difference are fresh builds, and since an experiment has few of each arm, all arms say
+# it together: each build's log ratio, less what its arm has in all builds and what its sitting has
+# in all arms (the baseline's own luck), varies as processes do (a two-way layout: Scheffé, The
+# Analysis of Variance, 1959, chapter 4). Where there are few builds, `USUAL` counts like `BELIEF`
+# degrees of freedom (the conjugate prior of a variance: Gelman et al., Bayesian Data Analysis,
+# section 2.6).
 
 USUAL = 0.01  # standard deviation of a process's speed, before anything is seen
 BELIEF = 4.0  # degrees of freedom that this counts for

@@ -96,6 +96,8 @@ def _beta_share(a: float, b: float, x: float, rest: float) -> float:
     return front / fraction
 
 
+# Intervals, ratios and verdicts.
+
 Verdict = Literal["held", "fell short", "harmed", "inconclusive", "no effect"]
 
 DOUBT = 0.05  # the chance of a false "held" or "harmed" that an experiment may have

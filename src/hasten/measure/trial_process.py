@@ -1,5 +1,6 @@
-"""One arm of an experiment in a process of its own: ``python -m hasten.measure.trial_process RECIPE
-PLAN IN OUT``.
+"""One arm of an experiment in a process of its own, which answers orders.
+
+    python -m hasten.measure.trial_process RECIPE PLAN IN OUT
 
 RECIPE is a resolved recipe whose data lies ready, PLAN a plan as JSON; IN and OUT are file
 descriptors of pipes that carry one JSON object per line. The process builds the arm once and then

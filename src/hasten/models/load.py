@@ -211,6 +211,8 @@ def _check_whole(file: Path) -> None:
         ) from error
 
 
+# Loading.
+
 _NAMES_SHOWN: Final = 3
 _REASON_SHOWN: Final = 300  # characters; transformers explains at length
 

@@ -2,7 +2,7 @@
 
 A preset is a model's ``config.json`` under a name, without weights and without a tokenizer. The
 published ones carry the numbers of the files on the hub; ``-tiny`` and ``-small`` have the same
-architecture at a size that a processor trains in minutes (the numbers are in ``shapes``). Importing
+architecture at a size that a processor trains in minutes (the numbers stand first). Importing
 this module costs nothing: transformers comes in when a config is built.
 """
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 # its split of plain and rotary dimensions, a mixture of experts keeps groups, shared experts, a
 # dense first layer and as much active as dense width. They are trained from scratch, so their
 # positions are plain rotary ones; the published YaRN stretch is a later stage of a model's life.
+
+# Presets.
 
 Fields = dict[str, Any]
 

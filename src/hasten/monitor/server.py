@@ -1,11 +1,11 @@
-"""The monitor's web server: one page, one stream of events, one text for Prometheus.
+"""The monitor's web server: one page, one stream of events, one text for Prometheus, and a gate.
 
     /          the page; it stands alone and asks for nothing but the stream
     /events    server-sent events: what the page lacks, twice a second where anything changed
     /metrics   where runs stand, for Prometheus
 
 A path is compared with these three and used for nothing else, so no request reaches a file. All of
-it is behind `hasten.monitor.server`. Needs starlette and uvicorn, the extra ``monitor``.
+it is behind ``Gate``. Needs starlette and uvicorn, the extra ``monitor``.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def escaped(text: str) -> str:
 #      rebinding) still sends its own name
 #   3. Origin, where a browser sends one: the same as Host, so no other page may read
 #   4. the token, as cookie, ``Authorization: Bearer``, or ``?token=`` once, compared in constant
-# time
+#      time
 #
 # Refusals are short texts that say nothing of runs, and come before anything looks at the path.
 

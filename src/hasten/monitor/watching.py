@@ -1,4 +1,4 @@
-"""The runs below the folders that somebody named: a run is a folder with a run's files in it."""
+"""The runs below the folders that somebody named: found, and read by a thread each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The search for a good plan: predicted before renting (``plan``), measured on a job (``tune``);
-and for its hyper-parameters (``learn``).
+"""The cost model of a cluster: layouts, seconds, memory and money, predicted before renting.
 
-All are imported on first use.
+``plan`` is imported on first use, and so are ``learn`` and ``tune`` of `hasten.tune`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hasten.planner.planning import plan
 
-# What starts from a recipe lives above this room, in `hasten.tune`.
+# `learn` and `tune` start from a recipe and live above this room.
 _HOMES = {
     "learn": "hasten.tune.learning_study",
     "plan": "hasten.planner.planning",

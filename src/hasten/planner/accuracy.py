@@ -1,8 +1,9 @@
-"""Errors on measurements that the fit hasn't seen: grouped cross-validation, and what it says.
+"""How far off the cost model is: on measurements that its fit hasn't seen, and on anybody's own.
 
-Rows of one group (software, model, device) are near-duplicates, so whole groups are left out, never
-rows. With as many folds as groups each group is predicted by a fit of all others; a stack that has
-one group only is then one that the fit has never met.
+The first is grouped cross-validation. Rows of one group (software, model, device) are
+near-duplicates, so whole groups are left out, never rows. With as many folds as groups each group
+is predicted by a fit of all others; a stack that has one group only is then one that the fit has
+never met.
 """
 
 from __future__ import annotations

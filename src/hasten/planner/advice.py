@@ -1,4 +1,4 @@
-"""What would change the answer: a faster network, other devices, another number format.
+"""What would change the answer: a faster network, other devices or formats, another model shape.
 
 Everything is predicted with the same model, so that common errors cancel in the ratios; the
 interval of each prediction is that of ``predict`` all the same.
@@ -171,8 +171,7 @@ def predicted(found: ClusterPlan, layout: PlannedLayout) -> PlanCandidate:
 #
 # A neighbour has parameters within 2 % of the config's and differs in one way: deeper or wider,
 # another width of the MLP, of a head, a vocabulary padded to full tiles. What is gained beyond what
-# a
-# smaller model gains anyway is told. Whether such a model learns as well isn't predicted; the
+# a smaller model gains anyway is told. Whether such a model learns as well isn't predicted; the
 # literature finds loss to depend little on the shape within wide limits (arXiv 2001.08361, figure
 # 5).
 

@@ -1,4 +1,4 @@
-"""Fits constants to measurements: least squares of logarithms, with priors, robust to odd rows.
+"""Fits constants to measurements, also a user's own few, and compares a run with its prediction.
 
 Levenberg-Marquardt on theta = ln(constant): the residuals are ln(measured / predicted) over their
 noise, and (theta - prior) over its spread (maximum a posteriori). After each step the rows are

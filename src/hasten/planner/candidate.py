@@ -1,4 +1,4 @@
-"""One layout with all that is predicted of it: time, rate, memory, each with its parts and P10-P90.
+"""One layout with all that is predicted of it, in parts and with P10-P90: time, memory, spending.
 
 Columns are for choosing among many; a ``PlanCandidate`` is for people.
 """

@@ -1,4 +1,4 @@
-"""Seconds that one micro-batch computes on one rank's share of every layer, by kind of work.
+"""Seconds that a micro-batch computes, by kind of work; and a pipeline's pace in closed form.
 
 A product of T tokens with a K x N matrix owes 2TNK FLOPs, and moves its operands: relative to the
 first the second weighs (1/T + 1/N + 1/K) times the device's FLOPs per byte. That term is why few
@@ -6,8 +6,8 @@ tokens and matrices cut thin by tensor parallelism are slow. Flash attention run
 16-bit peak that falls with each generation, since exponentials didn't get faster as products did
 (arXiv 2407.08608); attention that writes its scores moves them through memory several times.
 
-Times are of the forward pass over all layers, as if one rank had them all; ``passes`` says how
-often the backward pass and recomputation repeat them.
+Times are of the forward pass over one rank's share of each layer, as if it had all layers;
+``passes`` says how often the backward pass and recomputation repeat them.
 """
 
 from __future__ import annotations

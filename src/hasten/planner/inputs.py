@@ -1,4 +1,4 @@
-"""What ``hasten plan`` is given, read: the cluster, the job, the price, runs to calibrate from."""
+"""What ``hasten plan`` is given, read: cluster, job, price, runs to calibrate or compare with."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HALF = ("autocast", "bf16_master_weights", "float8")  # techniques that don't mu
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the command line asks for; see ``plan_options``."""
+    """What the command line asks for; see ``cli.options``."""
 
     cluster: str
     gpu: str

@@ -1,4 +1,4 @@
-"""What a launch takes from the plan: Megatron-LM's layout, and how slow a rehearsal's links are."""
+"""What a launch takes from the plan: Megatron-LM's layout, the recipe, a rehearsal's links."""
 
 from __future__ import annotations
 

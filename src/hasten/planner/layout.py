@@ -1,8 +1,7 @@
-"""Which rank holds which part, as numbers: one ``PlannedLayout``, or many as columns of
-``Layouts``.
+"""Layouts as numbers: which rank holds which part, and every layout that a job could have.
 
-A layout says nothing of speed. Words are coded as their place in the tuples below, so that a
-hundred thousand layouts are a few arrays.
+One is a ``PlannedLayout``, many are columns of ``Layouts``. A layout says nothing of speed. Words
+are coded as their place in the tuples below, so that a hundred thousand layouts are a few arrays.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from hasten.planner.cluster import Cluster
 from hasten.planner.schedules import SIMULATED, impossible
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p", "dualpipe", "zb2p")
-RECOMPUTE = ("none", "selective", "full", "light")  # see ``activations``
+RECOMPUTE = ("none", "selective", "full", "light")  # see ``memory``
 PRECISIONS = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4", "fp32")
 COMPRESSIONS = ("none", "int8", "int4", "topk1")  # of gradients between ranks
 TASKS = ("pretrain", "full", "lora")

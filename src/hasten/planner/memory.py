@@ -4,7 +4,7 @@ Weights take 2 bytes, gradients 4 where they are summed in fp32 over micro-batch
 are sharded at once, AdamW 12 with its fp32 master weights (arXiv 1910.02054, section 3). In a
 pipeline three ranks may be the fullest: the first, with the embedding and the most micro-batches in
 flight; the second, with as many layers and more of them with experts; the last, with the head and
-the logits. What a layer keeps is counted in ``activations``.
+the logits. What a layer keeps is counted by ``layer_bytes``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from hasten.planner.numbers import SLOTS, MemoryConstants, ModelNumbers, Value
 #                again, so their results go (DeepSeek-V3, arXiv 2412.19437, section 3.2.3; Megatron
 #                Core's recompute modules layernorm, moe_act and mla_up_proj)
 #     selective  results of every other product, as torchtitan does; without flash attention, all
-# but
-#                the scores (arXiv 2205.05198)
+#                but the scores (arXiv 2205.05198)
 #     full       a layer's input alone
 #
 # Products in fewer than 16 bits keep their inputs in that format, which their weights' gradient is
@@ -145,6 +144,8 @@ def _elements(model: ModelNumbers, layouts: Layouts, expert: bool) -> _Elements:
         routed=there * routed / tp,
     )
 
+
+# Bytes of a rank.
 
 GPIPE, INTERLEAVED, ZB1P = (SCHEDULES.index(s) for s in ("gpipe", "interleaved", "zb1p"))
 LORA_SHARE = 0.005  # of the weights, in adapters that learn

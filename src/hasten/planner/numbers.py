@@ -1,7 +1,8 @@
-"""Models and clusters as plain numbers, so that one formula serves one case or thousands of rows.
+"""Models, clusters and the cost model's constants as plain numbers.
 
-Every field is a float, or an array with one entry per row: ``numbers`` makes the first from an
-architecture, ``stacked`` the second from many. The matrices become columns in a fixed order.
+One formula serves one case or thousands of rows: every field of a model or machine is a float, or
+an array with one entry per row. ``numbers`` makes the first from an architecture, ``stacked`` the
+second from many. The matrices become columns in a fixed order.
 """
 
 from __future__ import annotations
@@ -158,8 +159,9 @@ def stacked(cases: Sequence[N]) -> N:
 # The constants of the cost model, what each means, and what was believed before any measurement.
 #
 # Each is positive and has a prior: a middle and how far, as a factor's logarithm, it may plausibly
-# lie from it. The fit (``fitting``) starts at the middle and moves as far as measurements outweigh
-# the prior. Fitted constants compensate each other: they predict, and aren't physics to be quoted.
+# lie from it. The fit (``calibrate``) starts at the middle and moves as far as measurements
+# outweigh the prior. Fitted constants compensate each other: they predict, and aren't physics to be
+# quoted.
 
 FILE = Path(__file__).with_name("calibration.json")
 

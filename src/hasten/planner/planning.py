@@ -1,8 +1,8 @@
 """The plan: which layouts a job has on a cluster, what each costs, and which are worth having.
 
-  1. every layout within the rules (``space``), on all nodes and on fewer
+  1. every layout within the rules (``layout``), on all nodes and on fewer
   2. all predicted at once (``predict``)
-  3. the best few with their pipelines simulated (``resimulate``)
+  3. the best few with their pipelines simulated (``simulate``)
   4. of those that fit, the ones that nothing beats in time, memory and device hours together
 
 Answers are for people who are about to rent machines: ``ClusterPlan`` holds the best layouts with
@@ -101,6 +101,8 @@ def largest_part(held: MemoryColumns, row: int) -> str:
     name = max(sizes, key=sizes.__getitem__)
     return f"{name} ({sizes[name] / 1e9:.1f} GB)"
 
+
+# The plan.
 
 CHUNK = 100_000  # layouts predicted at a time
 SAME_TIME, SAME_MEMORY = 1.02, 1.10  # differences below are none to choose by

@@ -132,6 +132,8 @@ def _near(key: str, known: Any) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
+# Reasons.
+
 MEMORY = 1
 SAME = 0.0005  # of a step: less wouldn't be seen in what is printed
 PARTS = {

@@ -1,9 +1,9 @@
-"""The pipeline of one candidate played through: uneven stages instead of a closed form.
+"""The pipeline of one candidate played through, and its timetable as a drawing.
 
 A prediction of many layouts at once takes the schedule's closed form. For the few that matter the
-order itself is simulated, with layers dealt to stages so that the slowest is as quick as can be;
-the last stage has the head and the loss, which weigh as much as several layers where the vocabulary
-is long. What was predicted of the rest of the step stays.
+order itself is simulated, with layers dealt to uneven stages so that the slowest is as quick as can
+be; the last stage has the head and the loss, which weigh as much as several layers where the
+vocabulary is long. What was predicted of the rest of the step stays.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A plan in words and tables: what ``hasten plan`` prints."""
+"""A plan in words and tables, as ``hasten plan`` prints it, and as one page with drawings."""
 
 from __future__ import annotations
 

@@ -155,6 +155,8 @@ def _name(model: str) -> str:
     return "/".join(path.resolve().parts[-2:]) if path.is_dir() else model.rstrip("/")
 
 
+# Facts, plan and job.
+
 METRICS = {"token_accuracy": token_accuracy}
 DEFAULT_BATCH = 32  # records of a step where the recipe says nothing
 

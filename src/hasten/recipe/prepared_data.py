@@ -219,6 +219,8 @@ def _stamp(path: Path) -> list[Any]:
     return [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
 
 
+# The prepared data, and its note.
+
 OnProgress = Callable[[int, int], None]
 _FATE = {
     "truncate": "dialogues are cut, plain texts go on in further pieces",

@@ -23,8 +23,6 @@ from hasten.recipe.price import Price, price_of
 from hasten.recipe.shorthands import beside_deepspeed, read_resume, with_deepspeed, with_layout_key
 from hasten.recipe.yaml_reader import first_complaint, read_overrides, read_yaml, read_yaml_file
 
-# A source of records as a recipe writes it.
-
 
 class DataSource(BaseModel):
     """A source of records with more to say than where it lies."""

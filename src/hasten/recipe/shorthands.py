@@ -1,7 +1,7 @@
-"""``checkpoint_every`` and ``checkpoint_dir``: settings of the technique ``checkpoints``, as keys.
+"""Keys of a recipe that stand for techniques: of checkpoints, ``layout``, ``deepspeed``.
 
 They are folded into the plan when a recipe is read, so that the resolved recipe, a plan's hash and
-an experiment know of one place only.
+an experiment know of one place only. ``catalogue`` hands the techniques to those that name none.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from hasten.core.technique import Technique
 from hasten.machine import environment, host
 from hasten.parts.distributed.deepspeed_config import Known, Mapped, mapped, read_config
 from hasten.techniques import CATALOGUE
+
+# ``checkpoint_every`` and ``checkpoint_dir``: settings of the technique ``checkpoints``.
 
 NAME = "checkpoints"
 
@@ -82,9 +84,6 @@ def _settings(entry: Any) -> dict[str, Any]:
 #     layout: fsdp2                        a technique by its name
 #     layout: {fsdp2: {reshard: false}}    the same with settings
 #     layout: {dp: 2, tp: 2}               sizes of a mesh: the technique hybrid
-#
-# It is folded into the plan when a recipe is read, so that the resolved recipe, a plan's hash and
-# an experiment know of one place only.
 
 AXES = ("dp", "shard", "tp", "pp", "ep")
 
@@ -136,9 +135,8 @@ def _check(
 
 # ``deepspeed: FILE``: a ds_config.json as settings and techniques of a recipe.
 #
-# They are folded in when a recipe is read, as ``checkpoint_every`` is, so that the resolved recipe
-# needs the file no more. What the recipe says itself may repeat what the file says, not contradict
-# it. ``hasten doctor --ds-config FILE`` shows what becomes of each key.
+# The resolved recipe needs the file no more. What the recipe says itself may repeat what the file
+# says, not contradict it. ``hasten doctor --ds-config FILE`` shows what becomes of each key.
 
 ACCUMULATE, SIZE = "accumulate", "micro_batch_size"
 NAMES = {
@@ -261,9 +259,6 @@ def _name(entry: Any) -> str:
     if isinstance(entry, Mapping):
         entry = entry.get("technique") or next(iter(entry), "")
     return str(entry).lower().replace("-", "_")
-
-
-# The catalogue of techniques, for those that name none.
 
 
 def catalogue() -> tuple[type[Technique], ...]:

@@ -1,4 +1,4 @@
-"""What every switch gains on the user's own job: trials, statistics, guard, cost, report.
+"""From records to verdicts: what each switch gains on the user's own job, as JSON, table and page.
 
 `ablate` and `gradual_optimize` measure a recipe's techniques; `compare` measures two training loops
 of anybody's against each other. All are imported on first use: a trial's process needs none of it.

@@ -1,4 +1,4 @@
-"""A bundle: an experiment as one file that can be done again elsewhere, or later.
+"""A bundle: an experiment as one file, to be done again elsewhere or later and compared.
 
     bundle.json   recipe, plans, design, the raw rounds, versions, machine, stamps of the data
     report.json   the report, for people; nothing of it is needed to repeat the experiment

@@ -1,4 +1,4 @@
-"""What was promised of each technique, beside what adding it changed here.
+"""What was promised of each technique, or of a published plan, beside what was measured here.
 
 A claim belongs to one technique, so it is judged by two arms that differ by this technique alone:
 on a ladder by neighbouring rungs, else by the technique alone against the baseline. The claims of

@@ -1,7 +1,7 @@
 """From measured arms, and what guard, ledger and prices found, to the report's dictionary.
 
-Verdicts come from ``judgement``, ratios from ``comparisons``, promises from ``claims``; here they
-are laid out under the keys that docs/report-schema.md describes.
+Verdicts and ratios come from ``verdicts``, promises from ``claims``; here they are laid out under
+the keys that docs/report-schema.md describes.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def completed(
     """The report with all that follows from it; ``bundle.json`` is written into the folder.
 
     Args:
-        report: as `hasten.report.findings.report_of` gives it.
+        report: as `report_of` gives it.
         arms: from which it was made.
         design: as it was asked for.
         folder: of the experiment.

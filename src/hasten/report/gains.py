@@ -2,7 +2,7 @@
 
 An arm's own verdict is against the baseline. Two questions need two other arms: what a rung of a
 ladder adds to the rung below, and what a technique still gains beside all the others. Both are
-ratios paired by round, as everywhere; everything here reads a report that report_schema.py checked.
+ratios paired by round, as everywhere; everything here reads a report that schema.py checked.
 """
 
 from __future__ import annotations
@@ -261,8 +261,7 @@ def _sensible(value: float | None) -> bool:
 
 # Rows of the page that several arms make together: the machine, the fastest, proofs, the ledger.
 #
-# Everything here reads a report that report_schema.py has checked; `hardware` alone is free in
-# form, so its entries are used only where they are what they seem.
+# `hardware` alone is free in form, so its entries are used only where they are what they seem.
 
 
 def machine(hardware: Mapping[str, Any]) -> str:

@@ -2,10 +2,9 @@
 
 The input is plain data, described key by key in docs/report-schema.md.
 
-1. report_schema.py makes it JSON and checks it against report_shapes.py.
-2. report_gains.py and report_rows.py derive what several arms say together, report_words.py says
-   its numbers, report_drawings.py draws them (charts.py, charts_svg.py).
-3. report_page.py renders the page (report.html.jinja, page/*.jinja), report_markdown.py the table.
+1. schema.py makes it JSON and checks it against its shapes.
+2. gains.py derives what several arms say together, formatting.py says numbers, svg.py draws them.
+3. The page is rendered from report.html.jinja and page/*.jinja, the table as Markdown.
 4. Both files are rendered before either is written, and each appears by a rename, so that no
    reader ever sees half a report.
 """

@@ -1,4 +1,4 @@
-"""A profile as files: ``profile.json``, and a page with one step's timeline and the tables."""
+"""A profile in words and as files: ``profile.json``, and a page with a timeline and the tables."""
 
 from __future__ import annotations
 
@@ -168,6 +168,8 @@ def _rate(value: float) -> str:
 def _cut(name: str, most: int = 48) -> str:
     return name if len(name) <= most else name[: most - 3] + "..."
 
+
+# The files.
 
 COLOURS = {
     "data": "#b5651d",

@@ -1,4 +1,4 @@
-"""A finished run as one object, whoever trained it: what its files say, and nothing they don't.
+"""Finished runs, whoever trained them: what their files say, and several beside each other.
 
 Three kinds of files are read: the folder of ``hasten train`` (``summary.json``, ``metrics.jsonl``,
 ``recipe.yaml``), the report of an experiment (``report.json``: its baseline and its result are two

@@ -1,4 +1,4 @@
-"""The report's shapes: what a report may hold, key by key, as docs/report-schema.md describes it.
+"""The report's shapes, key by key as docs/report-schema.md says them, and the reader that checks.
 
 float is a number or null, bool a truth value or null, object a number, text, truth value or null,
 dict any object; [x] is a list of x and [x, y] a pair; a key that ends with ? may be missing or
@@ -123,9 +123,8 @@ REPORT: dict[str, Any] = {
 
 # The report's reader: it checks plain data against the shapes and fills in every optional key.
 #
-# report_shapes.py holds the shapes, docs/report-schema.md says them key by key. `as_json` makes a
-# value JSON (what isn't finite becomes null), and `read_report` checks it and fills it in, so that
-# the page and the table never ask whether a key is there.
+# `as_json` makes a value JSON (what isn't finite becomes null), and `read_report` checks it and
+# fills it in, so that the page and the table never ask whether a key is there.
 
 _LARGEST = 10**300  # beyond, a whole number is no float any more
 _LEAVES: dict[type, tuple[str, tuple[type, ...]]] = {  # exact types: a bool is no number here

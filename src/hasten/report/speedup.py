@@ -1,4 +1,6 @@
-"""Gradual optimisation: one technique more at a time, and only what pays is kept.
+"""What a recipe's techniques gain on its own job: `ablate`, and `gradual_optimize` step by step.
+
+Gradual optimisation tries one technique more at a time, and only what pays is kept:
 
   1. the techniques stand in an order: that of their slots, or of the gain each has alone
   2. the plan so far and the plan with one technique more are measured against each other

@@ -1,8 +1,8 @@
-"""The report's drawings: small functions from numbers to one accessible inline SVG each.
+"""The report's drawings: from numbers to accessible inline SVG, and which arms each drawing shows.
 
 Every drawing takes its width in CSS pixels, so that the page can hold a wide and a narrow one and
 text keeps its size on a telephone. A value that wasn't measured (None, NaN, infinite) leaves a gap,
-never a zero. charts_svg.py has what they are made of.
+never a zero.
 """
 
 from __future__ import annotations
@@ -184,6 +184,8 @@ def fit(text: str, letters: int) -> str:
 def _safe(text: str) -> str:
     return escape(visible(text), quote=True)
 
+
+# The drawings.
 
 _DOTTED = 160  # points; a strip chart with more of them draws lines alone, which weigh a fifth
 

@@ -1,4 +1,4 @@
-"""Arms against each other: ratios over common rounds, the noise, builds, techniques together.
+"""Arms against each other: ratios over common rounds, the noise, and one verdict per arm.
 
 A ratio is taken only between rounds that ran in the same turn. Arms of one experiment may have been
 measured in groups, because memory holds only so many at once; then each carries the baseline's

@@ -65,6 +65,8 @@ def largest_micro_batch(session: Session) -> int:
     return found
 
 
+# The techniques.
+
 # A cut is for memory. Each further pass reads the weights and adds to the gradients once more; how
 # many there are isn't known beforehand, so this stands for few.
 FURTHER_PASSES = 1.05  # of a step's traffic

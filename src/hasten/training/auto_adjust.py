@@ -270,6 +270,8 @@ def sentence(line: dict[str, Any]) -> str:
     )
 
 
+# What a run calls.
+
 Tell = Callable[[str], None]
 
 

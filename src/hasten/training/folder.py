@@ -1,4 +1,4 @@
-"""The folder of a run: what moves aside for the next one, and lines written as they come.
+"""The folder of a run: what moves aside for the next one, lines as they come, weights at the end.
 
 A run that its supervisor starts again goes on in the same files: lines of steps that are done once
 more are taken out, so that each step has one line, and one that a killed process left half written

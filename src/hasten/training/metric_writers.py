@@ -133,6 +133,8 @@ def _masked(data: bytes) -> bytes:
     return struct.pack("<I", (turned + SHIFT) & 0xFFFFFFFF)
 
 
+# The writers.
+
 WAITING = 10_000  # lines
 CLOSE_SECONDS = 60.0
 BESIDE = frozenset({"step", "epoch"})  # of a line: the axis, not a number of its own

@@ -118,6 +118,8 @@ class LearningSampler:
         return dict(zip(names, point, strict=True))
 
 
+# The study.
+
 Tell = Callable[[str, float], None]
 LOOKS = 8  # of a training at its held-out loss
 FEWEST_PAIRS, MOST_PAIRS = 3, 6

@@ -127,6 +127,9 @@ def _importance(trials: list[dict[str, Any]], space: Space) -> dict[str, float]:
     return importance(space, lambda wanted: believed(wanted).mean.tolist())
 
 
+# The study on a recipe.
+
+
 @dataclass(frozen=True)
 class LearningWishes:
     """How to study.

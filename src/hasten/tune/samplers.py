@@ -1,15 +1,15 @@
-"""Who says what is tried next, and hasten's own order.
+"""Proposers, which say what is tried next: hasten's own order, by chance, a bandit, or Optuna's.
 
 A proposer is asked for a point and told what came of it. It never proposes a point twice, nor one
 that the space refuses, nor one that ran out of memory. `auto` is hasten's own:
 
   1. the first trials follow the forecast: the best point that it sees within memory
-  2. every result corrects the belief (`belief`), and of the points around the best one that is
-     tried from which most is expected; memory is believed in the same way, from the peaks that were
-     seen, and what is likely to exceed it isn't tried
+  2. every result corrects the belief (`surrogate.Belief`), and of the points around the best one
+     that is tried from which most is expected; memory is believed in the same way, from the peaks
+     that were seen, and what is likely to exceed it isn't tried
   3. each trial that ran out of memory all the same makes the next ones more careful
-  4. of what failed otherwise the cause is looked for (`failures`), and points that may share it
-     count for less
+  4. of what failed otherwise the cause is looked for (`surrogate.Failures`), and points that may
+     share it count for less
 """
 
 from __future__ import annotations

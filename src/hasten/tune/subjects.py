@@ -1,4 +1,4 @@
-"""A recipe as a subject: its plan's decisions are the settings, its own job is what is measured."""
+"""What can be tuned: a recipe, by its plan's decisions, or a training loop, by its arguments."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class TuneTarget(Protocol):
         step_seconds: float,
         tell: Callable[[str], None],
     ) -> dict[str, Any]:
-        """The duel's rows (`search.tuner.duel.judged`): the start, again, then the leaders.
+        """The duel's rows (`tune.duel.judged`): the start, again, then the leaders.
 
         Args:
             seconds: that there are for it.
@@ -125,6 +125,8 @@ class TuneTarget(Protocol):
     def text(self, point: Point, words: Sequence[str]) -> str:
         """The settings as a file of the user's, with words as comments at its head."""
 
+
+# A recipe as a subject: its own job is what is measured.
 
 Prove = Callable[[Subject_, Plan], Sequence[str]]
 RACERS = 2  # leaders in a race of whole trainings, beside the start

@@ -1,10 +1,11 @@
-"""What is believed of points that weren't measured: a Gaussian process over the choices made.
+"""What is believed of points that weren't measured: by results, failures and earlier studies.
 
-The logarithm of a point's value is taken to be its forecast, plus a contribution of every choice,
-plus a smaller one of every pair of choices; how large these are is itself chosen by the likelihood
-of what was measured (Duvenaud, Nickisch and Rasmussen 2011, "Additive Gaussian Processes"). So two
-trials that share a choice tell of each other, and ten trials can order a few hundred points. How
-far the forecast itself is right is learnt in the same way, by a weight for it.
+The belief is a Gaussian process over the choices made. The logarithm of a point's value is taken to
+be its forecast, plus a contribution of every choice, plus a smaller one of every pair of choices;
+how large these are is itself chosen by the likelihood of what was measured (Duvenaud, Nickisch and
+Rasmussen 2011, "Additive Gaussian Processes"). So two trials that share a choice tell of each
+other, and ten trials can order a few hundred points. How far the forecast itself is right is learnt
+in the same way, by a weight for it.
 """
 
 from __future__ import annotations
@@ -213,12 +214,10 @@ def importance(
 # What is learnt from a point that failed: which of its choices may be to blame.
 #
 # A failure is no speed, so it says nothing of the forecast; but the next points should do without
-# its
-# cause. Suspect is each choice that the start hasn't, and each pair of them. Who worked in another
-# point is cleared, and where the message names a technique, its own choice is among the culprits
-# (group testing, Dorfman 1943, with one culprit a failure). A point's chance to fail is the share
-# of
-# suspicion that its choices carry.
+# its cause. Suspect is each choice that the start hasn't, and each pair of them. Who worked in
+# another point is cleared, and where the message names a technique, its own choice is among the
+# culprits (group testing, Dorfman 1943, with one culprit a failure). A point's chance to fail is
+# the share of suspicion that its choices carry.
 
 PAIR = 0.5  # of two together, as a share of the product of theirs
 

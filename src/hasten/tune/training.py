@@ -4,9 +4,8 @@
 
 It speaks as ``hasten.measure.trial_process`` does, and knows two orders: ``steps`` and
 ``evaluate``. CHANGES are keys of the recipe as JSON, a seed among them. They hold for weights,
-order and optimizer; the data
-and the split between training and held-out records stay those of RECIPE, so that the losses of all
-trainings are of the same records.
+order and optimizer; the data and the split between training and held-out records stay those of
+RECIPE, so that the losses of all trainings are of the same records.
 """
 
 from __future__ import annotations

@@ -168,6 +168,8 @@ def _signal(processes: list[subprocess.Popen[bytes]], number: signal.Signals) ->
             os.killpg(process.pid, number)
 
 
+# The keeper, and the guard that ends it.
+
 LOOK_SECONDS = 0.2  # how often the guard looks for its keeper and the owner
 
 

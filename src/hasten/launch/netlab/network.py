@@ -150,6 +150,8 @@ def children(process: int) -> list[int]:
     return []
 
 
+# Hosts and their links.
+
 NIC = "eth0"
 SECONDS = 20  # a call of ip or tc that takes longer is given up
 

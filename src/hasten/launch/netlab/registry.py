@@ -1,7 +1,8 @@
-"""Where a lab is noted: a folder with a random name, a manifest, and whether its keeper lives.
+"""Where a lab is noted (a folder with a manifest), whether its keeper lives, and rates in words.
 
 Namespaces of a lab have no name anywhere: they live as long as the lab's keeper, a process. So all
-that a lab can leave behind is its folder. A folder without a manifest of a lab is never touched.
+that a lab can leave behind is its folder, whose name is random. A folder without a manifest of a
+lab is never touched.
 """
 
 from __future__ import annotations

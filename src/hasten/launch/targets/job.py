@@ -1,4 +1,4 @@
-"""What is launched, where and for how long, with every word checked that a scheduler will read.
+"""What is launched, where, for how long and with which variables, with every word checked.
 
 Free texts (paths) may hold anything but a zero byte and are quoted where they are written. Words
 that land in places with a syntax of their own (``#SBATCH`` lines, Kubernetes' names, host names)

@@ -1,4 +1,4 @@
-"""``node.sh``: what every node runs, whatever started it: torchrun's agent, and so the ranks.
+"""``node.sh``, which every node runs whatever started it; and torchrun over plain hosts, by ssh.
 
     scheduler -> node.sh -> torchrun -> node.sh rank -> hasten train recipe.yaml
 

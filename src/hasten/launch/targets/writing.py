@@ -1,4 +1,4 @@
-"""Which files each target gets, and the one command that would submit them."""
+"""Which files each target gets, how they reach their folder, and the command that submits them."""
 
 from __future__ import annotations
 

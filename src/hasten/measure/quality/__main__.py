@@ -1,5 +1,6 @@
-"""Proofs in a process of their own: ``python -m hasten.measure.quality RECIPE FOLDER ORDERS
-ANSWERS``.
+"""Proofs in a process of their own, which answers orders.
+
+    python -m hasten.measure.quality RECIPE FOLDER ORDERS ANSWERS
 
 RECIPE is a resolved recipe whose data lies ready, FOLDER takes what proofs write; ORDERS and
 ANSWERS are file descriptors of pipes that carry one JSON object per line. First it says that it is

@@ -1,4 +1,6 @@
-"""One step's gradient of a plan against float64: the proof that a ROUNDING technique owes.
+"""Proofs by one step's gradient: against float64, across documents, through two optimizers.
+
+The first is what a ROUNDING technique owes.
 
     (1) reference   the bare model in float64, record by record: no packing, padding, accumulation
     (2) gradient    the plan's whole way through session, feed, cut, engine, precision; one step

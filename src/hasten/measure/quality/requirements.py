@@ -1,4 +1,4 @@
-"""Rows of report.guard and report.invariance, and the bounds that they are judged by.
+"""What each fidelity owes: orders for the proofs, rows of the report, and the bounds that judge.
 
 Bounds are relative L2 errors of one step's gradient against float64, fixed here, before any run.
 A float32 number has 24 bits and a step of a small model loses two or three digits of them in its

@@ -3,11 +3,10 @@
 | module | what it does |
 |---|---|
 | ``smart_checkpointer`` | saves what it protects as often as pays, brings it back |
-| ``commit``, ``verify``, ``retention`` | one checkpoint to the disk, back, and how many stay |
-| ``saver``, ``writer`` | the folder as a whole; beside the training |
-| ``interval`` | when to save |
-| ``shuffle`` | smaller, where that pays |
-| ``slowness`` | told where a place is too slow |
+| ``saver`` | the folder as a whole, beside the training; told where a place is too slow |
+| ``commit``, ``verify`` | one checkpoint to the disk, back, and how many stay |
+| ``state``, ``format`` | what is kept, and how it lies on disk |
+| ``delta`` | smaller, where that pays |
 | ``remote`` | any address that fsspec knows |
 """
 

@@ -1,4 +1,4 @@
-"""A checkpoint on disk: a folder that appears whole, by one rename, or not at all.
+"""Checkpoints in a folder: each appears whole or not at all, one process writes, the newest stay.
 
     .writing-step-00000120-<pid>/   a name that nobody reads
         state.safetensors           written once, through both hashes; forced to the disk
@@ -57,7 +57,7 @@ def save(
     """Write ``tensors`` and the JSON-ready ``meta`` as the checkpoint of ``step``; its path.
 
     Args:
-        coded: how some of the tensors were made smaller (``shuffle.encode``).
+        coded: how some of the tensors were made smaller (``delta.encode``).
         base: the checkpoint that differences among them refer to: name and seal.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The file-system calls of a commit, in one place, so that a test can cut the power between two."""
+"""A checkpoint's format on disk: file-system calls, manifest, tensor file, state, folder."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import xxhash
 from torch import Tensor
+
+# The file-system calls of a commit, in one place: a test can cut the power between two of them.
 
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 

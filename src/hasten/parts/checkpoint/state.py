@@ -1,4 +1,4 @@
-"""Objects that have a state, by name: their state as tensors and JSON, and back, all or nothing."""
+"""What a checkpoint keeps: objects with a state, by name, and the random state of every rank."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Ways to average gradients over ranks in fewer bytes, and what they have in common."""
+"""Between ranks: gradients in fewer bytes, collectives that know the topology, local steps."""

@@ -1,4 +1,4 @@
-"""The gradients of a model in buckets, as names and shapes."""
+"""A model's gradients in buckets: names and shapes, their way in a step, and where ranks meet."""
 
 from __future__ import annotations
 

@@ -379,6 +379,9 @@ def _triton() -> ModuleType | None:
     return codec_triton
 
 
+# Which codec a name stands for.
+
+
 class Codec(Protocol):
     """What encodes float32 or bf16 numbers, flat and without gaps, into a message of bytes."""
 
@@ -441,8 +444,8 @@ def codec(name: str, block: int = 256) -> Codec:
 # what is sent evenly, and lets every rank's message have the same length.
 #
 # Of equal magnitudes the one at the lowest place is sent. The residual, how what isn't finite is
-# told, and the order of sums are as in :mod:`hasten.parts.comm.codecs`. The kernel is in C++; where
-# no compiler is, and on a GPU, torch's operators write the same bits.
+# told, and the order of sums are those of the other codecs. The kernel is in C++; where no compiler
+# is, and on a GPU, torch's operators write the same bits.
 
 INFINITE_BF16 = 0x7F80
 

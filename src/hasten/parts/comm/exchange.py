@@ -1,4 +1,4 @@
-"""The ranks that average gradients: collectives that count their bytes, in two stages.
+"""The ranks that average gradients, all or between hosts: collectives that count their bytes.
 
 A second collective that is issued from another thread on the same process group mixes up messages:
 ranks may issue the two in different orders. So each of the two stages has a group of its own. The

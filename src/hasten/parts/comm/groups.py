@@ -1,6 +1,7 @@
-"""The process groups of a topology: a host's ranks, fellows across hosts, all in order, leaders.
+"""Process groups of a topology, buckets that are finished in order, and exchanges in pieces.
 
-Each stage of a collective has a group of its own, so that messages of two stages can't be mixed up.
+The groups are a host's ranks, fellows across hosts, all ranks in order, and leaders. Each stage of
+a collective has a group of its own, so that messages of two stages can't be mixed up.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What sending gradients costs each way, from latency and bandwidth: alpha-beta, one host's link.
+"""What sending gradients costs: a model of one host's link, its measurement, the size of buckets.
 
 A message of b bytes takes alpha + b / beta (Thakur, Rabenseifner, Gropp 2005, "Optimization of
 Collective Communication Operations in MPICH"). With N ranks on H hosts of R, a tensor of S bytes
@@ -316,8 +316,7 @@ def _settle(device: str) -> None:
 
 # How large gradient buckets should be: many leave early, and each pays the link's delay.
 #
-#     backward      |--- 1 ---|--- 2 ---|--- 3 ---|            n buckets get ready one after the
-# other
+#     backward      |--- 1 ---|--- 2 ---|--- 3 ---|            n buckets get ready in turn
 #     wire                    |=== 1 ===|=== 2 ===|=== 3 ===|  and leave in that order
 #                                                  exposed
 #

@@ -372,6 +372,8 @@ def _finite(values: Tensor) -> bool:
     return not values.numel() or bool(torch.isfinite(values.abs().amax()))
 
 
+# Local steps.
+
 OUTER = ("mean", "nesterov")
 
 

@@ -1,7 +1,8 @@
-"""What messages left out, by parameter: remembered in float32 and added to the next gradient.
+"""Ways to average gradients in fewer bytes: top-k, quantised, PowerSGD, and what they leave out.
 
-Error feedback (Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et
-al., arXiv:1901.09847). DDP lays parameters out in buckets, and anew after the first step, so memory
+What messages left out is remembered by parameter, in float32, and added to the next gradient: error
+feedback (Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et al.,
+arXiv:1901.09847). DDP lays parameters out in buckets, and anew after the first step, so memory
 belongs to a parameter's name; while the buckets stay as they are it lies as they do, without a
 copy. What a step leaves counts only once the step does: a step that was skipped because a gradient
 somewhere wasn't finite sent nothing that was used, and memory stays what it was before it. That
@@ -356,9 +357,8 @@ class QuantisedMean(Forgetful):
 # (Vogels et al., arXiv:1905.13727, algorithm 1.) Q is the next step's start. Factors are bf16;
 # vectors, and matrices whose factors wouldn't be half as large, travel in float32 beside P. What a
 # rank remembers is what P times *its own* Q leaves of its own matrix, as in the paper. (With the
-# mean
-# in its place, as in some implementations, what a rank's gradient has beyond the mean would pile up
-# on it as a random walk.)
+# mean in its place, as in some implementations, what a rank's gradient has beyond the mean would
+# pile up on it as a random walk.)
 #
 # The mean is decoded by a matrix product. Ranks on unlike processors may differ in its last bits,
 # and then drift apart: there `GradientCompressor.check` says so.

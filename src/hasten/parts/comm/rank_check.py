@@ -1,10 +1,10 @@
-"""A roll call after a failed collective: which ranks are still there, through the meeting place.
+"""Which ranks are still there after a failed collective, and whether all hold the same weights.
 
 gloo says "connection closed by peer" and an address; a user needs the rank. Whoever sees a
 collective fail writes so into the store through which the process group met, and waits for the
-others to do the same. Who has written nothing by the end has ended, hangs, or can't be reached.
-Whose own code failed writes why and doesn't wait: the others, whose collectives fail for it, tell
-that reason as well.
+others to do the same: a roll call. Who has written nothing by the end has ended, hangs, or can't be
+reached. Whose own code failed writes why and doesn't wait: the others, whose collectives fail for
+it, tell that reason as well.
 """
 
 from __future__ import annotations

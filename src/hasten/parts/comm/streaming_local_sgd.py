@@ -5,12 +5,12 @@
 
 With H fragments each weight is averaged every H steps, and a message has a whole step to arrive: H
 is the smallest at which it takes two thirds of one, and a core's own work for it a twentieth. The
-correction comes one step late and adds
-``common - own`` to weights that have moved on (see ``drift``). Differences travel in 4 bits, as in
-Streaming DiLoCo (Douillard et al., arXiv:2501.18512), which sends seldom and large, with an outer
-momentum; here it is often, small, and a plain mean. Where 4 bits would make H large, ranks drift
-further apart between two means than rough ones leave them: signs and a mean magnitude then, a
-quarter of the bytes and as much more often.
+correction comes one step late and adds ``common - own`` to weights that have moved on (see
+``local_sgd``). Differences travel in 4 bits, as in Streaming DiLoCo (Douillard et al.,
+arXiv:2501.18512), which sends seldom and large, with an outer momentum; here it is often, small,
+and a plain mean. Where 4 bits would make H large, ranks drift further apart between two means than
+rough ones leave them: signs and a mean magnitude then, a quarter of the bytes and as much more
+often.
 
     stream = Stream(model.parameters(), codec=codec("int4"), fragments=2)
     for batch in batches:

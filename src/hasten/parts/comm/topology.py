@@ -2,7 +2,7 @@
 
 Hosts are found by exchange: each rank says on which machine, and in which network, it is. Links
 come from a name (figures of data sheets), from what the system says of them (``detect``), or from
-a measurement (``measure``, in ``link_probe``). A name is a claim; only a measurement knows.
+a measurement (``measure``, in ``link_model``). A name is a claim; only a measurement knows.
 """
 
 from __future__ import annotations

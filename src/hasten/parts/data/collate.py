@@ -1,4 +1,4 @@
-"""A token record: one tokenised example, which samplers choose and collators lay out."""
+"""Token records, the tensors that they are laid out in, and the cut into micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches whose size follows the memory, for any training loop.
+"""Batches whose size follows the memory, or a budget of tokens, for any training loop.
 
     batcher = DynamicBatcher(initial_size=32)
     for batch in batcher.batches(loader):

@@ -112,6 +112,8 @@ def _swap(
     return True
 
 
+# The orders.
+
 RECORDS_DRAWN, ROWS_DRAWN, STEPS_DRAWN = range(3)  # what an epoch draws
 COST_CLASS = 0.02  # of the mean cost: rows that differ by less count as equally dear
 # In steps of few rows a rank has too few for differences to even out. A narrower class costs some
@@ -135,7 +137,7 @@ class PackedOrder:
         lengths: tokens of each record.
         row_tokens: tokens of a row at most.
         rows_per_step: rows of a step, over all ranks.
-        quadratic: cost of a squared token of length, see :mod:`hasten.parts.data.epoch_order`.
+        quadratic: cost of a squared token of length, see ``row_costs``.
 
     Raises:
         ValueError: a record is longer than a row, or a step has no row.

@@ -10,12 +10,10 @@ a count. Longest first, each record goes into the fullest row that still holds i
 
 The histogram form is from Krell et al., Efficient Sequence Packing without Cross-contamination
 (arXiv:2107.02027); best fit decreasing over whole records from Ding et al., Fewer Truncations
-Improve Language Modeling (arXiv:2404.10830). Where best fit stays above the lower bound, rows are
-also filled one exact fit at a time (:mod:`hasten.parts.data.row_search`), and lengths of few
-different values are packed by patterns, which tightens the bound as well
-(:mod:`hasten.parts.data.row_search`), and where every row would have to be full, full rows are
-searched as a cover
-(:mod:`hasten.parts.data.packing`); the fewest rows are taken.
+Improve Language Modeling (arXiv:2404.10830). Where best fit stays above the lower bound, three
+other ways are tried, and the fewest rows are taken: rows filled exactly, one at a time; patterns,
+where lengths have few different values; a cover by full rows, where every row would have to be full
+(:mod:`hasten.parts.data.row_search` has what these search with).
 """
 
 from __future__ import annotations
@@ -46,16 +44,13 @@ from hasten.parts.data.row_search import (
 #
 # Where the tokens are a whole number of rows and not one row more will do, each row is full to the
 # last token. Long rows of few records leave so little choice that filling one row after the other
-# ends badly however often it is tried; but then there are few full rows at all, and they are
-# listed:
+# ends badly however often it is tried. But then there are few full rows, and they are listed:
 #
 #     (1) pairs: two records that fill a row share one in some best packing, since whatever else
-# lies
-#         beside the one fits into the room of the other (Martello and Toth, Knapsack Problems,
-# 1990)
+#         lies beside the one fits into the room of the other (Martello and Toth, Knapsack
+#         Problems, 1990)
 #     (2) beginning: where many rows are left, the longest record is put with the fewest that fill
-# its
-#         row, until twenty rows are left; in some order drawn anew for each attempt
+#         its row, until twenty rows are left; in some order drawn anew for each attempt
 #     (3) cover: of all full rows of what is left, some that hold every record once; the length that
 #         the fewest rows could still hold comes first, and of these first the row that takes the
 #         least from the others (:mod:`hasten.parts.data.row_search`)
@@ -178,6 +173,8 @@ class _Search:
                 return None
         return None
 
+
+# Packing, and its bound.
 
 LengthCounts = Sequence[int] | NDArray[Any]
 

@@ -380,6 +380,8 @@ def _stream(device: torch.device) -> Any:
         return None
 
 
+# The prefetcher.
+
 MEMORY_BYTES = 1 << 30  # of batches that wait, where the user gives no bound
 FULL_IN_A_ROW = 32  # batches taken from a full queue before it becomes shorter by one
 NOTICEABLE_WAIT_SECONDS = 1e-4  # a shorter wait is the lock's, not the loader's
@@ -402,8 +404,8 @@ class SmartPrefetcher:
 
     Args:
         lookahead: batches that may wait in the queue; grows to what the bursts of reading take
-            (:mod:`hasten.parts.data.prefetch`) and while the caller has to wait, and goes back when
-            the queue stays full, never below this.
+            (``LookaheadController``) and while the caller has to wait, and goes back when the queue
+            stays full, never below this.
         pattern_detection: merge the requests of a DataLoader in this process (``num_workers=0``)
             whose data set has ``read_range``; see :mod:`hasten.parts.data.access_pattern`.
         device: copy batches there on the way; None leaves them where they are.

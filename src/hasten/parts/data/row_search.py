@@ -1,8 +1,9 @@
-"""Rows filled exactly, one at a time, from the longest record that is left.
+"""Searches for rows without a gap: one row at a time, a cover by full rows, patterns of lengths.
 
 A row without a gap costs nothing that could have been saved, so each row is searched for records
 that fill it to the last token (after the minimum bin slack of Gupta and Ho, A New Heuristic
-Algorithm for the One-Dimensional Bin-Packing Problem, 1999). Two ways to choose among such rows:
+Algorithm for the One-Dimensional Bin-Packing Problem, 1999), from the longest record that is left.
+Two ways to choose among such rows:
 
     longest first   the fullest row found, trying longer records first
     fewest first    a row of as few records as can fill it; short ones, which fit anywhere, are left
@@ -271,6 +272,8 @@ def _rounded(
             classes.append((times, tuple(np.repeat(sizes, pattern).tolist())))
     return classes
 
+
+# Rows filled exactly, one at a time.
 
 LOOKS = 4000  # lengths that a search for an exact fit looks at before it takes the best so far
 SKIPPED = 0.2  # chance that an attempt after the first passes over a length

@@ -1,4 +1,6 @@
-"""Copies of a sharded model average their shards' gradients in fewer bytes, once a step.
+"""Gradients of a sharded model in fewer bytes: in FSDP2's reduce-scatter, and between copies.
+
+Copies of a sharded model average their shards' gradients once a step:
 
     (1) within a copy FSDP2 reduces and scatters a group's gradients in full, in each backward pass
     (2) a rank adds up what its shards get in the passes of a step
@@ -242,6 +244,8 @@ class _RowMemory:
                 kept[group.name] = rows_of(known, group, torch.device("cpu"))
         self._kept, self._left = kept, {}
 
+
+# Copies of a sharded model.
 
 # torch 2.13 has a new name for it and warns at the old one.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

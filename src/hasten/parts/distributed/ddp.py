@@ -1,4 +1,4 @@
-"""Buffers of DistributedDataParallel that never change, left out of what it sends in every step.
+"""DistributedDataParallel: constant buffers not sent, a late reduction, how long sending took.
 
 DDP broadcasts all buffers of rank 0 before a forward pass, since running means learn apart on each
 rank. In a language model they hardly ever do: tables of rotary angles are computed anew by each

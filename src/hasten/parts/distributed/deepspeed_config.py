@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration (``ds_config.json``): read, checked, and its "auto" values filled.
+"""A DeepSpeed configuration (``ds_config.json``): read, checked, "auto" filled, and what it means.
 
 (1) every key is one that DeepSpeed knows, or an error with the nearest => (2) batch sizes agree
 with each other, the number of ranks and what the trainer was told => (3) each "auto" takes the
@@ -25,6 +25,8 @@ from typing import Any
 # isn't needed. refused: it would change what is computed, and nothing here does the same; it counts
 # only where it is switched on. Keys are those of DeepSpeed 0.19 (its ``runtime/*config*.py``) and
 # of the documentation, https://www.deepspeed.ai/docs/config-json/.
+
+# Reading, checking, filling.
 
 HONOURED, IGNORED, REFUSED = "honoured", "ignored", "refused"
 Fate = tuple[str, str]

@@ -1,4 +1,4 @@
-"""Shards of a model after FSDP2: each rank keeps a piece of every weight, gradient and moment.
+"""FSDP2: each rank keeps a piece of every weight; also beside experts, and in a pipeline's stages.
 
 A decoder block's weights are brought together (all-gather) when its pass begins and let go when it
 is over; its gradients are added up and cut (reduce-scatter) as soon as they are there, while the
@@ -112,12 +112,11 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
 # The groups of weights that FSDP2 reduces at once, and how they lie in its messages.
 #
 # Each module that ``fully_shard`` was called on is one group. Its gradients lie in a message in
-# rows,
-# one for each rank: row r holds the r-th piece of every weight, one after another, the last pieces
-# filled up with zeros. FSDP2 lets a caller put another reduce-scatter in the place of its own
-# (``set_custom_reduce_scatter``) and work on its result (``set_all_reduce_hook``), but doesn't say
-# what lies where: that is read from its parameter groups, which aren't documented, so ``why_not``
-# looks for them first.
+# rows, one for each rank: row r holds the r-th piece of every weight, one after another, the last
+# pieces filled up with zeros. FSDP2 lets a caller put another reduce-scatter in the place of its
+# own (``set_custom_reduce_scatter``) and work on its result (``set_all_reduce_hook``), but doesn't
+# say what lies where: that is read from its parameter groups, which aren't documented, so
+# ``why_not`` looks for them first.
 
 METHODS = ("set_custom_reduce_scatter", "set_all_reduce_hook")
 
@@ -248,7 +247,7 @@ def _parts(rows: Tensor, group: ShardGroup) -> list[tuple[Weight, Tensor]]:
 # Shards of what isn't an expert, beside experts that are shared out over ranks (FSDP2).
 #
 # Experts lie on their ranks whole and take no part in the all-gathers of a block; whatever else a
-# block holds does, as in :mod:`hasten.parts.distributed.fsdp`.
+# block holds does, as ``shard`` has it.
 
 
 def shard_rest(
@@ -265,8 +264,7 @@ def shard_rest(
 #
 # A stage is a root of its own, whose groups come together for each pass over a micro-batch and let
 # go after it. Gradients are cut and added up (reduce-scatter) in every backward pass, since a
-# rank's passes of the next micro-batches stand between. See :mod:`hasten.parts.distributed.fsdp`
-# for a model that isn't cut into stages.
+# rank's passes of the next micro-batches stand between. ``shard`` is for a model in one piece.
 
 
 def shard_stage(stage: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:

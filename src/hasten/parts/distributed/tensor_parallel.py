@@ -182,6 +182,8 @@ def _dropped(x: Tensor, dropout: Any, start: int = 0, width: int | None = None) 
     return x * drawn[..., start : start + x.shape[-1]]
 
 
+# The layers of a model.
+
 SEQUENCE = 1  # the dimension of (batch, sequence, hidden)
 HEADS = 2  # of (batch, sequence, heads, head size)
 

@@ -1,1 +1,1 @@
-"""Kernels in C++ for the processor: fused passes over rows, bf16 products and attention on AMX."""
+"""Kernels: C++ for the processor (rows, codecs, bf16 on AMX), Triton for GPUs."""

@@ -1,4 +1,4 @@
-"""Codecs on the processor: ``codec.cpp``, with the signatures of ``codec_torch.py``.
+"""Codecs on the processor: ``codec.cpp``, with the signatures of ``codec_reference.py``.
 
 Nothing is checked here; :mod:`hasten.parts.comm.codecs` and :mod:`hasten.parts.comm.codecs`
 have checked shapes and formats before they call.

@@ -23,7 +23,7 @@ finite = codec_reference.finite  # one pass of torch's, which waits for its answ
 
 @triton.jit
 def mixed(x):
-    """The hash of ``codec_torch``, on uint32."""
+    """The hash of ``codec_reference``, on uint32."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)

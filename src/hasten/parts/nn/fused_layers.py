@@ -3,9 +3,9 @@
 Every norm, linear layer, gated MLP and attention of the decoder keeps its class, its parameters and
 their names; only its ``forward`` is bound anew, on the instance, to code that runs the fused
 operations of :mod:`hasten.parts.nn.fused_functions` (as a ``partial``: a method of another module
-can't be unpickled). Other models in the process are not touched, the
-state dict is the same, and code that looks for ``nn.Linear`` (adapters, sharding) still finds it.
-A gated MLP calls its projections as modules, so that an adapter around one of them is not bypassed.
+can't be unpickled). Other models in the process are not touched, the state dict is the same, and
+code that looks for ``nn.Linear`` (adapters, sharding) still finds it. A gated MLP calls its
+projections as modules, so that an adapter around one of them is not bypassed.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ def norm_of_piece(
         return None
     return DTensor.from_local(norm(rows, own, eps), x.device_mesh, x.placements, run_check=False)
 
+
+# The layers of one model.
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")
 LAYERS = tuple(

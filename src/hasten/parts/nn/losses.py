@@ -250,6 +250,9 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+# The losses as modules.
+
+
 class WholeLogitsLoss(nn.Module):
     """Cross-entropy over the logits of every slot, in float32 or wider, summed over labels.
 

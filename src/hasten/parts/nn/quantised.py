@@ -1,4 +1,4 @@
-"""A frozen linear layer whose weight is kept in 8 or 4 bits and widened each time it is used.
+"""Linear layers in few bits: a frozen weight in 8 or 4, or products whose inputs are float8.
 
 Where only adapters learn, the base weight is read in forward and backward and never changed, so it
 can rest in few bits (QLoRA, arXiv:2305.14314). Each product widens it for its own moment; nothing

@@ -1,9 +1,8 @@
 """AdamW whose two moments take four bytes per weight, or two, in the place of eight.
 
 The update is AdamW's (Loshchilov and Hutter, arXiv:1711.05101) in float32; between two steps the
-moments of matrices are kept as bf16, rounded at random, or in 8 bits
-(:mod:`hasten.parts.optim.compact_adamw`). Norms and biases keep float32 moments: they are few, and
-they matter.
+moments of matrices are kept as bf16, rounded at random, or in 8 bits. Norms and biases keep float32
+moments: they are few, and they matter.
 
 One tensor at a time, a chunk at a time, so that no float32 copy of the whole state ever exists:
 (1) moments come back as float32 => (2) the gradient goes in => (3) the weights move by what is

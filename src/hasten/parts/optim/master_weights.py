@@ -1,4 +1,4 @@
-"""bf16 working weights beside float32 masters: half the bytes in every product, no step lost.
+"""bf16 working weights beside float32 masters, half the bytes in each product; and the loss scale.
 
 A bf16 number has 8 bits of mantissa, so an update smaller than 1/256 of a weight would vanish. The
 optimizer therefore moves float32 masters, and the model computes with their bf16 copies

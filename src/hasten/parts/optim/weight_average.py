@@ -1,9 +1,9 @@
-"""A running mean of the weights, float32 on the host: it lies in flatter ground than any one step.
+"""A running mean of the weights, float32 on the host; and groups of parameters by weight decay.
 
-DeepSeek-V3 keeps such a mean in host memory to see early what the decayed learning rate will bring
-(arXiv:2412.19437, section 3.2.2). After update n, mean <- d mean + (1 - d) weights with
-d = min(decay, (1 + n) / (10 + n)): a young mean forgets its beginning faster. The first update
-starts it.
+The mean lies in flatter ground than any one step. DeepSeek-V3 keeps such a mean in host memory to
+see early what the decayed learning rate will bring (arXiv:2412.19437, section 3.2.2). After update
+n, mean <- d mean + (1 - d) weights with d = min(decay, (1 + n) / (10 + n)): a young mean forgets
+its beginning faster. The first update starts it.
 
     average = WeightAverage(0.999)
     optimizer.step(); average.after_update(weights)

@@ -1,4 +1,4 @@
-"""A recipe that grows out of another tool's settings, and what became of every key on the way.
+"""A recipe that grows out of another tool's settings: every key's fate, shared keys, refusals.
 
 A **fate** is one of: ``mapped`` (the recipe says it), ``needless`` (hasten does it anyway, or it
 has no meaning here), ``unmapped`` (asked for and not to be had: the recipe differs from the

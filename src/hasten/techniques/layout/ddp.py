@@ -1,4 +1,4 @@
-"""LAYOUT: which rank holds which part."""
+"""LAYOUT: every rank holds the whole model, and gradients are averaged (DDP)."""
 
 from __future__ import annotations
 

@@ -58,6 +58,8 @@ def part_of(weights: LocalShards, weight: Tensor, whole: Tensor) -> Tensor:
     return part if parameter is weight else part.to_local()
 
 
+# The layout.
+
 Split = Callable[[nn.Module, DeviceMesh], nn.Module]  # cut layers over a mesh's tp axis
 
 

@@ -217,6 +217,9 @@ class DealsCut:
         return self.cut.brought(mine)
 
 
+# The layout.
+
+
 class Stages(DealsCut):
     """``data_size`` pipelines side by side; neighbouring ranks make up one of them.
 

@@ -120,6 +120,8 @@ def proof_of(exchange: Exchange, session: Session, note: str) -> Proof:
     )
 
 
+# The wire.
+
 UNKNOWN_START = 100  # steps of the dense start where nobody knows the run's length
 CLAIMS = (Claim("tokens_per_second", 1.12, "the articles' gradient compression: +12 % speed"),)
 

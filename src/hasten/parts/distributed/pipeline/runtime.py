@@ -1,10 +1,4 @@
-"""A pipeline over ranks, in the runtime of ``torch.distributed.pipelining``.
-
-(1) Each rank wraps its stages as torch's ``PipelineStage`` => (2) torch adds sends and receives to
-the schedule's order => (3) on gloo receives are posted earlier, see :func:`earlier` => (4) torch
-runs it. Hidden states of all micro-batches of a step have one shape, as torch's buffers want it;
-for each shape and number of micro-batches a runtime is kept, the last ``KEPT`` of them.
-"""
+"""What runs a pipeline: a stage's pass, all ranks or one process, micro-batches, the update."""
 
 from __future__ import annotations
 
@@ -185,6 +179,13 @@ class StageRunner(Protocol):
     def run(self, micro_batches: Sequence[Inputs], scale: float) -> Tensor:
         """Gradients of ``scale`` x the summed losses; the sum itself, unscaled, on every rank."""
 
+
+# A pipeline over ranks, in the runtime of ``torch.distributed.pipelining``.
+#
+# (1) Each rank wraps its stages as torch's ``PipelineStage`` => (2) torch adds sends and receives
+# to the schedule's order => (3) on gloo receives are posted earlier, see :func:`earlier` => (4)
+# torch runs it. Hidden states of all micro-batches of a step have one shape, as torch's buffers
+# want it; for each shape and number of micro-batches a runtime is kept, the last ``KEPT`` of them.
 
 KEPT = 4
 AHEAD = 2  # passes by which a receive is posted before torch would
@@ -621,8 +622,7 @@ def _filled(batch: Mapping[str, Any], rows: int, width: int) -> dict[str, Any]:
 # A loop that partitions a model and calls ``step`` alone would train nothing. So the pipeline takes
 # an optimizer of its own unless one is there already, or the stages were asked for their parameters
 # (a loop may move them by hand). Where gradients are left to the user and nobody takes them, that
-# is
-# said.
+# is said.
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 

@@ -154,6 +154,8 @@ def _wait(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+# The views.
+
 # Trunks that embed, run layers that map hidden states to hidden states, and end with a norm;
 # nothing is scaled or added between (Gemma scales embeddings), so that a stage may begin anywhere.
 KNOWN = (

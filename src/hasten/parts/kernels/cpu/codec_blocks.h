@@ -1,5 +1,5 @@
 // A block of numbers as codes of 8, 4 or 1 bits with one bf16 scale, and back. Every result has the
-// bits that ``codec_torch.py`` defines; so nothing here may be rounded differently where a compiler
+// bits that ``codec_reference.py`` defines; so nothing here may be rounded differently where a compiler
 // fuses a product with a sum: products that are added are exact (a code times a bf16 scale has at most
 // 16 bits), and those that aren't exact are only rounded to whole numbers or stored.
 #pragma once
@@ -13,7 +13,7 @@ namespace {
 constexpr int LARGEST_BLOCK = 4096;
 constexpr int LANES = 16;
 constexpr int32_t INFINITE = 0x7f800000;
-constexpr int32_t SUMMED = (115 + 127) << 23;  // see codec_torch.py
+constexpr int32_t SUMMED = (115 + 127) << 23;  // see codec_reference.py
 constexpr uint16_t NOT_A_NUMBER = 0x7fc0;
 
 inline int32_t bits_of(float x) {
@@ -37,7 +37,7 @@ inline uint32_t mixed(uint32_t x) {
   return x ^ x >> 16;
 }
 
-// What a scale is made by: see ``Rule`` in codec_torch.py.
+// What a scale is made by: see ``Rule`` in codec_reference.py.
 struct Rule {
   float share;   // 1 / the largest code
   int32_t low;   // magnitudes below it are sent as zero
@@ -86,7 +86,7 @@ inline void round_codes(const float* v, int32_t* q, float inverse, const Rule& r
   for (int i = 0; i < side; i++) q[i] = std::min(std::max(q[i], -rule.most), rule.most);
 }
 
-// The mean magnitude in bf16; its sum in the order that codec_torch.py gives.
+// The mean magnitude in bf16; its sum in the order that codec_reference.py gives.
 template <class Side>
 inline uint16_t mean_of(const float* v, int64_t len, Side side) {
   alignas(64) float lanes[LANES] = {};

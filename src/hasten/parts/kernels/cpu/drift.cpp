@@ -1,5 +1,5 @@
 // Weights that drift from what all ranks have in common, the anchor: how far they have moved, encoded,
-// and the way back, in one pass over each number. The bits are those of ``drift_chunks.py``: a share
+// and the way back, in one pass over each number. The bits are those of ``comm/local_sgd.py``: a share
 // times a movement is rounded before it is added, which a compiler that fuses the two would not do, so
 // the products lie in memory in between.
 #include "codec_blocks.h"
