@@ -62,7 +62,7 @@ class Allowed:
             command have names, too: "command 1/out".
         pattern: a regular expression; what it matches in a text isn't compared, and where it ends
             with a line break the line may be absent. SIDE stands for the folder of a checkout's
-            items, CHECKOUT for the checkout.
+            items.
         items: globs of the items, "PART: NAME", that it is for.
     """
 
@@ -70,6 +70,11 @@ class Allowed:
     key: str = ""
     pattern: str = ""
     items: tuple[str, ...] = ("*",)
+
+    @property
+    def name(self) -> str:
+        """What it looks for, and where."""
+        return f"{self.key or self.pattern} in {', '.join(self.items)}"
 
     def is_for(self, item: str) -> bool:
         """Whether it is for this item."""
@@ -80,7 +85,6 @@ RUNS = ("training: *", "data: *", "resume: *")  # items whose JSON says what a r
 REPORTS = ("report: *",)
 MAY_DIFFER: tuple[Allowed, ...] = (
     Allowed("each checkout's items run in a folder of their own", pattern="SIDE"),
-    Allowed("the checkouts lie in different folders", pattern="CHECKOUT"),
     # In texts
     Allowed("how often progress is shown goes by the clock", pattern=r"^ *\d+%  .*  ETA .*\n"),
     Allowed("seconds of a run", pattern=r"(?<= tokens in )\d[^,]* (s|min)\b"),
@@ -128,8 +132,18 @@ MAY_DIFFER: tuple[Allowed, ...] = (
         key="command 1/out",
         items=("resume: experiment",),
     ),
-    Allowed("seconds and bytes", key="command 1/out", items=("commands: profile",)),
+    Allowed("seconds and bytes of a profile", key="command 1/out", items=("commands: profile",)),
+    Allowed(
+        "Transformers prints seconds and speed; losses and weights are in the probe's value",
+        key="command 1/[oe]*",
+        items=("training: Transformers' trainer",),
+    ),
 )
+
+
+Folders = tuple[Path, Path]  # in which each side's items run
+Result = dict[str, Any]  # what an item says and writes, as JSON values
+Results = Mapping[str, tuple[Item, Result]]  # by the item's name
 
 
 class RefusedError(Exception):
@@ -152,8 +166,10 @@ class Difference:
     def __str__(self) -> str:
         equal = sum(1 for _ in _common_start(self.old, self.new))
         first = max(0, equal - WIDEST // 3)  # a long value is shown from where the two part
-        old, new = ("..."[: 3 * bool(first)] + v[first:][:WIDEST] for v in (self.old, self.new))
-        return f"  {self.item}: {self.place}\n    old: {old}\n    new: {new}"
+        lead = "..." if first else ""
+        old, new = (lead + text[first:][:WIDEST] for text in (self.old, self.new))
+        lines = f"  {self.item}: {self.place}", f"    old: {old}", f"    new: {new}"
+        return "\n".join(line.replace("\n", "\\n") for line in lines)
 
 
 def _common_start(old: str, new: str) -> Iterator[str]:
@@ -169,37 +185,39 @@ class Mask:
 
     Args:
         item: "PART: NAME".
-        folders: of both sides, what SIDE and CHECKOUT stand for.
-        used: the entries that hid something.
+        folders: for which SIDE stands.
+        used: how often each entry hid something.
     """
 
     item: str
-    folders: tuple[tuple[Path, Path], tuple[Path, Path]]
-    used: set[Allowed] = field(default_factory=set)
+    folders: Folders
+    used: dict[str, int] = field(default_factory=dict)
 
     def text(self, text: str, side: int) -> str:
         """A text of one side without what may differ."""
         for allowed in MAY_DIFFER:
             if allowed.pattern and allowed.is_for(self.item):
                 sign = "" if allowed.pattern.endswith(r"\n") else "~"
-                text, count = _compiled(allowed.pattern, *self.folders[side]).subn(sign, text)
-                if count:
-                    self.used.add(allowed)
+                text, count = _compiled(allowed.pattern, self.folders[side]).subn(sign, text)
+                self._note(allowed, count)
         return text
 
     def hides(self, place: str) -> bool:
         """Whether the value at a place may differ."""
         for allowed in MAY_DIFFER:
             if allowed.key and allowed.is_for(self.item) and _ends_with(place, allowed.key):
-                self.used.add(allowed)
+                self._note(allowed, 1)
                 return True
         return False
 
+    def _note(self, allowed: Allowed, count: int) -> None:
+        if count:
+            self.used[allowed.name] = self.used.get(allowed.name, 0) + count
+
 
 @functools.cache
-def _compiled(pattern: str, side: Path, checkout: Path) -> re.Pattern[str]:
-    filled = pattern.replace("SIDE", re.escape(str(side)))
-    return re.compile(filled.replace("CHECKOUT", re.escape(str(checkout))), re.MULTILINE)
+def _compiled(pattern: str, folder: Path) -> re.Pattern[str]:
+    return re.compile(pattern.replace("SIDE", re.escape(str(folder))), re.MULTILINE)
 
 
 def _ends_with(place: str, globs: str) -> bool:
@@ -334,10 +352,7 @@ def environment(checkout: Path) -> dict[str, str]:
     }
 
 
-Result = dict[str, Any]  # what an item says and writes, as JSON values
-
-
-def run_items(worker: Worker, items: Sequence[Item]) -> dict[str, tuple[Item, Result]]:
+def run_items(worker: Worker, items: Sequence[Item]) -> Results:
     """The results of items by name, with those that a list of commands leads to."""
     found: dict[str, tuple[Item, Result]] = {}
     waiting = list(items)
@@ -423,6 +438,7 @@ class Outcome:
     refusals: int = 0  # items that end with another exit code than 0, as they may
     differences: list[Difference] = field(default_factory=list)
     in_vain: list[str] = field(default_factory=list)
+    used: dict[str, int] = field(default_factory=dict)  # by MAY_DIFFER's entries, how often
 
     def __str__(self) -> str:
         words = [f"{self.part:<9}{self.items:>4} items", f"{len(self.differences)} differences"]
@@ -443,6 +459,27 @@ class Outcome:
         yield from (f"  in vain: {words}" for words in self.in_vain)
 
 
+def compare(
+    part: str, old: Results, new: Results, folders: Folders, seconds: float = 0.0
+) -> Outcome:
+    """What differs between the results of one part."""
+    outcome = Outcome(part, seconds, items=len({**old, **new}))
+    for name in {**old, **new}:
+        if name not in old or name not in new:
+            there = [name if name in side else ABSENT for side in (old, new)]
+            outcome.differences.append(Difference(part, name, "item", *there))
+            continue
+        item, result = old[name]
+        code, words = last_command(result)
+        if code not in item.codes:
+            outcome.in_vain.append(f"{name}, exit code {code}: {words}")
+        outcome.refusals += code in item.codes and code != 0
+        mask = Mask(f"{part}: {name}", folders, outcome.used)
+        found = differences(mask, result, new[name][1])
+        outcome.differences += [Difference(part, name, *one) for one in found]
+    return outcome
+
+
 class Comparison:
     """Two checkouts and their processes.
 
@@ -454,10 +491,9 @@ class Comparison:
 
     def __init__(self, checkouts: tuple[Path, Path], work: Path, quick: bool) -> None:
         self.work, self.quick = work, quick
-        self.used: set[Allowed] = set()
-        old, new = zip([work / side for side in SIDES], checkouts, strict=True)
-        self._folders = old, new
-        self._workers = [Worker(checkout, side) for side, checkout in self._folders]
+        self._folders = work / SIDES[0], work / SIDES[1]
+        pairs = zip(checkouts, self._folders, strict=True)
+        self._workers = [Worker(checkout, folder) for checkout, folder in pairs]
         self._pools = [ThreadPoolExecutor(1) for _ in SIDES]  # an item of each at a time
 
     def run(self, parts: Sequence[str]) -> Iterator[Outcome]:
@@ -480,7 +516,7 @@ class Comparison:
         began = time.monotonic()
         for part in parts:
             old, new = (side[part].result() for side in sides)
-            yield self.compared(part, old, new, time.monotonic() - began)
+            yield compare(part, old, new, self._folders, time.monotonic() - began)
             began = time.monotonic()
 
     def _items(self, part: str, inputs: Path) -> list[Item]:
@@ -500,36 +536,10 @@ class Comparison:
             if code != 0:
                 raise RefusedError(f"OLD can't make {name!r}, exit code {code}: {words}")
 
-    def _side(
-        self, worker: Worker, items: Sequence[Item], made: Future[None]
-    ) -> dict[str, tuple[Item, Result]]:
+    def _side(self, worker: Worker, items: Sequence[Item], made: Future[None]) -> Results:
         if any(item.copies for item in items):
             made.result()
         return run_items(worker, items)
-
-    def compared(
-        self,
-        part: str,
-        old: Mapping[str, tuple[Item, Result]],
-        new: Mapping[str, tuple[Item, Result]],
-        seconds: float,
-    ) -> Outcome:
-        """What differs between the results of one part."""
-        outcome = Outcome(part, seconds, items=len({**old, **new}))
-        for name in {**old, **new}:
-            if name not in old or name not in new:
-                there = [name if name in side else ABSENT for side in (old, new)]
-                outcome.differences.append(Difference(part, name, "item", *there))
-                continue
-            item, result = old[name]
-            code, words = last_command(result)
-            if code not in item.codes:
-                outcome.in_vain.append(f"{name}, exit code {code}: {words}")
-            outcome.refusals += code in item.codes and code != 0
-            mask = Mask(f"{part}: {name}", self._folders, self.used)
-            found = differences(mask, result, new[name][1])
-            outcome.differences += [Difference(part, name, *one) for one in found]
-        return outcome
 
     def end(self) -> None:
         """End both processes; what has not begun does not begin."""
@@ -576,8 +586,9 @@ def main(words: Sequence[str] | None = None) -> int:
     count = sum(len(outcome.differences) for outcome in outcomes)
     print(f"{count} differences in {seconds:.0f} s")
     if not (given.only or given.quick):
-        for allowed in [one for one in MAY_DIFFER if one not in comparison.used]:
-            print(f"MAY_DIFFER: nothing needed {allowed.key or allowed.pattern}")
+        used = {name for outcome in outcomes for name in outcome.used}
+        for allowed in [one for one in MAY_DIFFER if one.name not in used]:
+            print(f"MAY_DIFFER: nothing needed {allowed.name}")
     if given.save is not None:
         values = {"old": str(given.old), "new": str(given.new), "seconds": seconds}
         saved = {**values, "parts": [asdict(outcome) for outcome in outcomes]}

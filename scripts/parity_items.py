@@ -462,7 +462,7 @@ def commands(inputs: Path) -> Iterator[Item]:
         yield Item("commands", name, (words,), files=given, codes=(1, 2))
     for command in LISTS["good"]:
         words = words_of(command, inputs)
-        yield Item("commands", words[0], (words,), files=given)
+        yield Item("commands", words[0], (words,), files=given, steady=KEYED)
     words = ("profile", "recipe.yaml", "--steps", "2")
     yield Item("commands", "profile", (words,), files=given, compared=(), view=profile_view)
 

@@ -72,7 +72,11 @@ PLACES: dict[str, tuple[str, ...]] = {
         "hasten.evidence.record:source_digest",
         "hasten.measure.record:source_digest",
     ),
-    "bf16_gain": ("hasten.parts.bf16_gain:bf16_gain", "hasten.machine.benchmark:bf16_gain"),
+    "bf16_gain": (
+        "hasten.parts.bf16_gain:bf16_gain",
+        "hasten.parts.nn.bf16_gain:bf16_gain",
+        "hasten.machine.benchmark:bf16_gain",
+    ),
 }
 # What differs between two checkouts, or two moments, without a change of behaviour: a child that
 # is asked for it answers so in place of the function. The children's children don't.
