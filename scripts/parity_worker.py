@@ -41,41 +41,35 @@ LIBRARIES = (
     "transformers.models.qwen2.modeling_qwen2",
     *("peft", "pyarrow", "tokenizers", "typer", "rich.table", "pydantic", "jinja2", "yaml"),
 )
-# Every internal name that is needed, with the places it may have; the first that exists is taken.
+# Every internal name that is needed, with the places it may have, the newest first.
 PLACES: dict[str, tuple[str, ...]] = {
-    "GlobalBatch": ("hasten.core.order:GlobalBatch", "hasten.core.job:GlobalBatch"),
+    "GlobalBatch": ("hasten.core.job:GlobalBatch", "hasten.core.order:GlobalBatch"),
     "Stop": ("hasten.core.job:Stop",),
     "Facts": ("hasten.core.facts:Facts",),
     "RecordFacts": ("hasten.core.facts:RecordFacts",),
     "ModelFacts": ("hasten.core.facts:ModelFacts",),
-    "hardware": ("hasten.core.facts:hardware", "hasten.machine.host:hardware"),
+    "hardware": ("hasten.machine.host:hardware", "hasten.core.facts:hardware"),
     "prepare": ("hasten.core.setup:prepare",),
     "with_language_counts": (
-        "hasten.core.batch:with_language_counts",
         "hasten.core.job:with_language_counts",
+        "hasten.core.batch:with_language_counts",
     ),
-    "padded": ("hasten.parts.collate:padded", "hasten.parts.data.collate:padded"),
-    "token_record": (
-        "hasten.parts.records:token_record",
-        "hasten.parts.data.collate:token_record",
-    ),
-    "pack_lengths": (
-        "hasten.parts.packing:pack_lengths",
-        "hasten.parts.data.packing:pack_lengths",
-    ),
+    "padded": ("hasten.parts.data.collate:padded", "hasten.parts.collate:padded"),
+    "token_record": ("hasten.parts.data.collate:token_record", "hasten.parts.records:token_record"),
+    "pack_lengths": ("hasten.parts.data.packing:pack_lengths", "hasten.parts.packing:pack_lengths"),
     "with_techniques": (
-        "hasten.hosts.transformers:with_techniques",
         "hasten.integrations.transformers:with_techniques",
+        "hasten.hosts.transformers:with_techniques",
     ),
-    "in_loop": ("hasten.hosts.plain:in_loop", "hasten.integrations.loop:in_loop"),
+    "in_loop": ("hasten.integrations.loop:in_loop", "hasten.hosts.plain:in_loop"),
     "source_digest": (
-        "hasten.evidence.record:source_digest",
         "hasten.measure.record:source_digest",
+        "hasten.evidence.record:source_digest",
     ),
     "bf16_gain": (
-        "hasten.parts.bf16_gain:bf16_gain",
-        "hasten.parts.nn.bf16_gain:bf16_gain",
         "hasten.machine.benchmark:bf16_gain",
+        "hasten.parts.nn.bf16_gain:bf16_gain",
+        "hasten.parts.bf16_gain:bf16_gain",
     ),
 }
 # What differs between two checkouts, or two moments, without a change of behaviour: a child that
