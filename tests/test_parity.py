@@ -128,6 +128,15 @@ def test_an_item_that_old_cannot_do_is_in_vain_unless_it_should_be_refused(tmp_p
     assert (found.differences, found.in_vain, found.refusals) == ([], [], 1)
 
 
+def test_an_item_whose_view_shows_nothing_is_in_vain(tmp_path: Path) -> None:
+    views = {"view": lambda folder: json.loads((folder / "numbers.json").read_text())["steps"]}
+    acts = writes("numbers.json", '{"steps": 5}'), writes("numbers.json", '{"steps": 6}')
+    (found,) = compared(tmp_path / "1", *acts, compared=(), **views).differences
+    assert (found.place, found.old, found.new) == ("view", "5", "6")
+    acts = (writes("numbers.json", "{}"),) * 2
+    assert compared(tmp_path / "2", *acts, **views).in_vain == ["one: KeyError: 'steps'"]
+
+
 def test_what_is_copied_and_stays_as_it_was_is_not_compared(tmp_path: Path) -> None:
     made = tmp_path / "old" / "made" / "maker" / "run"
     made.mkdir(parents=True)
