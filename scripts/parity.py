@@ -522,14 +522,15 @@ class Comparison:
             began = time.monotonic()
 
     def _items(self, part: str, inputs: Path) -> list[Item]:
-        if part == "training":
-            asked = run_item(self._workers[0], Item("made", "techniques", probe="techniques"))
+        make, probe = getattr(parity_items, part), parity_items.ASKED.get(part)
+        if probe is None:
+            items = [*make(inputs)]
+        else:
+            asked = run_item(self._workers[0], Item("made", probe, probe=probe))
             code, words = last_command(asked)
             if code != 0:
-                raise RefusedError(f"OLD can't list its techniques: {words}")
-            items = [*parity_items.training(inputs, asked["command 1"]["value"])]
-        else:
-            items = [*getattr(parity_items, part)(inputs)]
+                raise RefusedError(f"OLD can't list its {probe}: {words}")
+            items = [*make(inputs, asked["command 1"]["value"])]
         return parity_items.sample(items) if self.quick else items
 
     def _make(self, makers: Sequence[Item]) -> None:

@@ -63,6 +63,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "hasten.parts.packing:pack_lengths",
         "hasten.parts.data.packing:pack_lengths",
     ),
+    "FORMATS": ("hasten.recipe.importing:FORMATS", "hasten.recipe.importers:FORMATS"),
     "with_techniques": (
         "hasten.hosts.transformers:with_techniques",
         "hasten.integrations.transformers:with_techniques",
@@ -211,6 +212,11 @@ def techniques() -> list[str]:
     from hasten.techniques import CATALOGUE
 
     return [kind.name() for kind in CATALOGUE]
+
+
+def importers() -> dict[str, list[str]]:
+    """The keys that the importer of each other trainer knows."""
+    return {module.NAME: list(module.KEYS) for module in find("FORMATS")}
 
 
 def public_names() -> dict[str, Any]:
@@ -398,6 +404,7 @@ def _digest(value: Any) -> Any:
 
 PROBES: dict[str, Callable[[], Any]] = {
     "techniques": techniques,
+    "importers": importers,
     "public names": public_names,
     "orders": orders,
     "packing": packing,

@@ -203,9 +203,8 @@ def test_the_folder_of_each_side_may_differ_and_other_paths_may_not(tmp_path: Pa
 
 
 def test_each_part_has_items_with_names_of_their_own(tmp_path: Path) -> None:
-    names = [kind.name() for kind in CATALOGUE]
-    parts = {part: list(getattr(items, part)(tmp_path)) for part in items.PARTS[1:]}
-    parts["training"] = list(items.training(tmp_path, names))
+    asked = {part: [worker.PROBES[probe]()] for part, probe in items.ASKED.items()}
+    parts = {p: list(getattr(items, p)(tmp_path, *asked.get(p, ()))) for p in items.PARTS}
     made = {item.name for item in items.makers(tmp_path)}
     for part, several in parts.items():
         folders = Counter(parity._file_name(item.name) for item in several)
@@ -214,7 +213,7 @@ def test_each_part_has_items_with_names_of_their_own(tmp_path: Path) -> None:
         assert {path.partition("/")[0] for i in several for path in i.copies.values()} <= made
         assert 1 <= len(items.sample(several)) <= 8 or part == "commands"
     imported = [item for item in parts["files"] if item.name.startswith("import")]
-    assert (len(imported), len(parts["planner"]), len(parts["report"])) == (60, 20, 5)
+    assert (len(imported), len(parts["planner"]), len(parts["report"])) == (72, 20, 5)
     assert len(items.LISTS["bad"]) >= 30
     assert len(items.LISTS["plans"]) == 12
 
