@@ -393,7 +393,7 @@ def run_item(worker: Worker, item: Item) -> Result:
         try:
             found["view"] = json.loads(json.dumps(item.view(folder)))
         except (OSError, ValueError, LookupError) as error:
-            found["view"] = f"{type(error).__name__}: {error}"
+            found["no view"] = f"{type(error).__name__}: {error}"
     return found
 
 
@@ -473,6 +473,8 @@ def compare(
         code, words = last_command(result)
         if code not in item.codes:
             outcome.in_vain.append(f"{name}, exit code {code}: {words}")
+        elif "no view" in result:
+            outcome.in_vain.append(f"{name}: {result['no view']}")
         outcome.refusals += code in item.codes and code != 0
         mask = Mask(f"{part}: {name}", folders, outcome.used)
         found = differences(mask, result, new[name][1])
@@ -520,14 +522,15 @@ class Comparison:
             began = time.monotonic()
 
     def _items(self, part: str, inputs: Path) -> list[Item]:
-        if part == "training":
-            asked = run_item(self._workers[0], Item("made", "techniques", probe="techniques"))
+        make, probe = getattr(parity_items, part), parity_items.ASKED.get(part)
+        if probe is None:
+            items = [*make(inputs)]
+        else:
+            asked = run_item(self._workers[0], Item("made", probe, probe=probe))
             code, words = last_command(asked)
             if code != 0:
-                raise RefusedError(f"OLD can't list its techniques: {words}")
-            items = [*parity_items.training(inputs, asked["command 1"]["value"])]
-        else:
-            items = [*getattr(parity_items, part)(inputs)]
+                raise RefusedError(f"OLD can't list its {probe}: {words}")
+            items = [*make(inputs, asked["command 1"]["value"])]
         return parity_items.sample(items) if self.quick else items
 
     def _make(self, makers: Sequence[Item]) -> None:
@@ -574,7 +577,7 @@ def main(words: Sequence[str] | None = None) -> int:
             for outcome in comparison.run(given.only or parity_items.PARTS):
                 outcomes.append(outcome)
                 print("\n".join([str(outcome), *outcome.report()]), flush=True)
-    except (RefusedError, OSError) as error:
+    except (RefusedError, OSError, ValueError, LookupError) as error:
         print(f"parity: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

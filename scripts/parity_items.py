@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 PARTS = ("training", "data", "resume", "planner", "files", "report", "commands")
+ASKED = {"training": "techniques", "files": "importers"}  # what a part's items are made from
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 REPORT = TESTS / "evidence" / "data" / "report_full.json"  # every key of the format
 LISTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
@@ -336,12 +337,14 @@ def planner(inputs: Path) -> Iterator[Item]:
 
 # Files of other trainers, launch files, first recipes
 
+SEVERAL = {"report_to": ["mlflow"], "lora_target_modules": ["q_proj"]}  # keys with lists
+MODELS = ("model_name_or_path", "base_model")
 ZERO = {"zero_optimization": {"stage": 3}, "train_batch_size": "auto"}
 
 
-def files(inputs: Path) -> Iterator[Item]:
-    """What ``import``, ``launch`` and ``init`` write."""
-    for name, content in foreign_files():
+def files(inputs: Path, keys: Mapping[str, Sequence[str]]) -> Iterator[Item]:
+    """What ``import``, ``launch`` and ``init`` write; ``keys`` are those of each importer."""
+    for name, content in foreign_files(keys):
         ranks = ("--nproc", "2") if "2" in name else ()
         words = ("import", name, "--output", "recipe.yaml", *ranks)
         beside = {name: content, "ds_z3.json": json.dumps(ZERO)}
@@ -355,8 +358,8 @@ def files(inputs: Path) -> Iterator[Item]:
         yield Item("files", f"{words[0]} {words[1]}", (words,))
 
 
-def foreign_files() -> Iterator[tuple[str, str]]:
-    """Name and text of other trainers' files, half of them in YAML and half in JSON."""
+def foreign_files(keys: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
+    """Name and text of other trainers' files: usual ones, changed ones, and all keys at once."""
     if str(TESTS) not in sys.path:
         sys.path.append(str(TESTS))
     import foreign_configs as usual
@@ -379,6 +382,12 @@ def foreign_files() -> Iterator[tuple[str, str]]:
                 yield f"{tool}-{number}.json", json.dumps(values)
             else:
                 yield f"{tool}-{number}.yaml", yaml.safe_dump(values)
+        # Without a model the recipe isn't whole, so that no key can make it one that is refused.
+        for word, value in {"on": True, "one": "1", "off": False}.items():
+            every = {key: SEVERAL.get(key, value) for key in keys.get(tool, ())} | bases[tool]
+            text = json.dumps({k: v for k, v in every.items() if k not in MODELS})
+            if tool in keys:
+                yield f"{tool}-{word}.json", text
 
 
 # Reports from stored records

@@ -57,6 +57,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "padded": ("hasten.parts.data.collate:padded", "hasten.parts.collate:padded"),
     "token_record": ("hasten.parts.data.collate:token_record", "hasten.parts.records:token_record"),
     "pack_lengths": ("hasten.parts.data.packing:pack_lengths", "hasten.parts.packing:pack_lengths"),
+    "FORMATS": ("hasten.recipe.importers:FORMATS", "hasten.recipe.importing:FORMATS"),
     "with_techniques": (
         "hasten.integrations.transformers:with_techniques",
         "hasten.hosts.transformers:with_techniques",
@@ -67,8 +68,8 @@ PLACES: dict[str, tuple[str, ...]] = {
         "hasten.evidence.record:source_digest",
     ),
     "bf16_gain": (
-        "hasten.machine.benchmark:bf16_gain",
         "hasten.parts.nn.bf16_gain:bf16_gain",
+        "hasten.machine.benchmark:bf16_gain",
         "hasten.parts.bf16_gain:bf16_gain",
     ),
 }
@@ -205,6 +206,11 @@ def techniques() -> list[str]:
     from hasten.techniques import CATALOGUE
 
     return [kind.name() for kind in CATALOGUE]
+
+
+def importers() -> dict[str, list[str]]:
+    """The keys that the importer of each other trainer knows."""
+    return {module.NAME: list(module.KEYS) for module in find("FORMATS")}
 
 
 def public_names() -> dict[str, Any]:
@@ -392,6 +398,7 @@ def _digest(value: Any) -> Any:
 
 PROBES: dict[str, Callable[[], Any]] = {
     "techniques": techniques,
+    "importers": importers,
     "public names": public_names,
     "orders": orders,
     "packing": packing,

@@ -128,6 +128,15 @@ def test_an_item_that_old_cannot_do_is_in_vain_unless_it_should_be_refused(tmp_p
     assert (found.differences, found.in_vain, found.refusals) == ([], [], 1)
 
 
+def test_an_item_whose_view_shows_nothing_is_in_vain(tmp_path: Path) -> None:
+    views = {"view": lambda folder: json.loads((folder / "numbers.json").read_text())["steps"]}
+    acts = writes("numbers.json", '{"steps": 5}'), writes("numbers.json", '{"steps": 6}')
+    (found,) = compared(tmp_path / "1", *acts, compared=(), **views).differences
+    assert (found.place, found.old, found.new) == ("view", "5", "6")
+    acts = (writes("numbers.json", "{}"),) * 2
+    assert compared(tmp_path / "2", *acts, **views).in_vain == ["one: KeyError: 'steps'"]
+
+
 def test_what_is_copied_and_stays_as_it_was_is_not_compared(tmp_path: Path) -> None:
     made = tmp_path / "old" / "made" / "maker" / "run"
     made.mkdir(parents=True)
@@ -194,9 +203,8 @@ def test_the_folder_of_each_side_may_differ_and_other_paths_may_not(tmp_path: Pa
 
 
 def test_each_part_has_items_with_names_of_their_own(tmp_path: Path) -> None:
-    names = [kind.name() for kind in CATALOGUE]
-    parts = {part: list(getattr(items, part)(tmp_path)) for part in items.PARTS[1:]}
-    parts["training"] = list(items.training(tmp_path, names))
+    asked = {part: [worker.PROBES[probe]()] for part, probe in items.ASKED.items()}
+    parts = {p: list(getattr(items, p)(tmp_path, *asked.get(p, ()))) for p in items.PARTS}
     made = {item.name for item in items.makers(tmp_path)}
     for part, several in parts.items():
         folders = Counter(parity._file_name(item.name) for item in several)
@@ -205,7 +213,7 @@ def test_each_part_has_items_with_names_of_their_own(tmp_path: Path) -> None:
         assert {path.partition("/")[0] for i in several for path in i.copies.values()} <= made
         assert 1 <= len(items.sample(several)) <= 8 or part == "commands"
     imported = [item for item in parts["files"] if item.name.startswith("import")]
-    assert (len(imported), len(parts["planner"]), len(parts["report"])) == (60, 20, 5)
+    assert (len(imported), len(parts["planner"]), len(parts["report"])) == (72, 20, 5)
     assert len(items.LISTS["bad"]) >= 30
     assert len(items.LISTS["plans"]) == 12
 
