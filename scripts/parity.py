@@ -3,6 +3,7 @@
     python scripts/parity.py OLD NEW              # everything, about ten minutes on two cores
     python scripts/parity.py OLD NEW --quick      # a sample of each part, under two minutes
     python scripts/parity.py OLD NEW --only training resume
+    python scripts/parity.py OLD NEW --other-keys # prepared data may have another key
 
 OLD and NEW are folders with ``src/hasten``. It is for changes that must not change behaviour:
 modules that are moved, merged or renamed. Both run on this machine, with this interpreter.
@@ -83,6 +84,10 @@ class Allowed:
 
 RUNS = ("training: *", "data: *", "resume: *")  # items whose JSON says what a run measured
 REPORTS = ("report: *",)
+OTHER_KEYS = Allowed(
+    "--other-keys: prepared data has another key, and so another name; its bytes are compared",
+    pattern=r"\b[0-9a-f]{32}(?=\.arrow)",
+)
 MAY_DIFFER: tuple[Allowed, ...] = (
     Allowed("each checkout's items run in a folder of their own", pattern="SIDE"),
     # In texts
@@ -127,6 +132,11 @@ MAY_DIFFER: tuple[Allowed, ...] = (
     Allowed("others write to the disk, too", key="free_bytes", items=RUNS),
     Allowed("the time of day", key="report.json/values/created", items=REPORTS),
     # Of single items
+    Allowed(
+        "a class got a name of its own, which an annotation shows",
+        pattern=r"\bSubject\b|\bExperimentSubject\b",
+        items=("commands: public names",),
+    ),
     Allowed(
         "verdicts follow from measured speed; what does not is in the item's view",
         key="command 1/out",
@@ -187,24 +197,34 @@ class Mask:
         item: "PART: NAME".
         folders: for which SIDE stands.
         used: how often each entry hid something.
+        allowed: what may differ.
     """
 
     item: str
     folders: Folders
     used: dict[str, int] = field(default_factory=dict)
+    allowed: Sequence[Allowed] = ()
 
     def text(self, text: str, side: int) -> str:
         """A text of one side without what may differ."""
-        for allowed in MAY_DIFFER:
+        for allowed in self.allowed:
             if allowed.pattern and allowed.is_for(self.item):
                 sign = "" if allowed.pattern.endswith(r"\n") else "~"
                 text, count = _compiled(allowed.pattern, self.folders[side]).subn(sign, text)
                 self._note(allowed, count)
         return text
 
+    def names(self, values: dict[str, Any], side: int) -> dict[str, Any]:
+        """A dictionary of one side, names of prepared data without what may differ."""
+        found = {}
+        for name, value in values.items():
+            shown = self.text(name, side) if name.endswith(".arrow") else name
+            found[name if shown in found else shown] = value
+        return found
+
     def hides(self, place: str) -> bool:
         """Whether the value at a place may differ."""
-        for allowed in MAY_DIFFER:
+        for allowed in self.allowed:
             if allowed.key and allowed.is_for(self.item) and _ends_with(place, allowed.key):
                 self._note(allowed, 1)
                 return True
@@ -232,6 +252,7 @@ def differences(mask: Mask, old: Any, new: Any, place: str = "") -> Iterator[tup
     if mask.hides(place):
         return
     if isinstance(old, dict) and isinstance(new, dict):
+        old, new = mask.names(old, 0), mask.names(new, 1)
         if list(old) != list(new) and sorted(old) == sorted(new):
             yield f"{place}, order of keys", ", ".join(old), ", ".join(new)
         for key in {**old, **new}:
@@ -460,7 +481,12 @@ class Outcome:
 
 
 def compare(
-    part: str, old: Results, new: Results, folders: Folders, seconds: float = 0.0
+    part: str,
+    old: Results,
+    new: Results,
+    folders: Folders,
+    seconds: float = 0.0,
+    allowed: Sequence[Allowed] = (),
 ) -> Outcome:
     """What differs between the results of one part."""
     outcome = Outcome(part, seconds, items=len({**old, **new}))
@@ -476,7 +502,7 @@ def compare(
         elif "no view" in result:
             outcome.in_vain.append(f"{name}: {result['no view']}")
         outcome.refusals += code in item.codes and code != 0
-        mask = Mask(f"{part}: {name}", folders, outcome.used)
+        mask = Mask(f"{part}: {name}", folders, outcome.used, (*MAY_DIFFER, *allowed))
         found = differences(mask, result, new[name][1])
         outcome.differences += [Difference(part, name, *one) for one in found]
     return outcome
@@ -489,10 +515,17 @@ class Comparison:
         checkouts: OLD and NEW.
         work: a new or empty folder for all files.
         quick: a sample of each part.
+        allowed: what may differ beside MAY_DIFFER.
     """
 
-    def __init__(self, checkouts: tuple[Path, Path], work: Path, quick: bool) -> None:
-        self.work, self.quick = work, quick
+    def __init__(
+        self,
+        checkouts: tuple[Path, Path],
+        work: Path,
+        quick: bool,
+        allowed: Sequence[Allowed] = (),
+    ) -> None:
+        self.work, self.quick, self.allowed = work, quick, allowed
         self._folders = work / SIDES[0], work / SIDES[1]
         pairs = zip(checkouts, self._folders, strict=True)
         self._workers = [Worker(checkout, folder) for checkout, folder in pairs]
@@ -518,7 +551,8 @@ class Comparison:
         began = time.monotonic()
         for part in parts:
             old, new = (side[part].result() for side in sides)
-            yield compare(part, old, new, self._folders, time.monotonic() - began)
+            took = time.monotonic() - began
+            yield compare(part, old, new, self._folders, took, self.allowed)
             began = time.monotonic()
 
     def _items(self, part: str, inputs: Path) -> list[Item]:
@@ -560,6 +594,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("new", type=Path, help="a checkout that should behave the same")
     parser.add_argument("--only", nargs="+", choices=parts, metavar="PART", help=", ".join(parts))
     parser.add_argument("--quick", action="store_true", help="a sample of each part")
+    parser.add_argument("--other-keys", action="store_true", help="data may have other keys")
     parser.add_argument("--save", type=Path, help="write the outcome here, as JSON")
     parser.add_argument("--work", type=Path, help="a new folder for all files, which stays")
     return parser.parse_args(words)
@@ -571,7 +606,9 @@ def main(words: Sequence[str] | None = None) -> int:
     work = (given.work or Path(tempfile.mkdtemp(prefix="parity-"))).resolve()
     outcomes: list[Outcome] = []
     try:
-        comparison = Comparison((given.old.resolve(), given.new.resolve()), work, given.quick)
+        checkouts = given.old.resolve(), given.new.resolve()
+        allowed = (OTHER_KEYS,) if given.other_keys else ()
+        comparison = Comparison(checkouts, work, given.quick, allowed)
         with contextlib.ExitStack() as stack:
             stack.callback(comparison.end)
             for outcome in comparison.run(given.only or parity_items.PARTS):
