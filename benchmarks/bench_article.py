@@ -17,9 +17,9 @@ from typing import Any
 from hasten.cli.terminal import Display
 from hasten.measure.ablation import Design
 from hasten.measure.budget import seconds_of
+from hasten.recipe.schema import Recipe
 from hasten.report.page import render_markdown, write_report
 from hasten.report.speedup import ablate
-from hasten.recipe.schema import Recipe
 
 ROUNDS, STEPS, BUILDS = 12, 2, 2
 COLUMNS = ("technique", "metric", "claimed", "measured", "verdict")

@@ -19,10 +19,10 @@ from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.measure.ablation import Arm, Design
 from hasten.measure.controller import measure_arms, table
-from hasten.measure.statistics import paired_ratio
 from hasten.measure.experiment import environment
-from hasten.recipe.schema import Recipe
+from hasten.measure.statistics import paired_ratio
 from hasten.recipe.prepare import ready
+from hasten.recipe.schema import Recipe
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from hasten.parts.checkpoint import load
-from hasten.parts.checkpoint.smart_checkpointer import SaveInterval
 from hasten.parts.checkpoint.saver import Saver
+from hasten.parts.checkpoint.smart_checkpointer import SaveInterval
 
 State = dict[str, Tensor]
 Timing = tuple[float, float]

@@ -12,9 +12,9 @@ import time
 import numpy as np
 import torch
 
+from hasten.machine.memory import Headroom
 from hasten.parts.data import collate
 from hasten.parts.data.dynamic_batch import DynamicBatcher
-from hasten.machine.memory import Headroom
 
 LONGEST, FITS, THRESHOLD, STEPS = 2048, 16 * 2048, 0.8, 1000
 

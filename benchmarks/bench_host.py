@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from hasten.core import facts
 from hasten.core.facts import Facts, ModelFacts
 from hasten.core.job import Job, Stop
 from hasten.core.plan import Plan
@@ -63,10 +62,9 @@ def arm(name: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from hasten.core.job import with_language_counts
-    from hasten.parts.data.collate import padded
+    from hasten.parts.data.collate import padded, token_record
     from hasten.parts.nn.losses import LabelOnlyLoss
     from hasten.parts.optim.weight_average import decayed_groups
-    from hasten.parts.data.collate import token_record
 
     draw = torch.Generator().manual_seed(0)
     rows = [torch.randint(3, 8192, (LENGTH,), generator=draw).numpy() for _ in range(BATCH * 8)]

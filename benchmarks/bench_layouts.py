@@ -36,8 +36,8 @@ import torch
 from layouts.arms import Load, arms
 from layouts.table import PLACES, Place, due, rows, together
 
-from hasten.launch.netlab import Lab
 from hasten.errors import InputError
+from hasten.launch.netlab import Lab
 
 RANK = Path(__file__).parent / "layouts" / "rank.py"
 STARTING = 900.0  # seconds for imports, building and a last round

@@ -16,8 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from hasten.core.timing import FORWARD, HostClock, Unclocked
 from hasten.core.step import training
+from hasten.core.timing import FORWARD, HostClock, Unclocked
 from tiny import language_job, session_of
 
 MARKS = 200_000

@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hasten.core import facts
 from hasten.machine import host
 from hasten.parts.nn.losses import chunk_rows, label_only_cross_entropy, whole_cross_entropy
 

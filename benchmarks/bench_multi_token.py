@@ -16,14 +16,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from hasten.core import facts
 from hasten.core.facts import Facts, ModelFacts
 from hasten.machine import host
 from hasten.models.presets import build_config, preset
-from hasten.parts.data.collate import packed
+from hasten.parts.data.collate import packed, token_record
 from hasten.parts.nn.losses import LabelOnlyLoss
 from hasten.parts.nn.multi_token import MultiToken, minimise_too
-from hasten.parts.data.collate import token_record
 from hasten.techniques.objective import MultiTokenPrediction
 
 VOCABULARY, RECORDS, LENGTH = 4096, 4, 256

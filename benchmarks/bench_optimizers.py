@@ -21,8 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hasten.parts.optim.compact_adamw import CompactAdamW
 from hasten.parts.optim.muon import MuonAdamW, muon_groups
-from hasten.parts.optim.weight_average import decayed_groups
-from hasten.parts.optim.weight_average import WeightAverage
+from hasten.parts.optim.weight_average import WeightAverage, decayed_groups
 
 ROUNDS, SEEDS, STEPS = 5, 5, 300
 Named = list[tuple[str, nn.Parameter]]

@@ -23,9 +23,14 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from hasten.parts.data.epoch_order import deal, quadratic_share, row_costs, straggler_loss
+from hasten.parts.data.epoch_order import (
+    PackedOrder,
+    deal,
+    quadratic_share,
+    row_costs,
+    straggler_loss,
+)
 from hasten.parts.data.packing import choose_method, pack_lengths, plan_rows
-from hasten.parts.data.epoch_order import PackedOrder
 
 RANKS, HIDDEN = 8, 4096
 TRL_RECORDS = 100_000  # one list of tokens for each of a million records would not fit

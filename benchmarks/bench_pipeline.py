@@ -57,8 +57,8 @@ def main() -> None:
 
 
 def _bubble_table(found: dict[str, Any], asked: argparse.Namespace) -> None:
-    from hasten.parts.distributed.pipeline.trace import bubble
     from hasten.parts.distributed.pipeline.schedules import actions, ops, virtual
+    from hasten.parts.distributed.pipeline.trace import bubble
     from hasten.planner.schedules import StageSeconds, simulate
 
     print(
@@ -147,8 +147,8 @@ def _pipeline(schedule: str, asked: argparse.Namespace, width: int, early: bool 
 
 
 def _bubbles(asked: argparse.Namespace) -> dict[str, Any]:
-    from hasten.parts.distributed.pipeline.trace import without_waiting
     from hasten.parts.distributed.pipeline.schedules import SCHEDULES, impossible
+    from hasten.parts.distributed.pipeline.trace import without_waiting
 
     found = {}
     for schedule in asked.schedules.split(",") if asked.schedules else SCHEDULES:

@@ -16,8 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from hasten.parts.nn.quantised import Float8Layers
-from hasten.parts.nn.quantised import QuantisedLinear
+from hasten.parts.nn.quantised import Float8Layers, QuantisedLinear
 
 
 def layers(inside: int, outside: int) -> dict[str, tuple[Callable[[Tensor], Tensor], int]]:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from hasten.machine.processes import Pulse
 from hasten.core.health import fingerprints
+from hasten.machine.processes import Pulse
 
 SOAK = Path(__file__).parents[1] / "tests" / "faults" / "rank_soak.py"
 

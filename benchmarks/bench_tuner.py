@@ -30,9 +30,7 @@ from typing import Any
 
 from tuner.problems import PROBLEMS, WAYS_OF, Problem
 
-from hasten.tune.samplers import Bandit, Shuffled
-from hasten.tune.samplers import OptunaProposer
-from hasten.tune.samplers import Beforehand, Own, Proposer, Tried
+from hasten.tune.samplers import Bandit, Beforehand, OptunaProposer, Own, Proposer, Shuffled, Tried
 from hasten.tune.space import SMALL, Point, Space
 
 TRIALS, WITHIN, DUEL = 40, 0.03, 3

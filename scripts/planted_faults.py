@@ -1317,9 +1317,9 @@ EVIDENCE: tuple[Fault, ...] = (
     Fault(
         name="guard-hears-the-first-rank-alone",
         kind="wrong reduction",
-        file="measure/quality/guard_process.py",
-        old="furthest = max(judged, key=_furthest)",
-        new="furthest = judged[0]",
+        file="measure/workers.py",
+        old="first | max(judged, key=_error_of)",
+        new="first | judged[0]",
         tests=("tests/evidence/test_guard_process.py", "tests/evidence/test_guard_ranks.py"),
     ),
     Fault(

@@ -19,10 +19,10 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique
 from hasten.machine.environment import World
-from hasten.measure.crew import Answer
 from hasten.measure.quality.bench import CheckContext
-from hasten.measure.quality.guard_process import CheckRequest, together
-from hasten.measure.quality.orders import obey
+from hasten.measure.quality.runner import CheckRequest
+from hasten.measure.worker import QualityJob
+from hasten.measure.workers import Reply, merge_replies
 from hasten.parts.data import collate
 from hasten.techniques import CATALOGUE
 from hasten.techniques.layout.ddp import DDP
@@ -210,10 +210,11 @@ class Here:
         self.bench = bench
         self.orders: list[CheckRequest] = []
 
-    def __call__(self, orders: Sequence[CheckRequest]) -> list[Answer]:
+    def __call__(self, orders: Sequence[CheckRequest]) -> list[Reply]:
         self.orders += orders
         gc.freeze()
         try:
-            return [together([obey(self.bench, order.to_dict())]) for order in orders]
+            job = QualityJob(self.bench)
+            return [merge_replies([job.handle(order.do, order.arguments())]) for order in orders]
         finally:
             gc.unfreeze()

@@ -10,7 +10,7 @@ from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.machine import environment
 from hasten.machine.environment import World
-from hasten.measure.quality.orders import obey
+from hasten.measure.worker import QualityJob
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed
 from hasten.techniques.layout.fsdp import FSDP2
@@ -39,11 +39,11 @@ def proofs(world: World) -> dict[str, Any]:
     """Every kind of order; the reference lies in the folder already."""
     place = environment.variable("HASTEN_RENDEZVOUS")
     assert place is not None
-    proof = bench(Path(place).parent, world=world)
+    job = QualityJob(bench(Path(place).parent, world=world), alone=False)
 
     def asked(do: str, *techniques: Technique, **details: Any) -> dict[str, Any]:
         details.setdefault("step", 3 if do == "gradient" else 1)
-        return obey(proof, {"do": do, "plan": Plan(techniques).to_list(), **details}, alone=False)
+        return job.handle(do, {"plan": Plan(techniques).to_list(), **details})
 
     found = {
         name: asked("gradient", *plan, cut=cut, padded=padded)

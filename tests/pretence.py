@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,13 @@ from hasten.measure.ablation import Design, Kind
 from hasten.measure.controller import Measured, measure_arms
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.sittings import Table
+from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.optimizer import FusedAdamW
 
-ENTRY = (str(Path(__file__).with_name("pretend_trial.py")),)
+JOB = "pretend_job:pretend"
+IMPORTS = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
 PLANS = {
     "baseline": Plan(),
     "packed": Plan([Packed()]),
@@ -53,8 +57,14 @@ def pretend(
     told = {_name(plans or PLANS, name): how for name, how in (arms or {}).items()}
     recipe = folder / "recipe.json"
     recipe.write_text(json.dumps({"arms": told, "log": str(folder / "log")}))
-    at = Table(recipe, lambda plan: {}, folder, memory, 2, ENTRY, joules)
-    return measure_arms(at, plans or PLANS, design, kinds=kinds or KINDS, record=record, **more)
+
+    def spec(plan: Plan) -> WorkerSpec:
+        given = {"recipe": str(recipe), "plan": plan.to_list()}
+        return WorkerSpec(JOB, given, IMPORTS)
+
+    with WorkerPool(folder) as pool:
+        at = Table(pool, spec, memory, 2, joules)
+        return measure_arms(at, plans or PLANS, design, kinds=kinds or KINDS, record=record, **more)
 
 
 def log(folder: Path) -> list[str]:

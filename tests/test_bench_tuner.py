@@ -20,7 +20,8 @@ from hasten.core.plan import Plan
 from hasten.measure.ablation import Arm
 from hasten.measure.controller import Measured
 from hasten.measure.experiment import ExperimentSubject, prepared
-from hasten.measure.turns import RunnerFailedError, Step
+from hasten.measure.turns import Step
+from hasten.measure.workers import WorkerError, WorkerPool, WorkerSpec
 from hasten.progress import SilentProgress
 from hasten.recipe.schema import recipe_from
 from hasten.recipe.shorthands import catalogue
@@ -94,13 +95,13 @@ def test_winners_are_paired_and_equal_plans_have_one_arm(
 class Speeds:
     """Runners with the speed of their micro-batch; 8 records fail."""
 
-    def __init__(self, path: Path, plan: Plan, variables: Any, log: Path) -> None:
-        own = [t.settings()["micro_batch_size"] for t in plan]
+    def __init__(self, worker: WorkerSpec) -> None:
+        own = [t["micro_batch_size"] for t in worker.arguments["plan"]]
         self.size = own[0] if own else 8
 
     def begin(self, patience: float) -> None:
         if self.size == 8:
-            raise RunnerFailedError("out of memory")
+            raise WorkerError("out of memory")
 
     def steps(self, count: int, patience: float) -> list[Step]:
         slow = [Step(1.0, 1.0)] * 2  # the first two aren't profiled
@@ -114,6 +115,7 @@ def test_micro_batches_are_doubled_until_one_fails_and_the_fastest_is_taken(
     subject: ExperimentSubject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(real, "PlanRunner", Speeds)
+    monkeypatch.setattr(WorkerPool, "start", lambda pool, spec, name: spec)
     found = real._doubled(subject, 60.0, real.Told())
     assert [r["micro_batch"] for r in found["trials"]] == [1, 2, 4, 8]
     assert [r["tokens_per_second"] for r in found["trials"]] == [100.0, 300.0, 200.0, None]

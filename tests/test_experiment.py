@@ -12,9 +12,11 @@ import hasten
 from hasten import report as evidence
 from hasten.core.plan import Plan
 from hasten.errors import InputError
+from hasten.launch.ranks import places
 from hasten.measure import experiment
 from hasten.measure.ablation import Design
 from hasten.measure.sittings import Table
+from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.recipe.schema import Recipe
 from hasten.report import speedup
 from hasten.report.schema import read_report
@@ -22,7 +24,7 @@ from hasten.report.speedup import ablate, gradual_optimize
 from hasten.techniques import CATALOGUE
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
-from pretence import ENTRY, log
+from pretence import IMPORTS, JOB, log
 from tiny import job_facts, language_job
 
 DESIGN = Design(rounds=4, steps=1, warmup=1)
@@ -82,10 +84,14 @@ def recipe(sums: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rec
     path.write_text(json.dumps({"arms": told, "log": str(tmp_path / "log")}))
     (tmp_path / "log").write_text("")
 
-    def table(at: Path, environ: Any, folder: Path, device: str, meter: Any, ranks: Any) -> Table:
+    def worker(subject: Any, at: Path, plan: Plan) -> WorkerSpec:
         assert at.is_file()
-        return Table(path, environ, folder, 10_000, 2, ENTRY)
+        return WorkerSpec(JOB, {"recipe": str(path), "plan": plan.to_list()}, IMPORTS)
 
+    def table(pool: WorkerPool, spec: Any, ranks: int, meter: Any) -> Table:
+        return Table(pool, spec, 10_000, 2)
+
+    monkeypatch.setattr(experiment, "recipe_worker", worker)
     monkeypatch.setattr(experiment, "table", table)
     return sums.model_copy(update={"output": str(tmp_path / "out")})
 
@@ -252,9 +258,9 @@ def test_an_experiment_starts_its_ranks_itself(
 
 
 def test_each_rank_of_an_arm_knows_its_place_and_shares_the_cores(tmp_path: Path) -> None:
-    one, two = (dict(place) for place in experiment.places(2, 4, tmp_path))
+    one, two = (dict(place) for place in places(2, 4, tmp_path))
     assert (one["RANK"], two["RANK"]) == ("0", "1")
     assert one["WORLD_SIZE"] == two["OMP_NUM_THREADS"] == "2"
     assert one["HASTEN_RENDEZVOUS"] == two["HASTEN_RENDEZVOUS"]
     assert one["TORCH_NCCL_ENABLE_MONITORING"] == "0"
-    assert experiment.places(1, 4, tmp_path) == [{}]
+    assert places(1, 4, tmp_path) == [{}]

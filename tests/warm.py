@@ -55,12 +55,11 @@ PRELOADED = (
     "hasten.recipe.build",
     "hasten.training.run",
     "hasten.measure.ablation",
-    "hasten.measure.loop_process",
 )
 # Programs that start no others, and need no server of their own: each fork costs 30 ms.
 START_NONE = (
     "ranks.py",
-    "hasten.measure.trial_process",
+    "hasten.measure.worker",
     "hasten.data.worker",
     "hasten.data.renderer",
 )

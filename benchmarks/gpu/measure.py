@@ -25,21 +25,17 @@ from gpu.memory import estimate
 from gpu.results import Found, summary, write
 from gpu.rows import Choice, Row
 from gpu.work import Arm, Work
-from hasten.core import facts
-from hasten.core.job import with_language_counts
 from hasten.core.facts import Facts, ModelFacts, RecordFacts
-from hasten.core.job import Job, Stop
-from hasten.core.job import GlobalBatch
+from hasten.core.job import GlobalBatch, Job, Stop, with_language_counts
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import obstacles, prepare
 from hasten.core.step import training
 from hasten.machine import host
-from hasten.parts.data.collate import padded
 from hasten.models.flops import ModelFlops, model_flops
+from hasten.parts.data.collate import TokenRecord, padded, token_record
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.parts.optim.weight_average import decayed_groups
-from hasten.parts.data.collate import TokenRecord, token_record
 
 REPEATS, WARMUP, MOST_STEPS = 5, 2, 10
 SHARE = 0.92  # of a device's memory that an estimate may reach

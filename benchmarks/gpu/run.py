@@ -33,7 +33,6 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 from gpu.measure import OutOfTimeError, measure  # noqa: E402
 from gpu.results import Found, listed, read, table, write  # noqa: E402
 from gpu.rows import NAMES, TESTS, row_named  # noqa: E402
-from hasten.core import facts  # noqa: E402
 from hasten.errors import InputError  # noqa: E402
 from hasten.machine import benchmark  # noqa: E402
 from hasten.machine.accelerators import datasheet  # noqa: E402

@@ -8,11 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hasten.core import facts
-from hasten.core.job import with_language_counts
 from hasten.core.facts import Facts, ModelFacts, RecordFacts
-from hasten.core.job import Job, Stop
-from hasten.core.job import GlobalBatch
+from hasten.core.job import GlobalBatch, Job, Stop, with_language_counts
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import obstacles, prepare
@@ -20,15 +17,14 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine import host
 from hasten.machine.environment import World
-from hasten.parts.data.collate import padded
+from hasten.parts.data.collate import padded, token_record
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.parts.optim.weight_average import decayed_groups
-from hasten.parts.data.collate import token_record
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.experts import ExpertParallel
+from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.layout.hybrid import Hybrid
 from hasten.techniques.layout.pipeline import Pipeline
-from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.layout.tensor import TensorParallel
 
 DENSE, EXPERTS = "llama", "deepseek_v3"

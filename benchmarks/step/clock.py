@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 import torch
 
-from hasten.core import facts
 from hasten.machine import host
 
 

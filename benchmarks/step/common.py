@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hasten.core import facts
 from hasten.machine import host
 from step.given import IGNORED, Features, Given
 

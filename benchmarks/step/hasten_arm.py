@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from hasten.core.timing import StepMetrics
 from hasten.core.session import Session
+from hasten.core.timing import StepMetrics
 from hasten.training.run import train as run_training
 from step.clock import Clock
 from step.given import Given

@@ -11,9 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hasten.core import facts
-from hasten.machine import host
-from hasten.machine import memory
+from hasten.machine import host, memory
 
 SOURCES = Path(__file__).resolve().parents[2] / "src"
 # glibc keeps freed memory instead of mapping every large tensor anew (mallopt(3))

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from hasten.core.job import GlobalBatch, ShuffledOrder
-from hasten.data.corpus import Corpus, Portion, stdlib_corpus
-from hasten.data.conversation import Conversation
 from hasten.data.chat_template import encode_all
+from hasten.data.conversation import Conversation
+from hasten.data.corpus import Corpus, Portion, stdlib_corpus
 from hasten.data.tokenize import train_bpe
 from hasten.models.adapters import add_lora
 from hasten.models.load import quiet

@@ -35,9 +35,9 @@ from hasten.data.file_lock import replace_file
 from hasten.machine import host
 from hasten.measure.ablation import AGAIN, BASELINE, Arm, Design
 from hasten.measure.budget import seconds_of
-from hasten.measure.experiment import ExperimentSubject, environment, measured, prepared
+from hasten.measure.experiment import ExperimentSubject, measured, prepared, recipe_worker
 from hasten.measure.statistics import hodges_lehmann
-from hasten.measure.turns import RunnerFailedError
+from hasten.measure.workers import WorkerError, WorkerPool
 from hasten.progress import SilentProgress
 from hasten.recipe.build import batch_of, requested_plan
 from hasten.recipe.schema import Recipe, load_recipe, recipe_from
@@ -160,7 +160,7 @@ def _row(result: Tuned, seed: int) -> dict[str, Any]:
 
 def _doubled(subject: ExperimentSubject, budget: float, told: Told) -> dict[str, Any]:
     """Micro-batches of 1, 2, 4 ... records until the step is one, the time is up, or one fails."""
-    recipe, known = subject.recipe, subject.known
+    recipe = subject.recipe
     whole = batch_of(recipe).records
     if whole is None:
         raise SystemExit("give the recipe a global_batch_size: the doubling cuts it by records")
@@ -171,9 +171,9 @@ def _doubled(subject: ExperimentSubject, budget: float, told: Told) -> dict[str,
     size = 1
     while (left := budget - (time.monotonic() - began)) > 0:
         plan = _cut(subject, size)
-        log = path.with_name(f"doubling-{size}.log")
-        variables = environment(plan, known, recipe.transport)
-        speed, why = _profiled(PlanRunner(path, plan, variables, log), left)
+        with WorkerPool(path.parent, subject.known.device) as pool:
+            worker = pool.start(recipe_worker(subject, path, plan), f"doubling-{size}")
+            speed, why = _profiled(PlanRunner(worker), left)
         rows.append({"micro_batch": min(size, whole), "tokens_per_second": speed, "why": why})
         told.tell(f"micro-batch {size}: {speed or why}")
         if size >= whole or speed is None:
@@ -200,7 +200,7 @@ def _profiled(runner: PlanRunner, seconds: float) -> tuple[float | None, str | N
     try:
         runner.begin(seconds)
         steps = runner.steps(PROFILED.stop, seconds)[PROFILED]
-    except RunnerFailedError as error:
+    except WorkerError as error:
         runner.end(at_once=True)
         return None, str(error)
     runner.end()

@@ -33,8 +33,8 @@ from hasten.core.step import training
 from hasten.recipe.build import facts_of, job_of
 from hasten.recipe.prepared_data import gather
 from hasten.recipe.schema import recipe_from
-from hasten.tune.space import plan_space
 from hasten.techniques import CATALOGUE
+from hasten.tune.space import plan_space
 
 TUNED = (
     *("packed", "fused_layers", "labelled_token_loss"),

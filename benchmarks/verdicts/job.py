@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hasten.recipe.schema import Recipe
 from hasten.recipe.prepare import ready
+from hasten.recipe.schema import Recipe
 
 STEPS_OF_A_TURN, WARM_UP = 2, 12
 

@@ -1,15 +1,26 @@
-"""An arm's process that also knows the planted techniques; it speaks as ``hasten.measure.trial_process`` does."""
+"""A job for workers that also knows the planted techniques, and the workers of it."""
 
 from __future__ import annotations
 
-import sys
+import os
+from collections.abc import Mapping
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from typing import Any
 
 from evidence.planted_techniques import PLANTED
-from hasten.measure.trial_process import main
+from hasten.core.plan import Plan
+from hasten.measure.worker import Serve, recipe_job
+from hasten.measure.workers import WorkerSpec
 
-if __name__ == "__main__":
-    recipe, plan, orders, answers = sys.argv[1:]
-    sys.exit(main(recipe, plan, int(orders), int(answers), more=PLANTED))
+HERE = Path(__file__).parents[1]
+PATHS = os.pathsep.join([str(HERE), str(HERE.parent / "tests")])
+
+
+def job(arguments: Mapping[str, Any], serve: Serve) -> int:
+    return recipe_job(arguments, serve, more=PLANTED)
+
+
+def worker(recipe: Path, plan: Plan, environ: Mapping[str, str]) -> WorkerSpec:
+    """A worker of a plan that may have planted techniques."""
+    given = {"recipe": str(recipe), "plan": plan.to_list()}
+    return WorkerSpec("verdicts.planted_trial:job", given, {**environ, "PYTHONPATH": PATHS})

@@ -10,10 +10,10 @@ from evidence.planted import BASELINE, TRUTHS, Proofs, rows_of
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Design, Kind
 from hasten.measure.controller import measure_arms, table
+from hasten.measure.workers import WorkerPool
 from verdicts.job import WARM_UP, resolved_recipe
+from verdicts.planted_trial import worker
 from verdicts.spread import STEADY
-
-ENTRY = (str(Path(__file__).with_name("planted_trial.py")),)
 
 
 def real(
@@ -26,8 +26,9 @@ def real(
     design = Design(rounds, steps, WARM_UP, evaluations=1, seed=seed, builds=builds)
     with tempfile.TemporaryDirectory() as place:
         recipe = resolved_recipe(Path(place), design.steps_in_all)
-        at = table(recipe, lambda plan: STEADY, Path(place), entry=ENTRY)
-        arms = measure_arms(at, plans, design, kinds=kinds).arms
+        with WorkerPool(Path(place)) as pool:
+            at = table(pool, lambda plan: worker(recipe, plan, STEADY))
+            arms = measure_arms(at, plans, design, kinds=kinds).arms
     for arm in arms:
         if arm.failed is not None:
             raise RuntimeError(f"{arm.name}: {arm.failed}")

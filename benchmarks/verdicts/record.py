@@ -18,13 +18,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hasten.core import facts
-from hasten.core.plan import Plan
-from hasten.measure.trial import Trial
 from hasten.machine import host
+from hasten.measure.workers import Worker, WorkerPool, WorkerSpec
 from verdicts.job import STEPS_OF_A_TURN, WARM_UP, resolved_recipe
 
 BURST_SECONDS, REST_SECONDS = (0.3, 5.0), (1.0, 12.0)
+TIMEOUT = 1800.0
 ENVIRON = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
@@ -43,16 +42,17 @@ def record(path: Path, copies: int, rounds: int, command: str) -> None:
     burner = multiprocessing.Process(target=_burn, args=(1,), daemon=True)
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
         recipe = resolved_recipe(Path(place), WARM_UP + rounds * STEPS_OF_A_TURN)
-        trials = []
+        pool = stack.enter_context(WorkerPool(Path(place)))
+        spec = WorkerSpec("recipe", {"recipe": str(recipe), "plan": []}, ENVIRON)
+        workers = []
         for number in range(copies):
-            log = Path(place) / f"copy-{number}.log"
-            trials.append(stack.enter_context(Trial(recipe, Plan(), ENVIRON, log)))
-            trials[-1].answer()
-            trials[-1].ask("steps", count=WARM_UP)
+            workers.append(pool.start(spec, f"copy-{number}"))
+            workers[-1].ready()
+            workers[-1].request("steps", TIMEOUT, count=WARM_UP)
         burner.start()
         stack.callback(burner.terminate)
         series: list[Any] = []
-        for row in _rounds(trials, rounds):
+        for row in _rounds(workers, rounds):
             series.append(row)
             if len(series) % 50 == 0 or len(series) == rounds:
                 print(f"round {len(series)}/{rounds}", flush=True)
@@ -60,12 +60,12 @@ def record(path: Path, copies: int, rounds: int, command: str) -> None:
                 path.write_text(text.replace("[[", "\n[[") + "\n")
 
 
-def _rounds(trials: list[Trial], rounds: int) -> Iterator[list[Any]]:
+def _rounds(workers: list[Worker], rounds: int) -> Iterator[list[Any]]:
     order = random.Random(0)
     for _ in range(rounds):
-        row: list[Any] = [None] * len(trials)
-        for copy in order.sample(range(len(trials)), len(trials)):
-            steps = trials[copy].ask("steps", count=STEPS_OF_A_TURN)["steps"]
+        row: list[Any] = [None] * len(workers)
+        for copy in order.sample(range(len(workers)), len(workers)):
+            steps = workers[copy].request("steps", TIMEOUT, count=STEPS_OF_A_TURN)["steps"]
             row[copy] = [round(step["tokens_per_second"], 1) for step in steps]
         yield row
 

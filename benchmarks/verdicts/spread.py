@@ -17,14 +17,15 @@ from pathlib import Path
 
 from evidence.planted import BASELINE
 from hasten.core.plan import Plan
+from hasten.machine import memory
 from hasten.measure.ablation import Arm, Design, Kind
 from hasten.measure.controller import measure_arms, table
-from hasten.machine import memory
+from hasten.measure.workers import WorkerPool
 from hasten.techniques.allocator import TUNABLE, Allocator
 from verdicts.job import WARM_UP, resolved_recipe
+from verdicts.planted_trial import worker
 from verdicts.record import ENVIRON
 
-ENTRY = (str(Path(__file__).with_name("planted_trial.py")),)
 STEADY = {**ENVIRON, **memory.keeping(), "GLIBC_TUNABLES": TUNABLE}
 COPIES = 3
 DEFAULT, KEPT = "glibc's defaults", "kept, in huge pages"
@@ -48,10 +49,11 @@ def spreads(builds: int, rounds: int, steps: int) -> dict[str, Spread]:
     design = Design(builds * rounds, steps, WARM_UP, evaluations=1, builds=builds)
     with tempfile.TemporaryDirectory() as place:
         recipe = resolved_recipe(Path(place), design.steps_in_all)
-        at = table(
-            recipe, lambda plan: ENVIRON if plan == plain else STEADY, Path(place), entry=ENTRY
-        )
-        arms = measure_arms(at, plans, design, kinds=roles).arms
+        with WorkerPool(Path(place)) as pool:
+            at = table(
+                pool, lambda plan: worker(recipe, plan, ENVIRON if plan == plain else STEADY)
+            )
+            arms = measure_arms(at, plans, design, kinds=roles).arms
     for arm in arms:
         if arm.failed is not None:
             raise RuntimeError(f"{arm.name}: {arm.failed}")

@@ -18,7 +18,7 @@ from hasten.core.facts import RecordFacts
 from hasten.core.plan import Plan
 from hasten.errors import FAILED, InputError
 from hasten.measure.experiment import prepared
-from hasten.measure.quality import guard_process
+from hasten.measure.quality import runner
 from hasten.progress import SilentProgress
 from hasten.recipe.build import facts_of
 from hasten.recipe.schema import load_recipe
@@ -54,7 +54,7 @@ def test_a_failed_proof_is_exit_code_4(tmp_path: Path, monkeypatch: pytest.Monke
         rest = {"records": 4, "tokens": 9, "layers": 1, "change": 0.0, "documents": 4}
         return [{**good, **rest} for _ in orders]
 
-    monkeypatch.setattr(guard_process.Processes, "__call__", wrong)
+    monkeypatch.setattr(runner.QualityRunner, "__call__", wrong)
     found = call("guard", recipe(tmp_path, plan=["packed"]))
     assert found.exit_code == FAILED
     assert "FAIL packed" in found.output
@@ -69,7 +69,7 @@ def test_what_was_proven_is_not_proven_again_until_something_changes(
         asked.append(len(orders))
         return [{"failed": "not here"} for _ in orders]
 
-    monkeypatch.setattr(guard_process.Processes, "__call__", count)
+    monkeypatch.setattr(runner.QualityRunner, "__call__", count)
     subject = prepared(load_recipe(Path(recipe(tmp_path, plan=["packed"]))), SilentProgress())
     with Display() as display:
         first = beforehand(True, 0, False, display)(subject)
@@ -95,7 +95,7 @@ def test_what_a_dead_process_left_open_is_tried_again(
         self.broken = True
         return [{"failed": "killed, most likely for want of memory"} for _ in orders]
 
-    monkeypatch.setattr(guard_process.Processes, "__call__", died)
+    monkeypatch.setattr(runner.QualityRunner, "__call__", died)
     subject = prepared(load_recipe(Path(recipe(tmp_path, plan=["packed"]))), SilentProgress())
     with Display() as display:
         for _ in range(2):

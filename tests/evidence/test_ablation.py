@@ -18,6 +18,7 @@ from hasten.core.technique import Fidelity, Proof, Technique
 from hasten.errors import InputError
 from hasten.measure.ablation import Arm, Design, Which, plans_of
 from hasten.measure.controller import measure_arms, table
+from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.recipe.prepare import ready
 from hasten.recipe.schema import Recipe
 from hasten.report.findings import report_of
@@ -83,7 +84,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def kill_in_its_turn(plan: Plan) -> None:
     """Kill the arm's process just before its order is given."""
-    (arm,) = [p for p in children() if json.dumps(plan.to_list()) in words_of(p)]
+    (arm,) = [p for p in children() if json.dumps(plan.to_list()) in " ".join(words_of(p))]
     arm.send_signal(signal.SIGKILL)
 
 
@@ -104,10 +105,13 @@ def measured(recipe: Path) -> dict[str, Arm]:
             kill_in_its_turn(PLANS["packed"])
 
     environ = {"OMP_NUM_THREADS": "1"}
-    with warm.cold():  # the arm to be killed is found by its command line
-        arms = measure_arms(
-            table(recipe, lambda plan: environ, recipe.parent), PLANS, DESIGN, tell
-        ).arms
+
+    def spec(plan: Plan) -> WorkerSpec:
+        return WorkerSpec("recipe", {"recipe": str(recipe), "plan": plan.to_list()}, environ)
+
+    # The arm to be killed is found by its command line.
+    with warm.cold(), WorkerPool(recipe.parent) as pool:
+        arms = measure_arms(table(pool, spec), PLANS, DESIGN, tell).arms
     assert [arm.name for arm in arms] == list(PLANS)
     return {arm.name: arm for arm in arms}
 

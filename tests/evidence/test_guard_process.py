@@ -3,48 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hasten.core.plan import Plan
-from hasten.measure.crew import ALONE
-from hasten.measure.quality.guard_process import CheckRequest, Processes, together
+from hasten.measure.quality.runner import CheckRequest, QualityRunner
+from hasten.measure.workers import merge_replies
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.recompute import Recompute
 from hasten.techniques.threads import Threads
+from pretence import IMPORTS
 
-# Stands for ``python -m hasten.measure.quality RECIPE FOLDER ORDERS ANSWERS``.
-FAKE = """
-import json, os, signal, sys, time
-inbox, outbox = os.fdopen(int(sys.argv[-2])), os.fdopen(int(sys.argv[-1]), "w", buffering=1)
-rank = os.environ.get("PLACE", "")
-def say(**found):
-    outbox.write(json.dumps(found) + "\\n")
-if os.environ.get("X") == "never ready":
-    sys.exit("no such data")
-say(ready=True)
-for line in inbox:
-    order = json.loads(line)
-    here = order.get("on", rank) == rank
-    if order["do"] == "die" and here:
-        print("last words", flush=True)
-        os._exit(7)
-    if order["do"] == "killed" and here:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if order["do"] == "half" and here:
-        outbox.write('{"cut')
-        outbox.flush()
-        os._exit(0)
-    if order["do"] == "hang" and here:
-        time.sleep(60)
-    if order["do"] == "refuse" and here:
-        say(refused="not with this plan")
-        continue
-    say(pid=os.getpid(), variable=os.environ.get("X"), rank=rank, error=0.5 if rank == "1" else 0.1)
-"""
+JOB = "pretend_job:checks"
 
 
 @pytest.fixture
@@ -52,17 +24,14 @@ def performs(tmp_path: Path) -> Any:
     def environ(plan: Plan) -> dict[str, str]:
         return {"X": "threads" if "threads" in str(plan) else "plain"}
 
-    def places(folder: Path) -> Sequence[Mapping[str, str]]:
-        assert folder.is_dir()
-        return [{"PLACE": "0"}, {"PLACE": "1"}]
-
     def perform(
-        *orders: CheckRequest, patience: float = 30.0, ranks: int = 1, variable: str | None = None
+        *requests: CheckRequest, timeout: float = 30.0, ranks: int = 1, variable: str | None = None
     ) -> list[dict[str, Any]]:
-        wanted = environ if variable is None else lambda plan: {"X": variable}
-        meet = places if ranks > 1 else lambda folder: ALONE
+        def wanted(plan: Plan) -> dict[str, str]:
+            return {**IMPORTS, **(environ(plan) if variable is None else {"X": variable})}
+
         recipe, folder = tmp_path / "recipe.yaml", tmp_path / "guard"
-        return Processes(recipe, folder, wanted, patience, meet, ("-c", FAKE))(orders)
+        return QualityRunner(recipe, folder, wanted, timeout, ranks, JOB)(requests)
 
     return perform
 
@@ -82,7 +51,8 @@ def test_plans_that_differ_in_what_a_process_keeps_have_processes_of_their_own(
 
 
 @pytest.mark.parametrize(
-    ("do", "why"), [("die", "code 7: last words"), ("killed", "memory"), ("half", "code 0")]
+    ("do", "why"),
+    [("die", "code 7: last words"), ("killed", "memory"), ("raise", "no such gradient")],
 )
 def test_an_order_that_ends_the_process_is_told_from_the_others(
     performs: Any, do: str, why: str
@@ -95,13 +65,14 @@ def test_an_order_that_ends_the_process_is_told_from_the_others(
 
 
 def test_a_process_that_hangs_is_ended(performs: Any) -> None:
-    (found,) = performs(order("hang"), patience=0.5)
+    (found,) = performs(order("hang"), timeout=0.5)
     assert "hangs" in found["failed"]
 
 
 def test_it_is_known_whether_a_process_died_on_the_way(tmp_path: Path) -> None:
     def after(do: str) -> bool:
-        perform = Processes(tmp_path / "r.yaml", tmp_path, lambda plan: {}, entry=("-c", FAKE))
+        path = tmp_path / "r.yaml"
+        perform = QualityRunner(path, tmp_path, lambda plan: IMPORTS, job=JOB)
         perform([order(), order(do)])
         return perform.broken
 
@@ -138,16 +109,16 @@ def test_a_rank_that_ends_is_named_and_the_rest_goes_on_in_fresh_ranks(
 
 
 def test_what_one_rank_refuses_is_refused() -> None:
-    assert together([{"error": 0.0}, {"refused": "why"}]) == {"failed": "why"}
+    assert merge_replies([{"error": 0.0}, {"refused": "why"}]) == {"failed": "why"}
 
 
 def test_weights_of_all_ranks_count_and_a_part_has_no_error_of_its_own() -> None:
     first = {"losses": ["0x1p+0"], "weights": "aa"}
-    assert together([first, {**first, "weights": "ab"}])["weights"] == ["aa", "ab"]
+    assert merge_replies([first, {**first, "weights": "ab"}])["weights"] == ["aa", "ab"]
     whole = {"error": 0.2, "worst": 0.3, "loss_error": 0.0, "ranks": 2}
-    assert together([whole, {"ranks": 2}]) == whole
+    assert merge_replies([whole, {"ranks": 2}]) == whole
 
 
 def test_an_error_that_is_not_a_number_is_the_furthest_off() -> None:
-    assert math.isnan(together([{"error": 9.0}, {"error": math.nan}])["error"])
-    assert together([{"change": 0.0}, {"change": 1.0, "document": 3}])["document"] == 3
+    assert math.isnan(merge_replies([{"error": 9.0}, {"error": math.nan}])["error"])
+    assert merge_replies([{"change": 0.0}, {"change": 1.0, "document": 3}])["document"] == 3

@@ -9,7 +9,7 @@ import pytest
 
 from hasten.core.plan import Plan
 from hasten.measure.quality.guard import GuardDesign, guard_report
-from hasten.measure.quality.guard_process import CheckRequest
+from hasten.measure.quality.runner import CheckRequest
 from hasten.techniques.collate import Packed
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.optimizer import FusedAdamW

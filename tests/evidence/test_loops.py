@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hasten.errors import InputError
-from hasten.measure.loop_process import timed
 from hasten.measure.loops import LoopFailedError, reference
+from hasten.measure.worker import timed
 from hasten.report import compare
 
 pytestmark = pytest.mark.waits

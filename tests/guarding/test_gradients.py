@@ -22,7 +22,7 @@ from hasten.measure.quality.gradients import (
     update,
 )
 from hasten.measure.quality.job import _at, losses, train
-from hasten.measure.quality.orders import obey
+from hasten.measure.worker import QualityJob
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed
@@ -139,7 +139,7 @@ def test_the_loss_is_that_of_the_tokens_asked_for_and_not_of_a_whole_step() -> N
 
 
 def test_an_order_that_fails_is_answered_with_its_reason(tmp_path: Path) -> None:
-    proof = bench(tmp_path)
-    assert "FileNotFoundError" in obey(proof, {"do": "gradient"})["refused"]
-    assert "unknown order" in obey(proof, {"do": "dance"})["refused"]
-    assert "no technique is called" in obey(proof, {"do": "leak", "plan": ["x"]})["refused"]
+    job = QualityJob(bench(tmp_path))
+    assert "FileNotFoundError" in job.handle("gradient", {})["refused"]
+    assert "unknown request" in job.handle("dance", {})["refused"]
+    assert "no technique is called" in job.handle("leak", {"plan": ["x"]})["refused"]

@@ -9,8 +9,8 @@ import pytest
 from guard_plants import bench
 from hasten.core.plan import Plan
 from hasten.measure.quality.gradients import reference
-from hasten.measure.quality.guard_process import together
 from hasten.measure.quality.requirements import FLOAT32, LEAK_FLOAT32, WIRE
+from hasten.measure.workers import merge_replies
 from ranks import on_ranks
 
 Found = dict[str, dict[str, Any]]
@@ -25,7 +25,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
 
 @pytest.fixture(scope="module")
 def found(ranks: list[Found]) -> Found:
-    return {name: together([rank[name] for rank in ranks]) for name in ranks[0]}
+    return {name: merge_replies([rank[name] for rank in ranks]) for name in ranks[0]}
 
 
 @pytest.mark.parametrize(

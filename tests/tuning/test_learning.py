@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from hasten.core.loop import evaluate
-from hasten.core.step import training
+from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.measure.experiment import ExperimentSubject, prepared
+from hasten.measure.worker import RecipeJob
 from hasten.progress import SilentProgress
 from hasten.recipe.build import job_of
 from hasten.recipe.prepared_data import gather
 from hasten.recipe.schema import load_recipe, recipe_from
-from hasten.tune import learning_study, whole_trainings
+from hasten.tune import learning_study
 from hasten.tune.learning_study import LearningWishes, learn
-from hasten.tune.training import _session
+from hasten.tune.runners import RecipeWorkers
 from hasten.tune.whole_trainings import RecipeTrainings
 
 RECIPE = {
@@ -105,33 +105,28 @@ def test_a_process_trains_as_the_same_session_here_does(
 ) -> None:
     found = RecipeTrainings(given)
     found.looks = 2
-    (folder / "recipe.yaml").write_text(given.recipe.to_yaml())
-    told: list[str] = []
-    real = whole_trainings.Trial
+    told: list[dict[str, Any]] = []
+    real = RecipeWorkers.start
 
-    def noting(recipe: Path, plan: Any, environ: Any, log: Path, entry: Any) -> Any:
-        told.append(entry[-1])
-        return real(recipe, plan, environ, log, entry)
+    def noting(workers: RecipeWorkers, plan: Plan, changes: dict[str, Any]) -> Any:
+        told.append(changes)
+        return real(workers, plan, changes)
 
-    monkeypatch.setattr(whole_trainings, "Trial", noting)
+    monkeypatch.setattr(RecipeWorkers, "start", noting)
     point = found.space.point({"learning_rate": 8e-3, "global_batch_size": 2})
-    process = found.begin(point, seed=5, folder=folder)
-    try:
+    with found.opened(folder):
+        process = found.begin(point, seed=5)
         losses = [process.loss_at(n, 200.0) for n in (1, 2)]
-    finally:
-        process.end()
-    changes = json.loads(told[0])
+    (changes,) = told
     assert (changes["max_steps"], changes["seed"]) == (16, 5)
     recipe = load_recipe(folder / "recipe.yaml")
     recipe = recipe.model_copy(update={"plan": given.plan.to_list()})
-    session = _session(changes, recipe, folder / "here")
-    assert session.setup.job.seed == 5
-    steps = training(session)
+    job = RecipeJob(recipe, changes, folder / "here")
+    assert job.session.setup.job.seed == 5
     here = []
     for _ in range(2):
-        for _ in range(8):
-            next(steps)
-        here.append(evaluate(session).held_out_loss)
+        job.handle("steps", {"count": 8})
+        here.append(job.handle("evaluate", {})["held_out_loss"])
     assert losses == pytest.approx(here, rel=1e-4)
     data = json.loads((folder / "data" / "index.json").read_text())
     assert gather(given.recipe, folder / "data").note.key == given.data_key, data
@@ -155,7 +150,7 @@ def test_a_recipe_is_studied_from_its_own_values_to_a_proven_recipe(
     given: ExperimentSubject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learning_study, "prepared", lambda recipe, audience: given)
-    monkeypatch.setattr(RecipeTrainings, "begin", lambda self, p, seed, _: Pretended(self, p, seed))
+    monkeypatch.setattr(RecipeTrainings, "begin", lambda self, p, seed: Pretended(self, p, seed))
     wishes = LearningWishes(trials=12, fresh=True)
     found = learn(given.recipe, 600, wishes)
     assert found.better, str(found)
@@ -182,7 +177,7 @@ def test_where_nothing_is_better_the_recipe_stays(
             return 3.0 + 1.0 / look
 
     monkeypatch.setattr(learning_study, "prepared", lambda recipe, audience: given)
-    monkeypatch.setattr(RecipeTrainings, "begin", lambda self, p, seed, _: Flat(self, p, seed))
+    monkeypatch.setattr(RecipeTrainings, "begin", lambda self, p, seed: Flat(self, p, seed))
     found = learn(given.recipe, 600, LearningWishes(trials=4, fresh=True))
     assert not found.better
     assert "keep the values as they are" in str(found)

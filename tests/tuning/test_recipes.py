@@ -18,10 +18,11 @@ from hasten.measure.ablation import AGAIN, BASELINE, Arm
 from hasten.measure.controller import Measured
 from hasten.measure.experiment import ExperimentSubject, prepared
 from hasten.measure.turns import Runner
+from hasten.measure.workers import COLD_START
 from hasten.progress import SilentProgress
 from hasten.recipe.build import requested_plan
 from hasten.recipe.schema import load_recipe, recipe_from
-from hasten.tune import api, bench, starter, subjects
+from hasten.tune import api, bench, subjects
 from hasten.tune.space import Point
 from hasten.tune.subjects import RecipeSubject, TuneOptions
 from material import STDLIB
@@ -264,10 +265,10 @@ def test_a_plan_whose_environment_is_new_is_an_effort_until_it_was_started(
     with found.opened(tmp_path):
         effort = found.known(0.02, 1e9).effort
         assert effort(likely) == 1.0
-        assert effort(other) == starter.COLD
+        assert effort(other) == COLD_START
         runner = found.start(other)
         assert effort(other) == 1.0
         runner.end(at_once=True)
         new = max(found.space.points(), key=effort)  # all are but two
-        assert effort(new) == starter.COLD
+        assert effort(new) == COLD_START
     assert (tmp_path / "recipe.yaml").is_file()

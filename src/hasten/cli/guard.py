@@ -19,11 +19,10 @@ from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
 from hasten.errors import FAILED, InputError
-from hasten.launch.ranks import places
 from hasten.measure.experiment import ExperimentSubject, environment, prepared
 from hasten.measure.quality.guard import GuardDesign, guard_report
-from hasten.measure.quality.guard_process import Processes
 from hasten.measure.quality.requirements import failures
+from hasten.measure.quality.runner import QualityRunner
 from hasten.measure.record import key_of, source_digest
 from hasten.recipe.build import batch_of
 from hasten.recipe.schema import Recipe, load_recipe
@@ -90,8 +89,7 @@ def guarded(
     resolved.write_text(recipe.to_yaml())
 
     environ = partial(environment, known=known, transport=recipe.transport)
-    ranks = partial(places, recipe.nproc, known.hardware.usable_cores)
-    perform = Processes(resolved, folder, environ, ranks=ranks)
+    perform = QualityRunner(resolved, folder, environ, ranks=recipe.nproc)
     try:
         found = guard_report(plan, perform, design, tell, recipe.nproc)
         if not perform.broken:

@@ -18,19 +18,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.machine import host, processes
 from hasten.measure import grouping
 from hasten.measure.ablation import Arm, Design, Kind
-from hasten.measure.crew import ALONE
 from hasten.measure.energy import EnergyMeter
 from hasten.measure.record import Event, ExperimentRecord, seconds_of
 from hasten.measure.rounds import Rounds, arms_of
 from hasten.measure.sittings import Experiment, Table, Tell
-from hasten.measure.trial import ENTRY
+from hasten.measure.workers import WorkerPool, WorkerSpec
 
 
 @dataclass(frozen=True)
@@ -42,13 +40,10 @@ class Measured:
 
 
 def table(
-    recipe: Path,
-    environ: Callable[[Plan], Mapping[str, str]],
-    folder: Path,
-    device: str = "cpu",
-    entry: Sequence[str] = ENTRY,
+    pool: WorkerPool,
+    spec: Callable[[Plan], WorkerSpec],
+    ranks: int = 1,
     meter: EnergyMeter | None = None,
-    ranks: Callable[[Path], Sequence[Mapping[str, str]]] = lambda folder: ALONE,
 ) -> Table:
     """The table on this machine: its cores, and its free memory, or all of the accelerator's.
 
@@ -56,11 +51,11 @@ def table(
     accelerator each, of which the smallest counts.
     """
     here = host.hardware()
-    memory = processes.available_bytes(here.memory_limit_bytes) // len(ranks(folder))
-    if not device.startswith("cpu"):
+    memory = processes.available_bytes(here.memory_limit_bytes) // ranks
+    if not pool.on_cpu:
         memory = min((gpu.memory_bytes for gpu in here.accelerators), default=memory)
     joules = EnergyMeter("none").reading if meter is None else meter.reading
-    return Table(recipe, environ, folder, memory, here.usable_cores, entry, joules, ranks)
+    return Table(pool, spec, memory, here.usable_cores, joules)
 
 
 def measure_arms(

@@ -15,22 +15,20 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.data.file_lock import alone_in
 from hasten.errors import InputError
-from hasten.launch.ranks import places
 from hasten.machine import environment as environment_
 from hasten.machine.environment import World
 from hasten.measure.ablation import Design, Kind, check_turns
 from hasten.measure.budget import expected_gain
 from hasten.measure.controller import Measured, measure_arms, table
 from hasten.measure.energy import EnergyMeter, meter_of_run
-from hasten.measure.nursery import Nursery
-from hasten.measure.nursery import nursery as opened_nursery
 from hasten.measure.record import ExperimentRecord, key_of, source_digest
-from hasten.measure.trial import ENTRY
+from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.progress import Audience
 from hasten.recipe.build import plan_of
 from hasten.recipe.prepare import ready
@@ -57,6 +55,25 @@ def environment(plan: Plan, known: Facts, transport: Mapping[str, str]) -> Mappi
     for technique in plan:
         found |= technique.environ(known)
     return {**found, **transport}
+
+
+def recipe_worker(
+    subject: ExperimentSubject,
+    recipe: Path,
+    plan: Plan,
+    changes: Mapping[str, Any] | None = None,
+) -> WorkerSpec:
+    """The worker of the subject under a plan.
+
+    Args:
+        subject: the recipe and what is known of it.
+        recipe: the file that the worker reads, a copy of the recipe with another end.
+        plan: the techniques.
+        changes: of the recipe's keys, see `hasten.measure.worker.recipe_job`.
+    """
+    arguments = {"recipe": str(recipe), "plan": plan.to_list(), "changes": dict(changes or {})}
+    environ = environment(plan, subject.known, subject.recipe.transport)
+    return WorkerSpec("recipe", arguments, environ, subject.recipe.nproc)
 
 
 def prepared(
@@ -94,10 +111,10 @@ def measured(
     design: Design,
     fresh: bool,
     audience: Audience,
-    nursery: Nursery | None = None,
+    pool: WorkerPool | None = None,
     began: float | None = None,
 ) -> Measured:
-    """The experiment, from its record as far as that goes; a nursery spares arms their imports.
+    """The experiment, from its record as far as that goes, with workers of a pool.
 
     A deadline counts from ``began``, so that the data's preparation is within it. There arms are
     forked, too: on a busy machine imports alone may take longer than all steps.
@@ -123,15 +140,12 @@ def measured(
                 audience.tell(f"going on with {folder}; arms train again from their seed")
             audience.begin()
             path = folder / "recipe.yaml"
-            own = partial(environment, known=known, transport=recipe.transport)
-            ranks = partial(places, recipe.nproc, known.hardware.usable_cores)
-            if hurried and nursery is None:
-                log = folder / "nursery.log"
-                forking = opened_nursery([*ENTRY, str(path)], log, known.device, recipe.nproc)
-                nursery = stack.enter_context(forking)
-            at = table(path, own, folder, known.device, meter=subject.meter, ranks=ranks)
+            own = pool or WorkerPool(folder, known.device, fork=hurried, recipe=path)
+            if pool is None:
+                stack.enter_context(own)
+            spec = partial(recipe_worker, subject, path)
             return measure_arms(
-                replace(at, nursery=nursery),
+                table(own, spec, recipe.nproc, subject.meter),
                 plans,
                 design,
                 audience.show,

@@ -18,24 +18,21 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from hasten.errors import InputError
 from hasten.formatting import span, words
-from hasten.measure.crew import Crew, CrewFailedError, interpreter
 from hasten.measure.statistics import Interval, Verdict, paired_ratio, spread, verdict
+from hasten.measure.workers import Worker, WorkerError, WorkerPool, WorkerSpec
 
 Job = str | Callable[[], Callable[[], Any]]
-ENTRY = "hasten.measure.loop_process"
 
 
 class LoopFailedError(RuntimeError):
@@ -126,14 +123,12 @@ def compare(
         raise InputError(f"noise_floor is {noise_floor}; it is a share from 0 up to 1")
     references = [reference(job) for job in (job_a, job_b)]
     called = names or (_name(references[0]), _name(references[1]))
-    with contextlib.ExitStack() as stack:
-        found: list[LoopProcess] = []
+    found: list[_Turns] = []
+    with tempfile.TemporaryDirectory() as folder, WorkerPool(Path(folder)) as pool:
         for place, (name, target) in enumerate(zip(called, references, strict=True)):
-            log = stack.enter_context(tempfile.TemporaryFile())
-            loop = LoopProcess(name, target, log, patience_seconds)
-            stack.enter_context(loop)
-            loop.begin(warmup)
-            found.insert(place, loop)
+            worker = pool.start(loop_spec(target), f"loop-{place}")
+            found.append(_Turns(name, worker, patience_seconds))
+            found[-1].begin(warmup)
         order = random.Random(seed)
         for _ in range(rounds):
             for loop in order.sample(found, 2):
@@ -170,69 +165,49 @@ def reference(job: Job) -> str:
     return f"{file.resolve()}:{name}"
 
 
+def loop_spec(target: str, settings: Mapping[str, Any] | None = None) -> WorkerSpec:
+    """The worker of a loop, whose factory is called with these arguments."""
+    given = {"target": target, "paths": sys.path, "settings": dict(settings or {})}
+    return WorkerSpec("loop", given)
+
+
 @dataclass
-class LoopProcess:
-    """One job's process, stopped between its turns (``crew``)."""
+class _Turns:
+    """One job's worker, and what its turns have shown."""
 
     name: str
-    target: str
-    log: IO[bytes]
-    patience: float
-    settings: Mapping[str, Any] = field(default_factory=dict)  # the factory's arguments
+    worker: Worker
+    timeout: float
     rounds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     build_seconds: float | None = None
 
-    def __enter__(self) -> LoopProcess:
-        asked = json.dumps(dict(self.settings))
-
-        def arguments(orders: int, answers: int) -> Sequence[str]:
-            given = [self.target, json.dumps(sys.path), str(orders), str(answers), asked]
-            return ["-m", ENTRY, *given]
-
-        self._crew = Crew(interpreter(arguments), [{}], [self.log])
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self._crew.end(at_once=kind is not None)
-
     def begin(self, warmup: int) -> None:
         """Wait until it is built, and let it warm up."""
         with self._named():
-            self.build_seconds = self._crew.answers(self.patience)[0]["seconds"]
-        if warmup:
-            self.steps(warmup)
-
-    def steps(self, count: int) -> list[tuple[float, float, float | None]]:
-        """So many steps: items, seconds, loss of each."""
-        found = self._ask({"do": "steps", "count": count})["steps"]
-        return [(items, seconds, loss) for items, seconds, loss in found]
+            self.build_seconds = self.worker.ready(self.timeout)["seconds"]
+            if warmup:
+                self.worker.request("steps", self.timeout, count=warmup)
 
     def turn(self, count: int) -> None:
         """Its steps of a round."""
-        steps = self.steps(count)
+        with self._named():
+            steps = self.worker.request("steps", self.timeout, count=count)["steps"]
         self.rounds.append(statistics.median(items / seconds for items, seconds, _ in steps))
         self.losses += [loss for *_, loss in steps if loss is not None]
 
     def finish(self) -> Loop:
         """What was measured; the process ends."""
-        peak = self._ask({"do": "finish"})["peak_memory_bytes"]
-        return Loop(self.name, tuple(self.rounds), tuple(self.losses), peak, self.build_seconds)
-
-    def _ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
         with self._named():
-            return self._crew.ask(order, self.patience)[0]
+            peak = self.worker.request("finish", self.timeout)["peak_memory_bytes"]
+        self.worker.close()
+        return Loop(self.name, tuple(self.rounds), tuple(self.losses), peak, self.build_seconds)
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
         try:
             yield
-        except CrewFailedError as error:
+        except WorkerError as error:
             raise LoopFailedError(f"{self.name}: {error}") from error
 
 

@@ -2,7 +2,7 @@
 
 Patience with a process follows from what it has shown: a turn may take twenty times what the steps
 of its warm-up took, and a minute at least, before it counts as hanging. Of a start nothing is known
-beforehand; there the trial's own, long patience holds.
+beforehand; there a long timeout holds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from hasten.machine.processes import foreign_share, look
 from hasten.measure.ablation import Design
 from hasten.measure.record import ExperimentRecord
-from hasten.measure.trial import PATIENCE_SECONDS, Trial, TrialFailedError
+from hasten.measure.workers import BUILD_SECONDS, Worker, WorkerError
 
 PATIENCE_FACTOR = 20.0  # a busy machine makes single steps several times slower
 PATIENCE_AT_LEAST = 60.0  # seconds
@@ -37,7 +37,7 @@ class Seat:
 
     Args:
         name: of the arm.
-        trial: its process, just started.
+        worker: just started.
         sitting: number of the sitting.
         record: where everything goes.
         design: of the experiment.
@@ -47,13 +47,13 @@ class Seat:
     def __init__(
         self,
         name: str,
-        trial: Trial,
+        worker: Worker,
         sitting: int,
         record: ExperimentRecord,
         design: Design,
         at: Shared,
     ) -> None:
-        self.name, self.trial, self.sitting = name, trial, sitting
+        self.name, self.worker, self.sitting = name, worker, sitting
         self._record, self._design, self._at = record, design, at
         self._began = time.monotonic()
         self.warm: list[dict[str, Any]] = []  # steps so far, before the first round
@@ -63,7 +63,7 @@ class Seat:
 
     def begin(self, look_first: bool = True) -> None:
         """Wait until it is built; its held-out loss before training; its warm-up."""
-        answer = self.trial.answer(self._patience(PATIENCE_SECONDS))
+        answer = self.worker.ready(self._patience(BUILD_SECONDS))
         seconds = time.monotonic() - self._began
         self._note("start", startup_seconds=answer["startup_seconds"], seconds=seconds)
         if look_first:
@@ -77,7 +77,7 @@ class Seat:
         seconds = 0.0
         while len(self.warm) < least or (len(self.warm) < most and not self.stationary):
             count = max(least - len(self.warm), 1)
-            answer = self._ask("steps", PATIENCE_SECONDS, count=count)
+            answer = self._ask("steps", BUILD_SECONDS, count=count)
             self.warm += answer["steps"]
             compiled = answer.get("compiled") or {"graphs": 0, "seconds": 0.0}
             self._graphs.append(compiled["graphs"])
@@ -119,7 +119,7 @@ class Seat:
     def evaluate(self) -> None:
         """Its held-out loss as it is now."""
         began = time.monotonic()
-        patience = PATIENCE_SECONDS
+        patience = BUILD_SECONDS
         if self.look_seconds:
             patience = max(PATIENCE_FACTOR * self.look_seconds, PATIENCE_AT_LEAST)
         found = self._ask("evaluate", patience)
@@ -128,24 +128,24 @@ class Seat:
 
     def finish(self) -> None:
         """What its techniques did, and what its model writes; it trains no more."""
-        last = self._ask("finish", PATIENCE_SECONDS)
+        last = self._ask("finish", BUILD_SECONDS)
         known = {key: last.get(key) for key in ("acted", "samples", "ledger")}
         self._note("finish", **known)
 
     def _ask(self, what: str, patience: float, **details: Any) -> dict[str, Any]:
-        return self.trial.ask(what, self._patience(patience), **details)
+        return self.worker.request(what, self._patience(patience), **details)
 
     def _patience(self, seconds: float) -> float:
         """So many seconds, or those until the experiment's deadline, if they are fewer.
 
         Raises:
-            TrialFailedError: it has passed.
+            WorkerError: it has passed.
         """
         deadline = self._design.deadline_seconds
         if deadline is None:
             return seconds
         if self._record.spent >= deadline:
-            raise TrialFailedError("the deadline has passed")
+            raise WorkerError("the deadline has passed")
         return min(seconds, deadline - self._record.spent)
 
     def _compiles(self) -> bool:

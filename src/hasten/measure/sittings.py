@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import random
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from hasten.core.plan import Plan
 from hasten.measure import grouping
 from hasten.measure.ablation import Design, Kind
-from hasten.measure.crew import ALONE
-from hasten.measure.nursery import Nursery
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.rounds import Rounds
 from hasten.measure.seat import Seat
 from hasten.measure.timekeeper import Timekeeper
-from hasten.measure.trial import ENTRY, Trial, TrialFailedError
+from hasten.measure.workers import WorkerError, WorkerPool, WorkerSpec
 
 Tell = Callable[[str, float], None]  # what happens now, and which share of the work is done
 
@@ -33,26 +29,18 @@ class Table:
     """What an experiment needs besides its plans.
 
     Args:
-        recipe: a resolved recipe that allows ``design.steps_in_all`` steps.
-        environ: variables that an arm's process needs.
-        folder: for the processes' logs.
+        pool: starts the workers.
+        spec: the worker of a plan; its job allows ``design.steps_in_all`` steps.
         memory: bytes the arms may use together.
         cores: that they share.
-        entry: the program of an arm's process.
         joules: a counter of the training device's energy; None where none can be read.
-        ranks: for a new folder in which an arm's ranks meet, what tells each its place.
-        nursery: forks the processes, of arms of one rank.
     """
 
-    recipe: Path
-    environ: Callable[[Plan], Mapping[str, str]]
-    folder: Path
+    pool: WorkerPool
+    spec: Callable[[Plan], WorkerSpec]
     memory: int
     cores: int
-    entry: Sequence[str] = ENTRY
     joules: Callable[[], float | None] = lambda: None
-    ranks: Callable[[Path], Sequence[Mapping[str, str]]] = lambda folder: ALONE
-    nursery: Nursery | None = None
 
 
 class Experiment:
@@ -133,7 +121,7 @@ class Experiment:
                     self._finish(name)
             if self.time.late:
                 for seat in self.seats.values():
-                    seat.trial.end(at_once=True)  # nobody waits until they have left
+                    seat.worker.close(kill=True)  # nobody waits until they have left
 
     def _play(self, waiting: Sequence[str], names: Sequence[str], number: int) -> None:
         """Catch up with the longest warm-up, then take turns as long as there is time."""
@@ -186,12 +174,9 @@ class Experiment:
     ) -> None:
         self._say(f"starting {name}")
         plan, place = self.plans[name], list(self.plans).index(name)
-        log, environ = self.at.folder / f"arm-{place}.log", self.at.environ(plan)
-        meeting = tempfile.TemporaryDirectory(dir=self.at.folder, prefix=".ranks-")
-        ranks = self.at.ranks(Path(stack.enter_context(meeting)))
-        trial = Trial(self.at.recipe, plan, environ, log, self.at.entry, ranks, self.at.nursery)
-        stack.enter_context(trial)
-        self.seats[name] = Seat(name, trial, number, self.record, self.design, self.at)
+        worker = self.at.pool.start(self.at.spec(plan), f"arm-{place}")
+        stack.callback(worker.close)
+        self.seats[name] = Seat(name, worker, number, self.record, self.design, self.at)
         self._attempt(name, lambda seat: seat.begin(look_first), at_the_end)
         if name in self.seats and (peak := self.seats[name].peak):
             self.peaks[name] = peak
@@ -279,19 +264,19 @@ class Experiment:
             return
         try:
             act(seat)
-        except TrialFailedError as error:
+        except WorkerError as error:
             if self.time.late:
                 self.time.over = True
             else:
                 what = "unfinished" if at_the_end else "failed"
                 self.record.append(what, arm=name, sitting=seat.sitting, why=str(error))
             del self.seats[name]
-            seat.trial.end(at_once=True)
+            seat.worker.close(kill=True)
 
     def _without_dropped(self, names: Sequence[str]) -> list[str]:
         """End the processes of arms for which there is no time; the names of the others."""
         for name in self.time.dropped & set(self.seats):
-            self.seats.pop(name).trial.end()
+            self.seats.pop(name).worker.close()
         return [name for name in names if name not in self.time.dropped]
 
     def _in_all(self, name: str) -> int:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from hasten.measure.workers import WorkerError
+
 State = Literal["ok", "out of memory", "failed"]
 WARMUP, MOST_WARMUP = 2, 8  # steps before a round
 SHORT = (
@@ -25,20 +27,6 @@ MOST_TIMES = 4  # as many steps for short ones
 PASSES = 4  # of a round: a machine's speed changes within a second, so turns are short and many
 PART = 0.25  # seconds of the quickest's turn, before the next one goes on with its own
 STATIONARY = 1.25  # of the last two steps the slower takes at most so much longer
-# What processes say when memory is gone: torch's allocator, the C++ library, Python, the kernel.
-OUT_OF_MEMORY = (
-    "out of memory",
-    "want of memory",
-    "can't allocate memory",
-    "bad_alloc",
-    "memoryerror",
-)
-
-
-class RunnerFailedError(RuntimeError):
-    """A point's process died, hung or reported an error; the message says why."""
-
-    runner: Runner | None = None  # whose it is, where several took turns
 
 
 class OutOfTimeError(RuntimeError):
@@ -63,12 +51,12 @@ class Parts(Protocol):
         """Seconds that a step took lately."""
 
     def order(self, count: int) -> None:
-        """Have so many steps ahead. Raises RunnerFailedError."""
+        """Have so many steps ahead. Raises WorkerError."""
 
     def go_on(self, seconds: float) -> list[Step] | None:
         """Work at them for so long at most; the steps, once all are done.
 
-        Their seconds are those of the parts. Raises RunnerFailedError.
+        Their seconds are those of the parts. Raises WorkerError.
         """
 
 
@@ -80,10 +68,10 @@ class Runner(Protocol):
         """How it does a turn in parts; None where it can't be stopped within one."""
 
     def begin(self, patience: float) -> None:
-        """Wait until it is built. Raises RunnerFailedError."""
+        """Wait until it is built. Raises WorkerError."""
 
     def steps(self, count: int, patience: float) -> list[Step]:
-        """Do so many steps. Raises RunnerFailedError."""
+        """Do so many steps. Raises WorkerError."""
 
     def again(self) -> None:
         """Let the next steps begin with the data's first record, if whoever runs can do that.
@@ -135,16 +123,16 @@ def sound(steps: list[Step]) -> list[Step]:
     """The steps, if each is one that can be counted."""
     for s in steps:
         if not s.finite:
-            raise RunnerFailedError("its loss is not a finite number")
+            raise WorkerError("its loss is not a finite number")
         if not (math.isfinite(s.items) and s.items > 0 and s.seconds > 0):
-            raise RunnerFailedError(f"a step did {s.items} items, and a speed needs some")
+            raise WorkerError(f"a step did {s.items} items, and a speed needs some")
     return steps
 
 
 class Turns:
     """Takes runners through their warm-up and their turns, none of it beyond a deadline.
 
-    Its methods raise RunnerFailedError for a runner that failed before the deadline, and
+    Its methods raise WorkerError for a runner that failed before the deadline, and
     OutOfTimeError for one that was cut off by it.
 
     Args:
@@ -213,7 +201,7 @@ class Turns:
         share = PART / min(parts.pace for _, parts in runners)
         left = dict(enumerate(runners))
         found: dict[int, list[Step]] = {}
-        failed: RunnerFailedError | None = None
+        failed: WorkerError | None = None
         begun = set[int]()
         while left:
             for place, (runner, parts) in tuple(left.items()):
@@ -223,7 +211,7 @@ class Turns:
                             begun.add(place)
                             parts.order(count)
                         steps = self._part(parts, share * parts.pace, deadline)
-                except RunnerFailedError as error:
+                except WorkerError as error:
                     failed, steps = error, []
                 if steps is not None:
                     found[place] = steps
@@ -244,7 +232,7 @@ class Turns:
         left = self._left(deadline)
         try:
             return act(left)
-        except RunnerFailedError:
+        except WorkerError:
             self._left(deadline)  # a process that was cut off by the end of time didn't fail
             raise
 
@@ -260,8 +248,8 @@ def _named(runner: Runner) -> Iterator[None]:
     """Say of a failure whose it is."""
     try:
         yield
-    except RunnerFailedError as error:
-        error.runner = runner
+    except WorkerError as error:
+        error.source = runner
         raise
 
 

@@ -20,17 +20,16 @@ from collections.abc import Callable, Sequence
 from hasten.errors import InputError
 from hasten.machine.processes import foreign_share, look
 from hasten.measure.turns import (
-    OUT_OF_MEMORY,
     Beside,
     Measurement,
     OutOfTimeError,
     Runner,
-    RunnerFailedError,
     State,
     Step,
     Turns,
     rate,
 )
+from hasten.measure.workers import WorkerError
 from hasten.tune.space import Point
 
 ROUNDS = 3  # of a trial
@@ -109,7 +108,7 @@ class ReferencePair:
         self._base = self.start(self.beside)
         try:
             warm = self.turns.warmed(self._base, deadline)
-        except RunnerFailedError as error:
+        except WorkerError as error:
             if self.beside != self._first:
                 self._drop()
                 self.beside, self.above = self._first, 0.0
@@ -177,11 +176,9 @@ class ReferencePair:
                 if len(logs) >= 2 and self._clock() > enough:
                     break
             whole = True
-        except RunnerFailedError as error:
-            text = str(error)
-            gone = any(word in text.lower() for word in OUT_OF_MEMORY)
-            state: State = "out of memory" if gone else "failed"
-            return Measurement(state, seconds=self._clock() - began, why=text)
+        except WorkerError as error:
+            state: State = "out of memory" if error.out_of_memory else "failed"
+            return Measurement(state, seconds=self._clock() - began, why=str(error))
         except OutOfTimeError:
             if not logs:
                 raise  # else the rounds that were over count
@@ -249,13 +246,13 @@ class ReferencePair:
         assert self._base is not None  # `measure` has opened it
         try:
             return self.turns.round((runner, self._base), count, deadline, self.draw)
-        except RunnerFailedError as error:
-            if error.runner is not self._base:
+        except WorkerError as error:
+            if error.source is not self._base:
                 raise
             self._drop()
             first = self.beside == self._first
             who = "the start's process" if first else "the process it was compared with"
-            raise RunnerFailedError(f"{who} failed beside it: {error}") from error
+            raise WorkerError(f"{who} failed beside it: {error}") from error
         except OutOfTimeError:
             self._drop()
             raise

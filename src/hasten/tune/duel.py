@@ -17,7 +17,8 @@ from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.measure.ablation import AGAIN, BASELINE, Arm
 from hasten.measure.significance import with_luck
-from hasten.measure.turns import Runner, RunnerFailedError
+from hasten.measure.turns import Runner
+from hasten.measure.workers import WorkerError
 from hasten.report.verdicts import floor_of, idle, judge, ratio_to
 from hasten.tune.space import Point
 
@@ -114,6 +115,6 @@ def _attempt(
 ) -> None:
     try:
         act(alive[place])
-    except RunnerFailedError as error:
+    except WorkerError as error:
         arms[place].failed = str(error)
         alive.pop(place).end(at_once=True)

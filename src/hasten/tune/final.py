@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hasten.measure.statistics import hodges_lehmann, student_quantile
-from hasten.measure.turns import OutOfTimeError, Runner, RunnerFailedError, rate
+from hasten.measure.turns import OutOfTimeError, Runner, rate
+from hasten.measure.workers import WorkerError
 from hasten.tune.space import Point
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def side_by_side(
         for point, runner in tuple(runners.items()):  # all are being built meanwhile
             try:
                 counts.append(bench.turns.length(bench.turns.warmed(runner, deadline)))
-            except RunnerFailedError:
+            except WorkerError:
                 runners.pop(point).end(at_once=True)
         found = {point: [] for point in runners}
         for runner in runners.values():
@@ -65,7 +66,7 @@ def side_by_side(
                     found[point].append(level + log - middle)
             for point in behind({p: found[p] for p in runners}):
                 runners.pop(point).end(at_once=True)
-    except (OutOfTimeError, RunnerFailedError):
+    except (OutOfTimeError, WorkerError):
         pass  # the rounds before it count
     finally:
         for runner in runners.values():

@@ -25,7 +25,8 @@ from hasten.errors import InputError
 from hasten.measure.budget import words
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.statistics import Interval, paired_ratio
-from hasten.measure.turns import OutOfTimeError, RunnerFailedError
+from hasten.measure.turns import OutOfTimeError
+from hasten.measure.workers import WorkerError
 from hasten.tune.space import Point, Space
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class Training(Protocol):
     """One training from its beginning, in a process of its own."""
 
     def loss_at(self, look: int, patience: float) -> float:
-        """Train on to that look, counted from 1; its held-out loss. Raises RunnerFailedError."""
+        """Train on to that look, counted from 1; its held-out loss. Raises WorkerError."""
 
     def end(self, at_once: bool = False) -> None:
         """End the process; harmless when it has ended."""
@@ -312,7 +313,7 @@ class Learning:
                 pair = self._pair(best, self._seed + number)
             except OutOfTimeError:
                 break
-            except RunnerFailedError as error:
+            except WorkerError as error:
                 learnt.unproven = f"a training of the pairs failed: {error}"
                 return
             self._record.append("pair", settings=settings, **pair)
@@ -325,7 +326,7 @@ class Learning:
         for name, point in (("start", self._space.start), ("best", best)):
             row = self._trained(point, seed, self._end)
             if row["state"] != "ok":
-                raise RunnerFailedError(row["why"])
+                raise WorkerError(row["why"])
             found[name] = row["loss"]
         return found
 
@@ -359,7 +360,7 @@ class Learning:
                 if trial is not None and hopeless(trial, number, loss, self._looks):
                     state, why = "pruned", f"given up after {number} of {self._looks} looks"
             sound = True
-        except RunnerFailedError as error:
+        except WorkerError as error:
             self._left(deadline)  # a process that was cut off by the end of time didn't fail
             state, why = "failed", str(error)
         finally:

@@ -244,11 +244,10 @@ class _Study:
                 return self._result(json.loads(kept.read_text()))
             if any(e["event"] == "trained" for e in record.events):
                 self._audience.tell(f"going on with {self._folder}")
-            (self._folder / "recipe.yaml").write_text(job.given.recipe.to_yaml())
             self._audience.begin()
             search = Learning(
                 job.space,
-                lambda point, seed: job.begin(point, seed, self._folder),
+                job.begin,
                 record,
                 budget_seconds=self._seconds,
                 looks=job.looks,
@@ -258,7 +257,8 @@ class _Study:
                 found=self._keep,
                 began=self._began,
             )
-            learnt = search.run()
+            with job.opened(self._folder):
+                learnt = search.run()
             about = {
                 "title": f"Learning of {job.given.recipe.model}",
                 "budget_seconds": self._seconds,

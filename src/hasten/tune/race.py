@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.measure.ablation import BASELINE, Arm
-from hasten.measure.turns import RunnerFailedError
+from hasten.measure.workers import WorkerError
 from hasten.tune.duel import judged
 from hasten.tune.space import Point
 
@@ -33,7 +33,7 @@ class Timed(Protocol):
     seconds: float
 
     def loss_at(self, look: int, patience: float) -> float:
-        """Train on to that look, counted from 1; its held-out loss. Raises RunnerFailedError."""
+        """Train on to that look, counted from 1; its held-out loss. Raises WorkerError."""
 
     def end(self, at_once: bool = False) -> None:
         """End the process; harmless when it has ended."""
@@ -130,7 +130,7 @@ def _race(
                 try:
                     curves[place].losses.append(alive[place].loss_at(look, left))
                     curves[place].seconds.append(alive[place].seconds)
-                except RunnerFailedError as error:
+                except WorkerError as error:
                     if clock() >= deadline:
                         return None
                     curves[place].failed = str(error)

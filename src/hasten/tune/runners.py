@@ -1,11 +1,10 @@
-"""Runners: processes in which points are measured, of a recipe's plan or a loop of anybody's."""
+"""Runners: workers in which points are measured, of a recipe's plan or a loop of the user's own."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-import signal
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -13,58 +12,33 @@ from pathlib import Path
 from typing import Any
 
 from hasten.core.plan import Plan
-from hasten.launch.ranks import places
-from hasten.machine import host
-from hasten.measure.loops import LoopFailedError, LoopProcess
-from hasten.measure.nursery import Nursery
-from hasten.measure.trial import Trial, TrialFailedError
-from hasten.measure.turns import RunnerFailedError, Step
+from hasten.core.technique import Technique
+from hasten.measure.experiment import ExperimentSubject, environment, recipe_worker
+from hasten.measure.turns import Step
+from hasten.measure.workers import Reply, Worker, WorkerPool
+
+ENDLESS = 1_000_000  # steps: a study ends by its budget
 
 
 class PlanRunner:
-    """A recipe under one plan, as `hasten.measure.trial_process` trains it.
+    """The worker of a recipe under one plan."""
 
-    Args:
-        recipe: a resolved recipe whose data is ready and which has steps enough.
-        plan: the techniques.
-        environ: variables that the process needs.
-        log: where its own words go.
-        ranks: of the job, each a process; they meet in a new folder beside the log.
-        nursery: forks the process of a job of one rank.
-        stoppable: whether nothing works for it that goes on while its process is stopped, as an
-            accelerator or a link does.
-    """
-
-    def __init__(
-        self,
-        recipe: Path,
-        plan: Plan,
-        environ: Mapping[str, str],
-        log: Path,
-        ranks: int = 1,
-        nursery: Nursery | None = None,
-        stoppable: bool = False,
-    ) -> None:
-        alone = stoppable and ranks == 1 and hasattr(signal, "SIGSTOP")
-        self.parts = self if alone else None
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.parts = self if worker.can_slice else None
         self.pace, self._worked = 1.0, 0.0
-        self._meeting = tempfile.TemporaryDirectory(dir=log.parent, prefix=".ranks-")
-        own = places(ranks, host.usable_cores(), Path(self._meeting.name))
-        self._trial = Trial(recipe, plan, environ, log, ranks=own, nursery=nursery)
         self._again = False
 
-    def begin(self, patience: float) -> None:
-        with _told():
-            self._trial.answer(patience)
+    def begin(self, timeout: float) -> None:
+        self._worker.ready(timeout)
 
     def again(self) -> None:
         self._again = True
 
-    def steps(self, count: int, patience: float) -> list[Step]:
-        with _told():
-            answer = self._trial.ask("steps", patience=patience, **self._wanted(count))
-        steps = [_step(entry) for entry in answer["steps"]]
-        whole = answer.get("turn_seconds")
+    def steps(self, count: int, timeout: float) -> list[Step]:
+        reply = self._worker.request("steps", timeout, **self._wanted(count))
+        steps = self._read(reply)
+        whole = reply.get("turn_seconds")
         if whole is not None:
             # Ranks that train apart meet in some steps alone: what counts is the turn as a whole.
             steps = [replace(step, seconds=whole / len(steps)) for step in steps]
@@ -73,39 +47,44 @@ class PlanRunner:
 
     def order(self, count: int) -> None:
         self._worked = 0.0
-        with _told():
-            self._trial.give("steps", **self._wanted(count))
+        self._worker.submit("steps", **self._wanted(count))
 
     def go_on(self, seconds: float) -> list[Step] | None:
         began = time.perf_counter()
-        with _told():
-            answer = self._trial.go_on(seconds)
+        reply = self._worker.run_for(seconds)
         self._worked += time.perf_counter() - began
-        if answer is None:
+        if reply is None:
             return None
-        steps = [_step(entry) for entry in answer["steps"]]
+        steps = self._read(reply)
         self.pace = self._worked / len(steps)
         # By the process's own clock they have lasted as long as it was stopped, too.
         one = self._worked / (math.fsum(step.items for step in steps) or 1.0)
         return [replace(step, seconds=one * step.items) for step in steps]
 
+    def end(self, at_once: bool = False) -> None:
+        self._worker.close(kill=at_once)
+
     def _wanted(self, count: int) -> dict[str, Any]:
-        more = {"again": True} if self._again else {}
+        more = {"from_start": True} if self._again else {}
         self._again = False
         return {"count": count, **more}
 
-    def end(self, at_once: bool = False) -> None:
-        self._trial.end(at_once)
-        self._meeting.cleanup()
+    def _read(self, reply: Reply) -> list[Step]:
+        return [_step(entry) for entry in reply["steps"]]
 
 
-@contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """What a trial says of its failure, as that of the runner."""
-    try:
-        yield
-    except TrialFailedError as error:
-        raise RunnerFailedError(str(error)) from error
+class LoopRunner(PlanRunner):
+    """The worker of a training loop of the user's own."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker)
+        self.parts = None  # the loop may wait for what goes on while it is stopped
+
+    def again(self) -> None:
+        """A loop brings its own data, and goes on."""
+
+    def _read(self, reply: Reply) -> list[Step]:
+        return [Step(items, seconds) for items, seconds, _ in reply["steps"]]
 
 
 def _step(entry: Mapping[str, Any]) -> Step:
@@ -114,43 +93,47 @@ def _step(entry: Mapping[str, Any]) -> Step:
     return Step(entry["tokens"], entry["step_seconds"], entry.get("peak_memory_bytes"), sound)
 
 
-class LoopRunner:
-    """A training loop of anybody's under one setting of its factory's arguments.
+class RecipeWorkers:
+    """The workers of a recipe's plans, for a study.
 
     Args:
-        target: ``module:function`` or ``script.py:function``.
-        settings: the arguments.
+        given: the recipe and what is known of it.
     """
 
-    parts = None  # it may wait for what goes on while it is stopped
+    def __init__(self, given: ExperimentSubject) -> None:
+        self._given = given
+        self._environs: dict[frozenset[Technique], Mapping[str, str]] = {}
+        self._numbers = itertools.count()  # two workers of one plan have logs of their own
+        self.pool: WorkerPool | None = None
 
-    def __init__(self, target: str, settings: Mapping[str, Any]) -> None:
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed in `end`
-        self._loop = LoopProcess(target.rpartition(":")[2], target, self._log, 600.0, settings)
-        self._loop.__enter__()
-        self._ended = False
+    @contextlib.contextmanager
+    def opened(self, folder: Path, likely: Plan) -> Iterator[None]:
+        """For as long as workers are started; those of a likely plan are prepared at once."""
+        steps = {"max_steps": ENDLESS, "epochs": None, "max_tokens": None}
+        self._recipe = folder / "recipe.yaml"
+        self._recipe.write_text(self._given.recipe.model_copy(update=steps).to_yaml())
+        forks = self._given.recipe.nproc == 1
+        with WorkerPool(folder, self._given.known.device, forks, self._recipe) as self.pool:
+            self.pool.warm_up(self._environ(likely))
+            try:
+                yield
+            finally:
+                self.pool = None
 
-    def begin(self, patience: float) -> None:
-        self._loop.patience = patience
-        try:
-            self._loop.begin(warmup=0)
-        except LoopFailedError as error:
-            raise RunnerFailedError(str(error)) from error
+    def start(self, plan: Plan, changes: Mapping[str, Any] | None = None) -> Worker:
+        """A worker of a plan, with changes of the recipe's keys."""
+        assert self.pool is not None  # `opened` has made it
+        spec = recipe_worker(self._given, self._recipe, plan, changes)
+        return self.pool.start(spec, f"worker-{next(self._numbers)}")
 
-    def again(self) -> None:
-        """A loop brings its own data, and goes on."""
+    def effort(self, plan: Plan) -> float:
+        """See `WorkerPool.start_cost`."""
+        return 1.0 if self.pool is None else self.pool.start_cost(self._environ(plan))
 
-    def steps(self, count: int, patience: float) -> list[Step]:
-        self._loop.patience = patience
-        try:
-            found = self._loop.steps(count)
-        except LoopFailedError as error:
-            raise RunnerFailedError(str(error)) from error
-        return [Step(items, seconds) for items, seconds, _ in found]
-
-    def end(self, at_once: bool = False) -> None:
-        if not self._ended:
-            self._ended = True
-            kind = RunnerFailedError if at_once else None
-            self._loop.__exit__(kind, None, None)
-            self._log.close()
+    def _environ(self, plan: Plan) -> Mapping[str, str]:
+        """Remembered by the techniques that it depends on: studies ask for many plans."""
+        wishing = frozenset(t for t in plan if type(t).environ is not Technique.environ)
+        if wishing not in self._environs:
+            recipe, known = self._given.recipe, self._given.known
+            self._environs[wishing] = environment(plan, known, recipe.transport)
+        return self._environs[wishing]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +21,9 @@ from hasten.measure.ablation import AGAIN, BASELINE, Design, check_turns
 from hasten.measure.experiment import ExperimentSubject as Subject_
 from hasten.measure.experiment import measured
 from hasten.measure.grouping import SHARE
+from hasten.measure.loops import loop_spec
 from hasten.measure.turns import Runner, duel_steps
+from hasten.measure.workers import WorkerPool
 from hasten.progress import Audience
 from hasten.recipe.build import batch_of, mixed_layouts
 from hasten.recipe.schema import Recipe
@@ -28,10 +31,9 @@ from hasten.recipe.shorthands import catalogue
 from hasten.recipe.suggest import recipe_text
 from hasten.tune.duel import duel, judged
 from hasten.tune.race import LOOKS, races
-from hasten.tune.runners import LoopRunner
+from hasten.tune.runners import LoopRunner, PlanRunner, RecipeWorkers
 from hasten.tune.samplers import Beforehand, Sampler, check_sampler
 from hasten.tune.space import Point, Space, plan_space
-from hasten.tune.starter import Starter
 from hasten.tune.study import OBJECTIVES, Objective
 from hasten.tune.whole_trainings import TrainingProcess, begun, steps_of
 
@@ -173,7 +175,7 @@ class RecipeSubject:
         }
         # Exchanges between ranks fall on whole turns.
         self.together = 1 if recipe.nproc == 1 else wishes.steps
-        self._starter = Starter(given, self.folder)
+        self._workers = RecipeWorkers(given)
 
     def key(self) -> dict[str, Any]:
         given = self._given
@@ -187,7 +189,7 @@ class RecipeSubject:
 
     def opened(self, folder: Path) -> AbstractContextManager[None]:
         likely = self.space.summit(self._plans.gain, self._wishes.seed)
-        return self._starter.opened(folder, self._plans.plan(likely))
+        return self._workers.opened(folder, self._plans.plan(likely))
 
     def known(self, noise: float, memory: float | None) -> Beforehand:
         """Forecasts of the techniques; the memory that is left beside the start's process."""
@@ -208,10 +210,10 @@ class RecipeSubject:
         return Beforehand(self._plans.gain, peak, limit, noise, self._effort)
 
     def start(self, point: Point) -> Runner:
-        return self._starter.start(self._plans.plan(point))
+        return PlanRunner(self._workers.start(self._plans.plan(point)))
 
     def _effort(self, point: Point) -> float:
-        return self._starter.effort(self._plans.plan(point))
+        return self._workers.effort(self._plans.plan(point))
 
     def duel(
         self,
@@ -252,7 +254,7 @@ class RecipeSubject:
                 design,
                 self._wishes.fresh,
                 _Quietly(self._audience, tell),
-                self._starter.nursery,
+                self._workers.pool,
             )
         except InputError as error:  # the budget left no room for two rounds
             reason = f"no duel: {error}"
@@ -271,8 +273,7 @@ class RecipeSubject:
         steps = steps_of(given)
 
         def begin(point: Point, seed: int) -> TrainingProcess:
-            log = self._starter.log("race")
-            return begun(given, self._plans.plan(point), {"seed": seed}, steps, LOOKS, log)
+            return begun(self._workers, self._plans.plan(point), {"seed": seed}, steps, LOOKS)
 
         found = races(
             begin,
@@ -401,6 +402,7 @@ class LoopSubject:
         self._target, self.space, self.folder, self._wishes = target, space, folder, wishes
         self.title = target.rpartition("/")[2]
         self.about = {"loop": target}
+        self._numbers = itertools.count()
 
     def key(self) -> dict[str, Any]:
         place = self._target.rpartition(":")[0]
@@ -414,15 +416,18 @@ class LoopSubject:
             "hardware": asdict(host.hardware()),
         }
 
-    def opened(self, folder: Path) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def opened(self, folder: Path) -> Iterator[None]:
+        with WorkerPool(folder) as self._pool:
+            yield
 
     def known(self, noise: float, memory: float | None) -> Beforehand:
         limit = SHARE * processes.available_bytes(host.hardware().memory_limit_bytes)
         return Beforehand(limit=limit, noise=noise)
 
     def start(self, point: Point) -> Runner:
-        return LoopRunner(self._target, self.space.settings(point))
+        spec = loop_spec(self._target, self.space.settings(point))
+        return LoopRunner(self._pool.start(spec, f"worker-{next(self._numbers)}"))
 
     def duel(
         self,

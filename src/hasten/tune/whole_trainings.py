@@ -6,24 +6,23 @@ steps, and warm-up is a share of these. Each waits at its looks for its held-out
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.errors import InputError
-from hasten.measure.experiment import ExperimentSubject, environment
-from hasten.measure.trial import Trial, TrialFailedError
-from hasten.measure.turns import RunnerFailedError
+from hasten.measure.experiment import ExperimentSubject
+from hasten.measure.workers import Worker
 from hasten.recipe.build import batch_of, job_of, warmup_steps
 from hasten.recipe.prepared_data import gather
 from hasten.recipe.schema import Recipe
 from hasten.tune.learning import LOOKS
+from hasten.tune.runners import RecipeWorkers
 from hasten.tune.space import Dimension, Point, Space
 
-ENTRY = ("-m", "hasten.tune.training")
 RATE, WARMUP = "learning_rate", "warmup_share"
 TIMES = [2 ** (k / 2) for k in range(-6, 7)]  # the own rate, from an eighth of it to eight times
 WARMUPS = (0.0, 0.01, 0.03, 0.1)
@@ -56,7 +55,7 @@ class RecipeTrainings:
         if fewest < FEWEST_STEPS:
             raise InputError(f"the training has {steps} steps, too few to study; give it more")
         self.looks = min(LOOKS, fewest)
-        self._logs = 0
+        self._workers = RecipeWorkers(given)
 
     def key(self) -> dict[str, Any]:
         """Everything that decides the losses."""
@@ -85,15 +84,17 @@ class RecipeTrainings:
             found = found.model_copy(update={"warmup_steps": warm})
         return found
 
-    def begin(self, point: Point, seed: int, folder: Path) -> TrainingProcess:
+    def opened(self, folder: Path) -> AbstractContextManager[None]:
+        """For as long as trainings are begun; their files are in ``folder``."""
+        return self._workers.opened(folder, self.given.plan)
+
+    def begin(self, point: Point, seed: int) -> TrainingProcess:
         """The training of a point, begun."""
         changed = self.recipe_at(point)
         values = {name: getattr(changed, name) for name in (RATE, self._batch, "warmup_steps")}
         values["seed"] = seed
-        self._logs += 1
-        log = folder / f"training-{self._logs}.log"
         steps = self._steps_of(changed)
-        return begun(self.given, self.given.plan, values, steps, self.looks, log)
+        return begun(self._workers, self.given.plan, values, steps, self.looks)
 
     def _steps_of(self, recipe: Recipe) -> int:
         given = self.given
@@ -129,35 +130,27 @@ def _as_long(steps: int | None, times: float) -> bool:
 
 
 def begun(
-    given: ExperimentSubject,
-    plan: Plan,
-    changes: Mapping[str, Any],
-    steps: int,
-    looks: int,
-    log: Path,
+    workers: RecipeWorkers, plan: Plan, changes: Mapping[str, Any], steps: int, looks: int
 ) -> TrainingProcess:
     """A training of a plan with changes to the recipe's keys, to so many steps.
 
-    Its recipe lies beside ``log``. It ends by steps, where its looks end: a number of tokens ends
-    within a step.
+    It ends by steps, where its looks end: a number of tokens ends within a step.
     """
     ends = {"max_steps": steps, "epochs": None, "max_tokens": None}
-    plain = json.dumps({**changes, **ends})
-    variables = environment(plan, given.known, given.recipe.transport)
-    trial = Trial(log.with_name("recipe.yaml"), plan, variables, log, (*ENTRY, plain))
-    return TrainingProcess(trial, [round(steps * n / looks) for n in range(looks + 1)])
+    worker = workers.start(plan, {**changes, **ends})
+    return TrainingProcess(worker, [round(steps * n / looks) for n in range(looks + 1)])
 
 
 class TrainingProcess:
     """A training that waits at its looks.
 
     Args:
-        trial: its process, just started.
+        worker: just started.
         steps: done before each look, the first of them 0.
     """
 
-    def __init__(self, trial: Trial, steps: Sequence[int]) -> None:
-        self._trial, self._steps, self._begun = trial, steps, False
+    def __init__(self, worker: Worker, steps: Sequence[int]) -> None:
+        self._worker, self._steps, self._begun = worker, steps, False
         self.seconds = 0.0  # of its own steps so far
 
     def loss_at(self, look: int, patience: float) -> float:
@@ -166,19 +159,16 @@ class TrainingProcess:
         def left() -> float:
             return max(deadline - time.monotonic(), 0.0)
 
-        try:
-            if not self._begun:
-                self._trial.answer(left())
-                self._begun = True
-            count = self._steps[look] - self._steps[look - 1]
-            answer = self._trial.ask("steps", patience=left(), count=count)
-            self.seconds += sum(step["step_seconds"] for step in answer["steps"])
-            return float(self._trial.ask("evaluate", patience=left())["held_out_loss"])
-        except TrialFailedError as error:
-            raise RunnerFailedError(str(error)) from error
+        if not self._begun:
+            self._worker.ready(left())
+            self._begun = True
+        count = self._steps[look] - self._steps[look - 1]
+        reply = self._worker.request("steps", left(), count=count)
+        self.seconds += sum(step["step_seconds"] for step in reply["steps"])
+        return float(self._worker.request("evaluate", left())["held_out_loss"])
 
     def end(self, at_once: bool = False) -> None:
-        self._trial.end(at_once)
+        self._worker.close(kill=at_once)
 
 
 def steps_of(given: ExperimentSubject) -> int:

@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from hasten.measure.turns import Parts, RunnerFailedError, Step
+from hasten.measure.turns import Parts, Step
+from hasten.measure.workers import WorkerError
 from hasten.tune.space import Point, Space
 
 TICK = 0.01  # seconds, within which a machine's speed stays
@@ -78,9 +79,9 @@ class Simulated:
     def begin(self, patience: float) -> None:
         self._pass(self.machine.start_seconds, patience)
         if why := self.machine.fails(self.settings):
-            raise RunnerFailedError(why)
+            raise WorkerError(why)
         if self.machine.memory(self.settings) > self.machine.limit:
-            raise RunnerFailedError("the process ended with code -9: killed for want of memory")
+            raise WorkerError("the process ended with code -9: killed for want of memory")
 
     def steps(self, count: int, patience: float) -> list[Step]:
         assert not self.cut_off, "its answer to an earlier order is still to come"
@@ -108,7 +109,7 @@ class Simulated:
         took, done = self.machine.work(seconds, patience)
         if not done:
             self.cut_off = True
-            raise RunnerFailedError("no answer in time: it hangs")
+            raise WorkerError("no answer in time: it hangs")
         return took
 
 

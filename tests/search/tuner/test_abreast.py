@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from hasten.measure.turns import PART, OutOfTimeError, RunnerFailedError, Step, Turns
+from hasten.measure.turns import PART, OutOfTimeError, Step, Turns
+from hasten.measure.workers import WorkerError
 from hasten.tune.bench import ReferencePair
 from hasten.tune.space import Point, of_values
 from search.tuner.simulated import InParts, Machine, Simulated
@@ -94,7 +95,7 @@ class Dying(InParts):
     def go_on(self, seconds: float) -> list[Step] | None:
         beside = any(self.machine.space.settings(p)["fused"] for p in self.machine.started)
         if self.machine.harm and beside and self.worked:
-            raise RunnerFailedError(KILLED)
+            raise WorkerError(KILLED)
         return super().go_on(seconds)
 
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.measure.record import ExperimentRecord
-from hasten.measure.turns import PASSES, OutOfTimeError, RunnerFailedError, Step, Turns, duel_steps
+from hasten.measure.turns import PASSES, OutOfTimeError, Step, Turns, duel_steps
+from hasten.measure.workers import WorkerError
 from hasten.tune.bench import ReferencePair
 from hasten.tune.samplers import Tried
 from hasten.tune.space import Point, of_values
@@ -47,7 +48,7 @@ class Victim(Simulated):
         first = self.settings == SPACE.settings(SPACE.start)
         self.dead = self.dead or (first and self.machine.hungry > 0)
         if self.dead:
-            raise RunnerFailedError(KILLED)
+            raise WorkerError(KILLED)
         return super().steps(count, patience)
 
     def end(self, at_once: bool = False) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from hasten.errors import InputError
 from hasten.measure.record import ExperimentRecord
-from hasten.measure.turns import RunnerFailedError
+from hasten.measure.workers import WorkerError
 from hasten.tune.learning import FEWEST_PAIRS, Learning, Learnt
 from hasten.tune.space import Dimension, Point, Space
 from search.tuner.simulated import Clock
@@ -73,9 +73,9 @@ class Made:
         took = 10.0 / self.of.looks
         self.of.clock.now += min(took, patience)
         if took > patience:
-            raise RunnerFailedError("no answer in time")
+            raise WorkerError("no answer in time")
         if why := self.of.fails(self.point, look):
-            raise RunnerFailedError(why)
+            raise WorkerError(why)
         last = self.of.loss(SPACE.settings(self.point)) + self.draw
         return last + 2.0 * (1 - look / self.of.looks)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
-from hasten.measure.turns import RunnerFailedError
+from hasten.measure.workers import WorkerError
 from hasten.tune.race import LOOKS, LossCurve, races
 from hasten.tune.space import Point
 from search.tuner.simulated import Clock
@@ -44,7 +44,7 @@ class Runner:
         took = STEP[self.point] * (1 + self.draw.gauss(0, self.track.noise))
         self.track.clock.now += min(took, patience)
         if took > patience or self.track.fails(self.point, look):
-            raise RunnerFailedError("killed")
+            raise WorkerError("killed")
         self.seconds += took
         return 3.0 - LEARNS[self.point] * look / LOOKS
 

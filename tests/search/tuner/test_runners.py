@@ -14,6 +14,7 @@ import pytest
 from hasten.core.plan import Plan
 from hasten.measure import turns as turns_module
 from hasten.measure.turns import Turns
+from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.recipe.prepare import ready
 from hasten.recipe.schema import recipe_from
 from hasten.techniques.feed import Prefetched
@@ -33,15 +34,14 @@ def runners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[PlanRunne
     path = folder / "recipe.yaml"
     path.write_text(recipe.to_yaml())
     plans = [Plan([Prefetched(lookahead=4)]), Plan([])]
-    found = [
-        PlanRunner(path, plan, {}, folder / f"log-{place}", stoppable=True)
-        for place, plan in enumerate(plans)
-    ]
-    try:
+    with WorkerPool(folder) as pool:
+        found = []
+        for place, plan in enumerate(plans):
+            given = {"recipe": str(path), "plan": plan.to_list()}
+            found.append(PlanRunner(pool.start(WorkerSpec("recipe", given), f"worker-{place}")))
         for runner in found:
             runner.begin(600.0)
         yield found
-    finally:
         for runner in found:
             runner.end(at_once=True)
 
@@ -81,33 +81,34 @@ def test_plans_take_their_turns_abreast(
 
 
 class Halting:
-    """A trial whose turn takes three parts: two of half a second and one of a quarter."""
+    """A worker whose turn takes three parts: two of half a second and one of a quarter."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    can_slice = True
+
+    def __init__(self) -> None:
         self.now, self.left = 0.0, 1.25
         self.orders: list[tuple[str, dict[str, Any]]] = []
 
-    def give(self, what: str, **details: Any) -> None:
-        self.orders.append((what, details))
+    def submit(self, op: str, **details: Any) -> None:
+        self.orders.append((op, details))
         self.left = 1.25
 
-    def go_on(self, seconds: float) -> dict[str, Any] | None:
+    def run_for(self, seconds: float) -> dict[str, Any] | None:
         part = min(seconds, self.left)
         self.now, self.left = self.now + part, self.left - part
         steps = [{"tokens": n, "step_seconds": 9.0, "loss": 1.0} for n in (30, 20)]
         return None if self.left else {"steps": steps}
 
-    def end(self, at_once: bool = False) -> None: ...
+    def close(self, kill: bool = False) -> None: ...
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="processes can't be stopped")
 def test_a_turn_in_parts_takes_as_long_as_its_parts_and_its_steps_have_one_rate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    trial = Halting()
-    monkeypatch.setattr(runners_module, "Trial", lambda *_, **__: trial)
+    trial: Any = Halting()
     monkeypatch.setattr(runners_module.time, "perf_counter", lambda: trial.now)
-    runner = PlanRunner(tmp_path, Plan([]), {}, tmp_path / "log", stoppable=True)
+    runner = PlanRunner(trial)
     assert runner.parts is runner
     for again in (True, False):
         if again:
@@ -121,14 +122,11 @@ def test_a_turn_in_parts_takes_as_long_as_its_parts_and_its_steps_have_one_rate(
         assert [(s.items, s.seconds) for s in found] == [(30, 0.75), (20, 0.5)]
         assert runner.pace == 0.625
     runner.end()
-    assert trial.orders == [("steps", {"count": 2, "again": True}), ("steps", {"count": 2})]
+    assert trial.orders == [("steps", {"count": 2, "from_start": True}), ("steps", {"count": 2})]
 
 
-@pytest.mark.slow
-def test_ranks_that_wait_for_a_link_and_what_is_not_called_stoppable_have_whole_turns(
-    tmp_path: Path,
-) -> None:
-    for ranks, stoppable in ((2, True), (1, False)):
-        runner = PlanRunner(tmp_path, Plan([]), {}, tmp_path / "l", ranks, stoppable=stoppable)
-        runner.end(at_once=True)
-        assert runner.parts is None
+def test_workers_on_an_accelerator_have_whole_turns(tmp_path: Path) -> None:
+    with WorkerPool(tmp_path, "cuda") as pool:
+        worker = pool.start(WorkerSpec("recipe", {"recipe": "none", "plan": []}), "worker")
+        assert PlanRunner(worker).parts is None
+        worker.close(kill=True)

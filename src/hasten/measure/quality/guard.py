@@ -21,7 +21,6 @@ from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
-from hasten.measure.quality.guard_process import Perform
 from hasten.measure.quality.requirements import (
     Gradients,
     Owed,
@@ -29,6 +28,7 @@ from hasten.measure.quality.requirements import (
     exact_rows,
     lossy_rows,
 )
+from hasten.measure.quality.runner import Perform
 
 MARGIN = 0.01  # of the held-out loss
 Tell = Callable[[str], None]

@@ -18,9 +18,9 @@ from typing import Any
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Technique
-from hasten.measure.crew import Answer
-from hasten.measure.quality.guard_process import CheckRequest, Perform
+from hasten.measure.quality.runner import CheckRequest, Perform
 from hasten.measure.significance import NonInferiority, non_inferiority
+from hasten.measure.workers import Reply
 
 FLOAT32, HALF = 1e-4, 5e-2  # of the whole gradient
 TENSOR = 10.0  # a single tensor may be so many times as far off
@@ -136,7 +136,7 @@ def exact_orders(plan: Plan, steps: int) -> list[CheckRequest]:
     return [_order(p, steps) for p in (plan, *(plan.without(t) for t in exact))] if exact else []
 
 
-def exact_rows(plan: Plan, answers: Sequence[Answer], perform: Perform, steps: int) -> list[Owed]:
+def exact_rows(plan: Plan, answers: Sequence[Reply], perform: Perform, steps: int) -> list[Owed]:
     """One line for each EXACT technique of the plan; ``answers`` are those to `exact_orders`.
 
     A plan whose own losses differ from one run to the next can't show that a technique leaves
@@ -162,12 +162,12 @@ def _order(plan: Plan, steps: int) -> CheckRequest:
     return CheckRequest("losses", plan, plan, {"steps": steps})
 
 
-def _differs(one: Answer, other: Answer) -> bool:
+def _differs(one: Reply, other: Reply) -> bool:
     parts = ("losses", "weights")
     return "failed" not in one and "failed" not in other and any(one[k] != other[k] for k in parts)
 
 
-def _row(technique: Technique, whole: Answer, rest: Answer, steps: int, repeats: bool) -> Owed:
+def _row(technique: Technique, whole: Reply, rest: Reply, steps: int, repeats: bool) -> Owed:
     test = f"losses and weights of {steps} steps with and without it, bit by bit"
     failed = whole.get("failed") or rest.get("failed")
     if failed:
@@ -190,7 +190,7 @@ def _row(technique: Technique, whole: Answer, rest: Answer, steps: int, repeats:
     return owed(technique, test, "differs", text, found=off, allowed=0.0)
 
 
-def _numbers(answer: Answer) -> Sequence[float]:
+def _numbers(answer: Reply) -> Sequence[float]:
     found = [float.fromhex(text) for text in answer["losses"]]
     return [math.inf if math.isnan(v) else v for v in found]  # NaN equals NaN here
 
@@ -223,9 +223,7 @@ def lossy_rows(plan: Plan, perform: Perform, seeds: int, tokens: int, margin: fl
     return [_lossy_row(t, runs[0], runs[i], margin) for i, t in enumerate(lossy, start=1)]
 
 
-def _lossy_row(
-    technique: Technique, ours: list[Answer], theirs: list[Answer], margin: float
-) -> Owed:
+def _lossy_row(technique: Technique, ours: list[Reply], theirs: list[Reply], margin: float) -> Owed:
     pairs = list(zip(theirs, ours, strict=True))
     usable = [(a, b) for a, b in pairs if _loss(a) is not None and _loss(b) is not None]
     broken = next((b for a, b in pairs if _loss(a) is not None and _diverged(b)), None)
@@ -277,7 +275,7 @@ class _Measure:
         return f"{said}; about {found.more} more seeds would tell"
 
 
-def _own_measures(pairs: list[tuple[Answer, Answer]]) -> list[_Measure]:
+def _own_measures(pairs: list[tuple[Reply, Reply]]) -> list[_Measure]:
     """The job's own measures, of which more is better, where every training has one above 0."""
     found = []
     for name in pairs[0][0].get("metrics") or {}:
@@ -288,23 +286,23 @@ def _own_measures(pairs: list[tuple[Answer, Answer]]) -> list[_Measure]:
 
 
 def _values(
-    pairs: list[tuple[Answer, Answer]], of: Callable[[Answer], float | None]
+    pairs: list[tuple[Reply, Reply]], of: Callable[[Reply], float | None]
 ) -> tuple[list[float], list[float]]:
     without, with_ = ([float(of(pair[i]) or 0.0) for pair in pairs] for i in (0, 1))
     return without, with_
 
 
-def _measured(answer: Answer, name: str) -> float | None:
+def _measured(answer: Reply, name: str) -> float | None:
     value: float | None = (answer.get("metrics") or {}).get(name)
     return value
 
 
-def _loss(answer: Answer) -> float | None:
+def _loss(answer: Reply) -> float | None:
     value = answer.get("held_out_loss")
     return value if value is not None and math.isfinite(value) and value > 0 else None
 
 
-def _diverged(answer: Answer) -> bool:
+def _diverged(answer: Reply) -> bool:
     """It trained to no finite loss; a process that died for another reason says nothing of it."""
     if "failed" in answer:
         return str(answer["failed"]).startswith("NotFiniteError")
@@ -324,7 +322,7 @@ def _test(margin: float, names: Sequence[str] = ("held-out loss",)) -> str:
 # them.
 
 ONE_PROCESS = "needs several ranks, and one process ran; nproc: 2 in the recipe runs two"
-Found = Mapping[str, Answer]  # of the orders `planned` and `wire` on all ranks, `single` on one
+Found = Mapping[str, Reply]  # of the orders `planned` and `wire` on all ranks, `single` on one
 
 
 def split_row(ranks: int, found: Found, bound: Bound) -> Invariance:
@@ -366,7 +364,7 @@ def wire_row(technique: Technique, ranks: int, found: Found, bound: Bound) -> Ow
     return owed(technique, test, verdict, text, found=answer["error"], allowed=allowed.whole)
 
 
-def _failed(ranks: int, here: Answer, other: Answer) -> str | None:
+def _failed(ranks: int, here: Reply, other: Reply) -> str | None:
     """Why there is nothing to judge."""
     for answer in (here, other):
         if "failed" in answer:
@@ -410,10 +408,10 @@ class Gradients:
         self.optimizer = next((t for t in rounding if t.slot is Slot.OPTIMIZER), None)
         self.without_precision = Plan(t for t in plan if t.slot is not Slot.PRECISION)
         self.layouts = [n for n in LAYOUTS if n != "padded" or Slot.COLLATE in plan]
-        self.found: dict[str, Answer] = {}
+        self.found: dict[str, Reply] = {}
         self.guilty: dict[str, list[str]] = {}  # what failed -> names, where it is known
 
-    def make(self, others: Sequence[CheckRequest] = ()) -> list[Answer]:
+    def make(self, others: Sequence[CheckRequest] = ()) -> list[Reply]:
         """All proofs of the plan, then those that find out who is to blame.
 
         ``others`` go with the first, since a process takes seconds to start; their answers.
@@ -551,7 +549,7 @@ class Gradients:
             return f"not so without {' or without '.join(guilty)}"
         return "no single technique is to blame: it stays so whichever is left out"
 
-    def _why(self, answer: Answer) -> str:
+    def _why(self, answer: Reply) -> str:
         """Why there is no gradient to judge: without a reference there is none at all."""
         return str(self.found["reference"].get("failed", answer["failed"]))
 
@@ -618,10 +616,10 @@ class Gradients:
         return owed(technique, test, verdict, text, found=answer["error"], allowed=allowed)
 
     def _judged(
-        self, technique: Technique, test: str, verdict: str, answer: Answer, bound: Bound, text: str
+        self, technique: Technique, test: str, verdict: str, answer: Reply, bound: Bound, text: str
     ) -> Owed:
         return owed(technique, test, verdict, text, found=answer["error"], allowed=bound.whole)
 
 
-def _layers(reference: Answer) -> str:
+def _layers(reference: Reply) -> str:
     return f"{reference['layers']} layers"

@@ -1,6 +1,6 @@
-"""When a process of a trial is ready: one that is started anew, and one that is forked.
+"""When a worker of a trial is ready: one that is spawned, and one that is forked.
 
-    python benchmarks/bench_nursery.py [--rounds 8] [--steps 12] [RECIPE] [key=value ...]
+    python benchmarks/bench_workers.py [--rounds 8] [--steps 12] [RECIPE] [key=value ...]
 
 In each round one of either kind is started, in an order drawn anew, does so many steps, and ends;
 the other waits until it is gone. Told are the seconds until each was ready and until it had ended,
@@ -17,15 +17,14 @@ import time
 from pathlib import Path
 
 from hasten.machine import host
-from hasten.measure.experiment import environment, prepared
-from hasten.measure.nursery import Nursery, nursery
+from hasten.measure.experiment import prepared, recipe_worker
 from hasten.measure.statistics import paired_ratio
-from hasten.measure.trial import ENTRY
+from hasten.measure.workers import WorkerPool
 from hasten.progress import SilentProgress
 from hasten.recipe.schema import load_recipe
 from hasten.tune.runners import PlanRunner
 
-PATIENCE = 600.0
+TIMEOUT = 600.0
 
 
 def main() -> None:
@@ -42,28 +41,32 @@ def main() -> None:
         subject = prepared(recipe, SilentProgress())
         path = folder / "recipe.yaml"
         path.write_text(recipe.to_yaml())
-        environ = environment(subject.plan, subject.known, recipe.transport)
-        seconds: dict[str, list[list[float]]] = {"anew": [], "forked": []}
+        spec = recipe_worker(subject, path, subject.plan)
+        seconds: dict[str, list[list[float]]] = {"spawned": [], "forked": []}
 
-        def once(young: Nursery | None) -> list[float]:
+        def once(pool: WorkerPool) -> list[float]:
             began = time.monotonic()
-            runner = PlanRunner(path, subject.plan, environ, folder / "log", 1, young)
-            runner.begin(PATIENCE)
+            runner = PlanRunner(pool.start(spec, "worker"))
+            runner.begin(TIMEOUT)
             ready = time.monotonic()
-            steps = runner.steps(asked.steps, PATIENCE)
+            steps = runner.steps(asked.steps, TIMEOUT)
             done = time.monotonic()
             runner.end()
             median = statistics.median(s.seconds / s.items for s in steps[asked.steps // 3 :])
             return [ready - began, time.monotonic() - done, 1 / median]
 
-        with nursery([*ENTRY, str(path)], folder / "nursery.log", subject.known.device) as young:
-            if young is None:
+        device = subject.known.device
+        with (
+            WorkerPool(folder / "spawned", device) as spawning,
+            WorkerPool(folder / "forked", device, fork=True, recipe=path) as forking,
+        ):
+            if not forking.forks:
                 raise SystemExit("processes can't be forked on this machine")
-            first = once(young)[0]
-            draw = random.Random(0)
+            first = once(forking)[0]
+            draw, pools = random.Random(0), {"spawned": spawning, "forked": forking}
             for _ in range(asked.rounds):
                 for kind in draw.sample(list(seconds), 2):
-                    seconds[kind].append(once(young if kind == "forked" else None))
+                    seconds[kind].append(once(pools[kind]))
     print(f"{host.hardware().short}, {time.strftime('%Y-%m-%d')}")
     print(f"the first of all, imports included: ready after {first:.1f} s")
     for kind, rows in seconds.items():
@@ -71,8 +74,8 @@ def main() -> None:
         print(
             f"{kind:8}ready after {ready:5.2f} s, ended after {ended:5.2f} s, {speed:,.0f} tokens/s"
         )
-    ratio = paired_ratio([r[2] for r in seconds["anew"]], [r[2] for r in seconds["forked"]])
-    print(f"forked over anew: {ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]")
+    ratio = paired_ratio([r[2] for r in seconds["spawned"]], [r[2] for r in seconds["forked"]])
+    print(f"forked over spawned: {ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,571 @@
+"""The program of a worker: it builds one job, then it answers requests about it.
+
+    python -m hasten.measure.worker SPEC REQUESTS REPLIES
+
+SPEC is JSON: ``job``, a name of `JOBS` or ``module:function`` of such a function, and its
+``arguments``. REQUESTS and REPLIES are file descriptors of pipes that carry one JSON object per
+line. The first reply says that the job is built; then a reply follows each request ``{"op": ...}``,
+until the requests end. ``{"failed": why}`` is the last reply of a worker.
+
+Started with a rank's variables a worker meets the other ranks, and all are given the same requests.
+A failure is reported before the group of ranks is left, since leaving it may wait for others that
+wait for this rank.
+
+    python -m hasten.measure.worker --fork-server CONTROL [RECIPE]
+
+imports everything that a worker needs, once, and forks a worker for each request
+(`hasten.measure.workers`). Nothing but imports may run in it: neither threads nor open devices
+survive a fork (fork(2), pthread_atfork(3)).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+import importlib
+import importlib.util
+import itertools
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hasten.errors import InputError
+from hasten.machine import environment
+from hasten.machine.processes import end_with_parent
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
+    from hasten.core.facts import Facts
+    from hasten.core.job import Job as TrainingJob
+    from hasten.core.plan import Plan
+    from hasten.core.technique import Technique
+    from hasten.measure.quality.bench import CheckContext
+    from hasten.recipe.prepared_data import PreparedData
+    from hasten.recipe.sample import Sample
+    from hasten.recipe.schema import Recipe
+
+Reply = dict[str, Any]
+RENDEZVOUS = "HASTEN_RENDEZVOUS"  # ranks of one start have this variable alike
+SCRIPT = "__hasten_loop__"  # a script's name in a worker, so that it isn't __main__ a second time
+started = time.perf_counter()
+
+
+class WorkerJob(Protocol):
+    """What a worker was started for."""
+
+    def ready(self) -> Reply:
+        """The first reply: what building it took."""
+
+    def handle(self, op: str, arguments: Mapping[str, Any]) -> Reply:
+        """The reply to one request; all ranks are given the same."""
+
+
+class Serve(Protocol):
+    """Builds the job, reports that it is ready, answers all requests; returns the exit code."""
+
+    def __call__(self, build: Callable[[], WorkerJob], ranks: bool = False) -> int:
+        """``ranks``: the job is one of several ranks that have met; its failures name the rank."""
+
+
+def main(spec: Mapping[str, Any], requests: int, replies: int) -> int:
+    """Build the job, then answer requests until they end; the exit code."""
+    with os.fdopen(requests, "r") as inbox, os.fdopen(replies, "w", buffering=1) as outbox:
+
+        def say(reply: Mapping[str, Any]) -> None:
+            outbox.write(json.dumps(reply) + "\n")
+
+        def serve(build: Callable[[], WorkerJob], ranks: bool = False) -> int:
+            try:
+                with _naming_rank() if ranks else contextlib.nullcontext():
+                    job = build()
+                    say(job.ready())
+                    for line in inbox:
+                        request = json.loads(line)
+                        say(job.handle(request.pop("op"), request))
+            except Exception as error:  # whoever asked reports it
+                say({"failed": f"{type(error).__name__}: {error}"})
+                return 1
+            return 0
+
+        try:
+            return _job(spec["job"])(spec["arguments"], serve)
+        except Exception as error:
+            say({"failed": f"{type(error).__name__}: {error}"})
+            return 1
+
+
+def _job(name: str) -> Callable[[Mapping[str, Any], Serve], int]:
+    if name in JOBS:
+        return JOBS[name]
+    module, _, function = name.partition(":")
+    found: Callable[[Mapping[str, Any], Serve], int]
+    found = getattr(importlib.import_module(module), function)
+    return found
+
+
+def _naming_rank() -> contextlib.AbstractContextManager[None]:
+    from hasten.launch.ranks import naming_ranks
+
+    return naming_ranks(environment.world())
+
+
+@contextlib.contextmanager
+def _ranks_of(recipe: Recipe) -> Iterator[bool]:
+    """The process group of the recipe's ranks; whether there are several."""
+    world = environment.world()
+    if world.size == 1:
+        yield False
+        return
+    from hasten.launch.ranks import process_group
+    from hasten.recipe.build import facts_of
+
+    meeting = datetime.timedelta(seconds=recipe.link_seconds)
+    with process_group(world, facts_of(recipe).device, meeting, recipe.backend):
+        yield True
+
+
+@contextlib.contextmanager
+def own_folder(within: Path) -> Iterator[Path]:
+    """A folder's name in ``within``, the same on all ranks of a start; it is removed afterwards.
+
+    Workers of one plan train at the same time; what the plan writes (checkpoints) must not be
+    shared.
+    """
+    here = environment.world()
+    meeting = environment.variable(RENDEZVOUS) if here.size > 1 else None
+    mark = f"{zlib.crc32(meeting.encode()):08x}" if meeting else str(os.getpid())
+    place = within / f"arm-{mark}"
+    try:
+        yield place
+    finally:
+        if here.rank == 0:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+# A recipe under one plan.
+
+
+def recipe_job(
+    arguments: Mapping[str, Any], serve: Serve, more: Iterable[type[Technique]] = ()
+) -> int:
+    """Serve the training of ``recipe`` (a path) under ``plan``, with ``changes`` of its keys.
+
+    Changes hold for weights, order and optimizer. The data and its split stay those of the recipe,
+    so that losses of different changes are of the same records.
+
+    Args:
+        arguments: see above.
+        serve: see `main`.
+        more: techniques beside the catalogue's.
+    """
+    from hasten.recipe.schema import load_recipe
+
+    recipe = load_recipe(Path(arguments["recipe"]))
+    recipe = recipe.model_copy(update={"plan": arguments["plan"]})
+    changes = arguments.get("changes", {})
+    with _ranks_of(recipe) as ranks, own_folder(Path(recipe.output)) as place:
+        return serve(lambda: RecipeJob(recipe, changes, place, more), ranks)
+
+
+class RecipeJob:
+    """A training in pieces; what its plan writes goes to ``place``.
+
+    Requests: ``steps`` with ``count`` (and ``from_start``: they begin with the first record of the
+    data), ``evaluate``, ``finish``.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        changes: Mapping[str, Any],
+        place: Path,
+        more: Iterable[type[Technique]] = (),
+    ) -> None:
+        from hasten.core.session import assemble
+        from hasten.core.setup import prepare
+        from hasten.core.step import training
+        from hasten.core.timing import clock_on
+        from hasten.machine import host
+        from hasten.recipe.build import facts_of, job_of, plan_of, requested_plan
+        from hasten.recipe.peak_flops import meter_of
+        from hasten.recipe.prepared_data import gather
+
+        imported = time.perf_counter()
+        self.material = gather(recipe, Path(recipe.output) / "data")
+        known = facts_of(recipe, self.material)
+        host.reset_memory_peak(known.device)
+        opened = time.perf_counter()
+        self.plan = plan_of(recipe, known, more=more)
+        asked = requested_plan(recipe, more)
+        self._switches = [t for t in self.plan if t in asked.techniques]  # less the ranks' layout
+        changed = recipe.model_copy(update=dict(changes))
+        job = job_of(changed, self.material, known, self.plan)
+        self.session = assemble(prepare(job, self.plan, known, place))
+        self.session.meter = meter_of(recipe, known, self.session.model)
+        self.session.startup_seconds |= {"imports": imported - started, "data": opened - imported}
+        self.session.setup.clock = clock_on(known.device)
+        self._training: Iterator[Any] = training(self.session)
+        self._compiling = compiled()[1]
+
+    def ready(self) -> Reply:
+        return {"startup_seconds": self.session.startup_seconds}
+
+    def handle(self, op: str, arguments: Mapping[str, Any]) -> Reply:
+        from hasten.core.loop import evaluate
+
+        if op == "steps":
+            return self._steps(arguments["count"], arguments.get("from_start", False))
+        if op == "evaluate":
+            return evaluate(self.session).to_dict()
+        if op == "finish":
+            return self._finish()
+        raise ValueError(f"unknown request {op!r}")
+
+    def _steps(self, count: int, from_start: bool) -> Reply:
+        if from_start:
+            progress = self.session.progress
+            progress.epoch, progress.step_in_epoch = 0, 0
+        found = list(itertools.islice(self._training, count))
+        if len(found) < count:
+            raise RuntimeError(f"training ended {count - len(found)} steps too early")
+        self.session.setup.checkpoint.settle()  # other workers' turns come now
+        graphs, seconds = compiled()
+        before, self._compiling = self._compiling, seconds
+        took = {"graphs": graphs, "seconds": seconds - before}
+        apart = self.session.setup.agreement.apart  # steps of ranks don't wait for each other
+        return {"steps": [m.to_dict() for m in found], "compiled": took, "apart": apart}
+
+    def _finish(self) -> Reply:
+        from dataclasses import asdict
+
+        from hasten.measure.profile import ledger_of
+
+        proofs = [(t.name(), t.probe(self.session)) for t in self._switches]
+        ledger = ledger_of(self.session)
+        self.session.finish()
+        return {
+            "acted": [{"technique": name, **asdict(proof)} for name, proof in proofs],
+            "samples": [asdict(s) for s in self._samples()],
+            "ledger": ledger,
+        }
+
+    def _samples(self) -> Sequence[Sample]:
+        """Every rank brings its part of the model; the first writes."""
+        from hasten.recipe.sample import write_samples
+
+        setup = self.session.setup
+        with setup.layout.gather(self.session.model):
+            if not setup.facts.world.is_main:
+                return []
+            return write_samples(self.session, self.material.tokenizer, self.material.held_out)
+
+
+def compiled() -> tuple[int, float]:
+    """Graphs that torch.compile made in this process so far, and the seconds it took for them."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # nothing was compiled if nobody imported it
+    if dynamo is None:
+        return 0, 0.0
+    spent = dynamo.calculate_time_spent()  # forward and backward graphs, by torch's own clock
+    graphs = dynamo.counters["stats"]["unique_graphs"]
+    return int(graphs), float(spent.get("total_wall_time", 0.0))
+
+
+# A training loop of the user's own.
+
+
+def loop_job(arguments: Mapping[str, Any], serve: Serve) -> int:
+    """Serve the loop that the factory ``target`` makes with ``settings``.
+
+    ``target`` is ``module:function`` or ``script.py:function``, ``paths`` the caller's
+    ``sys.path``.
+    """
+    sys.path[:] = arguments["paths"]
+    return serve(lambda: LoopJob(arguments["target"], arguments["settings"]))
+
+
+class LoopJob:
+    """A step function of the user's own.
+
+    Requests: ``steps`` with ``count``: items, seconds and loss of each; ``finish``: peak memory.
+    """
+
+    def __init__(self, target: str, settings: Mapping[str, Any]) -> None:
+        began = time.perf_counter()
+        self._step = build_loop(target, settings)
+        self._seconds = time.perf_counter() - began
+
+    def ready(self) -> Reply:
+        return {"seconds": self._seconds}
+
+    def handle(self, op: str, arguments: Mapping[str, Any]) -> Reply:
+        if op == "steps":
+            return {"steps": [timed(self._step) for _ in range(arguments["count"])]}
+        if op == "finish":
+            from hasten.machine import host
+
+            return {"peak_memory_bytes": host.memory_peak(host.default_device())}
+        raise ValueError(f"unknown request {op!r}")
+
+
+def build_loop(target: str, settings: Mapping[str, Any] | None = None) -> Callable[[], Any]:
+    """Load the factory and call it with these arguments."""
+    place, _, name = target.rpartition(":")
+    if place.endswith(".py"):
+        sys.path.insert(0, os.path.dirname(place))  # a script's neighbours, as Python has it
+        spec = importlib.util.spec_from_file_location(SCRIPT, place)
+        if spec is None or spec.loader is None:
+            raise ValueError(f"{place} can't be loaded")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[SCRIPT] = module
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(place)
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        raise ValueError(f"{place} has no function {name}")
+    step = factory(**(settings or {}))
+    if not callable(step):
+        raise ValueError(f"{name}() returned a {type(step).__name__}; it must return a function")
+    made: Callable[[], Any] = step
+    return made
+
+
+def timed(step: Callable[[], Any]) -> tuple[float, float, float | None]:
+    """One step: items, seconds, loss. The device has finished before the clock is read."""
+    began = time.perf_counter()
+    found = step()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    seconds = time.perf_counter() - began
+    items, loss = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    try:
+        count = float(items)
+        value = None if loss is None else float(loss)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"a step returned {found!r:.80}; it must return how many tokens or items it did, or "
+            "(how many, loss)"
+        ) from error
+    if not (math.isfinite(count) and count > 0):
+        raise ValueError(f"a step did {count} items; a speed needs a positive number")
+    return count, seconds, value if value is not None and math.isfinite(value) else None
+
+
+# Checks of equal quality.
+
+
+def quality_job(arguments: Mapping[str, Any], serve: Serve) -> int:
+    """Serve checks on ``recipe`` (a path); what they write goes to ``folder``."""
+    from hasten.recipe.schema import load_recipe
+
+    recipe = load_recipe(Path(arguments["recipe"]))
+    with _ranks_of(recipe) as ranks:
+        folder = Path(arguments["folder"])
+        return serve(lambda: QualityJob(check_context(recipe, folder), not ranks), ranks)
+
+
+class QualityJob:
+    """Checks of plans on the recipe's job (`hasten.measure.quality`).
+
+    Requests, each with a ``plan``: ``reference``, ``gradient``, ``leak``, ``update``, ``losses``,
+    ``train``. A check that can't be made is answered with ``{"refused": why}``. Among several ranks
+    only what all of them find out alike is refused; after any other error nobody knows where the
+    other ranks are, and the worker ends.
+    """
+
+    def __init__(self, context: CheckContext, alone: bool = True) -> None:
+        self._context, self._alone = context, alone
+
+    def ready(self) -> Reply:
+        return {}
+
+    def handle(self, op: str, arguments: Mapping[str, Any]) -> Reply:
+        from hasten.core.health import NotFiniteError
+
+        try:
+            return self._checked(op, arguments)
+        except Exception as error:  # one check that fails doesn't prevent the next
+            if not self._alone and not isinstance(error, (InputError, NotFiniteError)):
+                raise
+            why = f"{type(error).__name__}: {error}".removeprefix("InputError: ")
+            return {"refused": why}
+        finally:
+            gc.collect()  # a session's parts refer to each other; the next check needs their memory
+
+    def _checked(self, op: str, arguments: Mapping[str, Any]) -> Reply:
+        from hasten.measure.quality.gradients import gradient, leak, reference, update
+        from hasten.measure.quality.job import losses, train
+
+        context = self._context
+        plan = context.read(list(arguments.get("plan", [])))
+        if op == "reference":
+            return reference(context, plan)
+        if op == "gradient":
+            cut, padded = arguments.get("cut", "planned"), arguments.get("padded", False)
+            return gradient(context, plan, cut, padded, arguments.get("step", 1))
+        if op == "leak":
+            return leak(context, plan)
+        if op == "update":
+            return update(context, context.read(list(arguments["without"])), plan)
+        if op == "losses":
+            return losses(context, plan, arguments["steps"])
+        if op == "train":
+            return train(context, plan, arguments["seed"], arguments["tokens"])
+        raise ValueError(f"unknown request {op!r}")
+
+
+def check_context(recipe: Recipe, folder: Path) -> CheckContext:
+    """A recipe's job, to be built for any plan."""
+    from hasten.measure.quality.bench import CheckContext
+    from hasten.recipe.build import facts_of, plan_of
+    from hasten.recipe.prepared_data import gather
+
+    material = gather(recipe, Path(recipe.output) / "data")
+    known = facts_of(recipe, material)
+
+    def read(stored: list[Any]) -> Plan:
+        return plan_of(recipe.model_copy(update={"plan": stored}), known)
+
+    def job(plan: Plan, seed: int | None, tokens: int | None) -> TrainingJob:
+        return _check_job(recipe, material, known, plan, seed, tokens)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return CheckContext(job, read, known, folder, recipe.nproc)
+
+
+def _check_job(
+    recipe: Recipe,
+    material: PreparedData,
+    known: Facts,
+    plan: Plan,
+    seed: int | None,
+    tokens: int | None,
+) -> TrainingJob:
+    from hasten.recipe.build import job_of
+
+    changes: dict[str, Any] = {} if seed is None else {"seed": seed}
+    if tokens is not None:
+        changes |= {"max_tokens": tokens, "max_steps": None, "epochs": None}
+    return job_of(recipe.model_copy(update=changes), material, known, plan)
+
+
+JOBS: dict[str, Callable[[Mapping[str, Any], Serve], int]] = {
+    "recipe": recipe_job,
+    "loop": loop_job,
+    "quality": quality_job,
+}
+
+
+# The fork server.
+
+
+def fork_server(control: int) -> None:
+    """Fork a worker for each request, pass on signals, and report how each worker ended.
+
+    A request is ``{"worker": number, "spec": ..., "descriptors": count}``, followed by that many
+    descriptors (requests, replies, log), or ``{"worker": number, "signal": number}``. Signals come
+    through the server because it alone knows that a process's number still belongs to the worker:
+    it has not reaped it yet. The server ends when the other end of ``control`` is closed.
+    """
+    import multiprocessing
+    from multiprocessing import connection, reduction
+
+    context, channel = multiprocessing.get_context("fork"), connection.Connection(control)
+    workers: dict[int, BaseProcess] = {}
+    while True:
+        for ready in connection.wait([channel, *(w.sentinel for w in workers.values())]):
+            if ready is not channel:
+                number = next(n for n, worker in workers.items() if worker.sentinel == ready)
+                ended = workers.pop(number)
+                _signal_group(ended, signal.SIGKILL)  # what it has started, if it left any
+                ended.join()
+                with contextlib.suppress(OSError):
+                    channel.send({"worker": number, "code": ended.exitcode})
+                continue
+            try:
+                request = channel.recv()
+            except (EOFError, OSError):
+                return
+            if "signal" in request:
+                if request["worker"] in workers:
+                    _signal_group(workers[request["worker"]], request["signal"])
+                continue
+            descriptors = [reduction.recv_handle(channel) for _ in range(request["descriptors"])]
+            task = (os.getpid(), channel, request["spec"], descriptors)
+            worker = context.Process(target=_forked, args=task)
+            worker.start()
+            with contextlib.suppress(OSError):
+                os.setpgid(worker.pid or 0, worker.pid or 0)  # the child does so too: who is first
+            for descriptor in descriptors:
+                os.close(descriptor)
+            workers[request["worker"]] = worker
+            channel.send({"worker": request["worker"], "pid": worker.pid})
+
+
+def _signal_group(worker: BaseProcess, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(worker.pid or 0, number)
+
+
+def _forked(server: int, channel: Any, spec: Mapping[str, Any], descriptors: list[int]) -> None:
+    """In a forked worker: its process group and log are its own, and it ends with the server."""
+    global started
+    started = time.perf_counter()
+    end_with_parent()
+    if os.getppid() != server:
+        os._exit(1)  # the server was gone before the kernel could be asked
+    channel.close()
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    requests, replies, log = descriptors
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    sys.exit(main(spec, requests, replies))
+
+
+def _import_all(recipe: Path) -> None:
+    """What a worker imports, the model's own module with it."""
+    import hasten.core.loop
+    import hasten.core.session
+    import hasten.core.step
+    import hasten.core.timing
+    import hasten.measure.profile
+    import hasten.recipe.peak_flops  # noqa: F401
+    from hasten.recipe.build import facts_of
+    from hasten.recipe.schema import load_recipe
+
+    facts_of(load_recipe(recipe))
+
+
+def _program(arguments: Sequence[str]) -> int:
+    end_with_parent()
+    if arguments[0] != "--fork-server":
+        return main(json.loads(arguments[0]), int(arguments[1]), int(arguments[2]))
+    for recipe in arguments[2:]:
+        with contextlib.suppress(Exception):  # a worker will meet it again, and report it
+            _import_all(Path(recipe))
+    gc.freeze()  # workers neither look through these objects nor copy their pages
+    fork_server(int(arguments[1]))
+    return 0
+
+
+if __name__ == "__main__":
+    # Under its own name, so that jobs of other modules that import it find the same module.
+    from hasten.measure import worker
+
+    worker.started = started
+    code = worker._program(sys.argv[1:])
+    gc.freeze()  # else the interpreter looks for garbage among all modules, for more than a second
+    sys.exit(code)

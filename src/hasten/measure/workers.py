@@ -1,0 +1,590 @@
+"""Workers: processes that build a job and answer requests, stopped between two requests.
+
+    with WorkerPool(folder) as pool:
+        worker = pool.start(WorkerSpec("recipe", {"recipe": path, "plan": []}), "baseline")
+        worker.ready(timeout=600)
+        worker.request("steps", timeout=60, count=4)
+
+A worker (`hasten.measure.worker`) is one process for each rank of its job. Requests go to all of
+them as JSON lines; the request is done when each has replied. Then the whole process group is
+stopped (SIGSTOP) until the next request (SIGCONT): threads that wait actively, and data loaders
+that read ahead, would otherwise take cores from the worker whose turn it is. Ranks are stopped
+together, so that none waits for a stopped one.
+
+Imports take seconds of a core for each process. A pool may therefore keep fork servers: processes
+that have imported everything, and fork a worker in milliseconds. What libraries read while they are
+loaded (allocator, OpenMP) can't change any more, so there is one server for each set of environment
+variables. Jobs of several ranks, or on accelerators, are never forked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from hasten.errors import InputError
+from hasten.launch.ranks import places
+from hasten.machine import environment, host, processes
+
+PROGRAM = ("-m", "hasten.measure.worker")
+BUILD_SECONDS = 1800.0  # timeout of a build, of which nothing is known
+LEAVE_SECONDS = 5.0  # for processes to end by themselves once there are no more requests
+SETTLE_SECONDS = 0.3  # after a first failure among ranks, for the rank that caused it to show
+LOG_BYTES = 1 << 16  # of a log's end that are read
+CONSEQUENCE = -signal.SIGABRT  # gloo aborts ranks whose peer is gone: seldom the first cause
+MOST_SERVERS = 6
+SERVER_BYTES = 0.45e9  # memory of a fork server: torch, transformers and hasten
+SERVERS_SHARE = 0.12  # of the free memory, for all fork servers
+COLD_START = 2.0  # a trial takes so much longer where the worker can't be forked at once
+# What processes say when memory is gone: torch's allocator, the C++ library, Python, the kernel.
+OUT_OF_MEMORY = (
+    "out of memory",
+    "want of memory",
+    "can't allocate memory",
+    "bad_alloc",
+    "memoryerror",
+)
+# Of a check's reply: how far the result of a rank is off.
+ERRORS = ("error", "worst", "loss_error", "change")
+Reply = dict[str, Any]
+
+
+class WorkerError(RuntimeError):
+    """A worker died, didn't reply in time, or reported an error; the message says why.
+
+    ``source`` is the worker.
+    """
+
+    source: object = None
+
+    @property
+    def out_of_memory(self) -> bool:
+        return any(word in str(self).lower() for word in OUT_OF_MEMORY)
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What a worker does.
+
+    Args:
+        job: a name of `hasten.measure.worker.JOBS`, or ``module:function`` of such a function.
+        arguments: of the job; plain values.
+        environ: environment variables of its processes, beside this process's own.
+        ranks: processes.
+    """
+
+    job: str
+    arguments: Mapping[str, Any]
+    environ: Mapping[str, str] = field(default_factory=dict)
+    ranks: int = 1
+
+    def to_json(self) -> str:
+        return json.dumps({"job": self.job, "arguments": dict(self.arguments)})
+
+
+class WorkerPool:
+    """Starts workers, and ends those that are left when it is closed.
+
+    Args:
+        folder: for logs, and for the meetings of ranks; made if it isn't there.
+        device: on which jobs run. Workers whose device isn't a CPU are not forked, nor stopped
+            within a request.
+        fork: keep fork servers, where the system has fork.
+        recipe: imported by fork servers: the recipe's own model module.
+    """
+
+    def __init__(
+        self, folder: Path, device: str = "cpu", fork: bool = False, recipe: Path | None = None
+    ) -> None:
+        self.folder, self._recipe = folder, recipe
+        self.on_cpu = device.startswith("cpu")
+        self.forks = fork and self.on_cpu and sys.platform == "linux"
+        self._servers: dict[frozenset[tuple[str, str]], _ForkServer] = {}  # the newest last
+        self._workers: list[Worker] = []
+        self._most = MOST_SERVERS
+        if self.forks:
+            free = processes.available_bytes(host.hardware().memory_limit_bytes)
+            self._most = max(1, min(MOST_SERVERS, int(SERVERS_SHARE * free / SERVER_BYTES)))
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close(kill=error[0] is not None)
+
+    def close(self, kill: bool = False) -> None:
+        """End all workers and fork servers; ``kill`` doesn't wait for workers to leave."""
+        for worker in self._workers:
+            worker.close(kill)
+        while self._servers:
+            self._servers.popitem()[1].end()
+
+    def start(self, spec: WorkerSpec, name: str) -> Worker:
+        """A worker whose build goes on meanwhile (`Worker.ready`); its log is ``NAME.log``."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._workers = [worker for worker in self._workers if not worker.closed]
+        with contextlib.ExitStack() as stack:
+            ranks: Sequence[Mapping[str, str]] = ({},)
+            if spec.ranks > 1:
+                meeting = tempfile.TemporaryDirectory(dir=self.folder, prefix=".ranks-")
+                place = Path(stack.enter_context(meeting))
+                ranks = places(spec.ranks, host.hardware().usable_cores, place)
+            logs = [
+                stack.enter_context((self.folder / _log_name(name, rank)).open("w+b"))
+                for rank in range(len(ranks))
+            ]
+            group: _Processes = _Spawned(spec)
+            if self.forks and spec.ranks == 1:
+                group = _Forked(spec, self._server(spec.environ))
+            members = _started(group, [{**rank, **spec.environ} for rank in ranks], logs)
+            can_slice = self.on_cpu and spec.ranks == 1 and hasattr(signal, "SIGSTOP")
+            worker = Worker(name, group, members, can_slice, stack.pop_all())
+        self._workers.append(worker)
+        return worker
+
+    def warm_up(self, environ: Mapping[str, str]) -> None:
+        """Let a fork server import everything for workers with these variables."""
+        if self.forks:
+            self._server(environ)
+
+    def start_cost(self, environ: Mapping[str, str]) -> float:
+        """The cost of starting a worker with these variables: 1, or more if it must import."""
+        server = self._servers.get(frozenset(environ.items()))
+        return COLD_START if self.forks and (server is None or not server.alive) else 1.0
+
+    def _server(self, environ: Mapping[str, str]) -> _ForkServer:
+        key = frozenset(environ.items())
+        found = self._servers.pop(key, None)
+        idle = [key for key, server in self._servers.items() if not server.workers]
+        for old in idle[: max(len(self._servers) + 1 - self._most, 0)]:
+            self._servers.pop(old).end()
+        if found is None or not found.alive:
+            found = _ForkServer(environ, self.folder / "fork-server.log", self._recipe)
+        self._servers[key] = found
+        return found
+
+
+class Worker:
+    """One worker, just started by a `WorkerPool`.
+
+    Attributes:
+        name: for messages and its log.
+        can_slice: whether it may be stopped within a request (`run_for`): nothing works for it
+            that goes on meanwhile, as an accelerator or another rank does.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        group: _Processes,
+        members: Sequence[_Member],
+        can_slice: bool,
+        files: contextlib.ExitStack,
+    ) -> None:
+        self.name, self.can_slice = name, can_slice
+        self._group, self._members, self._files = group, members, files
+        self._heard: dict[int, Reply | str] = {}  # by rank, of the replies that are still to come
+        self.closed = False
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close(kill=error[0] is not None)
+
+    def ready(self, timeout: float = BUILD_SECONDS) -> Reply:
+        """The first reply: the job is built.
+
+        Raises:
+            WorkerError: it isn't built, or not within so many seconds.
+        """
+        return self._reply(timeout)
+
+    def request(self, op: str, timeout: float, **arguments: Any) -> Reply:
+        """Send a request and wait for its reply.
+
+        Raises:
+            WorkerError: there is no reply.
+        """
+        self._group.signal("SIGCONT")
+        self.submit(op, **arguments)
+        return self._reply(timeout)
+
+    def submit(self, op: str, **arguments: Any) -> None:
+        """Send a request, on which the worker works whenever it runs (`run_for`).
+
+        Raises:
+            WorkerError: a process has ended.
+        """
+        line = (json.dumps({"op": op, **arguments}) + "\n").encode()
+        for rank, member in enumerate(self._members):
+            try:
+                os.write(member.requests, line)
+            except OSError:
+                raise self._failure({rank: self._last_words(rank)}) from None
+
+    def run_for(self, seconds: float) -> Reply | None:
+        """Run for so long, or until the reply; then stop. None: the reply is still to come.
+
+        Raises:
+            WorkerError: there is no reply.
+        """
+        self._group.signal("SIGCONT")
+        found = self._heard_within(seconds)
+        if found is None:
+            self._group.signal("SIGSTOP")
+            return None
+        return merge_replies(found)
+
+    def close(self, kill: bool = False) -> None:
+        """End all processes, ``kill`` if they may hang; harmless when they have ended."""
+        if self.closed:
+            return
+        self.closed = True
+        if kill:
+            self._group.signal("SIGKILL")
+        self._group.signal("SIGCONT")
+        for member in self._members:
+            os.close(member.requests)  # the end of requests lets a process leave by itself
+            os.close(member.replies)
+        deadline = time.monotonic() + LEAVE_SECONDS
+        for rank in range(len(self._members)):
+            self._group.wait(rank, max(deadline - time.monotonic(), 0.0))
+        self._group.signal("SIGKILL")
+        self._group.reap()
+        self._files.close()
+
+    def _reply(self, timeout: float) -> Reply:
+        found = self._heard_within(timeout)
+        if found is None:
+            raise self._error(f"no answer within {timeout:.0f} s: {self._silent()}")
+        return merge_replies(found)
+
+    def _heard_within(self, seconds: float) -> list[Reply] | None:
+        """The replies, once each rank has given its own and all are stopped; None: too late."""
+        deadline = time.monotonic() + seconds
+        while len(self._heard) < len(self._members):
+            if not self._hear(self._heard, deadline):
+                return None
+            if any(isinstance(reply, str) for reply in self._heard.values()):
+                raise self._failure(self._heard)
+        self._group.signal("SIGSTOP")
+        heard, self._heard = self._heard, {}
+        found = (heard[rank] for rank in range(len(self._members)))
+        return [reply for reply in found if not isinstance(reply, str)]
+
+    def _hear(self, heard: dict[int, Reply | str], deadline: float) -> bool:
+        """Note one more reply, or some bytes of it; a failure is noted as text. False: too late."""
+        waiting = [rank for rank in range(len(self._members)) if rank not in heard]
+        for rank in waiting:
+            line = self._members[rank].next_line()
+            if line is not None:
+                heard[rank] = _understood(line)
+                return True
+        pipes = {self._members[rank].replies: rank for rank in waiting}
+        ready, _, _ = select.select(list(pipes), [], [], max(deadline - time.monotonic(), 0))
+        for pipe in ready:
+            if not self._members[pipes[pipe]].read():
+                heard[pipes[pipe]] = self._last_words(pipes[pipe])
+        return bool(ready)
+
+    def _failure(self, heard: dict[int, Reply | str]) -> WorkerError:
+        """Of ranks that fail together the one to name: killed ones before those that complain."""
+        if len(self._members) == 1:
+            return self._error(str(heard[0]))
+        failed = [rank for rank, reply in heard.items() if isinstance(reply, str)]
+        until = time.monotonic() + SETTLE_SECONDS
+        while len(heard) < len(self._members) and self._hear(heard, until):
+            pass
+        failed += [r for r, reply in heard.items() if isinstance(reply, str) and r not in failed]
+        codes = {rank: self._group.wait(rank, 0.0) or 0 for rank in failed}
+        killed = [rank for rank, code in codes.items() if code < 0 and code != CONSEQUENCE]
+        cause = (killed or failed)[0]
+        return self._error(f"rank {cause}: {heard[cause]}")
+
+    def _error(self, reason: str) -> WorkerError:
+        error = WorkerError(reason)
+        error.source = self
+        return error
+
+    def _last_words(self, rank: int) -> str:
+        """How a process ended."""
+        code = self._group.wait(rank, LEAVE_SECONDS)
+        log = self._members[rank].log.fileno()
+        said = os.pread(log, LOG_BYTES, max(0, os.fstat(log).st_size - LOG_BYTES))
+        lines = said.decode(errors="replace").strip().splitlines()
+        why = lines[-1] if lines else "it said nothing"
+        if code == -signal.SIGKILL:
+            why = "killed, most likely for want of memory"
+        return f"the process ended with code {'unknown' if code is None else code}: {why}"
+
+    def _silent(self) -> str:
+        if len(self._members) == 1:
+            return "it hangs"
+        names = [str(rank) for rank in range(len(self._members)) if rank not in self._heard]
+        return f"{'ranks' if len(names) > 1 else 'rank'} {' and '.join(names)} didn't answer"
+
+
+@dataclass
+class _Member:
+    """The pipes and the log of one rank's process."""
+
+    requests: int  # descriptors of this end
+    replies: int
+    log: IO[bytes]
+    unread: bytes = b""
+
+    def read(self) -> bool:
+        """Take in what has come, to be called when something has; False: no more ever will."""
+        piece = os.read(self.replies, 1 << 16)
+        self.unread += piece
+        return bool(piece)
+
+    def next_line(self) -> str | None:
+        line, end, rest = self.unread.partition(b"\n")
+        if not end:
+            return None
+        self.unread = rest
+        return line.decode(errors="replace")
+
+
+class _Processes(Protocol):
+    """The processes of one worker."""
+
+    def add(self, environ: Mapping[str, str], pipes: tuple[int, int], log: IO[bytes]) -> None:
+        """Start one more, with the pipes of requests and of replies."""
+
+    def signal(self, name: str) -> None:
+        """Signal all of them and what they have started, where the system can."""
+
+    def wait(self, rank: int, seconds: float) -> int | None:
+        """The exit code of one (a signal's number negative); None: it hasn't ended by then."""
+
+    def reap(self) -> None:
+        """Wait until all have ended, after SIGKILL."""
+
+
+class _Spawned:
+    """Processes of the interpreter; the first one leads the process group of all."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec, self._all = spec.to_json(), list[subprocess.Popen[bytes]]()
+
+    def add(self, environ: Mapping[str, str], pipes: tuple[int, int], log: IO[bytes]) -> None:
+        self._all.append(
+            subprocess.Popen(
+                [sys.executable, *PROGRAM, self._spec, *map(str, pipes)],
+                pass_fds=pipes,
+                env=environment.child_environment(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                process_group=self._all[0].pid if self._all else 0,
+            )
+        )
+
+    def signal(self, name: str) -> None:
+        # A process that hasn't been waited for keeps the group's number from being used again.
+        number = getattr(signal, name, None)
+        if number is not None and any(process.returncode is None for process in self._all):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._all[0].pid, number)
+
+    def wait(self, rank: int, seconds: float) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._all[rank].wait(timeout=seconds)
+        return None
+
+    def reap(self) -> None:
+        for process in self._all:
+            process.wait()
+
+
+class _Forked:
+    """One process, forked by a fork server."""
+
+    def __init__(self, spec: WorkerSpec, server: _ForkServer) -> None:
+        self._spec, self._server, self._number = json.loads(spec.to_json()), server, -1
+
+    def add(self, environ: Mapping[str, str], pipes: tuple[int, int], log: IO[bytes]) -> None:
+        self._number = self._server.fork(self._spec, (*pipes, log.fileno()))
+
+    def signal(self, name: str) -> None:
+        self._server.send({"worker": self._number, "signal": getattr(signal, name)})
+
+    def wait(self, rank: int, seconds: float) -> int | None:
+        return self._server.wait(self._number, seconds)
+
+    def reap(self) -> None:
+        if self._server.wait(self._number, LEAVE_SECONDS) is None:
+            self._server.end()  # it hangs, in an import; the kernel ends its workers with it
+
+
+class _ForkServer:
+    """This process's end of a fork server, which forks and reports by `worker.fork_server`."""
+
+    def __init__(self, environ: Mapping[str, str], log: Path, recipe: Path | None) -> None:
+        own, other = socket.socketpair()
+        with other, log.open("ab") as words:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, *PROGRAM, "--fork-server", str(other.fileno())),
+                    *([] if recipe is None else [str(recipe)]),
+                ],
+                pass_fds=[other.fileno()],
+                env=environment.child_environment(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=words,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
+        self._channel = Connection(own.detach())
+        self._asked = 0
+        self.workers: set[int] = set()  # that haven't ended
+        self.codes: dict[int, int] = {}
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def fork(self, spec: Mapping[str, Any], descriptors: Sequence[int]) -> int:
+        """Ask for a worker; its number here."""
+        self._asked += 1
+        request = {"worker": self._asked, "spec": spec, "descriptors": len(descriptors)}
+        self.send(request)
+        with contextlib.suppress(OSError):  # it is dead, which `wait` will see
+            for descriptor in descriptors:
+                reduction.send_handle(self._channel, descriptor, self._process.pid)
+        self.workers.add(self._asked)
+        return self._asked
+
+    def send(self, request: Mapping[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the same
+            self._channel.send(dict(request))
+
+    def wait(self, number: int, seconds: float) -> int | None:
+        """A worker's exit code; None: it hasn't ended by then."""
+        deadline = time.monotonic() + seconds
+        while number not in self.codes:
+            try:
+                if self._channel.poll(max(deadline - time.monotonic(), 0.0)):
+                    told = self._channel.recv()
+                    if "code" in told:
+                        self.codes[told["worker"]] = told["code"]
+                        self.workers.discard(told["worker"])
+                    continue
+            except (EOFError, OSError):
+                self.end()
+            if not self.alive:  # its workers have been killed with it
+                self.codes.update(dict.fromkeys(self.workers, -signal.SIGKILL))
+                self.workers.clear()
+            if time.monotonic() >= deadline:
+                break
+        return self.codes.get(number)
+
+    def end(self) -> None:
+        """At once; the kernel ends its workers with it."""
+        self._channel.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def _started(
+    group: _Processes, environs: Sequence[Mapping[str, str]], logs: Sequence[IO[bytes]]
+) -> list[_Member]:
+    """Start a process for each rank."""
+    found: list[_Member] = []
+    try:
+        for environ, log in zip(environs, logs, strict=True):
+            requests_read, requests_write = os.pipe()
+            replies_read, replies_write = os.pipe()
+            found.append(_Member(requests_write, replies_read, log))
+            try:
+                group.add(environ, (requests_read, replies_write), log)
+            finally:
+                os.close(requests_read)
+                os.close(replies_write)
+    except BaseException:
+        for member in found:
+            os.close(member.requests)
+            os.close(member.replies)
+        group.signal("SIGKILL")
+        raise
+    return found
+
+
+def _log_name(name: str, rank: int) -> str:
+    return f"{name}-rank-{rank}.log" if rank else f"{name}.log"
+
+
+def _understood(line: str) -> Reply | str:
+    """A reply, or the failure that it tells of."""
+    try:
+        found: Reply = json.loads(line)
+        failed = found.get("failed")
+    except (ValueError, AttributeError):
+        return f"its answer can't be read: {line[:80]!r}"
+    # An InputError is a sentence for the user; of other errors the kind says more.
+    return found if failed is None else str(failed).removeprefix(f"{InputError.__name__}: ")
+
+
+def merge_replies(replies: Sequence[Reply]) -> Reply:
+    """What the ranks of a worker say together.
+
+    A step is as long as it was on the slowest rank, and its peak memory is that of the rank which
+    needs most. Ranks that train apart count their own tokens times the number of ranks: the mean
+    of these is the truth. They don't wait for each other in each step, so their turn is as long as
+    that of the slowest rank, which is less than the sum of the slowest steps: ``turn_seconds``.
+
+    Of a check the reply of the rank counts that is furthest off; what one rank refuses has
+    failed.
+    """
+    first, *others = replies
+    if "steps" in first and isinstance(first["steps"], list):
+        if not others:
+            return first
+        steps = zip(*(reply["steps"] for reply in replies), strict=True)
+        found = {**first, "steps": [_slowest(step) for step in steps]}
+        if first.get("apart"):
+            found["turn_seconds"] = max(
+                math.fsum(step["step_seconds"] for step in reply["steps"]) for reply in replies
+            )
+        return found
+    refused = next((reply for reply in replies if "refused" in reply), None)
+    if refused is not None:
+        return {"failed": refused["refused"]}
+    judged = [reply for reply in replies if any(name in reply for name in ERRORS)]
+    found = first | max(judged, key=_error_of) if judged else dict(first)
+    if "weights" in found:
+        found["weights"] = [reply["weights"] for reply in replies]
+    return found
+
+
+def _slowest(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    found = dict(ranks[0])
+    for name in ("step_seconds", "peak_memory_bytes"):
+        found[name] = max(step[name] for step in ranks)
+    for name in ("tokens", "slots"):
+        found[name] = round(sum(step[name] for step in ranks) / len(ranks))
+    found["tokens_per_second"] = found["tokens"] / found["step_seconds"]
+    return found
+
+
+def _error_of(reply: Reply) -> float:
+    errors = [float(reply[name]) for name in ERRORS if name in reply]
+    return math.inf if any(map(math.isnan, errors)) else max(errors)
