@@ -1373,12 +1373,34 @@ EVIDENCE: tuple[Fault, ...] = (
     Fault(
         name="exit-code-lost",
         kind="dropped error",
-        file="measure/crew.py",
-        old="            code: object = self.process.wait(timeout=LEAVE_SECONDS)\n",
-        new=(
-            "            self.process.wait(timeout=LEAVE_SECONDS)\n            code: object = 0\n"
-        ),
-        tests=("tests/evidence/test_crew.py",),
+        file="measure/workers.py",
+        old="        code = self._group.wait(rank, LEAVE_SECONDS)\n",
+        new="        self._group.wait(rank, LEAVE_SECONDS)\n        code: int | None = 0\n",
+        tests=("tests/evidence/test_workers.py",),
+    ),
+    Fault(
+        name="workers-run-on-between-requests",
+        kind="forgotten condition",
+        file="measure/workers.py",
+        old='        self._group.signal("SIGSTOP")\n        heard,',
+        new="        heard,",
+        tests=("tests/evidence/test_workers.py",),
+    ),
+    Fault(
+        name="forked-workers-outlive-their-server",
+        kind="forgotten condition",
+        file="measure/worker.py",
+        old="    end_with_parent()\n    if os.getppid() != server:",
+        new="    if os.getppid() != server:",
+        tests=("tests/evidence/test_workers.py",),
+    ),
+    Fault(
+        name="one-fork-server-for-all-environments",
+        kind="forgotten condition",
+        file="measure/workers.py",
+        old="frozenset(environ.items())\n        found",
+        new="frozenset()\n        found",
+        tests=("tests/evidence/test_workers.py",),
     ),
     Fault(
         name="regression-upside-down",

@@ -26,15 +26,17 @@ from hasten.report.bundle import read_bundle
 from hasten.report.page import render_markdown
 from hasten.report.runs import read_object, read_runs
 from hasten.report.schema import read_report
+from hasten.training.auto_adjust import sentence
 from hasten.training.run import train
+from ranks import on_ranks
 
 GOLDEN = Path(__file__).with_name("golden")
 RUN = GOLDEN / "run"
 STEPS = 4
 
 
-def lines(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (RUN / name).read_text().splitlines()]
+def lines(name: str, run: str = "run") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (GOLDEN / run / name).read_text().splitlines()]
 
 
 def test_a_resolved_recipe_is_the_recipe_that_was_written() -> None:
@@ -115,3 +117,21 @@ def test_a_study_has_its_space_and_its_end() -> None:
     assert study["schema"] == 1
     assert {"COLLATE", "FEED"} <= {row["name"] for row in study["space"]}
     assert study["ended"]
+
+
+def test_a_watched_run_shows_its_machine_and_what_was_tried() -> None:
+    run = Run("watched", GOLDEN / "watched")
+    run.look()
+    machine = lines("machine.jsonl", "watched")
+    assert len(run.machine) == len(machine) > 1
+    [tried] = lines("adjustments.jsonl", "watched")
+    assert sentence(tried).startswith("step 127: labelled_token_loss.chunk 16384 in place of 8192")
+    assert not run.events.newest()  # what was taken back isn't shown
+
+
+@pytest.mark.slow
+def test_a_wire_goes_on_from_what_an_old_host_s_checkpoint_says_of_it(tmp_path: Path) -> None:
+    first, second = on_ranks("wire_state_jobs:taken", tmp_path)
+    assert first["same"]
+    assert first["left"] > 0
+    assert first["losses"] == second["losses"]

@@ -38,8 +38,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from hasten.errors import InputError
-from hasten.launch.ranks import places
-from hasten.machine import environment, host, processes
+from hasten.machine import environment, processes
 
 PROGRAM = ("-m", "hasten.measure.worker")
 BUILD_SECONDS = 1800.0  # timeout of a build, of which nothing is known
@@ -118,6 +117,8 @@ class WorkerPool:
         self._workers: list[Worker] = []
         self._most = MOST_SERVERS
         if self.forks:
+            from hasten.machine import host  # loads torch: planning, which loads this, must not
+
             free = processes.available_bytes(host.hardware().memory_limit_bytes)
             self._most = max(1, min(MOST_SERVERS, int(SERVERS_SHARE * free / SERVER_BYTES)))
 
@@ -141,6 +142,9 @@ class WorkerPool:
         with contextlib.ExitStack() as stack:
             ranks: Sequence[Mapping[str, str]] = ({},)
             if spec.ranks > 1:
+                from hasten.launch.ranks import places
+                from hasten.machine import host
+
                 meeting = tempfile.TemporaryDirectory(dir=self.folder, prefix=".ranks-")
                 place = Path(stack.enter_context(meeting))
                 ranks = places(spec.ranks, host.hardware().usable_cores, place)
