@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -51,9 +52,14 @@ def pretend(
     memory: int = 10_000,
     record: ExperimentRecord | None = None,
     joules: Callable[[], float | None] = lambda: None,
+    slices: bool = False,
     **more: Any,
 ) -> Measured:
-    """Measure; ``arms`` says by name of the arm how it behaves."""
+    """Measure; ``arms`` says by name of the arm how it behaves.
+
+    Turns are whole ones unless ``slices`` are asked for: then it is known whose turn it is.
+    """
+    design = dataclasses.replace(design, slices=slices)
     told = {_name(plans or PLANS, name): how for name, how in (arms or {}).items()}
     recipe = folder / "recipe.json"
     recipe.write_text(json.dumps({"arms": told, "log": str(folder / "log")}))

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.errors import InputError
+from hasten.machine.processes import running_time
 from hasten.measure.worker import Reply, Serve
 
 
@@ -180,3 +181,19 @@ class Member:
             print("last words", flush=True)
             os._exit(7)
         return {"heard": op}
+
+
+def clocks(arguments: Mapping[str, Any], serve: Serve) -> int:
+    """Works for ``seconds`` of its own time at the request ``work``; tells how long that was."""
+    return serve(Clocks)
+
+
+class Clocks:
+    def ready(self) -> Reply:
+        return {}
+
+    def handle(self, op: str, arguments: Mapping[str, Any]) -> Reply:
+        began, own = time.perf_counter(), running_time()
+        while running_time() - own < arguments["seconds"]:
+            pass
+        return {"wall": time.perf_counter() - began, "own": running_time() - own}

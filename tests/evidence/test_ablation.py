@@ -101,7 +101,7 @@ def measured(recipe: Path) -> dict[str, Arm]:
 
     def tell(text: str, share: float) -> None:
         assert 0 <= share <= 1
-        if text == "round 2/2: packed":
+        if text == "round 2/2":
             kill_in_its_turn(PLANS["packed"])
 
     environ = {"OMP_NUM_THREADS": "1"}

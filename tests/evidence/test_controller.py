@@ -466,3 +466,28 @@ def test_a_counter_that_fails_once_leaves_the_energy_unknown(tmp_path: Path) -> 
     readings = iter([0.0, 5.0, 10.0, None])
     found = pretend(tmp_path, Design(rounds=2, steps=3), joules=lambda: next(readings, None))
     assert {arm.joules_per_token for arm in found.arms} == {None}
+
+
+def test_rounds_in_slices_count_like_whole_turns(tmp_path: Path) -> None:
+    """Every arm does all its steps of each round; one that fails doesn't hold up the others."""
+    told = {"packed": {"fails": {"steps": "diverge"}, "after": 3}, "all": {"sleep": 0.1}}
+    design = Design(rounds=4, steps=2, warmup=1)
+    found = {arm.name: arm for arm in pretend(tmp_path, design, told, slices=True).arms}
+    assert found["packed"].failed == "NotFiniteError: the gradients were not finite"
+    for name in ("baseline", "attention", "all"):
+        assert found[name].failed is None
+        assert len(found[name].rounds) == 4
+        assert [step["step"] for step in found[name].steps] == list(range(2, 10))
+    drawn = [line for line in log(tmp_path) if line.startswith(("steps baseline", "steps doc"))]
+    assert len({tuple(line.split()[1] for line in drawn[i : i + 2]) for i in range(2, 10, 2)}) > 1
+
+
+def test_where_energy_is_counted_turns_are_whole(tmp_path: Path) -> None:
+    said: list[str] = []
+    design = Design(rounds=2, steps=1, warmup=1)
+
+    def tell(text: str, share: float) -> None:
+        said.append(text)
+
+    pretend(tmp_path, design, plans=TWO, joules=lambda: 1.0, slices=True, tell=tell)
+    assert "round 2/2: all" in said

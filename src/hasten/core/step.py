@@ -13,7 +13,6 @@ moves the weights. That is one step; what it cost is noted beside it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any
@@ -36,6 +35,7 @@ from hasten.core.timing import (
     StepMetrics,
 )
 from hasten.machine import host
+from hasten.machine.processes import running_time
 
 __all__ = ["NotFiniteError", "StepMetrics", "train_step", "training"]
 
@@ -75,7 +75,7 @@ def training(session: Session) -> Iterator[StepMetrics]:
 def _steps(session: Session) -> Generator[StepMetrics, None, bool]:
     """Steps to the stop, or until the session went back or was moved: True then."""
     setup, clock, progress = session.setup, session.setup.clock, session.progress
-    started = time.perf_counter()  # before the clock's: its parts never exceed the step
+    started = running_time()  # before the clock's: its parts never exceed the step
     clock.begin()
     for batch in batches(session):
         metrics = train_step(session, batch, started)
@@ -90,7 +90,7 @@ def _steps(session: Session) -> Generator[StepMetrics, None, bool]:
         if back or (progress.epoch, progress.step_in_epoch) != place:
             return True
         setup.adjusting.after_step(metrics)
-        started = time.perf_counter()
+        started = running_time()
         clock.begin()
     return False
 
@@ -112,7 +112,7 @@ def _note(
     if traffic is not None and traffic.exposed is not None:
         session.setup.clock.exposed(traffic.during, traffic.exposed)
     counts = replace(batch.counts, slots=int(slots))
-    seconds = time.perf_counter() - started
+    seconds = running_time() - started
     session.setup.clock.mark(IDLE)
     parts = session.setup.clock.end()
     flops = session.meter.flops(counts)

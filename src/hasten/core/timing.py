@@ -27,6 +27,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from hasten.core.job import Counts
+from hasten.machine.processes import running_time
 
 DATA, COPY, FORWARD, BACKWARD = "data", "copy", "forward", "backward"
 COMMUNICATION, OPTIMIZER = "communication", "optimizer"
@@ -103,12 +104,12 @@ class HostClock:
         self.laps: Laps = []
         self._parts: dict[str, float] = {}
         self._busy = time.process_time()
-        self._last = time.perf_counter()
+        self._last = running_time()
 
     def begin(self) -> None:
         self._parts, self.laps = {}, []
         self._busy = time.process_time()
-        self._last = time.perf_counter()
+        self._last = running_time()
 
     def reading(self, source: Iterator[Item]) -> Iterator[Item]:
         return source
@@ -117,7 +118,7 @@ class HostClock:
         self.mark(DATA)
 
     def mark(self, part: str) -> None:
-        now = time.perf_counter()
+        now = running_time()
         spent, self._last = now - self._last, now
         self._parts[part] = self._parts.get(part, 0.0) + spent
         self.laps.append((part, spent))

@@ -40,6 +40,8 @@ class Design:
         deadline_seconds: when everything has ended, whatever is measured by then: nobody waits
             longer for an answer. A budget that is too short is then no reason to refuse.
         grouping: which arms are alive together; auto: as many as memory holds.
+        slices: arms of a round run in slices of a quarter of a second where they can, so that all
+            see the same machine; else one after the other.
     """
 
     rounds: int = 8
@@ -54,6 +56,7 @@ class Design:
     budget_seconds: float | None = None
     deadline_seconds: float | None = None
     grouping: Grouping = "auto"
+    slices: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("rounds", 1), ("steps", 1), ("warmup", 0), ("builds", 1)):

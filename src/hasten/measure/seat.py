@@ -60,6 +60,7 @@ class Seat:
         self._graphs: list[int] = []  # compiled, after each of the last orders
         self.start_seconds = 0.0
         self.look_seconds = 0.0
+        self._count, self._worked = 0, 0.0  # steps ahead, seconds worked at them
 
     def begin(self, look_first: bool = True) -> None:
         """Wait until it is built; its held-out loss before training; its warm-up."""
@@ -103,18 +104,47 @@ class Seat:
         """The most memory it has used."""
         return max((step["peak_memory_bytes"] for step in self.warm), default=None)
 
+    @property
+    def pace(self) -> float:
+        """Seconds of a step, for its slices."""
+        return self.step_seconds or 1.0
+
+    def order(self, count: int) -> None:
+        """Have so many steps ahead (`go_on`)."""
+        self._count, self._worked = count, 0.0
+        self.worker.submit("steps", count=count)
+
+    def go_on(self, seconds: float) -> dict[str, Any] | None:
+        """Work at them for so long at most; the reply once all are done."""
+        began, timeout = time.monotonic(), self._timeout(self._count)
+        reply = self.worker.run_for(self._patience(seconds))
+        self._worked += time.monotonic() - began
+        if reply is None and self._worked > timeout:
+            raise WorkerError(f"no answer within {timeout:.0f} s: it hangs")
+        return reply
+
     def turn(self, number: int, count: int) -> None:
         """Its steps of a round, and what others took of the machine meanwhile."""
-        slowest = max((step["step_seconds"] for step in self.warm), default=0.0)
-        patience = PATIENCE_FACTOR * (count * self.step_seconds + slowest)
         self._at.joules()  # a gap since the last turn, in which others started, ends here
         before, joules = look(), self._at.joules()
-        answer = self._ask("steps", max(patience, PATIENCE_AT_LEAST), count=count)
+        reply = self._ask("steps", self._timeout(count), count=count)
         after, share = self._at.joules(), foreign_share(before, look(), self._at.cores)
         used = None if joules is None or after is None else after - joules
-        whole = {"seconds": answer["turn_seconds"]} if "turn_seconds" in answer else {}
-        load = round(share, 4)
-        self._note("turn", round=number, steps=answer["steps"], load=load, joules=used, **whole)
+        self.note_turn(number, reply, share, used)
+
+    def note_turn(
+        self, number: int, reply: dict[str, Any], load: float, joules: float | None = None
+    ) -> None:
+        """The steps of a round; ``load``: the share of the machine that others took meanwhile."""
+        whole = {"seconds": reply["turn_seconds"]} if "turn_seconds" in reply else {}
+        steps, share = reply["steps"], round(load, 4)
+        self._note("turn", round=number, steps=steps, load=share, joules=joules, **whole)
+
+    def _timeout(self, count: int) -> float:
+        """How long so many steps may take before the worker counts as hanging."""
+        slowest = max((step["step_seconds"] for step in self.warm), default=0.0)
+        patience = PATIENCE_FACTOR * (count * self.step_seconds + slowest)
+        return max(patience, PATIENCE_AT_LEAST)
 
     def evaluate(self) -> None:
         """Its held-out loss as it is now."""

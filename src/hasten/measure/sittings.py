@@ -13,10 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hasten.core.plan import Plan
+from hasten.machine.processes import foreign_share, look
 from hasten.measure import grouping
 from hasten.measure.ablation import Design, Kind
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.rounds import Rounds
+from hasten.measure.schedule import run_in_slices
 from hasten.measure.seat import Seat
 from hasten.measure.timekeeper import Timekeeper
 from hasten.measure.workers import WorkerError, WorkerPool, WorkerSpec
@@ -189,7 +191,14 @@ class Experiment:
         while self._lacking(names) and not self.time.out(list(self.seats.values()), done):
             count, done = count + 1, done + 1
             shown = f"{done}/{self._in_all(names[-1])}"
-            for name in order.sample(list(names), len(names)):
+            drawn = order.sample(list(names), len(names))
+            if self._in_slices():
+                self._say(f"round {shown}")
+                self._round_in_slices(drawn, count)
+                for name in drawn if count in looks else ():
+                    self._attempt(name, lambda seat: seat.evaluate())
+                drawn = []
+            for name in drawn:
                 if self.time.late:
                     break
                 self._say(f"round {shown}: {name}")
@@ -199,6 +208,22 @@ class Experiment:
         if self.time.over and count and count not in looks:
             for name in names:
                 self._attempt(name, lambda seat: seat.evaluate())
+
+    def _in_slices(self) -> bool:
+        """Whether turns are cut into slices: then no counter tells whose energy was used."""
+        seats = self.seats.values()
+        sliced = self.design.slices and len(seats) > 1 and all(s.worker.can_slice for s in seats)
+        return sliced and self.at.joules() is None
+
+    def _round_in_slices(self, names: Sequence[str], number: int) -> None:
+        before = look()
+        seats = {name: self.seats[name] for name in names if name in self.seats}
+        found, failed = run_in_slices(seats, self.design.steps)
+        load = foreign_share(before, look(), self.at.cores)
+        for name, error in failed.items():
+            self._failed(name, error)
+        for name, reply in found.items():
+            seats[name].note_turn(number, reply, load)
 
     def _fresh_round(self, waiting: Sequence[str]) -> None:
         """A round in which every arm is started for its turn and ended after it."""
@@ -265,13 +290,16 @@ class Experiment:
         try:
             act(seat)
         except WorkerError as error:
-            if self.time.late:
-                self.time.over = True
-            else:
-                what = "unfinished" if at_the_end else "failed"
-                self.record.append(what, arm=name, sitting=seat.sitting, why=str(error))
-            del self.seats[name]
-            seat.worker.close(kill=True)
+            self._failed(name, error, at_the_end)
+
+    def _failed(self, name: str, error: WorkerError, at_the_end: bool = False) -> None:
+        seat = self.seats.pop(name)
+        if self.time.late:
+            self.time.over = True
+        else:
+            what = "unfinished" if at_the_end else "failed"
+            self.record.append(what, arm=name, sitting=seat.sitting, why=str(error))
+        seat.worker.close(kill=True)
 
     def _without_dropped(self, names: Sequence[str]) -> list[str]:
         """End the processes of arms for which there is no time; the names of the others."""

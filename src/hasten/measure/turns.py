@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from hasten.measure.schedule import SLICE_SECONDS as PART
+from hasten.measure.schedule import run_in_slices
 from hasten.measure.workers import WorkerError
 
 State = Literal["ok", "out of memory", "failed"]
@@ -25,7 +27,6 @@ SHORT = (
 LONG, FEWEST_STEPS = 2.5, 2  # seconds beyond which a round has fewer steps, and how few
 MOST_TIMES = 4  # as many steps for short ones
 PASSES = 4  # of a round: a machine's speed changes within a second, so turns are short and many
-PART = 0.25  # seconds of the quickest's turn, before the next one goes on with its own
 STATIONARY = 1.25  # of the last two steps the slower takes at most so much longer
 
 
@@ -194,34 +195,16 @@ class Turns:
     def _abreast(
         self, runners: Sequence[tuple[Runner, Parts]], count: int, deadline: float
     ) -> list[list[Step]]:
-        """In parts, the longer the slower one is, so that all come to their end together.
-
-        Where one fails, the others end their turn first: none answers late, for another turn.
-        """
-        share = PART / min(parts.pace for _, parts in runners)
-        left = dict(enumerate(runners))
-        found: dict[int, list[Step]] = {}
-        failed: WorkerError | None = None
-        begun = set[int]()
-        while left:
-            for place, (runner, parts) in tuple(left.items()):
-                try:
-                    with _named(runner):
-                        if place not in begun:
-                            begun.add(place)
-                            parts.order(count)
-                        steps = self._part(parts, share * parts.pace, deadline)
-                except WorkerError as error:
-                    failed, steps = error, []
-                if steps is not None:
-                    found[place] = steps
-                    del left[place]
-            left = dict(reversed(left.items()))
-        if failed is not None:
-            raise failed
+        """In slices. Where one fails, the others end their turn first: none answers late."""
+        own = {n: _Within(self, parts, deadline) for n, (_, parts) in enumerate(runners)}
+        found, failed = run_in_slices(own, count, PART)
+        for place, error in failed.items():
+            error.source = runners[place][0]
+            raise error
         return [found[place] for place in range(len(runners))]
 
-    def _part(self, parts: Parts, seconds: float, deadline: float) -> list[Step] | None:
+    def part(self, parts: Parts, seconds: float, deadline: float) -> list[Step] | None:
+        """A slice of a turn, no longer than the deadline allows."""
         found = self._within(lambda left: parts.go_on(min(seconds, left)), deadline)
         return None if found is None else sound(found)
 
@@ -241,6 +224,25 @@ class Turns:
         if left <= 0:
             raise OutOfTimeError
         return left
+
+
+@dataclass(frozen=True)
+class _Within:
+    """Slices of a runner that end with a deadline."""
+
+    turns: Turns
+    parts: Parts
+    deadline: float
+
+    @property
+    def pace(self) -> float:
+        return self.parts.pace
+
+    def order(self, count: int) -> None:
+        self.parts.order(count)
+
+    def go_on(self, seconds: float) -> list[Step] | None:
+        return self.turns.part(self.parts, seconds, self.deadline)
 
 
 @contextlib.contextmanager

@@ -2,10 +2,11 @@
 
     python -m hasten.measure.worker SPEC REQUESTS REPLIES
 
-SPEC is JSON: ``job``, a name of `JOBS` or ``module:function`` of such a function, and its
-``arguments``. REQUESTS and REPLIES are file descriptors of pipes that carry one JSON object per
-line. The first reply says that the job is built; then a reply follows each request ``{"op": ...}``,
-until the requests end. ``{"failed": why}`` is the last reply of a worker.
+SPEC is JSON: ``job``, a name of `JOBS` or ``module:function`` of such a function; its
+``arguments``; ``clock``, a file that says how long the worker was stopped. REQUESTS and REPLIES are
+file descriptors of pipes that carry one JSON object per line. The first reply says that the job is
+built; then a reply follows each request ``{"op": ...}``, until the requests end.
+``{"failed": why}`` is the last reply of a worker.
 
 Started with a rank's variables a worker meets the other ranks, and all are given the same requests.
 A failure is reported before the group of ranks is left, since leaving it may wait for others that
@@ -40,7 +41,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hasten.errors import InputError
 from hasten.machine import environment
-from hasten.machine.processes import end_with_parent
+from hasten.machine.processes import count_stops, end_with_parent
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -79,6 +80,8 @@ class Serve(Protocol):
 
 def main(spec: Mapping[str, Any], requests: int, replies: int) -> int:
     """Build the job, then answer requests until they end; the exit code."""
+    if "clock" in spec:
+        count_stops(Path(spec["clock"]))
     with os.fdopen(requests, "r") as inbox, os.fdopen(replies, "w", buffering=1) as outbox:
 
         def say(reply: Mapping[str, Any]) -> None:

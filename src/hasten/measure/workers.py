@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import mmap
 import os
 import select
 import signal
@@ -92,8 +93,10 @@ class WorkerSpec:
     environ: Mapping[str, str] = field(default_factory=dict)
     ranks: int = 1
 
-    def to_json(self) -> str:
-        return json.dumps({"job": self.job, "arguments": dict(self.arguments)})
+    def to_json(self, clock: Path | None = None) -> str:
+        """For the worker's program; ``clock`` is the file of `_StoppedTime`."""
+        more = {} if clock is None else {"clock": str(clock)}
+        return json.dumps({"job": self.job, "arguments": dict(self.arguments), **more})
 
 
 class WorkerPool:
@@ -152,12 +155,15 @@ class WorkerPool:
                 stack.enter_context((self.folder / _log_name(name, rank)).open("w+b"))
                 for rank in range(len(ranks))
             ]
-            group: _Processes = _Spawned(spec)
+            clock = None
+            if self.on_cpu and spec.ranks == 1 and hasattr(signal, "SIGSTOP"):
+                clock = stack.enter_context(_StoppedTime(self.folder))
+            told = spec.to_json(None if clock is None else clock.path)
+            group: _Processes = _Spawned(told)
             if self.forks and spec.ranks == 1:
-                group = _Forked(spec, self._server(spec.environ))
+                group = _Forked(told, self._server(spec.environ))
             members = _started(group, [{**rank, **spec.environ} for rank in ranks], logs)
-            can_slice = self.on_cpu and spec.ranks == 1 and hasattr(signal, "SIGSTOP")
-            worker = Worker(name, group, members, can_slice, stack.pop_all())
+            worker = Worker(name, group, members, clock, stack.pop_all())
         self._workers.append(worker)
         return worker
 
@@ -197,10 +203,10 @@ class Worker:
         name: str,
         group: _Processes,
         members: Sequence[_Member],
-        can_slice: bool,
+        clock: _StoppedTime | None,
         files: contextlib.ExitStack,
     ) -> None:
-        self.name, self.can_slice = name, can_slice
+        self.name, self.can_slice, self._clock = name, clock is not None, clock
         self._group, self._members, self._files = group, members, files
         self._heard: dict[int, Reply | str] = {}  # by rank, of the replies that are still to come
         self.closed = False
@@ -225,7 +231,7 @@ class Worker:
         Raises:
             WorkerError: there is no reply.
         """
-        self._group.signal("SIGCONT")
+        self._go_on()
         self.submit(op, **arguments)
         return self._reply(timeout)
 
@@ -248,10 +254,10 @@ class Worker:
         Raises:
             WorkerError: there is no reply.
         """
-        self._group.signal("SIGCONT")
+        self._go_on()
         found = self._heard_within(seconds)
         if found is None:
-            self._group.signal("SIGSTOP")
+            self._stop()
             return None
         return merge_replies(found)
 
@@ -273,6 +279,16 @@ class Worker:
         self._group.reap()
         self._files.close()
 
+    def _go_on(self) -> None:
+        if self._clock is not None:
+            self._clock.went_on()
+        self._group.signal("SIGCONT")
+
+    def _stop(self) -> None:
+        self._group.signal("SIGSTOP")
+        if self._clock is not None:
+            self._clock.stopped()
+
     def _reply(self, timeout: float) -> Reply:
         found = self._heard_within(timeout)
         if found is None:
@@ -287,7 +303,7 @@ class Worker:
                 return None
             if any(isinstance(reply, str) for reply in self._heard.values()):
                 raise self._failure(self._heard)
-        self._group.signal("SIGSTOP")
+        self._stop()
         heard, self._heard = self._heard, {}
         found = (heard[rank] for rank in range(len(self._members)))
         return [reply for reply in found if not isinstance(reply, str)]
@@ -367,6 +383,36 @@ class _Member:
         return line.decode(errors="replace")
 
 
+class _StoppedTime:
+    """How long a worker was stopped so far, in a file that the worker reads (`running_time`)."""
+
+    def __init__(self, folder: Path) -> None:
+        descriptor, name = tempfile.mkstemp(dir=folder, prefix=".clock-")
+        self.path = Path(name)
+        os.write(descriptor, bytes(8))
+        self._map = mmap.mmap(descriptor, 8)
+        self._seconds = memoryview(self._map).cast("d")
+        os.close(descriptor)
+        self._since: float | None = None
+
+    def __enter__(self) -> _StoppedTime:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._seconds.release()
+        self._map.close()
+        self.path.unlink(missing_ok=True)
+
+    def stopped(self) -> None:
+        if self._since is None:
+            self._since = time.perf_counter()
+
+    def went_on(self) -> None:
+        if self._since is not None:
+            self._seconds[0] += time.perf_counter() - self._since
+            self._since = None
+
+
 class _Processes(Protocol):
     """The processes of one worker."""
 
@@ -386,8 +432,8 @@ class _Processes(Protocol):
 class _Spawned:
     """Processes of the interpreter; the first one leads the process group of all."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
-        self._spec, self._all = spec.to_json(), list[subprocess.Popen[bytes]]()
+    def __init__(self, spec: str) -> None:
+        self._spec, self._all = spec, list[subprocess.Popen[bytes]]()
 
     def add(self, environ: Mapping[str, str], pipes: tuple[int, int], log: IO[bytes]) -> None:
         self._all.append(
@@ -422,8 +468,8 @@ class _Spawned:
 class _Forked:
     """One process, forked by a fork server."""
 
-    def __init__(self, spec: WorkerSpec, server: _ForkServer) -> None:
-        self._spec, self._server, self._number = json.loads(spec.to_json()), server, -1
+    def __init__(self, spec: str, server: _ForkServer) -> None:
+        self._spec, self._server, self._number = json.loads(spec), server, -1
 
     def add(self, environ: Mapping[str, str], pipes: tuple[int, int], log: IO[bytes]) -> None:
         self._number = self._server.fork(self._spec, (*pipes, log.fileno()))

@@ -17,7 +17,6 @@ import dataclasses
 import math
 import random
 import threading
-import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -29,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hasten.machine.processes import running_time
 from hasten.parts.data.access_pattern import with_merged_reads
 
 # A thread that reads an iterator into a bounded queue and never outlives who takes from it.
@@ -149,7 +149,7 @@ class ReadingThread:
         bound: int,
     ) -> None:
         self._queue = _Queue(room, bound)
-        self._given = time.perf_counter()
+        self._given = running_time()
         arguments = (self._queue, source, send, size, torch.is_grad_enabled())
         # A daemon: at exit Python waits for other threads before it would run our atexit hook.
         self._thread = threading.Thread(
@@ -175,9 +175,9 @@ class ReadingThread:
         """
         queue = self._queue
         depth = queue.depth()
-        asked = time.perf_counter()
+        asked = running_time()
         found = queue.ready.get()  # doesn't even let go of the interpreter where something is there
-        given = time.perf_counter()
+        given = running_time()
         if found is None:
             queue.ready.put(None)  # the end stays the end
             if queue.error is not None:
@@ -212,13 +212,13 @@ def _read(
     try:
         with torch.set_grad_enabled(with_gradients):  # the mode belongs to a thread
             while queue.wait_for_room():
-                began = time.perf_counter()
+                began = running_time()
                 try:
                     item = next(source)
                 except StopIteration:
                     break
                 sent = item if send is None else send(item)
-                queue.put(sent, size(item), time.perf_counter() - began)
+                queue.put(sent, size(item), running_time() - began)
                 del item, sent  # the queue's, or the taker's, and not held by a thread that waits
         if isinstance(source, Generator):
             source.close()
@@ -544,14 +544,14 @@ class ReadAhead:
         self, source: Iterator[Any], copies: DeviceCopies | None, count: int | None
     ) -> Iterator[Any]:
         while count is None or count > 0:
-            began = time.perf_counter()
+            began = running_time()
             batch = next(source, _END)
             if batch is _END:
                 return
             sent = batch if copies is None else copies.send(batch)
             seen = self.prefetcher.statistics
             seen.batches += 1
-            seen.stall_seconds += time.perf_counter() - began
+            seen.stall_seconds += running_time() - began
             count = None if count is None else count - 1
             yield sent
 
@@ -564,15 +564,15 @@ class ReadAhead:
         bound = MEMORY_BYTES if prefetcher.memory_bytes is None else prefetcher.memory_bytes
         send = None if copies is None else copies.send
         with ReadingThread(source, send, tensor_bytes, room, bound) as reader:
-            given = time.perf_counter()
+            given = running_time()
             yield from read
             while True:
-                used = time.perf_counter() - given
+                used = running_time() - given
                 taken = reader.take()
                 if taken is None:
                     return
                 reader.set_room(prefetcher.note(taken, used))
-                given = time.perf_counter()
+                given = running_time()
                 yield taken.item
                 del taken  # the caller's alone, also while it waits for the next
 
