@@ -123,7 +123,8 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps and clocks, of which a device's runs on events that are passed at once, read it."""
     monkeypatch.setattr(clock_module.torch, "Event", FakeEvent)
     for module in (clock_module, step_module):
-        monkeypatch.setattr(module, "time", PLANTED)
+        monkeypatch.setattr(module, "time", PLANTED, raising=False)
+        monkeypatch.setattr(module, "running_time", PLANTED.perf_counter, raising=False)
 
 
 @pytest.fixture(params=["host", "device"])

@@ -19,7 +19,6 @@ import pytest
 from evidence.loop_jobs import SPIN
 from hasten.measure import workers as workers_module
 from hasten.measure.workers import Worker, WorkerError, WorkerPool, WorkerSpec, merge_replies
-from offspring import children
 from pretence import IMPORTS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stops processes, reads /proc")
@@ -235,6 +234,8 @@ def test_a_rank_that_was_killed_is_named_before_one_that_complains_of_it(
 
 
 def test_a_pool_that_is_closed_leaves_no_descriptor_and_no_process(tmp_path: Path) -> None:
+    with WorkerPool(tmp_path) as pool:
+        pool.start(member(), "first").ready(60)  # tests start processes by a helper of their own
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     with WorkerPool(tmp_path, fork=True) as pool:
@@ -289,11 +290,11 @@ def test_the_oldest_server_ends_unless_a_worker_of_it_lives(forking: WorkerPool)
 
 def test_a_server_that_was_prepared_makes_the_start_cheap(forking: WorkerPool) -> None:
     environ = {**IMPORTS, "KIND": "a"}
-    before = {child.pid for child in children()}
     assert forking.start_cost(environ) > 1
     forking.warm_up(environ)
     assert forking.start_cost(environ) == 1
-    (prepared,) = {child.pid for child in children()} - before
+    (server,) = forking._servers.values()
+    prepared = server._process.pid
     assert forking.start_cost({**environ, "KIND": "b"}) > 1
     with forking.start(member(environ={"KIND": "a"}), "worker") as worker:
         assert worker.ready(60)["parent"] == prepared
@@ -331,8 +332,9 @@ def test_a_server_that_never_forks_is_a_failed_worker(
     with forking.start(member(), "worker") as worker:
         with pytest.raises(WorkerError, match=r"code -9|it hangs"):
             worker.ready(1.0)
+        (server,) = forking._servers.values()
         worker.close(kill=True)
-    assert not [child for child in children() if child.is_running() and not gone(child.pid)]
+        assert not server.alive
 
 
 @pytest.mark.parametrize(("free", "most"), [(100e9, 6), (16e9, 4), (8e9, 2), (1e9, 1)])

@@ -223,7 +223,10 @@ class Worker:
         Raises:
             WorkerError: it isn't built, or not within so many seconds.
         """
-        return self._reply(timeout)
+        reply = self._reply(timeout)
+        if self._clock is not None:
+            self._clock.path.unlink(missing_ok=True)  # the worker has it open
+        return reply
 
     def request(self, op: str, timeout: float, **arguments: Any) -> Reply:
         """Send a request and wait for its reply.
