@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from hasten.machine import host
-from hasten.measure.experiment import prepared, recipe_worker
+from hasten.measure.recipe_experiment import prepared, recipe_worker
 from hasten.measure.statistics import paired_ratio
 from hasten.measure.workers import WorkerPool
 from hasten.progress import SilentProgress

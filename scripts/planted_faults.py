@@ -1285,7 +1285,7 @@ EVIDENCE: tuple[Fault, ...] = (
     Fault(
         name="turns-always-in-one-order",
         kind="ignored seed",
-        file="measure/sittings.py",
+        file="measure/experiment.py",
         old="drawn = order.sample(list(names), len(names))",
         new="drawn = list(names)",
         tests=("tests/evidence/test_controller.py",),

@@ -13,8 +13,8 @@ from typing import Any
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Design, Kind
 from hasten.measure.controller import Measured, measure_arms
+from hasten.measure.experiment import Table
 from hasten.measure.record import ExperimentRecord
-from hasten.measure.sittings import Table
 from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed

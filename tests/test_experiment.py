@@ -13,9 +13,9 @@ from hasten import report as evidence
 from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.launch.ranks import places
-from hasten.measure import experiment
+from hasten.measure import recipe_experiment
 from hasten.measure.ablation import Design
-from hasten.measure.sittings import Table
+from hasten.measure.experiment import Table
 from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.recipe.schema import Recipe
 from hasten.report import speedup
@@ -91,8 +91,8 @@ def recipe(sums: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rec
     def table(pool: WorkerPool, spec: Any, ranks: int, meter: Any) -> Table:
         return Table(pool, spec, 10_000, 2)
 
-    monkeypatch.setattr(experiment, "recipe_worker", worker)
-    monkeypatch.setattr(experiment, "table", table)
+    monkeypatch.setattr(recipe_experiment, "recipe_worker", worker)
+    monkeypatch.setattr(recipe_experiment, "table", table)
     return sums.model_copy(update={"output": str(tmp_path / "out")})
 
 
@@ -154,7 +154,7 @@ def test_changed_sources_make_another_experiment(
 ) -> None:
     ablate(recipe, design=DESIGN)
     before = len(log(tmp_path))
-    monkeypatch.setattr(experiment, "source_digest", lambda: "of another version")
+    monkeypatch.setattr(recipe_experiment, "source_digest", lambda: "of another version")
     ablate(recipe, design=DESIGN)
     assert len(log(tmp_path)) == 2 * before
 
@@ -220,7 +220,7 @@ def test_the_names_are_where_the_articles_and_the_house_have_them() -> None:
 
 def test_arms_start_with_the_recipe_s_transport_as_a_training_does() -> None:
     known = job_facts(language_job())
-    found = experiment.environment(Plan(()), known, {"GLOO_SOCKET_IFNAME": "eth0"})
+    found = recipe_experiment.environment(Plan(()), known, {"GLOO_SOCKET_IFNAME": "eth0"})
     assert found == {"GLOO_SOCKET_IFNAME": "eth0"}
 
 

@@ -35,7 +35,7 @@ from hasten.data.file_lock import replace_file
 from hasten.machine import host
 from hasten.measure.ablation import AGAIN, BASELINE, Arm, Design
 from hasten.measure.budget import seconds_of
-from hasten.measure.experiment import ExperimentSubject, measured, prepared, recipe_worker
+from hasten.measure.recipe_experiment import ExperimentSubject, measured, prepared, recipe_worker
 from hasten.measure.statistics import hodges_lehmann
 from hasten.measure.workers import WorkerError, WorkerPool
 from hasten.progress import SilentProgress

@@ -71,7 +71,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, gain: list[float]) -> None:
             arms.append(Arm(name, plan, rounds=own, beside=base, acted=acted, kind=kind))
         return Measured(arms, design_words([], next(iter(plans)), design))
 
-    monkeypatch.setattr("hasten.measure.experiment.measure_arms", measured)
+    monkeypatch.setattr("hasten.measure.recipe_experiment.measure_arms", measured)
 
 
 def test_an_experiment_is_stored_done_again_and_a_planted_loss_is_exit_code_4(

@@ -17,8 +17,8 @@ from hasten.cli.terminal import Display
 from hasten.core.facts import RecordFacts
 from hasten.core.plan import Plan
 from hasten.errors import FAILED, InputError
-from hasten.measure.experiment import prepared
 from hasten.measure.quality import runner
+from hasten.measure.recipe_experiment import prepared
 from hasten.progress import SilentProgress
 from hasten.recipe.build import facts_of
 from hasten.recipe.schema import load_recipe

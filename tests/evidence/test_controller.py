@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hasten.errors import InputError
-from hasten.measure import seat
+from hasten.measure import arm_process
 from hasten.measure.ablation import Design, with_second_baseline
 from hasten.measure.record import ExperimentRecord, seconds_of
 from hasten.report.findings import report_of
@@ -85,7 +85,7 @@ def test_an_arm_that_fails_in_a_round_is_reported_and_the_rest_goes_on(
 ) -> None:
     def tell(text: str, share: float) -> None:
         hangs = how == "hang" and text == "round 2/4: packed"  # others are given their time
-        monkeypatch.setattr(seat, "PATIENCE_AT_LEAST", 1.0 if hangs else 60.0)
+        monkeypatch.setattr(arm_process, "LEAST_TIMEOUT", 1.0 if hangs else 60.0)
 
     told = {"packed": {"rate": 1e6, "fails": {"steps": how}, "after": 2}}  # in its second round
     found = pretend(tmp_path, Design(rounds=4, steps=1, warmup=1), told, tell=tell).arms
@@ -146,7 +146,7 @@ def test_each_build_has_its_share_of_the_rounds(tmp_path: Path) -> None:
     assert found.design["builds"] == 2
 
 
-def test_every_second_sitting_starts_from_the_other_end(tmp_path: Path) -> None:
+def test_every_second_cohort_starts_from_the_other_end(tmp_path: Path) -> None:
     """Whoever starts first may be slower for as long as it lives."""
     record = ExperimentRecord()
     pretend(tmp_path, Design(rounds=6, steps=1, builds=3), record=record)
@@ -154,7 +154,7 @@ def test_every_second_sitting_starts_from_the_other_end(tmp_path: Path) -> None:
     first, second, third = (started[i : i + 4] for i in (0, 4, 8))
     assert second == first[::-1]
     assert third == first
-    members = [e["members"] for e in record.events if e["event"] == "sitting"]
+    members = [e["members"] for e in record.events if e["event"] == "cohort"]
     assert members == [first] * 3  # the same group, whoever started first
 
 
@@ -197,7 +197,7 @@ def test_a_disturbed_round_is_done_again_and_both_stay_in_the_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads = iter([0.0, 0.9, *[0.0] * 99])  # the second turn of the first round
-    monkeypatch.setattr(seat, "foreign_share", lambda *seen: next(loads))
+    monkeypatch.setattr(arm_process, "foreign_share", lambda *seen: next(loads))
     found = pretend(tmp_path, Design(rounds=3, steps=1, foreign_load=0.5), plans=TWO)
     assert found.design["redone_rounds"] == 1
     assert [len(arm.rounds) for arm in found.arms] == [3, 3]
@@ -209,7 +209,7 @@ def test_on_a_busy_machine_the_rounds_are_doubled_and_the_least_disturbed_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads = iter([share / 100 for share in range(99, 0, -1)])
-    monkeypatch.setattr(seat, "foreign_share", lambda *seen: next(loads))
+    monkeypatch.setattr(arm_process, "foreign_share", lambda *seen: next(loads))
     found = pretend(tmp_path, Design(rounds=3, steps=1, foreign_load=0.01), plans=TWO)
     assert found.design["redone_rounds"] == 3
     assert len(turns(tmp_path, 2)) == 12
@@ -220,7 +220,7 @@ def test_on_a_busy_machine_the_rounds_are_doubled_and_the_least_disturbed_count(
 def test_rounds_that_are_done_again_leave_the_second_build_its_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seat, "foreign_share", lambda *seen: 0.9)
+    monkeypatch.setattr(arm_process, "foreign_share", lambda *seen: 0.9)
     design = Design(rounds=4, steps=1, builds=2, foreign_load=0.5)
     found = pretend(tmp_path, design, plans=TWO)
     assert log(tmp_path).count("start baseline") == 2
@@ -415,7 +415,7 @@ def test_a_start_after_a_kill_does_not_begin_the_budget_anew(tmp_path: Path) -> 
     def killed(text: str, share: float) -> None:
         if text.startswith("round 4/"):
             record._began -= 50.0
-            record.append("evaluate", arm="all", sitting=1, tokens=0, held_out_loss=None)
+            record.append("evaluate", arm="all", cohort=1, tokens=0, held_out_loss=None)
             raise KeyboardInterrupt
 
     with ExperimentRecord(path) as record, pytest.raises(KeyboardInterrupt):

@@ -51,4 +51,4 @@ def test_together_means_together() -> None:
     ],
 )
 def test_the_report_says_who_was_alive_together(members: list[list[str]], text: str) -> None:
-    assert words([{"event": "sitting", "members": m} for m in members]) == text
+    assert words([{"event": "cohort", "members": m} for m in members]) == text

@@ -95,7 +95,7 @@ def test_a_process_that_is_killed_leaves_its_trials_and_the_best_settings(tmp_pa
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     (record,) = tmp_path.glob("*/record.jsonl")
-    assert record.read_text().count('"tried"') == 2
+    assert record.read_text().count('"trial"') == 2
     best = json.loads((record.parent / "best.yaml").read_text())
     assert set(best) == {"_measured", "batch", "fused"}
     found = tune(f"{JOBS}:job", 600, TuneOptions(trials=5, steps=2), space=SPACE, folder=tmp_path)

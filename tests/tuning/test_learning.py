@@ -10,7 +10,7 @@ import pytest
 
 from hasten.core.plan import Plan
 from hasten.errors import InputError
-from hasten.measure.experiment import ExperimentSubject, prepared
+from hasten.measure.recipe_experiment import ExperimentSubject, prepared
 from hasten.measure.worker import RecipeJob
 from hasten.progress import SilentProgress
 from hasten.recipe.build import job_of

@@ -16,7 +16,7 @@ from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.measure.ablation import AGAIN, BASELINE, Arm
 from hasten.measure.controller import Measured
-from hasten.measure.experiment import ExperimentSubject, prepared
+from hasten.measure.recipe_experiment import ExperimentSubject, prepared
 from hasten.measure.turns import Runner
 from hasten.measure.workers import COLD_START
 from hasten.progress import SilentProgress

@@ -19,10 +19,10 @@ from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
 from hasten.errors import FAILED, InputError
-from hasten.measure.experiment import ExperimentSubject, environment, prepared
 from hasten.measure.quality.guard import GuardDesign, guard_report
 from hasten.measure.quality.requirements import failures
 from hasten.measure.quality.runner import QualityRunner
+from hasten.measure.recipe_experiment import ExperimentSubject, environment, prepared
 from hasten.measure.record import key_of, source_digest
 from hasten.recipe.build import batch_of
 from hasten.recipe.schema import Recipe, load_recipe

@@ -13,7 +13,7 @@ from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.formatting import duration, size, span
 from hasten.machine import host
-from hasten.measure.experiment import measured, prepared
+from hasten.measure.recipe_experiment import measured, prepared
 from hasten.measure.statistics import Interval
 from hasten.planner.inputs import predicted_lines, predicted_section
 from hasten.recipe.build import requested_plan

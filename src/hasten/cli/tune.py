@@ -14,9 +14,9 @@ from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
 from hasten.data.file_lock import replace_file
 from hasten.formatting import duration, size
-from hasten.measure.experiment import ExperimentSubject
 from hasten.measure.quality.guard import GuardDesign
 from hasten.measure.quality.requirements import failures
+from hasten.measure.recipe_experiment import ExperimentSubject
 from hasten.recipe.price import Price
 from hasten.recipe.schema import load_recipe
 from hasten.tune.api import Tuned

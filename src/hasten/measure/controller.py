@@ -25,9 +25,9 @@ from hasten.machine import host, processes
 from hasten.measure import grouping
 from hasten.measure.ablation import Arm, Design, Kind
 from hasten.measure.energy import EnergyMeter
+from hasten.measure.experiment import Experiment, Table, Tell
 from hasten.measure.record import Event, ExperimentRecord, seconds_of
 from hasten.measure.rounds import Rounds, arms_of
-from hasten.measure.sittings import Experiment, Table, Tell
 from hasten.measure.workers import WorkerPool, WorkerSpec
 
 

@@ -1,173 +1,334 @@
-"""An experiment on a recipe: its arms, where its record lies, and the report of it.
+"""An experiment while it goes on: cohorts of arms that take turns until no arm lacks a round.
 
-    output/experiments/KEY/
-      record.jsonl   every finished turn; a second start goes on from it, or answers at once
-      recipe.yaml    the recipe as the arms' processes read it        arm-N.log   their own words
-
-KEY stands for everything that decides the numbers: recipe, data, plans, design, hardware, versions,
-hasten's own sources. Whatever of these changes makes another experiment.
+What is done and what is missing is read from the record before every decision, so that a start
+after a kill, a second build, and a round that others disturbed are all the same case: rounds are
+missing, and the arms that lack them get fresh processes, which are a cohort.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from pathlib import Path
-from typing import Any
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from hasten.core.facts import Facts
 from hasten.core.plan import Plan
-from hasten.data.file_lock import alone_in
-from hasten.errors import InputError
-from hasten.machine import environment as environment_
-from hasten.machine.environment import World
-from hasten.measure.ablation import Design, Kind, check_turns
-from hasten.measure.budget import expected_gain
-from hasten.measure.controller import Measured, measure_arms, table
-from hasten.measure.energy import EnergyMeter, meter_of_run
-from hasten.measure.record import ExperimentRecord, key_of, source_digest
-from hasten.measure.workers import WorkerPool, WorkerSpec
-from hasten.progress import Audience
-from hasten.recipe.build import plan_of
-from hasten.recipe.prepare import ready
-from hasten.recipe.schema import Recipe, load_recipe
+from hasten.machine.processes import foreign_share, look
+from hasten.measure import grouping
+from hasten.measure.ablation import Design, Kind
+from hasten.measure.arm_process import ArmProcess
+from hasten.measure.record import ExperimentRecord
+from hasten.measure.rounds import Rounds
+from hasten.measure.schedule import run_in_slices
+from hasten.measure.timekeeper import Timekeeper
+from hasten.measure.workers import WorkerError, WorkerPool, WorkerSpec
 
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # decide the speed, and stand in no recipe
+Tell = Callable[[str, float], None]  # what happens now, and which share of the work is done
 
 
 @dataclass(frozen=True)
-class ExperimentSubject:
-    """A recipe whose data is ready, and what is known of it."""
-
-    recipe: Recipe
-    known: Facts
-    plan: Plan
-    data_key: str
-    meter: EnergyMeter = field(default_factory=lambda: EnergyMeter("not measured"))
-
-
-def environment(plan: Plan, known: Facts, transport: Mapping[str, str]) -> Mapping[str, str]:
-    """What an arm's process starts with, as a training does: what the techniques wish, then the
-    recipe's settings of the transport."""
-    found: dict[str, str] = {}
-    for technique in plan:
-        found |= technique.environ(known)
-    return {**found, **transport}
-
-
-def recipe_worker(
-    subject: ExperimentSubject,
-    recipe: Path,
-    plan: Plan,
-    changes: Mapping[str, Any] | None = None,
-) -> WorkerSpec:
-    """The worker of the subject under a plan.
+class Table:
+    """What an experiment needs besides its plans.
 
     Args:
-        subject: the recipe and what is known of it.
-        recipe: the file that the worker reads, a copy of the recipe with another end.
-        plan: the techniques.
-        changes: of the recipe's keys, see `hasten.measure.worker.recipe_job`.
+        pool: starts the workers.
+        spec: the worker of a plan; its job allows ``design.steps_in_all`` steps.
+        memory: bytes the arms may use together.
+        cores: that they share.
+        joules: a counter of the training device's energy; None where none can be read.
     """
-    arguments = {"recipe": str(recipe), "plan": plan.to_list(), "changes": dict(changes or {})}
-    environ = environment(plan, subject.known, subject.recipe.transport)
-    return WorkerSpec("recipe", arguments, environ, subject.recipe.nproc)
+
+    pool: WorkerPool
+    spec: Callable[[Plan], WorkerSpec]
+    memory: int
+    cores: int
+    joules: Callable[[], float | None] = lambda: None
 
 
-def prepared(
-    recipe: Recipe | str | Path, audience: Audience, ranks: bool = False
-) -> ExperimentSubject:
-    """The recipe with its data ready, and what is known; ``ranks``: its arms may have several.
+class Experiment:
+    """The state of an experiment while it goes on."""
 
-    Raises:
-        InputError: an unusable recipe, or several ranks where there may be one alone.
-    """
-    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(Path(recipe))
-    if recipe.nproc > 1 and not ranks:
-        raise InputError("nproc: only jobs of one process are measured here; set nproc: 1")
-    if environment_.world().size > 1:
-        raise InputError(
-            "several ranks have been started by a launcher, and an experiment starts its own: run "
-            "the command once, and say nproc: N in the recipe"
-        )
+    def __init__(
+        self,
+        at: Table,
+        plans: Mapping[str, Plan],
+        kinds: Mapping[str, Kind],
+        design: Design,
+        tell: Tell,
+        expected: Mapping[str, float],
+        record: ExperimentRecord,
+    ) -> None:
+        self.at, self.plans, self.kinds, self.design = at, plans, kinds, design
+        self.record, self._tell = record, tell
+        self.base, self.result = next(iter(plans)), list(plans)[-1]
+        self.peaks: dict[str, int] = {}
+        self.alive: dict[str, ArmProcess] = {}
+        self.time = Timekeeper(design, kinds, expected, record)
+        self.fresh = design.grouping == "fresh"
 
-    def tokenising(done: int, total: int) -> None:
-        audience.show(f"tokenising {done:,}/{total:,} records", done / max(total, 1))
+    def run(self) -> None:
+        """Measure until no arm lacks a round."""
+        self.record.append("run")
+        while not self.time.over and (waiting := self._waiting()):
+            if self.fresh:
+                self._fresh_round(waiting)
+            else:
+                self._cohort(waiting)
+        if self.design.deadline_seconds is None:
+            for name in self._unproven():
+                self._prove(name)
+        if self.time.over:
+            self.time.close(self.base, self._waiting())
+        self.record.append("done")
 
-    known, plan, material = ready(recipe, audience.tell, tokenising, recipe.nproc)
-    known = replace(known, world=World(size=recipe.nproc))
-    # What ranks have without a technique the baseline has, too: it is no switch.
-    usual = plan_of(recipe.model_copy(update={"plan": []}), known)
-    switches = Plan(t for t in plan if t not in usual.techniques)
-    return ExperimentSubject(recipe, known, switches, material.note.key, meter_of_run(known))
+    # What the record says
 
+    def _rounds(self) -> Rounds:
+        return Rounds(self.record.events, self.base, self.design)
 
-def measured(
-    subject: ExperimentSubject,
-    plans: Mapping[str, Plan],
-    kinds: Mapping[str, Kind],
-    design: Design,
-    fresh: bool,
-    audience: Audience,
-    pool: WorkerPool | None = None,
-    began: float | None = None,
-) -> Measured:
-    """The experiment, from its record as far as that goes, with workers of a pool.
+    def _waiting(self) -> list[str]:
+        """Arms that lack rounds, the baseline first and the result next; the rest as listed."""
+        rounds = self._rounds()
+        lack = [n for n in self.plans if n not in self.time.dropped and rounds.missing(n)]
+        others = [name for name in lack if name != self.base]
+        if others and self.base not in rounds.failed:
+            lack = [self.base, *others]
+        return sorted(lack, key=lambda n: (n != self.base, n != self.result))
 
-    A deadline counts from ``began``, so that the data's preparation is within it. There arms are
-    forked, too: on a busy machine imports alone may take longer than all steps.
-    """
-    recipe, known = subject.recipe, subject.known
-    if recipe.nproc > 1:
-        check_turns(plans, design.steps)
-    steps = {"max_steps": design.steps_in_all, "epochs": None, "max_tokens": None}
-    resolved = recipe.model_copy(update=steps)
-    key = _key(subject, resolved, plans, design)
-    folder = Path(recipe.output) / "experiments" / key
-    with alone_in(folder, audience.tell):
-        if fresh:
-            (folder / "record.jsonl").unlink(missing_ok=True)
-        (folder / "recipe.yaml").write_text(resolved.to_yaml())
-        hurried = design.deadline_seconds is not None
+    def _lacking(self, names: Sequence[str]) -> int:
+        """Rounds that this cohort still has to do: its share, where there are several builds."""
+        rounds = self._rounds()
+        others = [n for n in names if n != self.base and n not in rounds.failed]
+        asked = others or [n for n in names if n not in rounds.failed]
+        share = [min(1.0, (rounds.cohorts_of(n) + 1) / self.time.builds) for n in asked]
+        return max((rounds.missing(n, s) for n, s in zip(asked, share, strict=True)), default=0)
+
+    def _next_cohort(self) -> int:
+        return 1 + max((e["cohort"] for e in self.record.events if "cohort" in e), default=0)
+
+    # A cohort
+
+    def _cohort(self, waiting: Sequence[str]) -> None:
+        number = self._next_cohort()
         with contextlib.ExitStack() as stack:
-            since = began if hurried else None
-            record = stack.enter_context(ExperimentRecord(folder / "record.jsonl", key, since))
-            if record.done:
-                audience.tell(f"measured before: {folder} (--fresh measures anew)")
-            elif record.events:
-                audience.tell(f"going on with {folder}; arms train again from their seed")
-            audience.begin()
-            path = folder / "recipe.yaml"
-            own = pool or WorkerPool(folder, known.device, fork=hurried, recipe=path)
-            if pool is None:
-                stack.enter_context(own)
-            spec = partial(recipe_worker, subject, path)
-            return measure_arms(
-                table(own, spec, recipe.nproc, subject.meter),
-                plans,
-                design,
-                audience.show,
-                kinds=kinds,
-                expected={name: expected_gain(plan, known) for name, plan in plans.items()},
-                record=record,
-            )
+            self.alive = {}
+            names = self._start_all(waiting, number, stack)
+            if self.fresh:
+                return  # two arms at a time are too many: nothing of this cohort counts
+            if not self.time.over:
+                self._play(waiting, names, number)
+            for name in [name for name in self.plans if name in self.alive]:
+                rounds = self._rounds()
+                if rounds.complete(name) and (self.time.over or not rounds.missing(name)):
+                    self._finish(name)
+            if self.time.late:
+                for arm in self.alive.values():
+                    arm.worker.close(kill=True)  # nobody waits until they have left
 
+    def _play(self, waiting: Sequence[str], names: Sequence[str], number: int) -> None:
+        """Catch up with the longest warm-up, then take turns as long as there is time."""
+        settled = max((len(arm.warm) for arm in self.alive.values()), default=0)
+        settled = max(settled, self._rounds().warmup)
+        for name in names:
+            self._attempt(name, lambda arm: arm.warm_up(settled))
+        self.time.settle(waiting, list(self.alive.values()))
+        names = self._without_dropped(names)
+        done = len(self._rounds().complete(names[-1]))
+        if self.time.out(list(self.alive.values()), done):
+            return
+        self.record.append("cohort", cohort=number, members=names)
+        self._take_turns(names, number)
+        self.record.append("cohort_done", cohort=number)
 
-def _key(
-    subject: ExperimentSubject, resolved: Recipe, plans: Mapping[str, Plan], design: Design
-) -> str:
-    known = subject.known
-    return key_of(
-        {
-            "recipe": resolved.model_dump(mode="json", exclude={"price", "plan", "output"}),
-            "data": subject.data_key,
-            "plans": {name: plan.key for name, plan in plans.items()},
-            "design": asdict(design),
-            "hardware": {**asdict(known.hardware), "device": known.device},
-            "threads": {name: environment_.variable(name) for name in THREADS},
-            "versions": dict(known.versions),
-            "source": source_digest(),
-        }
-    )
+    def _start_all(
+        self, waiting: Sequence[str], number: int, stack: contextlib.ExitStack
+    ) -> list[str]:
+        """Start as many as memory holds; the names of those that started.
+
+        Who starts first may be slower for as long as it lives, so that every second cohort starts
+        from the other end, once it is known that memory holds all of them.
+        """
+        names: list[str] = []
+        fit = grouping.all_fit(waiting, self.peaks, self.at.memory, self.design)
+        for name in reversed(waiting) if number % 2 == 0 and fit else waiting:
+            if name in self.time.dropped or not self.time.allows(name, list(self.alive.values())):
+                continue
+            alive = list(self.alive)
+            if not grouping.may_join(alive, self.peaks, name, self.at.memory, self.design):
+                if len(alive) < 2 and self.design.grouping == "auto":
+                    self.fresh = self.time.fresh = True
+                    return names
+                continue
+            names.append(name)
+            self._start(name, number, stack)
+            self.time.look(waiting, list(self.alive.values()))
+            if self.time.over:
+                break
+        return [name for name in waiting if name in names]
+
+    def _start(
+        self,
+        name: str,
+        number: int,
+        stack: contextlib.ExitStack,
+        evaluate_first: bool = True,
+        at_the_end: bool = False,
+    ) -> None:
+        self._say(f"starting {name}")
+        plan, place = self.plans[name], list(self.plans).index(name)
+        worker = self.at.pool.start(self.at.spec(plan), f"arm-{place}")
+        stack.callback(worker.close)
+        self.alive[name] = ArmProcess(
+            name, worker, number, self.record, self.design, self.time.left
+        )
+        self._attempt(name, lambda arm: arm.begin(evaluate_first), at_the_end)
+        if name in self.alive and (peak := self.alive[name].peak):
+            self.peaks[name] = peak
+
+    def _take_turns(self, names: Sequence[str], number: int) -> None:
+        order = random.Random(self.design.seed * 1_000_003 + number)
+        planned = self._lacking(names)
+        looks, count = self.design.looks(planned) if planned else set(), 0
+        done = len(self._rounds().complete(names[-1]))
+        while self._lacking(names) and not self.time.out(list(self.alive.values()), done):
+            count, done = count + 1, done + 1
+            shown = f"{done}/{self._in_all(names[-1])}"
+            drawn = order.sample(list(names), len(names))
+            if self._in_slices():
+                self._say(f"round {shown}")
+                self._round_in_slices(drawn, count)
+                for name in drawn if count in looks else ():
+                    self._attempt(name, lambda arm: arm.evaluate())
+                drawn = []
+            for name in drawn:
+                if self.time.late:
+                    break
+                self._say(f"round {shown}: {name}")
+                self._turn(name, count, look=count in looks)
+            if not self.alive:
+                return
+        if self.time.over and count and count not in looks:
+            for name in names:
+                self._attempt(name, lambda arm: arm.evaluate())
+
+    def _in_slices(self) -> bool:
+        """Whether turns are cut into slices: then no counter tells whose energy was used."""
+        alive = self.alive.values()
+        sliced = (
+            self.design.slices and len(alive) > 1 and all(arm.worker.can_slice for arm in alive)
+        )
+        return sliced and self.at.joules() is None
+
+    def _round_in_slices(self, names: Sequence[str], number: int) -> None:
+        before = look()
+        turns = {name: self.alive[name] for name in names if name in self.alive}
+        found, failed = run_in_slices(turns, self.design.steps)
+        load = foreign_share(before, look(), self.at.cores)
+        for name, error in failed.items():
+            self._failed(name, error)
+        for name, reply in found.items():
+            turns[name].note_turn(number, reply, load)
+
+    def _fresh_round(self, waiting: Sequence[str]) -> None:
+        """A round in which every arm is started for its turn and ended after it."""
+        number, events = self._next_cohort(), self.record.events
+        first = not any(e["event"] == "cohort" and e.get("fresh") for e in events)
+        names = list(waiting)
+        self.record.append("cohort", cohort=number, members=names, fresh=True)
+        done = len(self._rounds().complete(names[-1]))
+        order, seen = random.Random(self.design.seed * 1_000_003 + number), list[ArmProcess]()
+        for name in order.sample(names, len(names)):
+            self.alive = {}
+            if name in self.time.dropped or self.time.late:
+                continue
+            self._say(f"round {done + 1}/{self._in_all(names[-1])}: {name}")
+            with contextlib.ExitStack() as stack:
+                unseen = self._unseen(name)
+                self._start(name, number, stack, evaluate_first=unseen)
+                self._attempt(name, lambda arm: arm.warm_up(self.design.most_warmup))
+                seen += self.alive.values()
+                if first:
+                    self.time.look(names, seen)
+                self._turn(name, 1, look=unseen)
+                self._finish(name)
+        self.time.out(seen, done + 1)
+
+    def _turn(self, name: str, number: int, look: bool) -> None:
+        self._attempt(
+            name, lambda arm: arm.turn(number, self.design.steps, self.at.cores, self.at.joules)
+        )
+        if look:
+            self._attempt(name, lambda arm: arm.evaluate())
+
+    def _unseen(self, name: str) -> bool:
+        """Whether an arm's held-out loss after training isn't known yet."""
+        looks = [e for e in self.record.events if e["event"] == "evaluate" and e["arm"] == name]
+        return not any(e["tokens"] for e in looks)
+
+    def _unproven(self) -> list[str]:
+        """Arms with all their rounds whose process was killed before it could finish."""
+        rounds = self._rounds()
+        told = ("finish", "unfinished", "failed")
+        done = {e["arm"] for e in self.record.events if e["event"] in told}
+        return [name for name in self.plans if name not in done and rounds.complete(name)]
+
+    def _prove(self, name: str) -> None:
+        """What an arm's techniques do, seen in a process that trains no longer than a warm-up."""
+        self.alive = {}
+        with contextlib.ExitStack() as stack:
+            self._start(name, self._next_cohort(), stack, evaluate_first=False, at_the_end=True)
+            self._finish(name)
+
+    def _finish(self, name: str) -> None:
+        if any(e["event"] == "finish" and e["arm"] == name for e in self.record.events):
+            return
+        self._say(f"finishing {name}")
+        self._attempt(name, lambda arm: arm.finish(), at_the_end=True)
+
+    def _attempt(
+        self, name: str, act: Callable[[ArmProcess], None], at_the_end: bool = False
+    ) -> None:
+        """What goes wrong in one arm is noted there; an arm that has failed gets no more orders.
+
+        Its process is ended at once: one that hangs would slow the others, its memory is theirs.
+        One that is late for the deadline hasn't failed: its complete rounds count.
+        """
+        if (arm := self.alive.get(name)) is None:
+            return
+        try:
+            act(arm)
+        except WorkerError as error:
+            self._failed(name, error, at_the_end)
+
+    def _failed(self, name: str, error: WorkerError, at_the_end: bool = False) -> None:
+        arm = self.alive.pop(name)
+        if self.time.late:
+            self.time.over = True
+        else:
+            what = "unfinished" if at_the_end else "failed"
+            self.record.append(what, arm=name, cohort=arm.cohort, why=str(error))
+        arm.worker.close(kill=True)
+
+    def _without_dropped(self, names: Sequence[str]) -> list[str]:
+        """End the processes of arms for which there is no time; the names of the others."""
+        for name in self.time.dropped & set(self.alive):
+            self.alive.pop(name).worker.close()
+        return [name for name in names if name not in self.time.dropped]
+
+    def _in_all(self, name: str) -> int:
+        """Rounds an arm will have had, those included that are done again."""
+        rounds = self._rounds()
+        return len(rounds.complete(name)) + rounds.missing(name)
+
+    def _say(self, text: str) -> None:
+        """Progress in steps, of those that are planned, or in time, of that which there is."""
+        design, events = self.design, self.record.events
+        done = sum(len(e.get("steps", ())) for e in events)
+        arms = len(self.plans) - len(self.time.dropped)
+        rounds = max(map(self._in_all, self.plans), default=0)  # of those that haven't failed
+        warmup = max(design.warmup, self._rounds().warmup)  # it goes on until steps take alike
+        every = warmup * self.time.builds + rounds * design.steps
+        share = done / max(arms * every, 1)
+        if design.deadline_seconds is not None:
+            share = max(share, self.record.spent / design.deadline_seconds)
+        self._tell(text, min(1.0, share))

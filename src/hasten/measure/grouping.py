@@ -2,7 +2,7 @@
 
 An arm that waits for its turn sleeps, but keeps its memory. So arms start one by one, and the next
 one starts only if, going by what those before it really took, it will fit as well. Those that don't
-fit have a later sitting, with the baseline started afresh beside them. Where not even the baseline
+fit are in a later cohort, with the baseline started afresh beside them. Where not even the baseline
 and one arm fit, every turn has a process of its own.
 """
 
@@ -39,14 +39,14 @@ def may_join(
 
 def words(events: Sequence[Event]) -> str:
     """Which arms were alive together, for the report."""
-    fresh = any(e["event"] == "sitting" and e.get("fresh") for e in events)
+    fresh = any(e["event"] == "cohort" and e.get("fresh") for e in events)
     if fresh:
         return (
             "a fresh process for every turn: two arms didn't fit into memory, or it was asked for"
         )
     groups: dict[tuple[str, ...], None] = {}
     for e in events:
-        if e["event"] == "sitting":
+        if e["event"] == "cohort":
             groups[tuple(e["members"])] = None
     if len(groups) <= 1:
         count = len(next(iter(groups), ()))

@@ -9,16 +9,18 @@ An event is an object with ``event``, its kind, and ``at``, the seconds since it
 record:
 
     run                       a process opened the record to measure
-    sitting  members          fresh processes for these arms, all rounds of it at the same steps
+    cohort   members          fresh processes for these arms, all its rounds at the same steps
     start    arm seconds      an arm is ready
     warmup   arm steps        its steps before the first round
     evaluate arm tokens loss  its held-out loss
-    turn     arm round steps  one turn
+    turn     arm round steps  one turn, with the machine's background load meanwhile
     finish   arm acted        what its techniques did, and its samples
     failed, unfinished        an arm, and why
-    sat                       the sitting's rounds are complete
+    cohort_done               the cohort's rounds are complete
     rounds, dropped           what the budget allows, and what it doesn't
     done                      nothing is missing
+
+Version 1 had other words for some of them; its lines are read as if they had these.
 """
 
 from __future__ import annotations
@@ -36,6 +38,9 @@ from typing import Any
 from hasten.errors import InputError
 
 Event = dict[str, Any]
+VERSION = 2
+_EVENTS_1 = {"sitting": "cohort", "sat": "cohort_done", "tried": "trial"}
+_KEYS_1 = {"sitting": "cohort", "load": "background_load"}
 
 
 def key_of(parts: Mapping[str, Any]) -> str:
@@ -84,7 +89,7 @@ class ExperimentRecord:
                 f"the record {path} can't be written: {error.strerror or error}"
             ) from error
         if not self._file.tell():
-            self._write({"record": 1, "key": key})
+            self._write({"record": VERSION, "key": key})
 
     def __enter__(self) -> ExperimentRecord:
         return self
@@ -149,7 +154,7 @@ def _read(path: Path, key: str) -> list[Event]:
     whole = content[: content.rfind(b"\n") + 1]
     try:
         head, *lines = [json.loads(line) for line in whole.splitlines()] or [{"key": key}]
-        known = head["key"]
+        known, version = head["key"], head.get("record", VERSION)
         if not all(isinstance(line["event"], str) for line in lines):
             raise ValueError("an event without a name")
     except (ValueError, KeyError, TypeError) as error:
@@ -158,6 +163,17 @@ def _read(path: Path, key: str) -> list[Event]:
         ) from error
     if known != key:
         raise InputError(f"{path} is the record of another experiment: delete it, or say --fresh")
+    if version not in (1, VERSION):
+        raise InputError(
+            f"{path} is a record of version {version!r}, and versions 1 and {VERSION} are read: "
+            "delete it, or say --fresh"
+        )
     if len(whole) < len(content):
         os.truncate(path, len(whole))
-    return lines
+    return lines if version == VERSION else upgraded(lines)
+
+
+def upgraded(events: Sequence[Event]) -> list[Event]:
+    """Events of version 1 in the words of today's."""
+    found = [{_KEYS_1.get(key, key): value for key, value in e.items()} for e in events]
+    return [{**e, "event": _EVENTS_1.get(e["event"], e["event"])} for e in found]

@@ -1,9 +1,9 @@
 """From an experiment's record to its arms: which rounds count, which are missing, what each showed.
 
-A **sitting** is a set of arms in fresh processes that take turns. A round is known by its sitting
-and its number, and is complete when every arm of the sitting that hadn't failed has had its turn.
+A **cohort** is a set of arms in fresh processes that take turns. A round is known by its cohort
+and its number, and is complete when every arm of the cohort that hadn't failed has had its turn.
 It counts unless others took more of the machine than the design allows. Where too few were calm,
-those with the least foreign load make up the number: chosen by the load, never by the speed.
+those with the least background load make up the number: chosen by the load, never by the speed.
 
 The steps of a round are unlike each other: one has long records, the next has short ones. All arms
 take the same ones, so what an arm's turn is worth is found step by step beside the others, see
@@ -22,7 +22,7 @@ from hasten.measure.ablation import Arm, Design, Kind
 from hasten.measure.record import Event
 from hasten.measure.significance import with_luck
 
-Key = tuple[int, int]  # sitting, round
+Key = tuple[int, int]  # cohort, round
 
 
 class Rounds:
@@ -41,25 +41,25 @@ class Rounds:
         self.most = self.wanted * (1 if design.foreign_load is None else 2)
         self.limit = math.inf if design.foreign_load is None else design.foreign_load
         self.failed = {e["arm"]: e["why"] for e in events if e["event"] == "failed"}
-        self.members = {e["sitting"]: e["members"] for e in events if e["event"] == "sitting"}
-        self.ended = {e["sitting"] for e in events if e["event"] == "sat"}
+        self.members = {e["cohort"]: e["members"] for e in events if e["event"] == "cohort"}
+        self.ended = {e["cohort"] for e in events if e["event"] == "cohort_done"}
         self.turns: dict[Key, dict[str, Event]] = {}
         for e in events:
             if e["event"] == "turn":
-                self.turns.setdefault((e["sitting"], e["round"]), {})[e["arm"]] = e
+                self.turns.setdefault((e["cohort"], e["round"]), {})[e["arm"]] = e
         self._rates: dict[Key, dict[str, float]] = {}
         warm: dict[tuple[int, str], int] = {}
         for e in events:
             if e["event"] == "warmup":
-                at = (e["sitting"], e["arm"])
+                at = (e["cohort"], e["arm"])
                 warm[at] = warm.get(at, 0) + len(e["steps"])
-        self.warmup = max(warm.values(), default=0)  # steps before the first round of a sitting
+        self.warmup = max(warm.values(), default=0)  # steps before the first round of a cohort
         self._dropped = {n for e in events if e["event"] == "dropped" for n in e["arms"]}
-        self._failed_in = {e["arm"]: e["sitting"] for e in events if e["event"] == "failed"}
+        self._failed_in = {e["arm"]: e["cohort"] for e in events if e["event"] == "failed"}
 
     def load(self, key: Key) -> float:
-        """The heaviest foreign load of a round's turns."""
-        return max(float(turn["load"]) for turn in self.turns[key].values())
+        """The heaviest background load of a round's turns."""
+        return max(float(turn["background_load"]) for turn in self.turns[key].values())
 
     def rate(self, key: Key, arm: str) -> float:
         """What an arm's turn in a round is worth, in tokens per second."""
@@ -95,9 +95,9 @@ class Rounds:
         names = {name for members in self.members.values() for name in members} - {self.base}
         return max(0, *(len(self.complete(n)) - self.wanted for n in names or {self.base}), 0)
 
-    def sat(self, arm: str) -> int:
-        """Sittings that an arm has taken part in to their end."""
-        return sum(arm in self.members[sitting] for sitting in self.ended)
+    def cohorts_of(self, arm: str) -> int:
+        """Cohorts that an arm has taken part in to their end."""
+        return sum(arm in self.members[cohort] for cohort in self.ended)
 
     def _whole(self, key: Key) -> bool:
         turns = self.turns[key]
@@ -107,7 +107,7 @@ class Rounds:
         )
 
     def _companion(self) -> str | None:
-        """The arm in whose sittings the baseline's own rounds are counted: the first measured."""
+        """The arm in whose cohorts the baseline's own rounds are counted: the first measured."""
         names = [n for members in self.members.values() for n in members if n != self.base]
         return next((n for n in names if self.complete(n)), None)
 
@@ -131,9 +131,9 @@ def _arm(arm: Arm, found: Rounds) -> Arm:
     known = [found.rate(key, found.base) for key in keys if found.base in found.turns[key]]
     arm.beside = known if len(known) == len(keys) else []
     arm.steps = [step for turn in turns for step in turn["steps"]]
-    arm.foreign_load = [turn["load"] for turn in turns]
+    arm.foreign_load = [turn["background_load"] for turn in turns]
     arm.joules_per_token = _joules(turns)
-    order = sorted({key[0] for key in keys})  # a sitting is a fresh build
+    order = sorted({key[0] for key in keys})  # a cohort is a fresh build
     arm.builds = [order.index(key[0]) for key in keys]
     arm.failed = found.failed.get(arm.name)
     _curves(arm, mine, found.ended)
@@ -157,8 +157,8 @@ def _joules(turns: Sequence[Event]) -> float | None:
 
 
 def _warmup(pieces: Sequence[Event]) -> dict[str, float | None]:
-    """Of the arm's first sitting; it comes in pieces where other arms needed more steps."""
-    first = [e for e in pieces if e["sitting"] == pieces[0]["sitting"]]
+    """Of the arm's first cohort; it comes in pieces where other arms needed more steps."""
+    first = [e for e in pieces if e["cohort"] == pieces[0]["cohort"]]
     if not first:
         return {}
     return {
@@ -169,19 +169,19 @@ def _warmup(pieces: Sequence[Event]) -> dict[str, float | None]:
 
 
 def _curves(arm: Arm, mine: Sequence[Event], ended: Set[int]) -> None:
-    """Losses of one sitting: in each the arm began again from its seed.
+    """Losses of one cohort: in each the arm began again from its seed.
 
     It is the one that trained longest, of those that came to their end, with a last look at the
     held-out loss: one that was killed stopped at another point in every arm.
     """
-    sittings: dict[int, list[Event]] = {}
+    cohorts: dict[int, list[Event]] = {}
     for e in mine:
-        if "sitting" in e:
-            sittings.setdefault(e["sitting"], []).append(e)
-    if not sittings:
+        if "cohort" in e:
+            cohorts.setdefault(e["cohort"], []).append(e)
+    if not cohorts:
         return
-    whole = {number: events for number, events in sittings.items() if number in ended}
-    longest = max((whole or sittings).values(), key=_tokens)  # the first of equals
+    whole = {number: events for number, events in cohorts.items() if number in ended}
+    longest = max((whole or cohorts).values(), key=_tokens)  # the first of equals
     before = 0
     for e in longest:
         for step in e.get("steps", ()):

@@ -146,7 +146,7 @@ def _chance(mean: float, error: float, edge: float, rounds: int) -> float:
 # of one program differ by a per cent or two for as long as they live, so an interval over the
 # rounds of two processes, however many, is one about these two and not about their programs. What
 # tells the difference are fresh builds, and since an experiment has few of each arm, all arms say
-# it together: each build's log ratio, less what its arm has in all builds and what its sitting has
+# it together: each build's log ratio, less what its arm has in all builds and what its cohort has
 # in all arms (the baseline's own luck), varies as processes do (a two-way layout: Scheffé, The
 # Analysis of Variance, 1959, chapter 4). Where there are few builds, `USUAL` counts like `BELIEF`
 # degrees of freedom (the conjugate prior of a variance: Gelman et al., Bayesian Data Analysis,

@@ -5,24 +5,25 @@
   3. all have started: how many rounds fit?
   4. before every round: does one more fit, with what must follow?
 
-What was measured stays: arms that sit down again, for a second build or after a kill, are neither
+What was measured stays: arms that start again, for a second build or after a kill, are neither
 dropped nor refused; where no more fits, the experiment ends with the rounds there are. Time that an
 earlier start took for turns that are kept counts. Without a budget it keeps quiet.
 
 With a deadline nothing is refused: one round is enough, arms are asked about before they start, and
-an answer that hasn't come at the deadline is waited for no longer (``seat``).
+an answer that hasn't come at the deadline is waited for no longer (``arm_process``).
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 
 from hasten.measure.ablation import Design, Kind
+from hasten.measure.arm_process import ArmProcess
 from hasten.measure.budget import FEWEST_ROUNDS, WORTH_ROUNDS, Costs, choose, require
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.rounds import Rounds
-from hasten.measure.seat import Seat
 
 FINISH_SECONDS = 2.0  # beside a look and a turn: samples are written, memory is counted
 WORTH_BEFORE_DEADLINE = 3  # rounds with which an arm is worth its place if there is a deadline
@@ -55,28 +56,32 @@ class Timekeeper:
         self.fresh = design.grouping == "fresh"  # every turn pays for a start
         self._fewest = FEWEST_ROUNDS if design.deadline_seconds is None else 1
 
+    def left(self) -> float:
+        """Seconds until nobody waits for an answer any longer."""
+        deadline = self._design.deadline_seconds
+        return math.inf if deadline is None else deadline - self._record.spent
+
     @property
     def late(self) -> bool:
         """Whether the deadline has passed."""
-        deadline = self._design.deadline_seconds
-        return deadline is not None and self._record.spent >= deadline
+        return self.left() <= 0
 
-    def allows(self, name: str, seats: Sequence[Seat]) -> bool:
+    def allows(self, name: str, arms: Sequence[ArmProcess]) -> bool:
         """Whether there is time to start one more arm before the deadline; else it is dropped.
 
         The first two are started in any case: without them there is nothing to compare.
         """
         budget = self._design.budget_seconds
-        if budget is None or self._design.deadline_seconds is None or len(seats) < 2:
+        if budget is None or self._design.deadline_seconds is None or len(arms) < 2:
             return True
         rounds = min(WORTH_BEFORE_DEADLINE, self._design.rounds)
-        rest = self._costs(seats).of(len(seats) + 1, rounds, looks=1, to_start=1)
+        rest = self._costs(arms).of(len(arms) + 1, rounds, looks=1, to_start=1)
         if self._record.spent + rest <= budget or name in self._measured():
             return True
         self._drop(name)
         return False
 
-    def look(self, waiting: Sequence[str], seats: Sequence[Seat]) -> None:
+    def look(self, waiting: Sequence[str], arms: Sequence[ArmProcess]) -> None:
         """After an arm of those that wait has started.
 
         Raises:
@@ -84,37 +89,37 @@ class Timekeeper:
                 two of them.
         """
         budget = self._design.budget_seconds
-        if budget is None or not 1 <= len(seats) <= 2 or len(waiting) < 2:
+        if budget is None or not 1 <= len(arms) <= 2 or len(waiting) < 2:
             return
-        costs = self._costs(seats)
-        least = costs.of(arms=2, rounds=FEWEST_ROUNDS, looks=1, to_start=2 - len(seats))
+        costs = self._costs(arms)
+        least = costs.of(arms=2, rounds=FEWEST_ROUNDS, looks=1, to_start=2 - len(arms))
         if self._measured():
             self.over = self.over or self._record.spent + least > budget
         elif self._design.deadline_seconds is None:
             require(budget, self._record.spent, least)
-        if len(seats) == 2 and not self.over:
-            self._choose(waiting, len(seats), costs)
+        if len(arms) == 2 and not self.over:
+            self._choose(waiting, len(arms), costs)
 
-    def settle(self, waiting: Sequence[str], seats: Sequence[Seat]) -> None:
+    def settle(self, waiting: Sequence[str], arms: Sequence[ArmProcess]) -> None:
         """After all have started that are to be alive together: how many rounds there will be."""
         names = [name for name in waiting if name not in self.dropped]
-        if self._design.budget_seconds is None or not seats or len(names) < 2:
+        if self._design.budget_seconds is None or not arms or len(names) < 2:
             return
-        rounds = self._choose(names, len(seats), self._costs(seats))
+        rounds = self._choose(names, len(arms), self._costs(arms))
         told = [e["rounds"] for e in self._record.events if e["event"] == "rounds"]
         if not told and rounds < self._design.rounds:
             self._record.append("rounds", rounds=rounds)
 
-    def out(self, seats: Sequence[Seat], done: int) -> bool:
+    def out(self, arms: Sequence[ArmProcess], done: int) -> bool:
         """Whether there is no time for one more round after those that are done.
 
         Two rounds are done whatever they take: one says nothing of its own error. With a deadline
         it is one.
         """
         budget = self._design.budget_seconds
-        if budget is None or not seats or (done < self._fewest and not self.late):
+        if budget is None or not arms or (done < self._fewest and not self.late):
             return self.over
-        rest = self._costs(seats).of(len(seats), rounds=1, looks=1, to_start=0)
+        rest = self._costs(arms).of(len(arms), rounds=1, looks=1, to_start=0)
         self.over = self.over or self._record.spent + rest > budget
         return self.over
 
@@ -134,7 +139,7 @@ class Timekeeper:
         others = measured - {base} or measured
         counted = max((len(rounds.counting(name)) for name in others), default=0)
         self._record.append("rounds", rounds=counted)
-        builds = max((rounds.sat(name) for name in others), default=0)
+        builds = max((rounds.cohorts_of(name) for name in others), default=0)
         if max(builds, 1) < self.builds:
             text = "further builds: no time for them"
             self._record.append("dropped", text=text, arms=[], builds=max(builds, 1))
@@ -179,11 +184,11 @@ class Timekeeper:
         names = {name for members in rounds.members.values() for name in members}
         return {name for name in names if rounds.complete(name)}
 
-    def _costs(self, seats: Sequence[Seat]) -> Costs:
+    def _costs(self, arms: Sequence[ArmProcess]) -> Costs:
         """Of one arm on the average, as these have shown."""
-        turn = self._design.steps * statistics.fmean(seat.step_seconds for seat in seats)
-        look = max(seat.look_seconds for seat in seats)
-        start = statistics.fmean(seat.start_seconds for seat in seats)
+        turn = self._design.steps * statistics.fmean(arm.step_seconds for arm in arms)
+        look = max(arm.evaluation_seconds for arm in arms)
+        start = statistics.fmean(arm.start_seconds for arm in arms)
         finish = look + turn + FINISH_SECONDS
         if self.fresh:
             return Costs(0.0, start + turn, look, finish)

@@ -23,8 +23,8 @@ from hasten.data.file_lock import one_writer, replace_file
 from hasten.errors import InputError
 from hasten.machine import host
 from hasten.measure.budget import seconds_of
-from hasten.measure.experiment import prepared
 from hasten.measure.loops import Job, reference
+from hasten.measure.recipe_experiment import prepared
 from hasten.measure.record import ExperimentRecord, key_of
 from hasten.progress import Audience, SilentProgress
 from hasten.recipe.schema import Recipe
@@ -142,7 +142,7 @@ class _Tuning:
             if record.done and kept.is_file():
                 self._audience.tell(f"tuned before: {self._folder} (--fresh measures anew)")
                 return self._result(json.loads(kept.read_text()))
-            if any(e["event"] == "tried" for e in record.events):
+            if any(e["event"] == "trial" for e in record.events):
                 self._audience.tell(f"going on with {self._folder}")
             else:
                 record.append("about", what=self._subject.about)

@@ -1,8 +1,9 @@
 """The duel: the best few against the start, interleaved, until the time for it is used.
 
-For a loop of anybody's. Of a recipe's plans `hasten.measure.experiment` measures the same way, with
-a record, groups where memory is short, held-out losses and proofs of what acted. Both end in the
-evidence's words: noise floor from a second copy of the start, paired intervals, Holm's correction.
+For a loop of anybody's. Of a recipe's plans `hasten.measure.recipe_experiment` measures the same
+way, with a record, groups where memory is short, held-out losses and proofs of what acted. Both end
+in the evidence's words: noise floor from a second copy of the start, paired intervals, Holm's
+correction.
 """
 
 from __future__ import annotations

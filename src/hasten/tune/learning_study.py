@@ -21,7 +21,7 @@ from typing import Any
 from hasten.data.file_lock import one_writer, replace_file
 from hasten.errors import InputError
 from hasten.measure.budget import seconds_of
-from hasten.measure.experiment import prepared
+from hasten.measure.recipe_experiment import prepared
 from hasten.measure.record import ExperimentRecord, key_of
 from hasten.progress import Audience, SilentProgress
 from hasten.recipe.schema import Recipe

@@ -13,7 +13,7 @@ from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
-from hasten.measure.experiment import ExperimentSubject, environment, recipe_worker
+from hasten.measure.recipe_experiment import ExperimentSubject, environment, recipe_worker
 from hasten.measure.turns import Step
 from hasten.measure.workers import Reply, Worker, WorkerPool
 

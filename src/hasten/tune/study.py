@@ -289,14 +289,14 @@ class Search:
             else:
                 self._trial_seconds.append(found.seconds)
             row = _row(self._space, point, found)
-            self._record.append("tried", **row)
+            self._record.append("trial", **row)
             self._take(study, proposer, row)
             self._found(study)
 
     def _earlier(self) -> list[dict[str, Any]]:
         rows = []
         for event in self._record.events:
-            if event["event"] == "tried":
+            if event["event"] == "trial":
                 rows.append({k: v for k, v in event.items() if k not in ("event", "at")})
         return rows
 

@@ -18,10 +18,10 @@ from hasten.core.technique import Fidelity
 from hasten.errors import InputError
 from hasten.machine import host, processes
 from hasten.measure.ablation import AGAIN, BASELINE, Design, check_turns
-from hasten.measure.experiment import ExperimentSubject as Subject_
-from hasten.measure.experiment import measured
 from hasten.measure.grouping import SHARE
 from hasten.measure.loops import loop_spec
+from hasten.measure.recipe_experiment import ExperimentSubject as Subject_
+from hasten.measure.recipe_experiment import measured
 from hasten.measure.turns import Runner, duel_steps
 from hasten.measure.workers import WorkerPool
 from hasten.progress import Audience

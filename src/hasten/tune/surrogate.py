@@ -310,7 +310,9 @@ def similar_trials(folder: Path, about: Mapping[str, Any], but: str) -> list[dic
         try:
             events = [json.loads(line) for line in path.read_text().splitlines()]
             if any(e.get("event") == "about" and e.get("what") == about for e in events):
-                found += [e for e in events if e.get("event") == "tried" and e["state"] == "ok"]
+                found += [
+                    e for e in events if e.get("event") in ("trial", "tried") and e["state"] == "ok"
+                ]
         except (OSError, ValueError, AttributeError, KeyError):
             continue
     return found

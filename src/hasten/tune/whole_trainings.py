@@ -14,7 +14,7 @@ from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.errors import InputError
-from hasten.measure.experiment import ExperimentSubject
+from hasten.measure.recipe_experiment import ExperimentSubject
 from hasten.measure.workers import Worker
 from hasten.recipe.build import batch_of, job_of, warmup_steps
 from hasten.recipe.prepared_data import gather

@@ -224,7 +224,7 @@ def test_a_study_that_was_killed_goes_on_and_measures_nothing_twice(tmp_path: Pa
     with ExperimentRecord(path, "key") as record:
         first = searched(machine, record=record, most=4, proposer=any_order)
     with path.open("ab") as file:
-        file.write(b'{"event": "tried", "settings": {"bat')  # the line in which it was killed
+        file.write(b'{"event": "trial", "settings": {"bat')  # the line in which it was killed
     again = Machine(SPACE, seconds, noise=0.01)
     with ExperimentRecord(path, "key") as record:
         none = {"room": lambda: 0.0}  # for a final

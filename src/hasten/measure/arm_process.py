@@ -1,8 +1,8 @@
-"""One arm's process in one sitting: it is given its orders, and its answers go into the record.
+"""One arm's process in a cohort: it is asked for work, and its answers go into the record.
 
-Patience with a process follows from what it has shown: a turn may take twenty times what the steps
-of its warm-up took, and a minute at least, before it counts as hanging. Of a start nothing is known
-beforehand; there a long timeout holds.
+A process may take twenty times as long for a turn as its warm-up's steps took, and a minute at
+least, before it counts as hanging. Of a start nothing is known beforehand; there a long timeout
+holds. With a budget nobody waits beyond its end.
 """
 
 from __future__ import annotations
@@ -10,64 +10,54 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from hasten.machine.processes import foreign_share, look
 from hasten.measure.ablation import Design
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.workers import BUILD_SECONDS, Worker, WorkerError
 
-PATIENCE_FACTOR = 20.0  # a busy machine makes single steps several times slower
-PATIENCE_AT_LEAST = 60.0  # seconds
+TIMEOUT_FACTOR = 20.0  # a busy machine makes single steps several times slower
+LEAST_TIMEOUT = 60.0  # seconds
 STATIONARY = 1.25  # of the last two steps the slower takes at most so much longer
 
 
-class Shared(Protocol):
-    """What the arms of a table share."""
-
-    @property
-    def cores(self) -> int: ...
-
-    @property
-    def joules(self) -> Callable[[], float | None]: ...
-
-
-class Seat:
-    """An arm at the table.
+class ArmProcess:
+    """The process of an arm.
 
     Args:
         name: of the arm.
         worker: just started.
-        sitting: number of the sitting.
+        cohort: number of the cohort.
         record: where everything goes.
         design: of the experiment.
-        at: the table: the cores that arms share, the counter of their energy.
+        left: seconds until nobody waits any longer.
     """
 
     def __init__(
         self,
         name: str,
         worker: Worker,
-        sitting: int,
+        cohort: int,
         record: ExperimentRecord,
         design: Design,
-        at: Shared,
+        left: Callable[[], float],
     ) -> None:
-        self.name, self.worker, self.sitting = name, worker, sitting
-        self._record, self._design, self._at = record, design, at
+        self.name, self.worker, self.cohort = name, worker, cohort
+        self._record, self._design, self._left = record, design, left
         self._began = time.monotonic()
         self.warm: list[dict[str, Any]] = []  # steps so far, before the first round
         self._graphs: list[int] = []  # compiled, after each of the last orders
         self.start_seconds = 0.0
-        self.look_seconds = 0.0
+        self.evaluation_seconds = 0.0
         self._count, self._worked = 0, 0.0  # steps ahead, seconds worked at them
 
-    def begin(self, look_first: bool = True) -> None:
+    def begin(self, evaluate_first: bool = True) -> None:
         """Wait until it is built; its held-out loss before training; its warm-up."""
-        answer = self.worker.ready(self._patience(BUILD_SECONDS))
+        answer = self.worker.ready(self._within(BUILD_SECONDS))
         seconds = time.monotonic() - self._began
         self._note("start", startup_seconds=answer["startup_seconds"], seconds=seconds)
-        if look_first:
+        if evaluate_first:
             self.evaluate()
         self.warm_up(self._design.warmup, self._design.longest_warmup)
         self.start_seconds = time.monotonic() - self._began
@@ -117,20 +107,20 @@ class Seat:
     def go_on(self, seconds: float) -> dict[str, Any] | None:
         """Work at them for so long at most; the reply once all are done."""
         began, timeout = time.monotonic(), self._timeout(self._count)
-        reply = self.worker.run_for(self._patience(seconds))
+        reply = self.worker.run_for(self._within(seconds))
         self._worked += time.monotonic() - began
         if reply is None and self._worked > timeout:
             raise WorkerError(f"no answer within {timeout:.0f} s: it hangs")
         return reply
 
-    def turn(self, number: int, count: int) -> None:
-        """Its steps of a round, and what others took of the machine meanwhile."""
-        self._at.joules()  # a gap since the last turn, in which others started, ends here
-        before, joules = look(), self._at.joules()
+    def turn(self, number: int, count: int, cores: int, joules: Callable[[], float | None]) -> None:
+        """Its steps of a round, alone; `cores` of the machine, a counter of the energy used."""
+        joules()  # a gap since the last turn, in which others started, ends here
+        before, energy = look(), joules()
         reply = self._ask("steps", self._timeout(count), count=count)
-        after, share = self._at.joules(), foreign_share(before, look(), self._at.cores)
-        used = None if joules is None or after is None else after - joules
-        self.note_turn(number, reply, share, used)
+        after, load = joules(), foreign_share(before, look(), cores)
+        used = None if energy is None or after is None else after - energy
+        self.note_turn(number, reply, load, used)
 
     def note_turn(
         self, number: int, reply: dict[str, Any], load: float, joules: float | None = None
@@ -138,22 +128,22 @@ class Seat:
         """The steps of a round; ``load``: the share of the machine that others took meanwhile."""
         whole = {"seconds": reply["turn_seconds"]} if "turn_seconds" in reply else {}
         steps, share = reply["steps"], round(load, 4)
-        self._note("turn", round=number, steps=steps, load=share, joules=joules, **whole)
+        self._note("turn", round=number, steps=steps, background_load=share, joules=joules, **whole)
 
     def _timeout(self, count: int) -> float:
         """How long so many steps may take before the worker counts as hanging."""
         slowest = max((step["step_seconds"] for step in self.warm), default=0.0)
-        patience = PATIENCE_FACTOR * (count * self.step_seconds + slowest)
-        return max(patience, PATIENCE_AT_LEAST)
+        timeout = TIMEOUT_FACTOR * (count * self.step_seconds + slowest)
+        return max(timeout, LEAST_TIMEOUT)
 
     def evaluate(self) -> None:
         """Its held-out loss as it is now."""
         began = time.monotonic()
-        patience = BUILD_SECONDS
-        if self.look_seconds:
-            patience = max(PATIENCE_FACTOR * self.look_seconds, PATIENCE_AT_LEAST)
-        found = self._ask("evaluate", patience)
-        self.look_seconds = max(self.look_seconds, time.monotonic() - began)
+        timeout = BUILD_SECONDS
+        if self.evaluation_seconds:
+            timeout = max(TIMEOUT_FACTOR * self.evaluation_seconds, LEAST_TIMEOUT)
+        found = self._ask("evaluate", timeout)
+        self.evaluation_seconds = max(self.evaluation_seconds, time.monotonic() - began)
         self._note("evaluate", tokens=found["tokens"], held_out_loss=found["held_out_loss"])
 
     def finish(self) -> None:
@@ -162,27 +152,25 @@ class Seat:
         known = {key: last.get(key) for key in ("acted", "samples", "ledger")}
         self._note("finish", **known)
 
-    def _ask(self, what: str, patience: float, **details: Any) -> dict[str, Any]:
-        return self.worker.request(what, self._patience(patience), **details)
+    def _ask(self, what: str, timeout: float, **details: Any) -> dict[str, Any]:
+        return self.worker.request(what, self._within(timeout), **details)
 
-    def _patience(self, seconds: float) -> float:
-        """So many seconds, or those until the experiment's deadline, if they are fewer.
+    def _within(self, seconds: float) -> float:
+        """So many seconds, or those that are left, if they are fewer.
 
         Raises:
-            WorkerError: it has passed.
+            WorkerError: none are left.
         """
-        deadline = self._design.deadline_seconds
-        if deadline is None:
-            return seconds
-        if self._record.spent >= deadline:
-            raise WorkerError("the deadline has passed")
-        return min(seconds, deadline - self._record.spent)
+        left = self._left()
+        if left <= 0:
+            raise WorkerError("the budget is used up")
+        return min(seconds, left)
 
     def _compiles(self) -> bool:
         return self._graphs[-1] != self._graphs[-2]
 
     def _note(self, event: str, **details: Any) -> None:
-        self._record.append(event, sitting=self.sitting, arm=self.name, **details)
+        self._record.append(event, cohort=self.cohort, arm=self.name, **details)
 
 
 def stationary(steps: Sequence[dict[str, Any]]) -> bool:

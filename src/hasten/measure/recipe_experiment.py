@@ -1,0 +1,173 @@
+"""An experiment on a recipe: its arms, where its record lies, and the report of it.
+
+    output/experiments/KEY/
+      record.jsonl   every finished turn; a second start goes on from it, or answers at once
+      recipe.yaml    the recipe as the arms' processes read it        arm-N.log   their own words
+
+KEY stands for everything that decides the numbers: recipe, data, plans, design, hardware, versions,
+hasten's own sources. Whatever of these changes makes another experiment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hasten.core.facts import Facts
+from hasten.core.plan import Plan
+from hasten.data.file_lock import alone_in
+from hasten.errors import InputError
+from hasten.machine import environment as environment_
+from hasten.machine.environment import World
+from hasten.measure.ablation import Design, Kind, check_turns
+from hasten.measure.budget import expected_gain
+from hasten.measure.controller import Measured, measure_arms, table
+from hasten.measure.energy import EnergyMeter, meter_of_run
+from hasten.measure.record import ExperimentRecord, key_of, source_digest
+from hasten.measure.workers import WorkerPool, WorkerSpec
+from hasten.progress import Audience
+from hasten.recipe.build import plan_of
+from hasten.recipe.prepare import ready
+from hasten.recipe.schema import Recipe, load_recipe
+
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # decide the speed, and stand in no recipe
+
+
+@dataclass(frozen=True)
+class ExperimentSubject:
+    """A recipe whose data is ready, and what is known of it."""
+
+    recipe: Recipe
+    known: Facts
+    plan: Plan
+    data_key: str
+    meter: EnergyMeter = field(default_factory=lambda: EnergyMeter("not measured"))
+
+
+def environment(plan: Plan, known: Facts, transport: Mapping[str, str]) -> Mapping[str, str]:
+    """What an arm's process starts with, as a training does: what the techniques wish, then the
+    recipe's settings of the transport."""
+    found: dict[str, str] = {}
+    for technique in plan:
+        found |= technique.environ(known)
+    return {**found, **transport}
+
+
+def recipe_worker(
+    subject: ExperimentSubject,
+    recipe: Path,
+    plan: Plan,
+    changes: Mapping[str, Any] | None = None,
+) -> WorkerSpec:
+    """The worker of the subject under a plan.
+
+    Args:
+        subject: the recipe and what is known of it.
+        recipe: the file that the worker reads, a copy of the recipe with another end.
+        plan: the techniques.
+        changes: of the recipe's keys, see `hasten.measure.worker.recipe_job`.
+    """
+    arguments = {"recipe": str(recipe), "plan": plan.to_list(), "changes": dict(changes or {})}
+    environ = environment(plan, subject.known, subject.recipe.transport)
+    return WorkerSpec("recipe", arguments, environ, subject.recipe.nproc)
+
+
+def prepared(
+    recipe: Recipe | str | Path, audience: Audience, ranks: bool = False
+) -> ExperimentSubject:
+    """The recipe with its data ready, and what is known; ``ranks``: its arms may have several.
+
+    Raises:
+        InputError: an unusable recipe, or several ranks where there may be one alone.
+    """
+    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(Path(recipe))
+    if recipe.nproc > 1 and not ranks:
+        raise InputError("nproc: only jobs of one process are measured here; set nproc: 1")
+    if environment_.world().size > 1:
+        raise InputError(
+            "several ranks have been started by a launcher, and an experiment starts its own: run "
+            "the command once, and say nproc: N in the recipe"
+        )
+
+    def tokenising(done: int, total: int) -> None:
+        audience.show(f"tokenising {done:,}/{total:,} records", done / max(total, 1))
+
+    known, plan, material = ready(recipe, audience.tell, tokenising, recipe.nproc)
+    known = replace(known, world=World(size=recipe.nproc))
+    # What ranks have without a technique the baseline has, too: it is no switch.
+    usual = plan_of(recipe.model_copy(update={"plan": []}), known)
+    switches = Plan(t for t in plan if t not in usual.techniques)
+    return ExperimentSubject(recipe, known, switches, material.note.key, meter_of_run(known))
+
+
+def measured(
+    subject: ExperimentSubject,
+    plans: Mapping[str, Plan],
+    kinds: Mapping[str, Kind],
+    design: Design,
+    fresh: bool,
+    audience: Audience,
+    pool: WorkerPool | None = None,
+    began: float | None = None,
+) -> Measured:
+    """The experiment, from its record as far as that goes, with workers of a pool.
+
+    A deadline counts from ``began``, so that the data's preparation is within it. There arms are
+    forked, too: on a busy machine imports alone may take longer than all steps.
+    """
+    recipe, known = subject.recipe, subject.known
+    if recipe.nproc > 1:
+        check_turns(plans, design.steps)
+    steps = {"max_steps": design.steps_in_all, "epochs": None, "max_tokens": None}
+    resolved = recipe.model_copy(update=steps)
+    key = _key(subject, resolved, plans, design)
+    folder = Path(recipe.output) / "experiments" / key
+    with alone_in(folder, audience.tell):
+        if fresh:
+            (folder / "record.jsonl").unlink(missing_ok=True)
+        (folder / "recipe.yaml").write_text(resolved.to_yaml())
+        hurried = design.deadline_seconds is not None
+        with contextlib.ExitStack() as stack:
+            since = began if hurried else None
+            record = stack.enter_context(ExperimentRecord(folder / "record.jsonl", key, since))
+            if record.done:
+                audience.tell(f"measured before: {folder} (--fresh measures anew)")
+            elif record.events:
+                audience.tell(f"going on with {folder}; arms train again from their seed")
+            audience.begin()
+            path = folder / "recipe.yaml"
+            own = pool or WorkerPool(folder, known.device, fork=hurried, recipe=path)
+            if pool is None:
+                stack.enter_context(own)
+            spec = partial(recipe_worker, subject, path)
+            return measure_arms(
+                table(own, spec, recipe.nproc, subject.meter),
+                plans,
+                design,
+                audience.show,
+                kinds=kinds,
+                expected={name: expected_gain(plan, known) for name, plan in plans.items()},
+                record=record,
+            )
+
+
+def _key(
+    subject: ExperimentSubject, resolved: Recipe, plans: Mapping[str, Plan], design: Design
+) -> str:
+    known = subject.known
+    return key_of(
+        {
+            "recipe": resolved.model_dump(mode="json", exclude={"price", "plan", "output"}),
+            "data": subject.data_key,
+            "plans": {name: plan.key for name, plan in plans.items()},
+            "design": asdict(design),
+            "hardware": {**asdict(known.hardware), "device": known.device},
+            "threads": {name: environment_.variable(name) for name in THREADS},
+            "versions": dict(known.versions),
+            "source": source_digest(),
+        }
+    )
