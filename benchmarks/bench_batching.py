@@ -18,7 +18,7 @@ from pathlib import Path
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.measure.ablation import Arm, Design
-from hasten.measure.controller import measure_arms, table
+from hasten.measure.experiment import measure_arms, table
 from hasten.measure.recipe_experiment import environment
 from hasten.measure.statistics import paired_ratio
 from hasten.recipe.prepare import ready

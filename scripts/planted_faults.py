@@ -1288,7 +1288,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="measure/experiment.py",
         old="drawn = order.sample(list(names), len(names))",
         new="drawn = list(names)",
-        tests=("tests/evidence/test_controller.py",),
+        tests=("tests/evidence/test_cohorts.py",),
     ),
     Fault(
         name="disturbed-rounds-count-as-calm",
@@ -1296,7 +1296,7 @@ EVIDENCE: tuple[Fault, ...] = (
         file="measure/rounds.py",
         old="calm = sum(self.load(key) <= self.limit for key in keys)",
         new="calm = len(keys)",
-        tests=("tests/evidence/test_controller.py",),
+        tests=("tests/evidence/test_cohorts.py",),
     ),
     Fault(
         name="not-a-number-passes-the-guard",

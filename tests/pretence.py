@@ -12,8 +12,7 @@ from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Design, Kind
-from hasten.measure.controller import Measured, measure_arms
-from hasten.measure.experiment import Table
+from hasten.measure.experiment import Measured, Table, measure_arms
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.techniques.attention import DocumentAttention

@@ -18,7 +18,7 @@ from tuner.problems import PROBLEMS, wide
 
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Arm
-from hasten.measure.controller import Measured
+from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import ExperimentSubject, prepared
 from hasten.measure.turns import Step
 from hasten.measure.workers import WorkerError, WorkerPool, WorkerSpec

@@ -9,7 +9,7 @@ from typing import Any
 from evidence.planted import BASELINE, TRUTHS, Proofs, rows_of
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Design, Kind
-from hasten.measure.controller import measure_arms, table
+from hasten.measure.experiment import measure_arms, table
 from hasten.measure.workers import WorkerPool
 from verdicts.job import WARM_UP, resolved_recipe
 from verdicts.planted_trial import worker

@@ -19,7 +19,7 @@ from evidence.planted import BASELINE
 from hasten.core.plan import Plan
 from hasten.machine import memory
 from hasten.measure.ablation import Arm, Design, Kind
-from hasten.measure.controller import measure_arms, table
+from hasten.measure.experiment import measure_arms, table
 from hasten.measure.workers import WorkerPool
 from hasten.techniques.allocator import TUNABLE, Allocator
 from verdicts.job import WARM_UP, resolved_recipe

@@ -13,7 +13,7 @@ import yaml
 
 from hasten.cli.report import conclusion
 from hasten.measure.ablation import Arm, Design
-from hasten.measure.controller import Measured, design_words
+from hasten.measure.experiment import Measured, design_words
 from hasten.report.bundle import Change, read_bundle
 from material import small
 

@@ -17,7 +17,7 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique
 from hasten.errors import InputError
 from hasten.measure.ablation import Arm, Design, Which, plans_of
-from hasten.measure.controller import measure_arms, table
+from hasten.measure.experiment import measure_arms, table
 from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.recipe.prepare import ready
 from hasten.recipe.schema import Recipe

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.measure.ablation import Design
-from hasten.measure.grouping import GROUP, SHARE, fits, may_join, words
+from hasten.measure.experiment import GROUP, SHARE, fits, grouping_words, may_join
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=8), st.integers(1, 10_000))
@@ -51,4 +51,4 @@ def test_together_means_together() -> None:
     ],
 )
 def test_the_report_says_who_was_alive_together(members: list[list[str]], text: str) -> None:
-    assert words([{"event": "cohort", "members": m} for m in members]) == text
+    assert grouping_words([{"event": "cohort", "members": m} for m in members]) == text

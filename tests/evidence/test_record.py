@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hasten.errors import InputError
 from hasten.measure.ablation import Design
-from hasten.measure.controller import design_words
+from hasten.measure.experiment import design_words
 from hasten.measure.record import ExperimentRecord, key_of, source_digest
 from hasten.measure.rounds import Rounds, arms_of
 from pretence import KINDS, NAMES, PLANS, log, pretend

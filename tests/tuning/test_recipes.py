@@ -15,7 +15,7 @@ from hasten.core.technique import Fidelity
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.measure.ablation import AGAIN, BASELINE, Arm
-from hasten.measure.controller import Measured
+from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import ExperimentSubject, prepared
 from hasten.measure.turns import Runner
 from hasten.measure.workers import COLD_START

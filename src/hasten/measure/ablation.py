@@ -1,6 +1,6 @@
 """The nouns of an experiment: its design, the plans it compares by name, what each arm showed.
 
-How arms are measured stands in ``controller``; how numbers become verdicts in ``findings``.
+How arms are measured stands in ``experiment``; how numbers become verdicts in ``findings``.
 """
 
 from __future__ import annotations

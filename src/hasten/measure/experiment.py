@@ -1,8 +1,23 @@
-"""An experiment while it goes on: cohorts of arms that take turns until no arm lacks a round.
+"""Arms against each other on one machine: built, warmed up, then taking turns, round by round.
 
-What is done and what is missing is read from the record before every decision, so that a start
-after a kill, a second build, and a round that others disturbed are all the same case: rounds are
-missing, and the arms that lack them get fresh processes, which are a cohort.
+  1. every arm's process starts, builds, and warms up; one at a time, and only as many as memory
+     holds; all do as many steps before the first round as the slowest to settle
+  2. a round gives each arm some steps, in slices or one after the other in an order drawn anew
+  3. in every arm step k sees the same records, so a round's ratio compares equal work minutes apart
+     at most, and a machine that slows down slows all arms of the round
+  4. at equal tokens every arm is asked for its held-out loss; at the end, for what its techniques
+     did and what its model writes
+
+What is done and what is missing is read from the record before every decision. So a start after a
+kill, a second build, and a round that others disturbed are all the same case: rounds are missing,
+and the arms that lack them get fresh processes, which are a **cohort**. An arm that fails is noted
+with its reason, its process is ended, and the others go on. One that fails only at the very end, in
+4, has been measured all the same: it keeps its numbers.
+
+An arm that waits for its turn sleeps, but keeps its memory. So the next one starts only if, going
+by what those before it really took, it will fit as well. Those that don't fit are in a later
+cohort, with the baseline started afresh beside them. Where not even the baseline and one arm fit,
+every turn has a process of its own.
 """
 
 from __future__ import annotations
@@ -11,18 +26,22 @@ import contextlib
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hasten.core.plan import Plan
+from hasten.machine import host, processes
 from hasten.machine.processes import foreign_share, look
-from hasten.measure import grouping
-from hasten.measure.ablation import Design, Kind
+from hasten.measure.ablation import Arm, Design, Kind
 from hasten.measure.arm_process import ArmProcess
-from hasten.measure.record import ExperimentRecord
-from hasten.measure.rounds import Rounds
+from hasten.measure.budget import BudgetTracker
+from hasten.measure.energy import EnergyMeter
+from hasten.measure.record import Event, ExperimentRecord, seconds_of
+from hasten.measure.rounds import Rounds, arms_of
 from hasten.measure.schedule import run_in_slices
-from hasten.measure.timekeeper import Timekeeper
 from hasten.measure.workers import WorkerError, WorkerPool, WorkerSpec
 
+SHARE = 0.92  # of the memory that is available: caches of the system want some, too
+GROUP = 3  # arms beside the baseline, where groups were asked for
 Tell = Callable[[str, float], None]  # what happens now, and which share of the work is done
 
 
@@ -63,7 +82,7 @@ class Experiment:
         self.base, self.result = next(iter(plans)), list(plans)[-1]
         self.peaks: dict[str, int] = {}
         self.alive: dict[str, ArmProcess] = {}
-        self.time = Timekeeper(design, kinds, expected, record)
+        self.time = BudgetTracker(design, kinds, expected, record)
         self.fresh = design.grouping == "fresh"
 
     def run(self) -> None:
@@ -149,12 +168,12 @@ class Experiment:
         from the other end, once it is known that memory holds all of them.
         """
         names: list[str] = []
-        fit = grouping.all_fit(waiting, self.peaks, self.at.memory, self.design)
+        fit = all_fit(waiting, self.peaks, self.at.memory, self.design)
         for name in reversed(waiting) if number % 2 == 0 and fit else waiting:
             if name in self.time.dropped or not self.time.allows(name, list(self.alive.values())):
                 continue
             alive = list(self.alive)
-            if not grouping.may_join(alive, self.peaks, name, self.at.memory, self.design):
+            if not may_join(alive, self.peaks, name, self.at.memory, self.design):
                 if len(alive) < 2 and self.design.grouping == "auto":
                     self.fresh = self.time.fresh = True
                     return names
@@ -332,3 +351,125 @@ class Experiment:
         if design.deadline_seconds is not None:
             share = max(share, self.record.spent / design.deadline_seconds)
         self._tell(text, min(1.0, share))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An experiment's arms, and how it was run in the words of the report (``report.design``)."""
+
+    arms: list[Arm]
+    design: dict[str, Any]
+
+
+def table(
+    pool: WorkerPool,
+    spec: Callable[[Plan], WorkerSpec],
+    ranks: int = 1,
+    meter: EnergyMeter | None = None,
+) -> Table:
+    """The table on this machine: its cores, and its free memory, or all of the accelerator's.
+
+    Arms tell how much their neediest rank uses. Ranks share a processor's memory, and have an
+    accelerator each, of which the smallest counts.
+    """
+    here = host.hardware()
+    memory = processes.available_bytes(here.memory_limit_bytes) // ranks
+    if not pool.on_cpu:
+        memory = min((gpu.memory_bytes for gpu in here.accelerators), default=memory)
+    joules = EnergyMeter("none").reading if meter is None else meter.reading
+    return Table(pool, spec, memory, here.usable_cores, joules)
+
+
+def measure_arms(
+    at: Table,
+    plans: Mapping[str, Plan],
+    design: Design,
+    tell: Tell = lambda text, share: None,
+    *,
+    kinds: Mapping[str, Kind] | None = None,
+    expected: Mapping[str, float] | None = None,
+    record: ExperimentRecord | None = None,
+) -> Measured:
+    """Measure every plan on the recipe's job; arms in the order of ``plans``.
+
+    Args:
+        at: the recipe and the machine.
+        plans: arms by name; the first is the baseline, the last the result.
+        design: how.
+        tell: is told what happens.
+        kinds: what each arm is.
+        expected: gains that are forecast, for a budget that has to leave arms out.
+        record: of an earlier start; what it holds isn't measured again.
+
+    Raises:
+        InputError: the budget is too small.
+    """
+    record = record or ExperimentRecord()
+    known = dict(kinds or {})
+    if not record.done:
+        Experiment(at, plans, known, design, tell, expected or {}, record).run()
+    words = design_words(record.events, next(iter(plans)), design)
+    return Measured(arms_of(record.events, plans, known, design), words)
+
+
+def design_words(events: Sequence[Event], base: str, design: Design) -> dict[str, Any]:
+    """``report.design``: how the experiment was run, what was left out, what was done again."""
+    rounds = Rounds(events, base, design)
+    dropped = [e for e in events if e["event"] == "dropped"]
+    return {
+        "rounds": rounds.wanted,
+        "steps": design.steps,
+        "warmup": design.warmup,
+        "seed": design.seed,
+        "builds": min([design.builds, *(e["builds"] for e in dropped if "builds" in e)]),
+        "seconds": round(seconds_of(events), 1),
+        "budget_seconds": design.budget_seconds,
+        "grouping": grouping_words(events),
+        "dropped": [e["text"] for e in dropped],
+        "resumed": sum(e["event"] == "run" for e in events) > 1,
+        "redone_rounds": rounds.redone(),
+    }
+
+
+def fits(alive: Sequence[str], peaks: Mapping[str, int], name: str, memory: int) -> bool:
+    """Whether one more arm can start; one never seen is taken for the largest seen."""
+    if not peaks:
+        return True
+    unknown = max(peaks.values())
+    return sum(peaks.get(n, unknown) for n in (*alive, name)) <= SHARE * memory
+
+
+def may_join(
+    alive: Sequence[str], peaks: Mapping[str, int], name: str, memory: int, design: Design
+) -> bool:
+    """Whether an arm starts beside those that are alive, in the grouping that was asked for."""
+    if design.grouping == "together" or not alive:
+        return True
+    holds = fits(alive, peaks, name, memory)
+    if design.grouping == "groups":  # the baseline and one more always start
+        return len(alive) == 1 or (len(alive) <= GROUP and holds)
+    return holds
+
+
+def grouping_words(events: Sequence[Event]) -> str:
+    """Which arms were alive together, for the report."""
+    fresh = any(e["event"] == "cohort" and e.get("fresh") for e in events)
+    if fresh:
+        return (
+            "a fresh process for every turn: two arms didn't fit into memory, or it was asked for"
+        )
+    groups: dict[tuple[str, ...], None] = {}
+    for e in events:
+        if e["event"] == "cohort":
+            groups[tuple(e["members"])] = None
+    if len(groups) <= 1:
+        count = len(next(iter(groups), ()))
+        return f"all {count} arms alive together"
+    return "groups that share the baseline: " + "; ".join(", ".join(g) for g in groups)
+
+
+def all_fit(names: Sequence[str], peaks: Mapping[str, int], memory: int, design: Design) -> bool:
+    """Whether all of these have been alive before, and memory holds them together."""
+    return all(name in peaks for name in names) and all(
+        may_join(names[:i], peaks, name, memory, design) for i, name in enumerate(names)
+    )

@@ -25,8 +25,8 @@ from hasten.machine import environment as environment_
 from hasten.machine.environment import World
 from hasten.measure.ablation import Design, Kind, check_turns
 from hasten.measure.budget import expected_gain
-from hasten.measure.controller import Measured, measure_arms, table
 from hasten.measure.energy import EnergyMeter, meter_of_run
+from hasten.measure.experiment import Measured, measure_arms, table
 from hasten.measure.record import ExperimentRecord, key_of, source_digest
 from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.progress import Audience

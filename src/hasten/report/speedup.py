@@ -25,7 +25,7 @@ from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.formatting import span
 from hasten.measure.ablation import Arm, Design, Kind, Which, plans_of, with_second_baseline
-from hasten.measure.controller import Measured
+from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import ExperimentSubject, measured, prepared
 from hasten.measure.statistics import Interval, paired_ratio
 from hasten.progress import Audience, SilentProgress

@@ -18,7 +18,7 @@ from hasten.core.technique import Fidelity
 from hasten.errors import InputError
 from hasten.machine import host, processes
 from hasten.measure.ablation import AGAIN, BASELINE, Design, check_turns
-from hasten.measure.grouping import SHARE
+from hasten.measure.experiment import SHARE
 from hasten.measure.loops import loop_spec
 from hasten.measure.recipe_experiment import ExperimentSubject as Subject_
 from hasten.measure.recipe_experiment import measured
