@@ -272,6 +272,31 @@ def test_a_budget_that_ends_before_the_second_build_keeps_the_first(tmp_path: Pa
     assert any(event["event"] == "finish" for event in record.events)
 
 
+def test_a_budget_that_ends_before_the_first_round_is_too_short(tmp_path: Path) -> None:
+    record = ExperimentRecord()
+    design = Design(rounds=8, steps=1, budget_seconds=1000)
+    tell = late(record, "starting baseline", 2000.0)
+    with pytest.raises(InputError, match="budget: 17 min is too short: it was over before the fi"):
+        pretend(tmp_path, design, plans=TWO, record=record, tell=tell)
+    assert not record.done
+
+
+def test_nobody_waits_longer_than_the_budget_and_a_round_for_an_arm_that_hangs(
+    tmp_path: Path,
+) -> None:
+    record = ExperimentRecord()
+    design = Design(rounds=8, steps=1, warmup=1, budget_seconds=200)
+    told = {"all": {"rate": 1e6, "fails": {"steps": "hang"}, "after": 4}}
+
+    def tell(text: str, share: float) -> None:
+        if text == "round 4/8: all":
+            record._began -= 198.0
+
+    found = pretend(tmp_path, design, told, plans=TWO, record=record, tell=tell)
+    assert [len(arm.rounds) for arm in found.arms] == [3, 3]
+    assert record.elapsed < 240  # and not the minute that a turn may take
+
+
 def test_a_budget_that_ends_before_the_second_group_keeps_the_first(tmp_path: Path) -> None:
     record = ExperimentRecord()
     tell = late(record, "starting baseline", 2000.0, time=2)

@@ -40,7 +40,7 @@ def test_the_full_example_shows_every_section() -> None:
         "held-out loss over paired seeds, 3 seeds 1.004 1.01 inconclusive",
         "rows packed or padded 4.4e-07 0.0001 equal",
         "p < 0.001 (Holm)",
-        "more rounds that would tell: 14",
+        "would be decided by 14 more rounds",
         "the second build was faster by more than chance",
         "Rounds measured again because of it: 2.",
         "kWh per million tokens",

@@ -22,8 +22,9 @@ What was measured stays: arms that start again, for a second build or after a ki
 dropped nor refused; where no more fits, the experiment ends with the rounds there are. Time that an
 earlier start took for turns that are kept counts. Without a budget it keeps quiet.
 
-With a deadline nothing is refused: one round is enough, arms are asked about before they start, and
-an answer that hasn't come at the deadline is waited for no longer (``arm_process``).
+Nobody waits for an answer longer than the budget and one round (``arm_process``). With a deadline
+that is the end, and nothing is refused: one round is enough, and arms are asked about before they
+start.
 """
 
 from __future__ import annotations
@@ -204,12 +205,16 @@ class BudgetTracker:
         self.builds: int = min([design.builds, *(e["builds"] for e in earlier if "builds" in e)])
         self.over = False  # nothing more fits
         self.fresh = design.grouping == "fresh"  # every turn pays for a start
+        self._round_seconds = 0.0  # of the last round's forecast
         self._fewest = FEWEST_ROUNDS if design.deadline_seconds is None else 1
 
     def left(self) -> float:
         """Seconds until nobody waits for an answer any longer."""
-        deadline = self._design.deadline_seconds
-        return math.inf if deadline is None else deadline - self._record.spent
+        design = self._design
+        end = design.deadline_seconds
+        if end is None and design.budget_seconds is not None:
+            end = design.budget_seconds + self._round_seconds
+        return math.inf if end is None else end - self._record.spent
 
     @property
     def late(self) -> bool:
@@ -267,14 +272,27 @@ class BudgetTracker:
         it is one.
         """
         budget = self._design.budget_seconds
-        if budget is None or not arms or (done < self._fewest and not self.late):
+        if budget is None or not arms:
             return self.over
         rest = self._costs(arms).of(len(arms), rounds=1, looks=1, to_start=0)
+        self._round_seconds = rest
+        if done < self._fewest and not self.late:
+            return self.over
         self.over = self.over or self._record.spent + rest > budget
         return self.over
 
     def close(self, base: str, lacking: Sequence[str]) -> None:
-        """Note what there was no time for, and how many rounds and builds there are."""
+        """Note what there was no time for, and how many rounds and builds there are.
+
+        Raises:
+            InputError: the budget was over before the first round.
+        """
+        if self._design.deadline_seconds is None and not self._measured():
+            raise InputError(
+                f"budget: {words(self._design.budget_seconds or 0.0)} is too short: it was over "
+                "before the first round, since the arms take so long to start on this job and "
+                "machine; give twice as much"
+            )
         turned = {e["arm"] for e in self._record.events if e["event"] == "turn"}
         if self._design.deadline_seconds is not None:
             lacking = [name for name in lacking if name != base]  # the report needs one

@@ -93,7 +93,7 @@ class Experiment:
                 self._fresh_round(waiting)
             else:
                 self._cohort(waiting)
-        if self.design.deadline_seconds is None:
+        if not self.time.over:
             for name in self._unproven():
                 self._prove(name)
         if self.time.over:
@@ -137,8 +137,7 @@ class Experiment:
             if not self.time.over:
                 self._play(waiting, names, number)
             for name in [name for name in self.plans if name in self.alive]:
-                rounds = self._rounds()
-                if rounds.complete(name) and (self.time.over or not rounds.missing(name)):
+                if self._rounds().complete(name):  # known even if no further build has its time
                     self._finish(name)
             if self.time.late:
                 for arm in self.alive.values():
@@ -423,6 +422,7 @@ def design_words(events: Sequence[Event], base: str, design: Design) -> dict[str
         "seed": design.seed,
         "builds": min([design.builds, *(e["builds"] for e in dropped if "builds" in e)]),
         "seconds": round(seconds_of(events), 1),
+        "round_seconds": rounds.seconds(),
         "budget_seconds": design.budget_seconds,
         "grouping": grouping_words(events),
         "dropped": [e["text"] for e in dropped],

@@ -95,6 +95,15 @@ class Rounds:
         names = {name for members in self.members.values() for name in members} - {self.base}
         return max(0, *(len(self.complete(n)) - self.wanted for n in names or {self.base}), 0)
 
+    def seconds(self) -> float | None:
+        """What a round of all arms takes, by the median turn of each; None without any."""
+        found: dict[str, list[float]] = {}
+        for turns in self.turns.values():
+            for name, turn in turns.items():
+                steps = math.fsum(step["step_seconds"] for step in turn["steps"])
+                found.setdefault(name, []).append(turn.get("seconds", steps))
+        return round(math.fsum(map(statistics.median, found.values())), 3) if found else None
+
     def cohorts_of(self, arm: str) -> int:
         """Cohorts that an arm has taken part in to their end."""
         return sum(arm in self.members[cohort] for cohort in self.ended)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from hasten.formatting import NOT_MEASURED, span, words
+from hasten.formatting import NOT_MEASURED, duration, span, words
 from hasten.measure.quality.requirements import FAILED
 from hasten.measure.significance import LEAST_FLOOR
 from hasten.measure.statistics import Interval, Luck, paired_ratio, verdict
@@ -199,6 +199,19 @@ def unmeasured(report: Mapping[str, Any]) -> list[str]:
 
 def any_known(terms: Mapping[str, float | None]) -> bool:
     return any(value is not None for value in terms.values())
+
+
+def more_rounds(arm: Mapping[str, Any], design: Mapping[str, Any]) -> str | None:
+    """How many more rounds would decide an arm's verdict, and how long they take; None: decided.
+
+    By the variance that was seen (`hasten.measure.significance.rounds_needed`).
+    """
+    needed, seconds = arm["rounds_needed"], design["round_seconds"]
+    if needed is None:
+        return None
+    if not isinstance(needed, int) or seconds is None:
+        return f"{amount(needed)} more rounds"
+    return f"{needed} more rounds, about {duration(needed * seconds)}"
 
 
 def said(ratio: Interval | None) -> str:

@@ -34,6 +34,7 @@ from hasten.report.gains import (
     head,
     ladder_of,
     machine,
+    more_rounds,
     priced,
     proofs,
     result_of,
@@ -112,6 +113,7 @@ def _rendered(plain: Mapping[str, Any], read: dict[str, Any], limits: PageLimits
             compared=len(judged),
             paid=sum(head(arm["verdict"]) != "failed" for arm in judged),  # if nothing is unpaid
             unmeasured=unmeasured(read),
+            more_rounds=more_rounds,
             has_cost=has_cost(read["cost"]),
             recipe=_cut(outline(read["recipe"]) if read["recipe"] else "{}", limits.recipe),
             data=data,
@@ -258,6 +260,9 @@ def _notes(read: Mapping[str, Any]) -> Iterator[str]:
         open_still = "; inconclusive" in row["why"] or "beyond the noise" in row["why"]
         word = "not shown to pay" if open_still else "did not pay"
         yield f"{word}: {_cell(row['name'])}: {_cell(row['why'])}"
+    for arm in arms:
+        if (more := more_rounds(arm, read["design"])) is not None:
+            yield f"{_cell(arm['name'])}: would be decided by {more}"
     if read["mfu"]:
         some = arms if len(arms) <= 4 else [arms[0], result_of(arms)]
         shares = ", ".join(f"{_cell(a['name'])} {words(a['mfu'], 'percent')}" for a in some)

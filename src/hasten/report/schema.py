@@ -61,6 +61,7 @@ ARM = {
 _DESIGN = {
     **dict.fromkeys(("rounds?", "steps?", "warmup?", "seed?", "builds?", "seconds?"), float),
     "budget_seconds?": float,
+    "round_seconds?": float,
     "grouping?": str,
     "dropped?": [str],
     "resumed?": bool,
