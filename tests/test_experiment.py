@@ -123,8 +123,8 @@ def test_its_report_has_what_the_page_expects(recipe: Recipe) -> None:
     ]
     assert [arm["ratio"]["median"] for arm in found["arms"]] == pytest.approx([1, 1, 1.5, 1.5, 1.8])
     assert set(found["design"]) == {
-        *("rounds", "steps", "warmup", "seed", "builds", "seconds", "budget_seconds"),
-        *("grouping", "dropped", "resumed", "redone_rounds", "ranks"),
+        *("rounds", "steps", "warmup", "seed", "builds", "seconds", "round_seconds"),
+        *("budget_seconds", "grouping", "dropped", "resumed", "redone_rounds", "ranks"),
     }
     assert all(len(arm["foreign_load"]) == 4 for arm in found["arms"])
 
