@@ -6,7 +6,9 @@ import contextlib
 import gc
 import os
 import random
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -43,11 +45,14 @@ def pytest_configure(config: pytest.Config) -> None:
     # Toy tensors, here and in children: a second thread waits longer than it works.
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # One measurement at a time on a machine: processes that test side by side don't wait.
+    os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="hasten-tests-")
     warm.install()
 
 
 def pytest_unconfigure() -> None:
     warm.end_servers()
+    shutil.rmtree(os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
 
 @pytest.hookimpl(optionalhook=True)

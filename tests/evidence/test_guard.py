@@ -117,6 +117,20 @@ def test_what_could_not_be_run_is_not_tested_and_never_equal(tmp_path: Path) -> 
     assert all("no memory" in text for text in texts)
 
 
+def test_with_little_time_there_are_fewer_seeds_and_all_plans_have_them() -> None:
+    left, seen = [100.0], []
+
+    def perform(orders: Any) -> list[dict[str, Any]]:
+        seen.append([order.details["seed"] for order in orders])
+        left[0] -= 30.0
+        return [trained(2.0 + 0.01 * order.details["seed"], 0.8) for order in orders]
+
+    plan = Plan([CompactAdamW()])
+    (row,) = lossy_rows(plan, perform, 8, 100, margin=0.01, left=lambda: left[0])
+    assert seen == [[1, 1], [2, 2], [3, 3]]
+    assert row.seeds == 3
+
+
 def test_a_bound_is_widened_by_the_bare_jobs_own_error_and_not_for_ever() -> None:
     def usual(error: float) -> dict[str, Any]:
         return {"error": error, "worst": 0.0, "loss_error": 0.0, "name": "w"}

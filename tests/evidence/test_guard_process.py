@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,15 @@ def test_an_order_that_ends_the_process_is_told_from_the_others(
 def test_a_process_that_hangs_is_ended(performs: Any) -> None:
     (found,) = performs(order("hang"), timeout=0.5)
     assert "hangs" in found["failed"]
+
+
+def test_what_a_budget_has_no_time_for_is_answered_so(tmp_path: Path) -> None:
+    path, began = tmp_path / "r.yaml", time.monotonic()
+    perform = QualityRunner(path, tmp_path, lambda plan: IMPORTS, job=JOB, budget_seconds=3)
+    found = perform([order("hang"), order()])
+    assert [answer["failed"] for answer in found] == ["no time: the budget of 3 s is used up"] * 2
+    assert perform.broken
+    assert time.monotonic() - began < 10  # and nobody waits for the process
 
 
 def test_it_is_known_whether_a_process_died_on_the_way(tmp_path: Path) -> None:

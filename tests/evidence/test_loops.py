@@ -67,6 +67,19 @@ def test_a_function_another_process_can_t_find_is_refused() -> None:
             reference(job)  # type: ignore[arg-type]
 
 
+@pytest.mark.timing
+def test_a_budget_ends_the_rounds() -> None:
+    found = compare(f"{JOBS}:slow", f"{JOBS}:fast", rounds=10_000, warmup=1, budget_seconds=6)
+    assert 2 <= len(found.first.rounds) == len(found.second.rounds) < 10_000
+
+
+def test_a_budget_without_two_rounds_is_refused() -> None:
+    with pytest.raises(InputError, match=r"budget_seconds is -1"):
+        compare(f"{JOBS}:slow", f"{JOBS}:fast", budget_seconds=-1)
+    with pytest.raises((InputError, LoopFailedError), match=r"too short for two rounds|no answer"):
+        compare(f"{JOBS}:slow", f"{JOBS}:fast", steps=200, budget_seconds=0.5)
+
+
 def test_numbers_that_can_t_be_are_refused() -> None:
     with pytest.raises(InputError, match="rounds is 0"):
         compare(f"{JOBS}:slow", f"{JOBS}:fast", rounds=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -19,6 +20,7 @@ from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
 from hasten.errors import FAILED, InputError
+from hasten.measure.budget import seconds_of
 from hasten.measure.quality.guard import GuardDesign, guard_report
 from hasten.measure.quality.requirements import failures
 from hasten.measure.quality.runner import QualityRunner
@@ -38,12 +40,14 @@ def guard(
     tokens: int,
     margin: float,
     json_out: Path | None,
+    budget: str | None = None,
 ) -> int:
     """Prove, print the tables; exit code 4 if a proof failed."""
     if not 0 < margin < 1:
         raise InputError(f"--margin is {margin}; give a share above 0 and below 1, such as 0.01")
     writable("--json", json_out)
-    design = GuardDesign(seeds=seeds, tokens=tokens, margin=margin)
+    seconds = None if budget is None else seconds_of(budget)
+    design = GuardDesign(seeds=seeds, tokens=tokens, margin=margin, budget_seconds=seconds)
     with Display() as display:
         subject = prepared(load_recipe(path, overrides), display, ranks=True)
         recipe, known, plan = subject.recipe, subject.known, subject.plan
@@ -89,9 +93,10 @@ def guarded(
     resolved.write_text(recipe.to_yaml())
 
     environ = partial(environment, known=known, transport=recipe.transport)
-    perform = QualityRunner(resolved, folder, environ, ranks=recipe.nproc)
+    budget = math.inf if design.budget_seconds is None else design.budget_seconds
+    perform = QualityRunner(resolved, folder, environ, ranks=recipe.nproc, budget_seconds=budget)
     try:
-        found = guard_report(plan, perform, design, tell, recipe.nproc)
+        found = guard_report(plan, perform, design, tell, recipe.nproc, lambda: perform.left)
         if not perform.broken:
             temporary = kept.with_suffix(".new")
             temporary.write_text(json.dumps(found, indent=1))
@@ -114,14 +119,14 @@ def _kept(path: Path) -> Rows | None:
 
 
 def beforehand(
-    wanted: bool, seeds: int, fresh: bool, display: Display
+    wanted: bool, seeds: int, fresh: bool, display: Display, budget_seconds: float | None = None
 ) -> Callable[[ExperimentSubject], Mapping[str, Any]]:
     """What an experiment's report says of the guard, found before the first arm starts."""
 
     def find(subject: ExperimentSubject) -> Mapping[str, Any]:
         if not wanted:
             return {}
-        design, tell = GuardDesign(seeds=seeds), display.tell
+        design, tell = GuardDesign(seeds=seeds, budget_seconds=budget_seconds), display.tell
         recipe, known, plan = subject.recipe, subject.known, subject.plan
         found = guarded(recipe, known, plan, subject.data_key, design, tell, fresh)
         for line in failures(found):

@@ -235,11 +235,14 @@ def regress(
     output: Annotated[Path, typer.Option(help="folder of the new experiment")] = Path(
         "runs/regress"
     ),
+    budget: Annotated[
+        str | None, typer.Option(help="time for all of it: 20m, 1h30m; else as then")
+    ] = None,
 ) -> None:
     """Do an experiment again on today's installation and say which switch gains less."""
     from hasten.cli.report import regress as command
 
-    raise typer.Exit(command(bundle, overrides or [], rounds, margin, output))
+    raise typer.Exit(command(bundle, overrides or [], rounds, margin, output, budget))
 
 
 @app.command()

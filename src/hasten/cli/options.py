@@ -197,11 +197,14 @@ def guard(
     json_out: Annotated[
         Path | None, typer.Option("--json", help="write the findings here as well")
     ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="time for all of it: 20m, 1h30m; the rest is not tested")
+    ] = None,
 ) -> None:
     """Prove that a recipe's techniques keep the model as good as they promise."""
     from hasten.cli.guard import guard as command
 
-    raise typer.Exit(command(recipe, overrides or [], seeds, tokens, margin, json_out))
+    raise typer.Exit(command(recipe, overrides or [], seeds, tokens, margin, json_out, budget))
 
 
 def plan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.formatting import duration, size, span
 from hasten.machine import host
+from hasten.measure.budget import seconds_of
 from hasten.measure.recipe_experiment import measured, prepared
 from hasten.measure.statistics import Interval
 from hasten.planner.inputs import predicted_lines, predicted_section
@@ -161,7 +162,12 @@ MAY_CHANGE = ("dataset", "held_out", "model", "tokenizer", "price", "data_worker
 
 
 def regress(
-    path: Path, overrides: Sequence[str], rounds: int | None, margin: float, output: Path
+    path: Path,
+    overrides: Sequence[str],
+    rounds: int | None,
+    margin: float,
+    output: Path,
+    budget: str | None = None,
 ) -> int:
     """Measure again, print what became of each arm; the exit code."""
     if not 0 <= margin < 1:
@@ -171,12 +177,16 @@ def regress(
     plans = _plans(bundle, recipe)
     check_data(bundle, recipe)
     design = bundle.to_design(rounds)
+    if budget is not None:
+        design = replace(design, budget_seconds=seconds_of(budget))
     for line in differences(bundle):
         print(line)
     with Display() as display:
         kinds: dict[str, Any] = dict(bundle.kinds)
         found = measured(prepared(recipe, display, ranks=True), plans, kinds, design, True, display)
-    before = {name: bundle.measured[name] for name in plans}
+    before = {arm.name: bundle.measured[arm.name] for arm in found.arms}
+    for text in found.design["dropped"]:
+        print(f"left out: {text}")
     result = changes(before, measurements(found.arms), margin)
     print(table(result))
     worse = lost(result)

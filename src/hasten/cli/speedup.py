@@ -27,6 +27,7 @@ Arms = Literal["plan", "ladder", "alone", "left-out", "all", "climb"]
 NOISE_FROM = 4  # rounds from which a second baseline tells something of the noise
 TWO_BUILDS_FROM = 8  # rounds: then each build of an arm has four, and they can be compared
 MORE_WARMUP = 8  # steps by which a warm-up may grow
+GUARD_SHARE = 1 / 3  # of a budget: what the proofs of equal quality may take of it
 MOST_ROUNDS = 30  # with a budget alone: more change an interval little
 
 
@@ -116,7 +117,9 @@ def _measure(
     command: str,
     display: Display,
 ) -> dict[str, Any] | None:
-    also = beforehand(wishes.guard, wishes.seeds, wishes.fresh, display)
+    budget = design.budget_seconds
+    share = None if budget is None else GUARD_SHARE * budget
+    also = beforehand(wishes.guard, wishes.seeds, wishes.fresh, display, share)
     if wishes.arms != "climb":
         return ablate(
             recipe,

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,8 +28,11 @@ from hasten.errors import InputError
 # What a file system without locks answers. Writing is atomic without them too, only done twice.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 RUN_LOCK = "run.lock"
+_POLL_SECONDS = 0.2  # between two looks whether another measurement has ended
 _TRIES, _PAUSE_SECONDS = 20, 0.025  # before a lock counts as another run's
 _HELD: set[int] = set()  # handles of this process
+_measuring = False  # whether this process has the machine's lock
+_LOG = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -138,6 +143,51 @@ def alone_in(folder: Path, tell: Callable[[str], None]) -> Iterator[None]:
         raise InputError(
             f"output: can't write into {folder}: {error.strerror or error}; choose another folder"
         ) from error
+
+
+@contextmanager
+def one_measurement(
+    tell: Callable[[str], None], budget_seconds: float | None = None
+) -> Iterator[None]:
+    """Measure alone on this machine: what other processes of this user measure is waited for.
+
+    Two measurements at once would disturb each other. Within one process they may be nested. Where
+    no lock can be had, nobody waits; the background load that is measured still shows the other.
+
+    Args:
+        tell: is told that and for whom this process waits.
+        budget_seconds: how long it waits at most.
+
+    Raises:
+        InputError: the other one hasn't ended within the budget.
+    """
+    global _measuring
+    if _measuring:
+        yield
+        return
+    end = None if budget_seconds is None else time.monotonic() + budget_seconds
+
+    def wait(handle: int) -> None:
+        other = f"{_holder(_note(handle))}, which measures on this machine"
+        tell(f"waiting for {other}")
+        while not _lock(handle, wait=False):
+            if end is not None and time.monotonic() > end:
+                raise InputError(f"budget: waiting for {other} took all of it; start again")
+            time.sleep(_POLL_SECONDS)
+
+    with ExitStack() as held:
+        user = os.getuid() if hasattr(os, "getuid") else 0
+        folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"hasten-{user}"
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            held.enter_context(_holding(folder / "measuring.lock", wait))
+        except OSError as error:
+            _LOG.debug("no lock for measurements in %s: %s", folder, error)
+        _measuring = True
+        try:
+            yield
+        finally:
+            _measuring = False
 
 
 @contextmanager

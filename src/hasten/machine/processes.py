@@ -16,7 +16,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,11 +72,19 @@ def busy_seconds() -> float:
     return total
 
 
-def tree_seconds() -> float:
-    """Processor seconds of this process and of all that it started, ended ones included."""
+def tree() -> list[psutil.Process]:
+    """This process and all that it started and that are still there."""
     me = psutil.Process()
+    return [me, *me.children(recursive=True)]
+
+
+def tree_seconds(processes: Sequence[psutil.Process] | None = None) -> float:
+    """Processor seconds of `tree`, or of these; of each with those that it started and that ended.
+
+    Finding the processes reads all of the machine's (milliseconds); asking them is cheap.
+    """
     total = 0.0
-    for process in (me, *me.children(recursive=True)):
+    for process in tree() if processes is None else processes:
         with contextlib.suppress(psutil.Error):  # one that ended just now is in its parent's sum
             total += sum(process.cpu_times()[:4])  # user, system, and both of waited-for children
     return total
@@ -105,18 +113,47 @@ class Instant:
     ours: float  # of this process and all that it started
 
 
-def look() -> Instant:
-    """The clocks now."""
-    return Instant(time.monotonic(), busy_seconds(), tree_seconds())
+def look(processes: Sequence[psutil.Process] | None = None) -> Instant:
+    """The clocks now; ``processes``: of the tree, where they are known."""
+    return Instant(time.monotonic(), busy_seconds(), tree_seconds(processes))
 
 
 def foreign_share(before: Instant, after: Instant, cores: int) -> float:
     """What others used between two instants, as a share (0 to 1) of what the cores could give."""
-    span = after.wall - before.wall
-    if span < SHORTEST_SECONDS:
-        return 0.0
-    foreign = (after.busy - before.busy) - (after.ours - before.ours)
-    return min(max(foreign / (span * cores), 0.0), 1.0)
+    return _share(_foreign(before, after), after.wall - before.wall, cores)
+
+
+class LoadMeter:
+    """Background load of several who take turns in short slices: each slice is one's own.
+
+    Args:
+        cores: that they share.
+    """
+
+    def __init__(self, cores: int) -> None:
+        self._cores, self._tree = cores, tree()
+        self._last = look(self._tree)
+        self._spans: dict[str, tuple[float, float]] = {}
+
+    def lap(self, name: str) -> None:
+        """The time since the last lap was this one's."""
+        now = look(self._tree)
+        span, foreign = self._spans.get(name, (0.0, 0.0))
+        span, foreign = span + now.wall - self._last.wall, foreign + _foreign(self._last, now)
+        self._spans[name], self._last = (span, foreign), now
+
+    def share(self, name: str) -> float:
+        """What others used during its slices, as a share (0 to 1) of what the cores could give."""
+        span, foreign = self._spans.get(name, (0.0, 0.0))
+        return _share(foreign, span, self._cores)
+
+
+def _foreign(before: Instant, after: Instant) -> float:
+    return (after.busy - before.busy) - (after.ours - before.ours)
+
+
+def _share(foreign: float, span: float, cores: int) -> float:
+    return 0.0 if span < SHORTEST_SECONDS else min(max(foreign / (span * cores), 0.0), 1.0)
 
 
 # A supervised rank's pulse, its last words, and its leash: what its supervisor knows of it.

@@ -30,7 +30,7 @@ from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.machine import host, processes
-from hasten.machine.processes import foreign_share, look
+from hasten.machine.processes import LoadMeter
 from hasten.measure.ablation import Arm, Design, Kind
 from hasten.measure.arm_process import ArmProcess
 from hasten.measure.budget import BudgetTracker
@@ -238,14 +238,13 @@ class Experiment:
         return sliced and self.at.joules() is None
 
     def _round_in_slices(self, names: Sequence[str], number: int) -> None:
-        before = look()
+        load = LoadMeter(self.at.cores)
         turns = {name: self.alive[name] for name in names if name in self.alive}
-        found, failed = run_in_slices(turns, self.design.steps)
-        load = foreign_share(before, look(), self.at.cores)
+        found, failed = run_in_slices(turns, self.design.steps, after=load.lap)
         for name, error in failed.items():
             self._failed(name, error)
         for name, reply in found.items():
-            turns[name].note_turn(number, reply, load)
+            turns[name].note_turn(number, reply, load.share(name))
 
     def _fresh_round(self, waiting: Sequence[str]) -> None:
         """A round in which every arm is started for its turn and ended after it."""

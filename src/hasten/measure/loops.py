@@ -18,20 +18,25 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
+import math
 import random
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hasten.data.file_lock import one_measurement
 from hasten.errors import InputError
 from hasten.formatting import span, words
 from hasten.measure.statistics import Interval, Verdict, paired_ratio, spread, verdict
 from hasten.measure.workers import Worker, WorkerError, WorkerPool, WorkerSpec
 
+_LOG = logging.getLogger(__name__)
 Job = str | Callable[[], Callable[[], Any]]
 
 
@@ -97,6 +102,7 @@ def compare(
     unit: str = "items",
     noise_floor: float = 0.01,
     patience_seconds: float = 600.0,
+    budget_seconds: float | None = None,
 ) -> Comparison:
     """Measure the second job against the first.
 
@@ -111,28 +117,47 @@ def compare(
         unit: what a step function counts.
         noise_floor: a change that nobody should act on.
         patience_seconds: the longest wait for one turn.
+        budget_seconds: all of it, starts included: then there are as many rounds as fit, up to
+            ``rounds``.
 
     Raises:
-        InputError: a job can't be found, or a number can't be.
+        InputError: a job can't be found, a number can't be, or two rounds don't fit the budget.
         LoopFailedError: a job's process failed.
     """
     for name, value, least in (("rounds", rounds, 1), ("steps", steps, 1), ("warmup", warmup, 0)):
         if value < least:
             raise InputError(f"{name} is {value}; it must be {least} at least")
+    if budget_seconds is not None and not budget_seconds > 0:
+        raise InputError(f"budget_seconds is {budget_seconds}; it must be more than 0")
     if not 0 <= noise_floor < 1:
         raise InputError(f"noise_floor is {noise_floor}; it is a share from 0 up to 1")
     references = [reference(job) for job in (job_a, job_b)]
     called = names or (_name(references[0]), _name(references[1]))
     found: list[_Turns] = []
-    with tempfile.TemporaryDirectory() as folder, WorkerPool(Path(folder)) as pool:
+    end = math.inf if budget_seconds is None else time.monotonic() + budget_seconds
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(one_measurement(_LOG.warning, budget_seconds))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        pool = stack.enter_context(WorkerPool(folder))
         for place, (name, target) in enumerate(zip(called, references, strict=True)):
             worker = pool.start(loop_spec(target), f"loop-{place}")
             found.append(_Turns(name, worker, patience_seconds))
             found[-1].begin(warmup)
-        order = random.Random(seed)
-        for _ in range(rounds):
+        order, longest = random.Random(seed), 0.0
+        for done in range(rounds):
+            began = time.monotonic()
+            lacking = began + max(2 - done, 1) * longest - end
+            if lacking > 0 and done >= 2:
+                break
+            if lacking > 0:  # one round tells nothing of its own error
+                raise InputError(
+                    f"budget_seconds: {budget_seconds:g} is too short for two rounds of these "
+                    f"jobs on this machine; they need {math.ceil(lacking)} s more at least"
+                )
             for loop in order.sample(found, 2):
+                loop.timeout = min(patience_seconds, max(end - began, 1.0) + longest)
                 loop.turn(steps)
+            longest = max(longest, time.monotonic() - began)
         first, second = (loop.finish() for loop in found)
     ratio = paired_ratio(first.rounds, second.rounds)
     return Comparison(first, second, ratio, verdict(ratio, noise_floor=noise_floor), unit)

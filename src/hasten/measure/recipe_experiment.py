@@ -11,6 +11,7 @@ hasten's own sources. Whatever of these changes makes another experiment.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -19,7 +20,7 @@ from typing import Any
 
 from hasten.core.facts import Facts
 from hasten.core.plan import Plan
-from hasten.data.file_lock import alone_in
+from hasten.data.file_lock import alone_in, one_measurement
 from hasten.errors import InputError
 from hasten.machine import environment as environment_
 from hasten.machine.environment import World
@@ -116,8 +117,9 @@ def measured(
 ) -> Measured:
     """The experiment, from its record as far as that goes, with workers of a pool.
 
-    A deadline counts from ``began``, so that the data's preparation is within it. There arms are
-    forked, too: on a busy machine imports alone may take longer than all steps.
+    A budget counts from ``began`` (`time.monotonic`), or from the call: so the data's preparation
+    and waiting for another measurement on this machine are within it. With a deadline arms are
+    forked: on a busy machine imports alone may take longer than all steps.
     """
     recipe, known = subject.recipe, subject.known
     if recipe.nproc > 1:
@@ -126,13 +128,17 @@ def measured(
     resolved = recipe.model_copy(update=steps)
     key = _key(subject, resolved, plans, design)
     folder = Path(recipe.output) / "experiments" / key
-    with alone_in(folder, audience.tell):
+    since, left = None, design.budget_seconds
+    if left is not None:
+        now = time.monotonic()
+        since = now if began is None else began
+        left = max(left - (now - since), 0.0)
+    with alone_in(folder, audience.tell), one_measurement(audience.tell, left):
         if fresh:
             (folder / "record.jsonl").unlink(missing_ok=True)
         (folder / "recipe.yaml").write_text(resolved.to_yaml())
         hurried = design.deadline_seconds is not None
         with contextlib.ExitStack() as stack:
-            since = began if hurried else None
             record = stack.enter_context(ExperimentRecord(folder / "record.jsonl", key, since))
             if record.done:
                 audience.tell(f"measured before: {folder} (--fresh measures anew)")

@@ -9,7 +9,7 @@ come to the end of the round together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Generic, Protocol, TypeVar
 
 from hasten.measure.workers import WorkerError
@@ -34,7 +34,10 @@ class Sliced(Protocol, Generic[Result]):
 
 
 def run_in_slices(
-    workers: Mapping[Name, Sliced[Result]], count: int, slice_seconds: float = SLICE_SECONDS
+    workers: Mapping[Name, Sliced[Result]],
+    count: int,
+    slice_seconds: float = SLICE_SECONDS,
+    after: Callable[[Name], None] = lambda name: None,
 ) -> tuple[dict[Name, Result], dict[Name, WorkerError]]:
     """All do so many steps at the same time, in slices.
 
@@ -42,6 +45,7 @@ def run_in_slices(
         workers: in the order in which they begin.
         count: steps of each.
         slice_seconds: of the fastest.
+        after: is told whose slice has just ended.
 
     Returns:
         The result of each that came to its end, and the failure of each that didn't.
@@ -61,6 +65,8 @@ def run_in_slices(
                 failed[name] = error
                 del left[name]
                 continue
+            finally:
+                after(name)
             if result is not None:
                 found[name] = result
                 del left[name]

@@ -214,6 +214,15 @@ def more_rounds(arm: Mapping[str, Any], design: Mapping[str, Any]) -> str | None
     return f"{needed} more rounds, about {duration(needed * seconds)}"
 
 
+def busyness(arms: Sequence[Arm]) -> str | None:
+    """How much of the processor others used while the arms had their turns; None: not measured."""
+    load = [value for arm in arms for value in arm["foreign_load"] if value is not None]
+    if not load:
+        return None
+    mean, most = words(statistics.fmean(load), "percent"), words(max(load), "percent")
+    return f"others used {mean} of the processor during the rounds, {most} at most"
+
+
 def said(ratio: Interval | None) -> str:
     """A ratio with its interval, in words."""
     return NOT_MEASURED if ratio is None else span(ratio.summary(), "times")

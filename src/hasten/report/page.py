@@ -28,6 +28,7 @@ from hasten.report.gains import (
     GUILTY,
     amount,
     any_known,
+    busyness,
     compared,
     fastest,
     has_cost,
@@ -114,6 +115,7 @@ def _rendered(plain: Mapping[str, Any], read: dict[str, Any], limits: PageLimits
             paid=sum(head(arm["verdict"]) != "failed" for arm in judged),  # if nothing is unpaid
             unmeasured=unmeasured(read),
             more_rounds=more_rounds,
+            busy=busyness(arms),
             has_cost=has_cost(read["cost"]),
             recipe=_cut(outline(read["recipe"]) if read["recipe"] else "{}", limits.recipe),
             data=data,
@@ -253,6 +255,8 @@ def _notes(read: Mapping[str, Any]) -> Iterator[str]:
     arms: Sequence[Mapping[str, Any]] = read["arms"]
     rows = unpaid(read)
     listed = {row["name"] for row in rows}
+    if (busy := busyness(arms)) is not None:
+        yield busy
     for arm in arms:
         if arm["verdict"] != head(arm["verdict"]) and arm["name"] not in listed:
             yield f"{_cell(arm['name'])}: {_cell(arm['verdict'])}"

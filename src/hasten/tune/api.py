@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hasten.data.file_lock import one_writer, replace_file
+from hasten.data.file_lock import one_measurement, one_writer, replace_file
 from hasten.errors import InputError
 from hasten.machine import host
 from hasten.measure.budget import seconds_of
@@ -126,7 +126,8 @@ class _Tuning:
     def run(self) -> Tuned:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with one_writer(self._folder / "lock", self._audience.tell):
+            tell = self._audience.tell
+            with one_writer(self._folder / "lock", tell), one_measurement(tell, self._seconds):
                 return self._run()
         except OSError as error:
             raise InputError(

@@ -15,6 +15,7 @@ needed and what the answers mean. What a proof doesn't show stands in ``docs/gua
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -43,12 +44,15 @@ class GuardDesign:
         seeds: pairs of trainings for each LOSSY technique; 0: none.
         tokens: of each such training.
         margin: by how much the held-out loss may be worse.
+        budget_seconds: when the guard ends; what isn't proven by then is *not tested*, and there
+            are as many seeds as fit.
     """
 
     steps: int = 3
     seeds: int = 0
     tokens: int = 0
     margin: float = MARGIN
+    budget_seconds: float | None = None
 
 
 def guard_report(
@@ -57,8 +61,12 @@ def guard_report(
     design: GuardDesign | None = None,
     tell: Tell = lambda text: None,
     ranks: int = 1,
+    left: Callable[[], float] = lambda: math.inf,
 ) -> dict[str, list[dict[str, Any]]]:
-    """The lists for ``report.invariance`` and ``report.guard``, of a job on so many ranks."""
+    """The lists for ``report.invariance`` and ``report.guard``, of a job on so many ranks.
+
+    ``left`` tells the seconds that are left of a budget.
+    """
     design = design or GuardDesign()
     tell("guard: gradients against float64, documents against each other, losses bit by bit")
     gradients = Gradients(plan, perform, ranks)
@@ -68,7 +76,7 @@ def guard_report(
     lossy = [t for t in plan if t.fidelity is Fidelity.LOSSY]
     if lossy and design.seeds:
         tell(f"guard: {(1 + len(lossy)) * design.seeds} trainings of {design.tokens:,} tokens")
-    rows += lossy_rows(plan, perform, design.seeds, design.tokens, design.margin)
+    rows += lossy_rows(plan, perform, design.seeds, design.tokens, design.margin, left)
     order = {t.name(): position for position, t in enumerate(plan)}
     rows.sort(key=lambda row: order[row.technique])
     return {

@@ -204,8 +204,19 @@ ADVICE = 5  # seeds with which a first answer is likely
 WORST_FIRST = ("worse", "inconclusive", "not worse")  # the least good measure decides
 
 
-def lossy_rows(plan: Plan, perform: Perform, seeds: int, tokens: int, margin: float) -> list[Owed]:
-    """One line for each LOSSY technique of the plan; without seeds they are not tested."""
+def lossy_rows(
+    plan: Plan,
+    perform: Perform,
+    seeds: int,
+    tokens: int,
+    margin: float,
+    left: Callable[[], float] = lambda: math.inf,
+) -> list[Owed]:
+    """One line for each LOSSY technique of the plan; without seeds they are not tested.
+
+    With little time ``left`` (seconds) there are fewer seeds: each is trained by all plans before
+    the next one, as long as one more fits.
+    """
     lossy = [t for t in plan if t.fidelity is Fidelity.LOSSY]
     if not seeds or not tokens:
         text = f"takes trainings with several seeds: --seeds {ADVICE}"
@@ -213,13 +224,22 @@ def lossy_rows(plan: Plan, perform: Perform, seeds: int, tokens: int, margin: fl
     if not lossy:
         return []
     plans = [plan, *(plan.without(t) for t in lossy)]
-    orders = [
-        CheckRequest("train", p, p, {"seed": seed, "tokens": tokens})
-        for p in plans
-        for seed in range(1, seeds + 1)
-    ]
-    answers = perform(orders)
-    runs = [answers[i * seeds : (i + 1) * seeds] for i in range(len(plans))]
+    hurried, longest = math.isfinite(left()), 0.0
+    runs: list[list[Reply]] = [[] for _ in plans]
+    for some in [[s] for s in range(1, seeds + 1)] if hurried else [list(range(1, seeds + 1))]:
+        if runs[0] and left() < longest:
+            break
+        before = left()
+        answers = perform(
+            [
+                CheckRequest("train", p, p, {"seed": seed, "tokens": tokens})
+                for p in plans
+                for seed in some
+            ]
+        )
+        longest = max(longest, before - left()) if hurried else 0.0
+        for i, run in enumerate(runs):
+            run += answers[i * len(some) : (i + 1) * len(some)]
     return [_lossy_row(t, runs[0], runs[i], margin) for i, t in enumerate(lossy, start=1)]
 
 

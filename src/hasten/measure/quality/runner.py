@@ -8,6 +8,8 @@ goes on in a fresh one.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
+from hasten.formatting import duration
 from hasten.measure.workers import Reply, Worker, WorkerError, WorkerPool, WorkerSpec
 
 PROCESS_WIDE = (Slot.THREADS, Slot.ALLOCATOR)
@@ -55,6 +58,7 @@ class QualityRunner:
         timeout: seconds to wait for one reply.
         ranks: of the job.
         job: what workers do, see `WorkerSpec`.
+        budget_seconds: from now on; what isn't made by then is answered as failed for want of time.
     """
 
     def __init__(
@@ -65,8 +69,10 @@ class QualityRunner:
         timeout: float = 1800.0,
         ranks: int = 1,
         job: str = "quality",
+        budget_seconds: float = math.inf,
     ) -> None:
         self._folder, self._environ, self._timeout = folder, environ, timeout
+        self._budget, self._end = budget_seconds, time.monotonic() + budget_seconds
         self._ranks, self._job = ranks, job
         self._given = {"recipe": str(recipe), "folder": str(folder)}
         self._pool = WorkerPool(folder)
@@ -85,6 +91,11 @@ class QualityRunner:
                 found[index] = reply
         return found
 
+    @property
+    def left(self) -> float:
+        """Seconds of the budget that are left."""
+        return self._end - time.monotonic()
+
     def _kind(self, request: CheckRequest) -> tuple[Any, ...]:
         """What decides whether two requests may share a worker."""
         wide = tuple(str(t) for t in request.start if t.slot in PROCESS_WIDE)
@@ -96,6 +107,9 @@ class QualityRunner:
         spec = WorkerSpec(self._job, self._given, self._environ(first.start), ranks)
         found: list[Reply] = []
         while len(found) < len(requests):
+            if self.left <= 0:
+                self.broken = True
+                return found + [self._no_time()] * (len(requests) - len(found))
             self._count += 1
             with self._pool.start(spec, f"checks-{self._count}") as worker:
                 found += self._asked(worker, requests[len(found) :])
@@ -105,16 +119,23 @@ class QualityRunner:
         """The replies of one worker; where it failed, the last of them says how."""
         found: list[Reply] = []
         try:
-            worker.ready(self._timeout)
+            worker.ready(self._patience())
         except WorkerError as error:
-            self.broken = True
-            worker.close(kill=True)
-            return [{"failed": str(error)} for _ in requests]  # so would the next one
+            return [self._failed(worker, error) for _ in requests]  # so would the next one
         try:
             for request in requests:
-                found.append(worker.request(request.do, self._timeout, **request.arguments()))
+                found.append(worker.request(request.do, self._patience(), **request.arguments()))
         except WorkerError as error:
-            self.broken = True
-            worker.close(kill=True)
-            found.append({"failed": str(error)})
+            found.append(self._failed(worker, error))
         return found
+
+    def _patience(self) -> float:
+        return min(self._timeout, max(self.left, 0.0))
+
+    def _failed(self, worker: Worker, error: WorkerError) -> Reply:
+        self.broken = True
+        worker.close(kill=True)
+        return {"failed": str(error)} if self.left > 0 else self._no_time()
+
+    def _no_time(self) -> Reply:
+        return {"failed": f"no time: the budget of {duration(self._budget)} is used up"}
