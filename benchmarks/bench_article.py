@@ -16,8 +16,8 @@ from typing import Any
 
 from hasten.cli.terminal import Display
 from hasten.measure.ablation import Design
-from hasten.measure.budget import seconds_of
 from hasten.recipe.schema import Recipe
+from hasten.recipe.yaml_reader import read_duration
 from hasten.report.page import render_markdown, write_report
 from hasten.report.speedup import ablate
 
@@ -69,7 +69,7 @@ def main() -> None:
         builds=BUILDS,
         noise=True,
         foreign_load=0.25,
-        budget_seconds=seconds_of(given.budget),
+        budget_seconds=read_duration(given.budget),
     )
     title = f"The articles' switches on {given.ranks} rank(s)"
     with Display() as display:

@@ -34,13 +34,13 @@ from hasten.core.slot import Slot
 from hasten.data.file_lock import replace_file
 from hasten.machine import host
 from hasten.measure.ablation import AGAIN, BASELINE, Arm, Design
-from hasten.measure.budget import seconds_of
 from hasten.measure.recipe_experiment import ExperimentSubject, measured, prepared, recipe_worker
 from hasten.measure.statistics import hodges_lehmann
 from hasten.measure.workers import WorkerError, WorkerPool
 from hasten.progress import SilentProgress
 from hasten.recipe.build import batch_of, requested_plan
 from hasten.recipe.schema import Recipe, load_recipe, recipe_from
+from hasten.recipe.yaml_reader import read_duration
 from hasten.report.verdicts import floor_of, ratio_between
 from hasten.techniques import CATALOGUE
 from hasten.tune.api import Tuned, tune
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> None:
         "date": time.strftime("%Y-%m-%d"),
         "machine": host.hardware().short,
         "recipe": str(asked.recipe),
-        "budget_seconds": seconds_of(asked.budget),
+        "budget_seconds": read_duration(asked.budget),
         "repeats": [],
     }
     plans: dict[str, Plan] = {}
@@ -89,16 +89,16 @@ def main(arguments: Sequence[str]) -> None:
         kept = asked.folder / "doubling.json"
         if not kept.is_file():
             told.tell("doubling the micro-batch")
-            _keep(kept, _doubled(subject, seconds_of(asked.budget), told))
+            _keep(kept, _doubled(subject, read_duration(asked.budget), told))
         found[DOUBLING] = json.loads(kept.read_text())
         # First, since what a short --compare leaves out is never the last arm.
         plans = {DOUBLING: _cut(subject, found[DOUBLING]["micro_batch"]), **plans}
         _keep(asked.json, found)
     told.tell(f"{len(plans)} winners side by side, {asked.compare} at most")
-    found["comparison"] = _compared(subject, plans, seconds_of(asked.compare), told)
+    found["comparison"] = _compared(subject, plans, read_duration(asked.compare), told)
     _keep(asked.json, found)
     told.tell(f"the winners alone, {asked.apart} at most")
-    found["apart"] = _apart(subject, plans, seconds_of(asked.apart), told)
+    found["apart"] = _apart(subject, plans, read_duration(asked.apart), told)
     found["seconds"] = round(time.monotonic() - told.began, 1)
     _keep(asked.json, found)
     print(table(found))

@@ -11,13 +11,14 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from hasten.cli.guard import beforehand, tokens_of
+from hasten.cli.guard import beforehand
 from hasten.cli.main import app
 from hasten.cli.terminal import Display
 from hasten.core.facts import RecordFacts
 from hasten.core.plan import Plan
 from hasten.errors import FAILED, InputError
 from hasten.measure.quality import runner
+from hasten.measure.quality.guard import tokens_of
 from hasten.measure.recipe_experiment import prepared
 from hasten.progress import SilentProgress
 from hasten.recipe.build import facts_of

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from hasten.errors import InputError
 from hasten.measure.ablation import Kind
-from hasten.measure.budget import BudgetPlan, Costs, choose, require, seconds_of, words
+from hasten.measure.budget import BudgetPlan, Costs, choose, require, words
+from hasten.recipe.yaml_reader import read_duration
 
 NAMES = ("baseline", "again", "only a", "only b", "without a", "without b", "all")
 KINDS: dict[str, Kind] = dict(
@@ -36,7 +37,7 @@ def chosen(left: float, builds: int = 2, rounds: int = 8) -> BudgetPlan:
     [("90s", 90), ("20m", 1200), ("2h", 7200), ("1h30m", 5400), ("1.5 h", 5400), ("45", 45)],
 )
 def test_a_budget_is_written_as_people_write_times(text: str, seconds: float) -> None:
-    assert seconds_of(text) == seconds
+    assert read_duration(text) == seconds
 
 
 @pytest.mark.parametrize(
@@ -44,12 +45,12 @@ def test_a_budget_is_written_as_people_write_times(text: str, seconds: float) ->
 )
 def test_a_budget_that_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="budget"):
-        seconds_of(text)
+        read_duration(text)
 
 
 @given(st.integers(1, 10**6))
 def test_whole_seconds_are_read_as_they_are(seconds: int) -> None:
-    assert seconds_of(f"{seconds}s") == seconds
+    assert read_duration(f"{seconds}s") == seconds
 
 
 def test_a_time_needed_is_never_rounded_down() -> None:

@@ -13,14 +13,13 @@ from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.formatting import duration, size, span
 from hasten.machine import host
-from hasten.measure.budget import seconds_of
 from hasten.measure.recipe_experiment import measured, prepared
 from hasten.measure.statistics import Interval
 from hasten.planner.inputs import predicted_lines, predicted_section
 from hasten.recipe.build import requested_plan
 from hasten.recipe.prepared_data import data_files
 from hasten.recipe.schema import Recipe, load_recipe, recipe_from
-from hasten.recipe.yaml_reader import read_overrides, read_yaml_file
+from hasten.recipe.yaml_reader import read_duration, read_overrides, read_yaml_file
 from hasten.report.bundle import Bundle, Change, changes, lost, measurements, read_bundle, stamp
 from hasten.report.card import CARD, write_card
 from hasten.report.page import render_markdown, write_report
@@ -178,7 +177,7 @@ def regress(
     check_data(bundle, recipe)
     design = bundle.to_design(rounds)
     if budget is not None:
-        design = replace(design, budget_seconds=seconds_of(budget))
+        design = replace(design, budget_seconds=read_duration(budget))
     for line in differences(bundle):
         print(line)
     with Display() as display:

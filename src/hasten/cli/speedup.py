@@ -16,8 +16,8 @@ from hasten.cli.train import warn_of_idle
 from hasten.errors import FAILED, InputError
 from hasten.formatting import duration
 from hasten.measure.ablation import Design, Grouping
-from hasten.measure.budget import seconds_of
 from hasten.recipe.schema import Recipe, load_recipe
+from hasten.recipe.yaml_reader import read_duration
 from hasten.report.bundle import pack
 from hasten.report.page import write_report
 from hasten.report.speedup import Order, ablate, gradual_optimize
@@ -51,7 +51,7 @@ class SpeedupOptions:
     seeds: int = 0
 
     def design(self, seed: int) -> Design:
-        budget = seconds_of(self.budget) if self.budget is not None else None
+        budget = read_duration(self.budget) if self.budget is not None else None
         rounds = self.rounds or (MOST_ROUNDS if budget is not None else 8)
         return Design(
             rounds=rounds,

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hasten.cli.arguments import copied, writable
-from hasten.cli.guard import Rows, guarded
 from hasten.cli.terminal import Display
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
 from hasten.data.file_lock import replace_file
 from hasten.formatting import duration, size
-from hasten.measure.quality.guard import GuardDesign
+from hasten.measure.quality.guard import GuardDesign, Rows, guarded
 from hasten.measure.quality.requirements import failures
 from hasten.measure.recipe_experiment import ExperimentSubject
 from hasten.recipe.price import Price

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hasten.core.slot import Slot
 
@@ -131,6 +131,9 @@ class Technique(ABC):
     """One switch of the catalogue. Every subclass is a final frozen dataclass."""
 
     slot: ClassVar[Slot]
+    # What `plan: auto` does with it: "usual" is in its first plan wherever nothing is in the way,
+    # "try" only where it was measured to help; "no" serves something else than speed.
+    auto: ClassVar[Literal["no", "usual", "try"]] = "no"
 
     @property
     @abstractmethod

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.errors import InputError
+from hasten.machine import environment
 
 # What a file system without locks answers. Writing is atomic without them too, only done twice.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -177,7 +178,10 @@ def one_measurement(
 
     with ExitStack() as held:
         user = os.getuid() if hasattr(os, "getuid") else 0
-        folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"hasten-{user}"
+        folder = (
+            Path(environment.variable("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+            / f"hasten-{user}"
+        )
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             held.enter_context(_holding(folder / "measuring.lock", wait))

@@ -28,7 +28,7 @@ class Design:
         rounds: turns of each arm that count; with a budget the most there may be.
         steps: steps of a turn.
         warmup: steps before the first round, at least.
-        evaluations: looks at the held-out loss, spread evenly over the rounds.
+        evaluations: looks at the held-out loss, spread evenly over the rounds; 0: none.
         seed: of the order of turns.
         longest_warmup: the warm-up goes on to so many steps while step times still fall or
             something is still compiled; 0: it has exactly ``warmup`` steps.
@@ -40,6 +40,8 @@ class Design:
         deadline_seconds: when everything has ended, whatever is measured by then: nobody waits
             longer for an answer. A budget that is too short is then no reason to refuse.
         grouping: which arms are alive together; auto: as many as memory holds.
+        eliminate: a race for the fastest: an arm that is surely slower than the first one has no
+            further rounds, there are no more once all are decided, and arms end without a proof.
         slices: arms of a round run in slices of a quarter of a second where they can, so that all
             see the same machine; else one after the other.
     """
@@ -57,6 +59,7 @@ class Design:
     deadline_seconds: float | None = None
     grouping: Grouping = "auto"
     slices: bool = True
+    eliminate: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("rounds", 1), ("steps", 1), ("warmup", 0), ("builds", 1)):
@@ -89,7 +92,8 @@ class Design:
 
     def looks(self, rounds: int) -> set[int]:
         """After which of so many rounds the held-out loss is taken: evenly, the last included."""
-        return {round(rounds * look / self.evaluations) for look in range(1, self.evaluations + 1)}
+        looks = self.evaluations
+        return {round(rounds * look / looks) for look in range(1, looks + 1)}
 
 
 @dataclass

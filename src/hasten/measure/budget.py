@@ -30,7 +30,6 @@ start.
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,7 +47,6 @@ WORTH_ROUNDS = 5  # fewer leave an interval too wide for most effects: rather fe
 FINISH_SECONDS = 2.0  # beside a look and a turn: samples are written, memory is counted
 WORTH_BEFORE_DEADLINE = 3  # rounds with which an arm is worth its place if there is a deadline
 STAYS: Kind = "all"  # a kind that is never dropped
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True)
@@ -75,25 +73,6 @@ class BudgetPlan:
     rounds: int
     builds: int
     dropped: tuple[tuple[str, tuple[str, ...]], ...]  # a sentence, and the arms that it is about
-
-
-def seconds_of(text: str) -> float:
-    """``90s``, ``20m``, ``1.5h``, ``1h30m`` or a number of seconds.
-
-    Raises:
-        InputError: it says something else.
-    """
-    pieces = re.findall(r"([0-9.]+)\s*([a-z]*)\s*", text.strip().lower())
-    whole = "".join(text.lower().split())
-    try:
-        if not pieces or "".join(number + unit for number, unit in pieces) != whole:
-            raise ValueError
-        found = sum(float(number) * _UNITS[unit] for number, unit in pieces)
-    except (ValueError, KeyError) as error:
-        raise InputError(f"budget: can't read {text!r}; write 90s, 20m or 1h30m") from error
-    if not (math.isfinite(found) and found > 0):
-        raise InputError(f"budget: {text!r} is no time; write 90s, 20m or 1h30m")
-    return found
 
 
 def words(seconds: float) -> str:
@@ -262,6 +241,8 @@ class BudgetTracker:
             return
         rounds = self._choose(names, len(arms), self._costs(arms))
         told = [e["rounds"] for e in self._record.events if e["event"] == "rounds"]
+        if self._design.eliminate:
+            return  # rounds get cheaper as arms leave
         if not told and rounds < self._design.rounds:
             self._record.append("rounds", rounds=rounds)
 

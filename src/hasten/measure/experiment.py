@@ -42,6 +42,8 @@ from hasten.measure.workers import WorkerError, WorkerPool, WorkerSpec
 
 SHARE = 0.92  # of the memory that is available: caches of the system want some, too
 GROUP = 3  # arms beside the baseline, where groups were asked for
+RACED_ROUNDS = 3  # of a race before an arm can be out of it: fewer say little of their own error
+ALIKE = 0.01  # an interval of this half-width around 1 is an answer, too
 Tell = Callable[[str, float], None]  # what happens now, and which share of the work is done
 
 
@@ -199,7 +201,8 @@ class Experiment:
         self.alive[name] = ArmProcess(
             name, worker, number, self.record, self.design, self.time.left
         )
-        self._attempt(name, lambda arm: arm.begin(evaluate_first), at_the_end)
+        look = evaluate_first and self.design.evaluations > 0
+        self._attempt(name, lambda arm: arm.begin(look), at_the_end)
         if name in self.alive and (peak := self.alive[name].peak):
             self.peaks[name] = peak
 
@@ -225,9 +228,32 @@ class Experiment:
                 self._turn(name, count, look=count in looks)
             if not self.alive:
                 return
-        if self.time.over and count and count not in looks:
+            if self.design.eliminate and done >= RACED_ROUNDS:
+                names = self._without_slower(names, number, count)
+                if self._decided(names):
+                    self.record.append("rounds", rounds=done)
+        if self.time.over and count and looks and count not in looks:
             for name in names:
                 self._attempt(name, lambda arm: arm.evaluate())
+
+    def _without_slower(self, names: Sequence[str], cohort: int, round_: int) -> list[str]:
+        """End the arms that are surely slower than the first one; the names of the others."""
+        rounds = self._rounds()
+        for name in names:
+            ratio = rounds.ratio(name) if name in self.alive else None
+            if name != self.base and ratio is not None and ratio.high < 1:
+                self.record.append("eliminated", arm=name, cohort=cohort, round=round_)
+                self.alive.pop(name).worker.close()
+        return [name for name in names if name in self.alive]
+
+    def _decided(self, names: Sequence[str]) -> bool:
+        """Whether further rounds would change nothing: every arm is faster, or surely alike."""
+        rounds = self._rounds()
+        found = [rounds.ratio(name) for name in names if name != self.base]
+        return all(
+            ratio is not None and (ratio.low > 1 or ratio.high / ratio.low < 1 + 2 * ALIKE)
+            for ratio in found
+        )
 
     def _in_slices(self) -> bool:
         """Whether turns are cut into slices: then no counter tells whose energy was used."""
@@ -285,6 +311,8 @@ class Experiment:
     def _unproven(self) -> list[str]:
         """Arms with all their rounds whose process was killed before it could finish."""
         rounds = self._rounds()
+        if self.design.eliminate:
+            return []
         told = ("finish", "unfinished", "failed")
         done = {e["arm"] for e in self.record.events if e["event"] in told}
         return [name for name in self.plans if name not in done and rounds.complete(name)]
@@ -297,7 +325,8 @@ class Experiment:
             self._finish(name)
 
     def _finish(self, name: str) -> None:
-        if any(e["event"] == "finish" and e["arm"] == name for e in self.record.events):
+        done = any(e["event"] == "finish" and e["arm"] == name for e in self.record.events)
+        if done or self.design.eliminate:
             return
         self._say(f"finishing {name}")
         self._attempt(name, lambda arm: arm.finish(), at_the_end=True)

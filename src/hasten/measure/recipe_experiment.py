@@ -33,6 +33,7 @@ from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.progress import Audience
 from hasten.recipe.build import plan_of
 from hasten.recipe.prepare import ready
+from hasten.recipe.prepared_data import PreparedData
 from hasten.recipe.schema import Recipe, load_recipe
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # decide the speed, and stand in no recipe
@@ -47,6 +48,7 @@ class ExperimentSubject:
     plan: Plan
     data_key: str
     meter: EnergyMeter = field(default_factory=lambda: EnergyMeter("not measured"))
+    material: PreparedData | None = None
 
 
 def environment(plan: Plan, known: Facts, transport: Mapping[str, str]) -> Mapping[str, str]:
@@ -102,7 +104,9 @@ def prepared(
     # What ranks have without a technique the baseline has, too: it is no switch.
     usual = plan_of(recipe.model_copy(update={"plan": []}), known)
     switches = Plan(t for t in plan if t not in usual.techniques)
-    return ExperimentSubject(recipe, known, switches, material.note.key, meter_of_run(known))
+    return ExperimentSubject(
+        recipe, known, switches, material.note.key, meter_of_run(known), material
+    )
 
 
 def measured(
@@ -114,12 +118,14 @@ def measured(
     audience: Audience,
     pool: WorkerPool | None = None,
     began: float | None = None,
+    expected: Mapping[str, float] | None = None,
 ) -> Measured:
     """The experiment, from its record as far as that goes, with workers of a pool.
 
     A budget counts from ``began`` (`time.monotonic`), or from the call: so the data's preparation
     and waiting for another measurement on this machine are within it. With a deadline arms are
-    forked: on a busy machine imports alone may take longer than all steps.
+    forked: on a busy machine imports alone may take longer than all steps. Of arms for which there
+    is no time, those go first of which least is ``expected``; by their forecasts, if left out.
     """
     recipe, known = subject.recipe, subject.known
     if recipe.nproc > 1:
@@ -156,7 +162,8 @@ def measured(
                 design,
                 audience.show,
                 kinds=kinds,
-                expected={name: expected_gain(plan, known) for name, plan in plans.items()},
+                expected=expected
+                or {name: expected_gain(plan, known) for name, plan in plans.items()},
                 record=record,
             )
 

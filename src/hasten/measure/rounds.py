@@ -21,6 +21,7 @@ from hasten.core.plan import Plan
 from hasten.measure.ablation import Arm, Design, Kind
 from hasten.measure.record import Event
 from hasten.measure.significance import with_luck
+from hasten.measure.statistics import Interval, paired_ratio
 
 Key = tuple[int, int]  # cohort, round
 
@@ -54,6 +55,9 @@ class Rounds:
                 at = (e["cohort"], e["arm"])
                 warm[at] = warm.get(at, 0) + len(e["steps"])
         self.warmup = max(warm.values(), default=0)  # steps before the first round of a cohort
+        self.eliminated = {
+            e["arm"]: (e["cohort"], e["round"]) for e in events if e["event"] == "eliminated"
+        }
         self._dropped = {n for e in events if e["event"] == "dropped" for n in e["arms"]}
         self._failed_in = {e["arm"]: e["cohort"] for e in events if e["event"] == "failed"}
 
@@ -66,6 +70,15 @@ class Rounds:
         if key not in self._rates:
             self._rates[key] = rates(self.turns[key])
         return self._rates[key][arm]
+
+    def ratio(self, arm: str) -> Interval | None:
+        """An arm's speed over the baseline's in the rounds that they share; None without any."""
+        keys = [key for key in self.counting(arm) if self.base in self.turns[key]]
+        if not keys:
+            return None
+        return paired_ratio(
+            [self.rate(key, self.base) for key in keys], [self.rate(key, arm) for key in keys]
+        )
 
     def complete(self, arm: str) -> list[Key]:
         """An arm's rounds in which nobody's turn is missing, in their order."""
@@ -83,7 +96,7 @@ class Rounds:
 
     def missing(self, arm: str, share: float = 1.0) -> int:
         """Rounds that an arm still needs for a share of those wanted."""
-        if arm in self.failed:
+        if arm in self.failed or arm in self.eliminated:
             return 0
         keys = self.complete(arm)
         calm = sum(self.load(key) <= self.limit for key in keys)
@@ -111,7 +124,10 @@ class Rounds:
     def _whole(self, key: Key) -> bool:
         turns = self.turns[key]
         return all(
-            name in turns or name in self._dropped or self._failed_in.get(name, math.inf) <= key[0]
+            name in turns
+            or name in self._dropped
+            or self._failed_in.get(name, math.inf) <= key[0]
+            or self.eliminated.get(name, key) < key
             for name in self.members[key[0]]
         )
 

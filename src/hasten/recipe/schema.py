@@ -21,7 +21,13 @@ from hasten.launch.transport import checked
 from hasten.recipe.preset_plans import entries_of
 from hasten.recipe.price import Price, price_of
 from hasten.recipe.shorthands import beside_deepspeed, read_resume, with_deepspeed, with_layout_key
-from hasten.recipe.yaml_reader import first_complaint, read_overrides, read_yaml, read_yaml_file
+from hasten.recipe.yaml_reader import (
+    first_complaint,
+    read_duration,
+    read_overrides,
+    read_yaml,
+    read_yaml_file,
+)
 
 
 class DataSource(BaseModel):
@@ -38,8 +44,19 @@ class DataSource(BaseModel):
     )
 
 
+class AutoPlan(BaseModel):
+    """What ``plan: auto`` may choose from."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    fidelity: Literal["exact", "rounding", "lossy"] = Field(
+        "rounding", description="how far the chosen techniques may move the mathematics"
+    )
+
+
 FINITE = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
-__all__ = ["DataSource", "Price", "Recipe", "load_recipe", "read_yaml", "recipe_from"]
+OLD_KEYS = ("auto",)  # read for one release
+__all__ = ["AutoPlan", "DataSource", "Price", "Recipe", "load_recipe", "read_yaml", "recipe_from"]
 
 
 class Recipe(BaseModel):
@@ -187,7 +204,16 @@ class Recipe(BaseModel):
     # Techniques
     plan: list[Any] = Field(
         default_factory=list,
-        description="techniques: name, or name: settings; or a preset's name: article",
+        description="techniques: name, or name: settings; a preset's name: article; or auto",
+    )
+    auto_plan: AutoPlan | None = Field(
+        None,
+        description="techniques are chosen beside those of the plan; plan: auto stands for this",
+    )
+    auto_budget: float | None = Field(
+        None,
+        gt=0,
+        description="seconds, or 3m, for choosing; else 3 minutes, or 5 % of the training if fewer",
     )
     layout: Any = Field(
         None, description="which rank holds which part: fsdp2, {dp: 2, tp: 2}; joins the plan"
@@ -195,7 +221,9 @@ class Recipe(BaseModel):
     deepspeed: str | None = Field(
         None, description="a ds_config.json whose settings join the recipe and its plan"
     )
-    auto: bool = Field(False, description="try safe settings while training; keep the faster")
+    live_tuning: bool = Field(
+        False, description="try safe settings while training; keep the faster"
+    )
     on_obstacle: Literal["stop", "skip"] = Field(
         "stop", description="when a technique can't work here: stop, or go on without it"
     )
@@ -251,6 +279,37 @@ class Recipe(BaseModel):
         if isinstance(values.get("plan"), str):  # a preset's name: the resolved recipe lists it
             values = {**values, "plan": plan}
         return (with_deepspeed if values.get("deepspeed") else beside_deepspeed)(values, plan)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto(cls, values: Any) -> Any:
+        """``plan: auto`` and ``plan: {auto: {...}}`` become a key of their own."""
+        if not isinstance(values, dict):
+            return values
+        values = {**values}
+        if "auto" in values:  # its name until version 0.1
+            values.setdefault("live_tuning", values.pop("auto"))
+        plan = values.get("plan")
+        if isinstance(plan, list) and any(_is_auto(entry) for entry in plan):
+            raise ValueError(
+                "plan: auto chooses all techniques by itself; write plan: auto, or the list "
+                "without it"
+            )
+        if _is_auto(plan):
+            asked = plan["auto"] if isinstance(plan, dict) else None
+            values |= {"plan": [], "auto_plan": {} if asked is None else asked}
+        return values
+
+    @field_validator("auto_budget", mode="before")
+    @classmethod
+    def _budget(cls, value: Any) -> Any:
+        """``3m`` or a number of seconds."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return read_duration(value)
+        except InputError as error:
+            raise ValueError(str(error).removeprefix("budget: ")) from error
 
     @field_validator("resume", mode="before")
     @classmethod
@@ -320,6 +379,10 @@ class Recipe(BaseModel):
         return text
 
 
+def _is_auto(plan: Any) -> bool:
+    return plan == "auto" or (isinstance(plan, dict) and list(plan) == ["auto"])
+
+
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe file and apply ``key=value`` overrides.
 
@@ -335,7 +398,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 def recipe_from(values: dict[Any, Any], place: str) -> Recipe:
     """A recipe out of a dictionary; ``place`` names its origin in messages."""
     for key in values:
-        if key not in Recipe.model_fields:
+        if key not in Recipe.model_fields and key not in OLD_KEYS:
             hint = did_you_mean(str(key), Recipe.model_fields)
             raise InputError(f"{place}: unknown key {key!r}{hint}; see `hasten train --help`")
     try:

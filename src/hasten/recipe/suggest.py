@@ -217,12 +217,12 @@ def recipe_text(recipe: Recipe, plan: Plan, words: Sequence[str]) -> str:
     }
     head = [line for text in words for line in textwrap.wrap(one_line(text), 97)]
     comment = "".join(f"# {line}\n" for line in head)
-    entries = [_entry(t) for t in plan]
+    entries = [entry_of(t) for t in plan]
     body = yaml.safe_dump({**values, "plan": entries}, sort_keys=False, width=100)
     return f"{comment}{body}"
 
 
-def _entry(technique: Technique) -> Any:
+def entry_of(technique: Technique) -> Any:
     """A technique as people write it: its name, and what differs from its defaults."""
     fields = dataclasses.fields(technique)  # type: ignore[arg-type]  # every technique is one
     plain = technique.settings()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -132,4 +133,28 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         if not equals or not key:
             raise InputError(f"can't read {word!r}: overrides are written key=value")
         found[key.strip()] = read_yaml(value, f"override {word!r}")
+    return found
+
+
+# Times as people write them.
+
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+def read_duration(text: str) -> float:
+    """``90s``, ``20m``, ``1.5h``, ``1h30m`` or a number of seconds.
+
+    Raises:
+        InputError: it says something else.
+    """
+    pieces = re.findall(r"([0-9.]+)\s*([a-z]*)\s*", text.strip().lower())
+    whole = "".join(text.lower().split())
+    try:
+        if not pieces or "".join(number + unit for number, unit in pieces) != whole:
+            raise ValueError
+        found = sum(float(number) * _UNITS[unit] for number, unit in pieces)
+    except (ValueError, KeyError) as error:
+        raise InputError(f"budget: can't read {text!r}; write 90s, 20m or 1h30m") from error
+    if not (math.isfinite(found) and found > 0):
+        raise InputError(f"budget: {text!r} is no time; write 90s, 20m or 1h30m")
     return found

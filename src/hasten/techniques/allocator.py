@@ -25,6 +25,7 @@ class Allocator(Technique):
     """Freed memory stays with the process: no page faults at every step for the same tensors."""
 
     slot = Slot.ALLOCATOR
+    auto = "try"
     kind: str = knob(
         "glibc",
         "glibc: tuned; tcmalloc, jemalloc: loaded in its place; expandable: torch's on a GPU",

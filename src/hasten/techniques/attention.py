@@ -28,6 +28,7 @@ class DocumentAttention(Technique):
     """
 
     slot = Slot.ATTENTION
+    auto = "usual"
 
     @property
     def fidelity(self) -> Fidelity:

@@ -25,6 +25,7 @@ class Packed(Technique):
     """
 
     slot = Slot.COLLATE
+    auto = "usual"
 
     @property
     def fidelity(self) -> Fidelity:

@@ -36,6 +36,7 @@ class Compiled(Technique):
     """torch.compile for the parts of the decoder blocks, on rows of a few fixed lengths."""
 
     slot = Slot.COMPILE
+    auto = "try"
     bucket: int = knob(256, "rows are filled to a multiple of so many slots", choices=(128, 256))
     dynamic: bool = setting(False, "one translation for all lengths; slower code")
     mode: str = setting("default", "torch.compile's mode; reduce-overhead: CUDA graphs (GPU)")

@@ -40,6 +40,7 @@ class ExpertsImplementation(Technique):
     """
 
     slot = Slot.EXPERTS
+    auto = "usual"
     kind: str = knob("fused", "fused, eager, grouped_mm or batched_mm", choices=KINDS)
 
     def __post_init__(self) -> None:

@@ -24,6 +24,7 @@ class Prefetched(Technique):
     """
 
     slot = Slot.FEED
+    auto = "try"
     lookahead: int = knob(
         4, "steps that may wait; grows while training has to wait", low=1, high=32
     )

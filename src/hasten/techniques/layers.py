@@ -29,6 +29,7 @@ class FusedLayers(Technique):
     """
 
     slot = Slot.LAYERS
+    auto = "usual"
 
     @property
     def fidelity(self) -> Fidelity:

@@ -27,6 +27,7 @@ class LabelledTokenLoss(Technique):
     """Logits for trained tokens alone, a chunk at a time, gradients formed in the forward pass."""
 
     slot = Slot.LOSS
+    auto = "usual"
     chunk: int | str = knob(
         "auto",
         "rows of logits that exist at once; auto: as many as 64 MiB hold in float32",

@@ -37,6 +37,7 @@ class FusedAdamW(Technique):
     """AdamW with clipping, update and the rounded copy of the weights in one pass over memory."""
 
     slot = Slot.OPTIMIZER
+    auto = "usual"
 
     @property
     def fidelity(self) -> Fidelity:

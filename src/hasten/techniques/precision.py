@@ -89,6 +89,7 @@ class BF16MasterWeights(Technique):
     """bf16 weights, activations and gradients; the optimizer moves float32 masters."""
 
     slot = Slot.PRECISION
+    auto = "usual"
     emulate: bool = setting(False, EMULATE)
     only_if_faster: bool = setting(False, IF_FASTER)
 
@@ -132,6 +133,7 @@ class Autocast(Technique):
     """
 
     slot = Slot.PRECISION
+    auto = "try"
     dtype: str = setting("bf16", "bf16, or fp16 with a dynamic loss scale")
     initial_scale: float = setting(65536.0, "the loss scale at the first step, fp16 only")
     growth_interval: int = setting(2000, "finite steps before the scale doubles, fp16 only")
@@ -185,6 +187,7 @@ class Float8(Technique):
     """
 
     slot = Slot.PRECISION
+    auto = "try"
     recipe: str = knob("rowwise", "what shares a scale: a row, or a block of 128", choices=RECIPES)
     emulate: bool = setting(False, "round as float8 does, but multiply in float32: slow, anywhere")
 

@@ -91,6 +91,7 @@ class LengthGrouped(Technique):
     """
 
     slot = Slot.SAMPLER
+    auto = "try"
     window: int = knob(4096, "records that are sorted together", low=64, high=65536, log=True)
 
     def __post_init__(self) -> None:

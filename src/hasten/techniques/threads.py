@@ -21,6 +21,7 @@ class Threads(Technique):
     """A rank's own cores, as many threads as it has cores, garbage looked for seldom."""
 
     slot = Slot.THREADS
+    auto = "try"
     count: int | None = setting(
         None, "threads of an operator; none: the rank's share of the machine's cores"
     )

@@ -1,4 +1,4 @@
-"""``auto: true`` of a recipe: safe settings tried while the run trains, and a line for each."""
+"""``live_tuning: true``: safe settings tried while the run trains, and a line for each."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def adjust(session: Session, recipe: Recipe, output: Path, tell: Tell) -> None:
     Raises:
         InputError: settings of this plan can't change while it trains.
     """
-    if not recipe.auto:
+    if not recipe.live_tuning:
         return
     main = session.setup.facts.world.is_main
 

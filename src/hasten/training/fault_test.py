@@ -35,7 +35,10 @@ from hasten.recipe.shorthands import is_checkpoints
 
 STEPS, EVERY, KILLS = 8, 2, 3
 PLAIN: dict[str, Any] = dict.fromkeys(("max_restarts", "eval_every", "patience"), 0)
-PLAIN |= {"max_steps": STEPS, "auto": False}  # auto goes by clocks, and bits are compared here
+PLAIN |= {
+    "max_steps": STEPS,
+    "live_tuning": False,
+}  # it goes by clocks
 PLAIN |= dict.fromkeys(("epochs", "max_tokens", "leave_file", "leave_command"))
 PATIENCE_SECONDS = 1800.0  # for one start of the job
 NO_ROOM = (

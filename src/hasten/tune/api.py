@@ -22,12 +22,12 @@ from typing import Any
 from hasten.data.file_lock import one_measurement, one_writer, replace_file
 from hasten.errors import InputError
 from hasten.machine import host
-from hasten.measure.budget import seconds_of
 from hasten.measure.loops import Job, reference
 from hasten.measure.recipe_experiment import prepared
 from hasten.measure.record import ExperimentRecord, key_of
 from hasten.progress import Audience, SilentProgress
 from hasten.recipe.schema import Recipe
+from hasten.recipe.yaml_reader import read_duration
 from hasten.tune.bench import ReferencePair
 from hasten.tune.duel import winner_of
 from hasten.tune.report import document, lead, page, proven
@@ -87,7 +87,7 @@ def tune(
     """
     began = time.monotonic()
     wishes, audience = wishes or TuneOptions(), audience or SilentProgress()
-    seconds = seconds_of(str(budget))
+    seconds = read_duration(str(budget))
     subject: TuneTarget
     if isinstance(job, Recipe | Path) or (isinstance(job, str) and _is_yaml(job)):
         if space is not None:

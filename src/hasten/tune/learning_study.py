@@ -20,12 +20,12 @@ from typing import Any
 
 from hasten.data.file_lock import one_writer, replace_file
 from hasten.errors import InputError
-from hasten.measure.budget import seconds_of
 from hasten.measure.recipe_experiment import prepared
 from hasten.measure.record import ExperimentRecord, key_of
 from hasten.progress import Audience, SilentProgress
 from hasten.recipe.schema import Recipe
 from hasten.recipe.suggest import recipe_text
+from hasten.recipe.yaml_reader import read_duration
 from hasten.tune.learning import Learning, Learnt
 from hasten.tune.report import SCHEMA, page
 from hasten.tune.space import Point, Space
@@ -202,7 +202,7 @@ def learn(
     """
     began = time.monotonic()
     wishes, audience = wishes or LearningWishes(), audience or SilentProgress()
-    seconds = seconds_of(str(budget))
+    seconds = read_duration(str(budget))
     given = prepared(recipe if isinstance(recipe, Recipe) else Path(recipe), audience)
     return _Study(RecipeTrainings(given, wishes.only), seconds, wishes, audience, began).run()
 

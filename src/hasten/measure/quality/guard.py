@@ -15,13 +15,19 @@ needed and what the answers mean. What a proof doesn't show stands in ``docs/gua
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
+from hasten.errors import InputError
 from hasten.measure.quality.requirements import (
     Gradients,
     Owed,
@@ -29,7 +35,11 @@ from hasten.measure.quality.requirements import (
     exact_rows,
     lossy_rows,
 )
-from hasten.measure.quality.runner import Perform
+from hasten.measure.quality.runner import Perform, QualityRunner
+from hasten.measure.recipe_experiment import environment
+from hasten.measure.record import key_of, source_digest
+from hasten.recipe.build import batch_of
+from hasten.recipe.schema import Recipe
 
 MARGIN = 0.01  # of the held-out loss
 Tell = Callable[[str], None]
@@ -83,3 +93,93 @@ def guard_report(
         "invariance": [row.to_dict() for row in gradients.invariance()],
         "guard": [row.to_dict() for row in rows],
     }
+
+
+# The guard of a recipe, and what is kept of it.
+
+STEPS = 50  # of a training with a seed, where the tokens aren't given
+Rows = dict[str, list[dict[str, Any]]]
+
+
+def guarded(
+    recipe: Recipe,
+    known: Facts,
+    plan: Plan,
+    data_key: str,
+    design: GuardDesign,
+    tell: Callable[[str], None],
+    fresh: bool = True,
+) -> Rows:
+    """``report.invariance`` and ``report.guard`` of a recipe whose data lies ready.
+
+    ``fresh`` proves anew; else what the same plan, data, design, machine and sources have proven
+    before counts. Where a process died or hung, nothing is kept for later.
+
+    Raises:
+        InputError: the recipe asks for seeds with nothing held out.
+    """
+    lossy = any(t.fidelity is Fidelity.LOSSY for t in plan)
+    if design.seeds and lossy and recipe.held_out == 0:
+        raise InputError("held_out: seeds are compared by the held-out loss; hold records out")
+    if design.seeds and not design.tokens:
+        design = replace(design, tokens=tokens_of(recipe, known))
+    folder = Path(recipe.output) / "data" / "guard"
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = folder / f"{_key(recipe, known, plan, data_key, design)}.json"
+    before = None if fresh else _kept(kept)
+    if before is not None:
+        tell(f"guard: proven before: {kept}")
+        return before
+    resolved = folder / "recipe.yaml"
+    resolved.write_text(recipe.to_yaml())
+
+    environ = partial(environment, known=known, transport=recipe.transport)
+    budget = math.inf if design.budget_seconds is None else design.budget_seconds
+    perform = QualityRunner(resolved, folder, environ, ranks=recipe.nproc, budget_seconds=budget)
+    try:
+        found = guard_report(plan, perform, design, tell, recipe.nproc, lambda: perform.left)
+        if not perform.broken:
+            temporary = kept.with_suffix(".new")
+            temporary.write_text(json.dumps(found, indent=1))
+            temporary.replace(kept)
+        return found
+    finally:  # gradients and checkpoints are large; orders, answers and logs stay
+        for path in folder.glob("*.pt"):
+            path.unlink()
+        for path in folder.glob("arm-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _kept(path: Path) -> Rows | None:
+    """What was proven before; None where nothing is, or nothing that can be read."""
+    try:
+        found: Rows = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+def _key(recipe: Recipe, known: Facts, plan: Plan, data_key: str, design: GuardDesign) -> str:
+    """Of everything that a proof depends on."""
+    return key_of(
+        {
+            "recipe": recipe.model_dump(mode="json", exclude={"price", "plan", "output"}),
+            "data": data_key,
+            "plan": plan.to_list(),
+            "design": asdict(design),
+            "hardware": {**asdict(known.hardware), "device": known.device},
+            "versions": dict(known.versions),
+            "source": source_digest(),
+        }
+    )
+
+
+def tokens_of(recipe: Recipe, known: Facts) -> int:
+    """Tokens of some steps of the recipe, or of all where it has fewer."""
+    batch, records = batch_of(recipe), known.records
+    of_step = batch.tokens or (batch.records or 1) * records.tokens / max(records.count, 1)
+    limits = [STEPS * of_step]
+    limits += [recipe.max_steps * of_step] if recipe.max_steps else []
+    limits += [recipe.epochs * records.tokens] if recipe.epochs else []
+    limits += [recipe.max_tokens] if recipe.max_tokens else []
+    return max(int(min(limits)), 1)

@@ -28,6 +28,7 @@ class Half(Technique):
     """Gradients travel in 16 bits and are averaged in float32."""
 
     slot = Slot.WIRE
+    auto = "try"
     dtype: str = knob("bf16", "format of a number that travels", choices=("bf16", "fp16"))
     minimum: int = setting(4096, SMALL)
     check_every: int = setting(100, CHECK)

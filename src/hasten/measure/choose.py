@@ -1,0 +1,532 @@
+"""``plan: auto``: which techniques a job trains with, raced on its own model, data and machine.
+
+  1. the first plan is what usually helps and has nothing in its way (`hasten.recipe.candidates`)
+  2. a race on the job itself: the first plan beside itself with one change each (a technique left
+     out, one more, another one in its slot). What is surely slower than the first plan ends after
+     three rounds
+  3. what hurts is dropped, and so is what makes no difference; what helps joins. Several changes
+     together are raced once more, against the first plan and the best single
+     change, and what is best then against no technique at all
+  4. of all that was raced, the plan with the highest lower bound of its interval wins
+
+Where the training is too short for a race, the first plan is taken. A choice is kept for jobs of
+the same model, data, settings, machine and versions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from hasten.core.facts import Facts
+from hasten.core.plan import Plan
+from hasten.core.setup import prepare
+from hasten.core.slot import Slot
+from hasten.core.technique import Technique
+from hasten.data.file_lock import one_measurement, replace_file
+from hasten.formatting import duration
+from hasten.measure.ablation import Arm, Design, Kind
+from hasten.measure.recipe_experiment import (
+    ExperimentSubject,
+    measured,
+    prepared,
+    recipe_worker,
+)
+from hasten.measure.record import key_of, source_digest
+from hasten.measure.statistics import Interval, paired_ratio
+from hasten.measure.workers import WorkerError, WorkerPool
+from hasten.progress import Audience
+from hasten.recipe.build import job_of, plan_of
+from hasten.recipe.candidates import (
+    Candidate,
+    candidates,
+    expected,
+    first_plan,
+    fits,
+    fitted,
+    whole,
+)
+from hasten.recipe.memory_check import largest_micro_batch
+from hasten.recipe.schema import AutoPlan, Recipe
+from hasten.recipe.suggest import entry_of
+
+FOLDER = Path("~/.cache/hasten/choices")  # of this user; None of it is needed to train
+LONGEST_SECONDS, SHARE = 180.0, 0.05  # a search takes at most so long, and this share of a training
+FIRST_RACE = 0.65  # of the budget: the rest is for changes together, and no technique at all
+ALIKE = 0.02  # a technique is left out if training without it loses no more than this, surely
+PROBE_STEPS = 3
+RACE = Design(rounds=12, steps=3, warmup=2, longest_warmup=6, evaluations=0, eliminate=True, seed=1)
+PLAIN, FIRST, TOGETHER = "no techniques", "first plan", "all changes"
+Source = Literal["measured", "forecast", "remembered"]
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ChoiceRow:
+    """One technique, or one plan of a race.
+
+    ``ratio`` is its speed over the first plan's: median, low and high.
+    """
+
+    name: str
+    decision: str
+    why: str
+    ratio: dict[str, float | None] | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The plan that a job trains with, and how it was found.
+
+    Args:
+        entries: the plan's techniques as a recipe writes them, those included that the recipe asks
+            for by other keys.
+        source: how it was found.
+        why: one sentence.
+        rows: every candidate, with the reason for which it is in the plan or isn't.
+        gain: speed over the same job without techniques: median, low, high; None: not measured.
+        tokens_per_second: of the plan in the race.
+        next_best: the plan that was nearest, as entries, if one was raced.
+        seconds: that the search took.
+    """
+
+    entries: list[Any]
+    source: Source
+    why: str
+    rows: list[ChoiceRow] = field(default_factory=list)
+    gain: dict[str, float | None] | None = None
+    tokens_per_second: float | None = None
+    next_best: list[Any] | None = None
+    seconds: float = 0.0
+
+    @property
+    def sentence(self) -> str:
+        """What was chosen, why, and what it gains."""
+        names = [entry if isinstance(entry, str) else next(iter(entry)) for entry in self.entries]
+        gained = ""
+        if self.gain is not None:
+            low, high = self.gain["low"], self.gain["high"]
+            between = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
+            gained = f"; {self.gain['median']:.2f}x{between} the speed without techniques"
+        return f"plan: auto chose {', '.join(names) or 'no technique'}: {self.why}{gained}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, kept: Mapping[str, Any]) -> Choice:
+        """Read one back. Raises TypeError, KeyError or ValueError for anything else."""
+        rows = [ChoiceRow(**row) for row in kept["rows"]]
+        found = cls(**{**kept, "rows": rows})
+        if not isinstance(found.entries, list) or not isinstance(found.why, str):
+            raise ValueError("not a choice")
+        return found
+
+
+def choose(
+    recipe: Recipe,
+    audience: Audience,
+    *,
+    fresh: bool = False,
+    more: Iterable[type[Technique]] = (),
+    folder: Path | None = None,
+) -> Choice:
+    """The plan for a recipe that says ``plan: auto``; its data is prepared on the way.
+
+    Args:
+        recipe: with ``auto_plan``; techniques of its plan are kept whatever is chosen.
+        audience: is told how it goes on.
+        fresh: race again, whatever was found before.
+        more: techniques beside the catalogue's.
+        folder: where choices are kept; in the user's cache if left out.
+
+    Raises:
+        InputError: an unusable recipe.
+    """
+    asked = recipe.auto_plan or AutoPlan()
+    subject = prepared(recipe.model_copy(update={"auto_plan": None}), audience, ranks=True)
+    path = _path(subject, asked, folder or FOLDER)
+    if not fresh and (kept := _remembered(path)) is not None:
+        return kept
+    chooser = _Chooser(subject, asked, audience, tuple(more))
+    choice = chooser.run()
+    if choice.source == "measured":
+        _remember(path, choice)
+    return choice
+
+
+def choose_by_forecast(
+    recipe: Recipe, known: Facts, why: str, more: Iterable[type[Technique]] = ()
+) -> Choice:
+    """The first plan, of ranks that a launcher has started, or where there is no time to race."""
+    asked = recipe.auto_plan or AutoPlan()
+    found = candidates(recipe, known, asked.fidelity, more)
+    kept = plan_of(recipe.model_copy(update={"auto_plan": None}), known)
+    plan = first_plan(found, kept, known)
+    return Choice(_entries(plan, known), "forecast", f"{why}, so a forecast chose", _rows(found))
+
+
+class _Chooser:
+    """A choice while it is being made."""
+
+    def __init__(
+        self,
+        subject: ExperimentSubject,
+        asked: AutoPlan,
+        audience: Audience,
+        more: tuple[type[Technique], ...],
+    ) -> None:
+        self._subject, self._audience = subject, audience
+        self._recipe, self._known = subject.recipe, subject.known
+        self._began = time.monotonic()
+        self._found = candidates(self._recipe, self._known, asked.fidelity, more)
+        self._plain = Plan(t for t in subject.plan if t.slot is not Slot.CHECKPOINT)
+        saving = [t for t in subject.plan if t.slot is Slot.CHECKPOINT]
+        self._saving = Plan(saving)  # joins the choice, and isn't raced
+        first = first_plan(self._found, self._plain, self._known)
+        self._slots = self._micro_batch(first)
+        self._first, self._fitted = fitted(first, self._recipe, self._known, self._slots)
+        self._pool: WorkerPool | None = None
+        self._speeds: dict[str, list[float]] = {}  # tokens per second of the first race
+
+    def run(self) -> Choice:
+        """Race, or say why there is none."""
+        arms = self._neighbours()
+        if not arms and self._first == self._plain:
+            return self._forecast("no technique of the catalogue can serve speed here")
+        folder = Path(self._recipe.output) / "experiments" / "choice"
+        path = folder / "recipe.yaml"
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(self._recipe.to_yaml())
+        with WorkerPool(folder, self._known.device, fork=True, recipe=path) as pool:
+            self._pool = pool
+            budget = self._recipe.auto_budget
+            if budget is None:
+                with one_measurement(self._audience.tell):
+                    budget, why = self._own_budget(path)
+                if why:
+                    return self._forecast(why)
+            self._audience.tell(
+                f"plan: auto: racing {len(arms)} changes of {self._first} for {duration(budget)} "
+                "at most"
+            )
+            return self._raced(arms, budget)
+
+    def _micro_batch(self, plan: Plan) -> int:
+        """Slots of the largest micro-batch of the first steps."""
+        material = self._subject.material
+        if material is None:
+            return 0
+        job = job_of(self._recipe, material, self._known, plan)
+        self._steps = job.schedule.total_steps
+        return largest_micro_batch(prepare(job, plan, self._known, Path(self._recipe.output)))
+
+    def _own_budget(self, recipe: Path) -> tuple[float, str]:
+        """Seconds for the search, from a start of the first plan; or why there is no time."""
+        assert self._pool is not None
+        self._audience.show("starting the first plan", 0.0)
+        began = time.monotonic()
+        spec = recipe_worker(self._subject, recipe, self._first)
+        try:
+            with self._pool.start(spec, "first-plan") as worker:
+                worker.ready()
+                start = time.monotonic() - began
+                steps = worker.request("steps", 600.0, count=PROBE_STEPS)["steps"]
+        except WorkerError as error:
+            return LONGEST_SECONDS, f"the first plan can't be started ({error})"
+        step = statistics.median(s["step_seconds"] for s in steps[1:])
+        training = self._steps * step
+        budget = min(LONGEST_SECONDS, SHARE * training)
+        least = 2 * start + 2 * 2 * RACE.steps * step + sum(s["step_seconds"] for s in steps)
+        if budget < least:
+            return budget, (
+                f"the training takes about {duration(training)}, too short to race plans for "
+                f"{duration(least)}"
+            )
+        return budget, ""
+
+    def _neighbours(self) -> dict[str, Plan]:
+        """The first plan with one change each, as far as memory holds it, the most open one first.
+
+        No flag of a processor says what bf16 gains. What may help comes next; then what usually
+        helps, that with the largest forecast last.
+        """
+        found: dict[str, Plan] = {}
+        gains = {technique: expected(technique, self._known) for technique in self._first}
+        for technique in sorted(self._first, key=gains.__getitem__):
+            if technique.slot in self._plain or self._fitted:
+                continue
+            found[f"without {technique.name()}"] = whole(self._first.without(technique))
+        for candidate in self._found:
+            technique = candidate.technique
+            if candidate.refused or technique in self._first.techniques:
+                continue
+            if technique.slot in self._plain:
+                continue
+            other = next((t for t in self._first if t.slot is technique.slot), None)
+            rest = self._first if other is None else self._first.without(other)
+            name = f"with {technique.name()}"
+            name = name if other is None else f"{name} for {other.name()}"
+            found[name] = whole(rest.with_(technique), self._found)
+        self._too_large = [n for n, p in found.items() if not self._fits(p)]
+        fit = [name for name in found if name not in self._too_large]
+
+        def openness(name: str) -> int:
+            changed = set(found[name]) ^ set(self._first)
+            precise = any(technique.slot is Slot.PRECISION for technique in changed)
+            return 0 if precise else 1 if name.startswith("with ") else 2
+
+        return {name: found[name] for name in sorted(fit, key=openness)}
+
+    def _fits(self, plan: Plan) -> bool:
+        return fits(plan, self._recipe, self._known, self._slots)
+
+    def _raced(self, arms: Mapping[str, Plan], budget: float) -> Choice:
+        """First every change by itself, then what they make together, and no technique at all."""
+        ratios = self._ratios({FIRST: self._first, **arms}, FIRST_RACE * budget) if arms else {}
+        changes, best = _changes(ratios, arms), _best(ratios)
+        if len(changes) == 1 and best == FIRST:
+            best = changes[0]  # alike without a technique: the simpler plan
+        plans = {FIRST: self._first, **arms, PLAIN: self._plain}
+        together = whole(_together(self._first, {name: arms[name] for name in changes}))
+        finals = [best, PLAIN]
+        if len(changes) > 1 and together not in arms.values() and self._fits(together):
+            plans[TOGETHER] = together
+            finals = [TOGETHER, *dict.fromkeys((best, FIRST)), PLAIN]
+        final: list[Arm] = []
+        left = budget - (time.monotonic() - self._began)
+        if left > 0 and plans[best] != self._plain:
+            final = self._race({name: plans[name] for name in dict.fromkeys(finals)}, left)
+        last = {arm.name: ratio for arm in final if (ratio := _ratio(arm)) is not None}
+        if last:
+            best = _best(last, own=finals[0])
+        elif not ratios:
+            return self._forecast("nothing could be raced within the budget")
+        return self._choice(plans, best, ratios, final)
+
+    def _ratios(self, plans: Mapping[str, Plan], seconds: float) -> dict[str, Interval]:
+        found = self._race(plans, seconds)
+        self._speeds = {arm.name: arm.rounds for arm in found}
+        return {arm.name: ratio for arm in found if (ratio := _ratio(arm)) is not None}
+
+    def _race(self, plans: Mapping[str, Plan], seconds: float) -> list[Arm]:
+        """Race plans against the first of them; it and the last one are never dropped."""
+        kinds: dict[str, Kind] = dict.fromkeys(plans, "ladder")
+        kinds |= {next(iter(plans)): "baseline", list(plans)[-1]: "all"}
+        design = replace(RACE, budget_seconds=0.85 * seconds, deadline_seconds=seconds)
+        found = measured(
+            self._subject,
+            plans,
+            kinds,
+            design,
+            fresh=True,
+            audience=self._audience,
+            pool=self._pool,
+            began=time.monotonic(),
+            expected={name: float(-place) for place, name in enumerate(plans)},
+        )
+        return found.arms
+
+    def _choice(
+        self,
+        plans: Mapping[str, Plan],
+        best: str,
+        ratios: Mapping[str, Interval],
+        final: Sequence[Arm],
+    ) -> Choice:
+        plan, arms = plans[best], {arm.name: arm.rounds for arm in final if arm.rounds}
+        chosen, plain = arms.get(best, []), arms.get(PLAIN, [])
+        gain, count = None, min(len(chosen), len(plain))  # one that is out has fewer rounds
+        if count and best != PLAIN:
+            gain = paired_ratio(plain[:count], chosen[:count]).summary()
+        speeds = chosen or self._speeds.get(best, [])
+        others = {name: r.low for name, r in ratios.items() if plans[name] != plan}
+        if plan != self._first:
+            others[FIRST] = 1.0
+        nearest = max(others, key=others.__getitem__, default=None)
+        seconds = time.monotonic() - self._began
+        unsure = [n for n, r in ratios.items() if _verdict(r) == "undecided"]
+        raced = len({*ratios, *arms, FIRST})
+        words = f"the fastest of {raced} plans raced for {duration(seconds)}"
+        if unsure:
+            words = (
+                f"the best supported one of {raced} plans raced for {duration(seconds)} "
+                f"({len(unsure)} undecided)"
+            )
+        return Choice(
+            entries=_entries(Plan([*plan, *self._saving]), self._known),
+            source="measured",
+            why="; ".join(filter(None, (words, self._fitted))),
+            rows=self._told(plans, ratios, plan),
+            gain=gain,
+            tokens_per_second=statistics.median(speeds) if speeds else None,
+            next_best=None if nearest is None else _entries(plans[nearest], self._known),
+            seconds=round(seconds, 1),
+        )
+
+    def _told(
+        self,
+        plans: Mapping[str, Plan],
+        ratios: Mapping[str, Interval],
+        chosen: Plan,
+    ) -> list[ChoiceRow]:
+        """A row for every change that was raced, and for every candidate that wasn't."""
+        rows = []
+        for name, ratio in ratios.items():
+            taken = _applied(self._first, plans[name], chosen)
+            decision = "taken" if taken else "not taken"
+            rows.append(ChoiceRow(name, decision, _verdict(ratio), ratio.summary()))
+        raced = {t for name in ratios if name in plans for t in plans[name]}
+        rows += [ChoiceRow(n, "not taken", "memory would run out") for n in self._too_large]
+        for candidate in self._found:
+            if candidate.refused:
+                rows.append(ChoiceRow(candidate.technique.name(), "left out", candidate.why))
+            elif candidate.technique not in raced:
+                why = "no time to race it"
+                rows.append(ChoiceRow(candidate.technique.name(), "not raced", why))
+        return rows
+
+    def _forecast(self, why: str) -> Choice:
+        plan = Plan([*self._first, *self._saving])
+        reason = f"{why}, so a forecast chose"
+        if self._fitted:
+            reason += f" ({self._fitted})"
+        entries, rows = _entries(plan, self._known), _rows(self._found)
+        seconds = round(time.monotonic() - self._began, 1)
+        return Choice(entries, "forecast", reason, rows, seconds=seconds)
+
+
+def _changes(ratios: Mapping[str, Interval], arms: Mapping[str, Plan]) -> list[str]:
+    """The changes of the first plan that help, or that make it simpler at no loss."""
+    helping = [name for name in arms if name in ratios and ratios[name].low > 1]
+    alike = [
+        name
+        for name in arms
+        if name.startswith("without ")
+        and name in ratios
+        and name not in helping
+        and ratios[name].low > 1 - ALIKE
+    ]
+    best: dict[str, str] = {}  # by what is replaced: of two for one slot, the faster
+    for name in sorted([*helping, *alike], key=lambda n: -ratios[n].low):
+        best.setdefault(_about(name), name)
+    return list(best.values())
+
+
+def _about(change: str) -> str:
+    """Which technique a change takes away; of one that adds some, its own name."""
+    for word in ("without ", " for "):
+        if word in change:
+            return change.rpartition(word)[2]
+    return change
+
+
+def _together(first: Plan, changed: Mapping[str, Plan]) -> Plan:
+    """The first plan with all of these changes."""
+    plan = first
+    for other in changed.values():
+        for technique in first:
+            if technique not in other.techniques and technique in plan.techniques:
+                plan = plan.without(technique)
+        for technique in other:
+            if technique not in first.techniques and technique.slot not in plan:
+                plan = plan.with_(technique)
+    return plan
+
+
+def _applied(first: Plan, changed: Plan, chosen: Plan) -> bool:
+    """Whether a change of the first plan is in the chosen one."""
+    gone = [t for t in first if t not in changed.techniques]
+    new = [t for t in changed if t not in first.techniques]
+    return all(t not in chosen.techniques for t in gone) and all(
+        t in chosen.techniques for t in new
+    )
+
+
+def _best(ratios: Mapping[str, Interval], own: str = FIRST) -> str:
+    """The plan with the highest lower bound; ``own`` is what the others are compared with."""
+    bounds = {own: 1.0} | {name: ratio.low for name, ratio in ratios.items()}
+    return max(bounds, key=bounds.__getitem__)
+
+
+def _ratio(arm: Arm) -> Interval | None:
+    """Its speed over the first plan's; None: it is that plan, or was never raced."""
+    if arm.kind == "baseline" or not arm.beside or arm.failed:
+        return None
+    return paired_ratio(arm.beside, arm.rounds)
+
+
+def _verdict(ratio: Interval) -> str:
+    if ratio.low > 1:
+        return "faster"
+    if ratio.high < 1:
+        return "slower"
+    return "no difference" if ratio.high / ratio.low < 1 + 2 * ALIKE else "undecided"
+
+
+def _rows(found: Iterable[Candidate]) -> list[ChoiceRow]:
+    def decision(candidate: Candidate) -> str:
+        if candidate.refused:
+            return "left out"
+        return "taken" if candidate.usual else "not raced"
+
+    return [ChoiceRow(c.technique.name(), decision(c), c.why) for c in found]
+
+
+def _entries(plan: Plan, known: Facts) -> list[Any]:
+    """As a recipe writes them, without the layout that several ranks have by themselves."""
+    alone = known.world.size > 1
+    return [entry_of(t) for t in plan if not (alone and t.name() == "ddp" and entry_of(t) == "ddp")]
+
+
+# Choices that are kept.
+
+
+def _path(subject: ExperimentSubject, asked: AutoPlan, folder: Path) -> Path:
+    """The file of a job's choice: another model, data, setting, machine or version has another."""
+    recipe, known = subject.recipe, subject.known
+    about = ("price", "output", "auto_budget", "max_steps", "epochs", "max_tokens", "seed")
+    key = key_of(
+        {
+            "recipe": recipe.model_dump(mode="json", exclude={*about, "dataset", "resume"}),
+            "asked": asked.model_dump(),
+            "records": asdict(known.records),
+            "model": asdict(known.model),
+            "hardware": {**asdict(known.hardware), "device": known.device},
+            "ranks": known.world.size,
+            "versions": dict(known.versions),
+            "source": source_digest(),
+        }
+    )
+    with contextlib.suppress(RuntimeError):  # the user has no home
+        folder = folder.expanduser()
+    return folder / f"{key}.json"
+
+
+def _remembered(path: Path) -> Choice | None:
+    """What was chosen before; None where nothing is kept, or nothing that can be read."""
+    try:
+        kept = json.loads(path.read_text())
+        choice = Choice.from_dict(kept["choice"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        _LOG.warning("%s can't be read (%s): plans are raced again", path, type(error).__name__)
+        return None
+    why = f"{choice.why}, on {kept['date']} ({path}; --fresh races again)"
+    return replace(choice, source="remembered", why=why)
+
+
+def _remember(path: Path, choice: Choice) -> None:
+    """Keep it where that is possible."""
+    kept = {"date": time.strftime("%Y-%m-%d"), "choice": choice.to_dict()}
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, json.dumps(kept, indent=1))

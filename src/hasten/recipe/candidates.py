@@ -1,0 +1,176 @@
+"""The techniques from which ``plan: auto`` chooses on a job, and the plan that a forecast gives.
+
+What is known before anything was measured: what stands in a technique's way, how many slots,
+operations and bytes it saves by its own forecast, whether bf16 products were measured to be faster
+on this processor, and how much memory the plan will need. The first plan has what usually helps;
+whatever else may help is tried beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from hasten.core.facts import Facts
+from hasten.core.plan import Plan
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Technique
+from hasten.recipe.build import batch_of
+from hasten.recipe.memory_check import needs_of, room_of, size_of
+from hasten.recipe.schema import Recipe
+from hasten.recipe.shorthands import catalogue
+from hasten.techniques.attention import DocumentAttention
+from hasten.techniques.batch import Accumulate
+from hasten.techniques.collate import Packed
+from hasten.techniques.compile import COMPILE_SECONDS, Compiled
+from hasten.techniques.precision import gain_here
+from hasten.techniques.recompute import Recompute
+
+MICRO_BATCH_TOKENS = 8192  # a step with more tokens is cut
+FEWER_SLOTS = 0.95  # packing that saves less isn't in the first plan
+COMPILED_FROM = 600.0  # seconds for choosing, from which there is time to compile
+ALLOWED = {
+    "exact": (Fidelity.EXACT,),
+    "rounding": (Fidelity.EXACT, Fidelity.ROUNDING),
+    "lossy": tuple(Fidelity),
+}
+# Added in this order until the first plan fits into memory.
+FOR_MEMORY: tuple[Technique, ...] = (Accumulate(micro_batch_size=1), Recompute())
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A technique of the catalogue, and why it isn't tried; None: it is.
+
+    ``usual``: it is in the first plan. ``why``: what speaks for it or against it, in words.
+    """
+
+    technique: Technique
+    usual: bool
+    why: str
+    refused: bool = False
+
+
+def candidates(
+    recipe: Recipe, known: Facts, fidelity: str, more: Iterable[type[Technique]] = ()
+) -> list[Candidate]:
+    """Every technique that may serve speed on this job, in the order of the slots.
+
+    Args:
+        recipe: its plan is kept whatever is chosen; those slots are taken.
+        known: the job and the machine.
+        fidelity: how far techniques may move the mathematics: exact, rounding or lossy.
+        more: techniques beside the catalogue's.
+    """
+    kinds = [kind for kind in (*catalogue(), *more) if kind.auto != "no"]
+    found = [_judged(kind(), recipe, known, fidelity) for kind in kinds]
+    step_tokens = _step_tokens(recipe, known)
+    if step_tokens > MICRO_BATCH_TOKENS:
+        limit = max(MICRO_BATCH_TOKENS, known.records.longest)
+        cut = _judged(Accumulate(micro_batch_tokens=limit), recipe, known, fidelity)
+        why = cut.why if cut.refused else f"a step has {step_tokens:,.0f} tokens"
+        found.append(replace(cut, usual=not cut.refused, why=why))
+    return sorted(found, key=lambda c: list(Slot).index(c.technique.slot))
+
+
+def first_plan(found: Sequence[Candidate], kept: Plan, known: Facts) -> Plan:
+    """The kept techniques and the usual ones, of each slot the one with the better forecast."""
+    plan = kept
+    usual = [c.technique for c in found if c.usual and not c.refused]
+    for technique in sorted(usual, key=lambda t: -expected(t, known)):
+        if technique.slot not in plan:
+            plan = plan.with_(technique)
+    return whole(plan, found)
+
+
+def whole(plan: Plan, found: Iterable[Candidate] = ()) -> Plan:
+    """The plan with attention within documents where, and only where, its rows are packed.
+
+    Packed rows without it compute what a mask then hides; unpacked rows have one document each.
+    """
+    attends, packs = DocumentAttention(), any(isinstance(t, Packed) for t in plan)
+    if attends in plan.techniques and not packs:
+        return plan.without(attends)
+    usable = any(c.technique == attends and not c.refused for c in found)
+    if packs and usable and Slot.ATTENTION not in plan:
+        return plan.with_(attends)
+    return plan
+
+
+def expected(technique: Technique, known: Facts) -> float:
+    """How much less it is forecast to compute and move, as a logarithm; larger is better."""
+    cast = technique.forecast(known)
+    return -math.log(max(cast.slots * cast.flops * cast.bytes * cast.wire_bytes, 1e-9))
+
+
+def fitted(plan: Plan, recipe: Recipe, known: Facts, slots: int) -> tuple[Plan, str]:
+    """The plan, with what it takes to fit into memory, and why; as it is where nothing helps."""
+    size, room = size_of(recipe, known), room_of(known)
+    if needs_of(size, known, plan, slots).total <= room:
+        return plan, ""
+    fuller = plan
+    for technique in FOR_MEMORY:
+        if technique.slot in fuller or technique.obstacles(known):
+            continue
+        fuller = fuller.with_(technique)
+        slots = min(slots, known.records.longest) if technique.slot is Slot.BATCH else slots
+        if needs_of(size, known, fuller, slots).total <= room:
+            added = ", ".join(str(t) for t in fuller if t not in plan.techniques)
+            return fuller, f"{added}: else memory would run out"
+    return plan, ""
+
+
+def fits(plan: Plan, recipe: Recipe, known: Facts, slots: int) -> bool:
+    """Whether the predicted memory of the fullest rank is there."""
+    return needs_of(size_of(recipe, known), known, plan, slots).total <= room_of(known)
+
+
+def _judged(technique: Technique, recipe: Recipe, known: Facts, fidelity: str) -> Candidate:
+    def refused(why: str) -> Candidate:
+        return Candidate(technique, False, why, refused=True)
+
+    if technique.fidelity not in ALLOWED[fidelity]:
+        return refused(f"{technique.fidelity.name} isn't allowed: {technique.fidelity.value}")
+    if reasons := technique.obstacles(known):
+        return refused(reasons[0])
+    if technique.slot is Slot.WIRE and known.world.size == 1:
+        return refused("one rank sends nothing")
+    if technique.slot is Slot.PRECISION and (gain := gain_here(known)) and not gain.sure:
+        return refused(f"bf16 was measured at {gain}")
+    if isinstance(technique, Compiled):
+        if (recipe.auto_budget or 0.0) < COMPILED_FROM:
+            return refused(
+                f"compiling takes {COMPILE_SECONDS:.0f} s and more: auto_budget: "
+                f"{COMPILED_FROM / 60:.0f}m tries it"
+            )
+        technique = replace(technique, share=1.0)
+    if recipe.finetuning_type == "lora" and technique.slot is Slot.ADAPTER:
+        return refused("the recipe's own LoRA decides what learns")
+    cast = technique.forecast(known)
+    usual = technique.auto == "usual"
+    if isinstance(technique, Packed):
+        usual = cast.slots < FEWER_SLOTS
+        return Candidate(technique, usual, f"{1 - cast.slots:.0%} of the slots are padding")
+    return Candidate(technique, usual, _words(technique, known))
+
+
+def _words(technique: Technique, known: Facts) -> str:
+    cast = technique.forecast(known)
+    said = [
+        f"{name} {factor:.2f} times"
+        for name, factor in (
+            ("slots", cast.slots),
+            ("operations", cast.flops),
+            ("bytes moved", cast.bytes),
+            ("bytes sent", cast.wire_bytes),
+        )
+        if abs(factor - 1) >= 0.005
+    ]
+    return ", ".join(said) or "no forecast"
+
+
+def _step_tokens(recipe: Recipe, known: Facts) -> float:
+    batch = batch_of(recipe)
+    mean = known.records.tokens / max(known.records.count, 1)
+    return (batch.tokens or mean * (batch.records or 1)) / known.world.size

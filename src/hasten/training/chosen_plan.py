@@ -1,0 +1,162 @@
+"""``plan: auto`` before a training: the choice, its proof, and whether it keeps its speed.
+
+A resumed run goes on with the plan that it has. A launcher's ranks can't race, since they are the
+job already: there the first rank decides, from what is kept of an earlier race or from a forecast,
+and all ranks get the same.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hasten.core.facts import Facts
+from hasten.core.timing import StepMetrics
+from hasten.data.file_lock import replace_file
+from hasten.errors import InputError
+from hasten.machine.environment import World
+from hasten.measure.choose import LONGEST_SECONDS, Choice, choose, choose_by_forecast, remembered
+from hasten.measure.quality.guard import GuardDesign, guarded
+from hasten.measure.quality.requirements import FAILED
+from hasten.progress import Audience
+from hasten.recipe.build import plan_of
+from hasten.recipe.prepare import newest_checkpoint, ready
+from hasten.recipe.schema import Recipe, load_recipe
+
+CHOICE = "choice.json"
+PROOF_SHARE = 0.25  # of the search's budget: what the proof of equal quality may take beside it
+SEEDS = 3  # of a technique with other mathematics, where those are allowed
+WATCHED_STEPS, SLOWER = 50, 0.85  # a run below this share of the measured speed is told of
+_LOG = logging.getLogger(__name__)
+
+
+def with_chosen_plan(
+    recipe: Recipe, audience: Audience, *, fresh: bool = False, prove: bool = True
+) -> tuple[Recipe, Choice | None]:
+    """The recipe with the plan that ``plan: auto`` stands for, and the choice; None without one.
+
+    The choice is written into the run's folder, so that its recipe reproduces the run.
+
+    Args:
+        recipe: as it was read.
+        audience: is told how it goes on, and in one sentence what was chosen.
+        fresh: race again, whatever was found before.
+        prove: run the guard on a choice that is new.
+
+    Raises:
+        InputError: an unusable recipe.
+    """
+    if recipe.auto_plan is None:
+        return recipe, None
+    if recipe.resume != "never" and (kept := _of_the_run(recipe)) is not None:
+        audience.tell(f"plan: auto: going on with the plan of {recipe.output}")
+        return _settled(recipe, kept), None
+    choice = choose(recipe, audience, fresh=fresh)
+    if prove and choice.source == "measured":
+        choice = _proven(recipe, choice, audience)
+    audience.tell(choice.sentence)
+    folder = Path(recipe.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder / CHOICE, json.dumps(choice.to_dict(), indent=1))
+    return _settled(recipe, choice.entries), choice
+
+
+def same_on_all_ranks(recipe: Recipe, known: Facts, tell: Callable[[str], None]) -> Recipe:
+    """The recipe with the first rank's choice, in ranks that a launcher has started and that meet.
+
+    Raises:
+        InputError: the choice can't be used on this rank.
+    """
+    told: list[Any] = [None]
+    if known.world.is_main:
+        choice = choose_by_forecast(recipe, known, "a launcher's ranks can't race plans")
+        tell(choice.sentence)
+        told = [choice.entries]
+    dist.broadcast_object_list(told, src=0)
+    return _settled(recipe, told[0])
+
+
+def _settled(recipe: Recipe, entries: list[Any]) -> Recipe:
+    return recipe.model_copy(update={"plan": entries, "auto_plan": None})
+
+
+def _of_the_run(recipe: Recipe) -> list[Any] | None:
+    """The plan of the run that is gone on with; None where there is none to go on with."""
+    if newest_checkpoint(recipe) is None:
+        return None
+    place = Path(recipe.output) / "recipe.yaml"
+    try:
+        kept = load_recipe(place)
+    except InputError as error:
+        _LOG.warning("the plan of the run can't be read, so it is chosen anew: %s", error)
+        return None
+    return None if kept.auto_plan is not None else kept.plan
+
+
+def _proven(recipe: Recipe, choice: Choice, audience: Audience) -> Choice:
+    """The choice without techniques whose proof of equal quality failed."""
+    settled = _settled(recipe, choice.entries)
+    known, plan, material = ready(settled, lambda text: None, ranks=settled.nproc)
+    if settled.nproc > 1:
+        known = replace(known, world=World(size=settled.nproc))
+    budget = PROOF_SHARE * (recipe.auto_budget or LONGEST_SECONDS)
+    lossy = recipe.auto_plan is not None and recipe.auto_plan.fidelity == "lossy"
+    design = GuardDesign(seeds=SEEDS if lossy else 0, budget_seconds=budget)
+    found = guarded(settled, known, plan, material.note.key, design, audience.tell, fresh=False)
+    wrong = {row["technique"]: row["text"] for row in found["guard"] if row["verdict"] in FAILED}
+    whole = [row["what"] for row in found["invariance"] if row["verdict"] in FAILED]
+    untested = [row["technique"] for row in found["guard"] if row["verdict"] == "not tested"]
+    if not wrong and whole:
+        audience.tell(f"plan: auto: a proof of equal quality failed: {'; '.join(whole)}")
+    for name, text in wrong.items():
+        audience.tell(f"plan: auto: without {name}, whose proof of equal quality failed: {text}")
+    kept = [entry for entry in choice.entries if _name(entry) not in wrong]
+    proof = "equal quality proven"
+    if wrong or whole:
+        proof = "a proof of equal quality failed"
+    elif untested:
+        proof = f"equal quality not tested of {', '.join(untested)}: hasten guard does"
+    return replace(choice, entries=kept, why=f"{choice.why}; {proof}")
+
+
+def _name(entry: Any) -> str:
+    if isinstance(entry, Mapping):
+        return str(entry.get("technique") or next(iter(entry), ""))
+    return str(entry)
+
+
+class SpeedWatch:
+    """Says once whether a run is slower than its plan was measured to be, after 50 steps.
+
+    Args:
+        choice: with the measured speed; without one nothing is said.
+        tell: is told the line.
+    """
+
+    def __init__(self, choice: Choice, tell: Callable[[str], None]) -> None:
+        self._choice, self._tell = choice, tell
+        self._seen: list[float] = []
+
+    def note(self, metrics: StepMetrics) -> None:
+        """After each step."""
+        if len(self._seen) >= WATCHED_STEPS or self._choice.tokens_per_second is None:
+            return
+        self._seen.append(metrics.tokens_per_second)
+        if len(self._seen) < WATCHED_STEPS:
+            return
+        share = statistics.median(self._seen) / self._choice.tokens_per_second
+        if share < SLOWER:
+            other = self._choice.next_best
+            names = "" if other is None else f"; next best was {', '.join(map(_name, other))}"
+            self._tell(
+                f"plan: auto: {WATCHED_STEPS} steps ran at {share:.0%} of the speed that was "
+                f"measured when the plan was chosen (another load, or longer records){names}"
+            )
