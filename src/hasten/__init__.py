@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hasten.parts.distributed.pipeline.model import AsyncPipeline
     from hasten.parts.nn.fused_functions import fused_linear_relu
     from hasten.report.speedup import gradual_optimize
+    from hasten.training.run import train
 
 _HOMES = {
     "AsyncPipeline": "hasten.parts.distributed.pipeline.model",
@@ -43,6 +44,7 @@ _HOMES = {
     "TopoAwareCollective": "hasten.parts.comm.collectives",
     "fused_linear_relu": "hasten.parts.nn.fused_functions",
     "gradual_optimize": "hasten.report.speedup",
+    "train": "hasten.training.run",
 }
 __version__ = "0.1.0"
 __all__ = [
@@ -61,6 +63,7 @@ __all__ = [
     "TopoAwareCollective",
     "fused_linear_relu",
     "gradual_optimize",
+    "train",
 ]
 
 

@@ -85,13 +85,20 @@ def train(
     backend: Annotated[
         str | None, typer.Option(help="gloo or nccl between ranks, instead of the recipe's")
     ] = None,
+    choose_only: Annotated[
+        bool,
+        typer.Option("--choose-only", help="show what plan: auto chooses, and why; no training"),
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="race plans again, whatever was chosen before")
+    ] = False,
 ) -> None:
     """Train as a recipe says."""
     from hasten.cli.train import train as command
 
     given = {"max_restarts": max_restarts, "nproc": nproc, "backend": backend}
     more = [f"{key}={value}" for key, value in given.items() if value is not None]
-    raise typer.Exit(command(recipe, [*(overrides or []), *more], STARTED))
+    raise typer.Exit(command(recipe, [*(overrides or []), *more], STARTED, choose_only, fresh))
 
 
 app.command()(speedup)

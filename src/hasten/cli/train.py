@@ -10,29 +10,56 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+from rich.console import Console
+from rich.table import Table
+
 from hasten.cli.terminal import Display
 from hasten.core.session import Session
 from hasten.core.timing import StepMetrics
-from hasten.errors import FAILED, INTERRUPTED, LEFT
-from hasten.formatting import duration, size
+from hasten.errors import FAILED, INTERRUPTED, LEFT, InputError
+from hasten.formatting import duration, size, span
 from hasten.launch.ranks import again, start
 from hasten.launch.supervisor import SupervisedRanks, supervise
 from hasten.machine import environment, host
 from hasten.machine.environment import World
 from hasten.machine.processes import attempt_folder, on_a_leash
+from hasten.measure.choose import Choice
 from hasten.recipe.build import facts_of, plan_of, saves, supervision_of
 from hasten.recipe.prepare import ready
 from hasten.recipe.schema import Recipe, load_recipe
+from hasten.training.chosen_plan import SpeedWatch, with_chosen_plan
 from hasten.training.folder import clear_the_way
+from hasten.training.recording import both
 from hasten.training.run import train as run_training
 
 
-def train(path: Path, overrides: Sequence[str], started: float) -> int:
+def train(
+    path: Path,
+    overrides: Sequence[str],
+    started: float,
+    choose_only: bool = False,
+    fresh: bool = False,
+) -> int:
     """Run the recipe; the exit code."""
     import_seconds = time.perf_counter() - started
     on_a_leash()
     recipe = load_recipe(path, overrides)
+    if recipe.auto_plan is None and (choose_only or fresh):
+        option = "--choose-only" if choose_only else "--fresh"
+        raise InputError(f"{option}: nothing is chosen, since the recipe doesn't say plan: auto")
     alone = environment.world().size == 1 and attempt_folder() is None
+    choice: Choice | None = None
+    if alone and recipe.auto_plan is not None:
+        with Display() as display:
+            recipe, choice = with_chosen_plan(recipe, display, fresh=fresh)
+        if choose_only:
+            if choice is not None:
+                show_choice(choice)
+            return 0
+        path, overrides = Path(recipe.output) / "data" / "chosen.yaml", ()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(recipe.to_yaml())
     if alone and recipe.max_restarts:
         with ExitStack() as held:  # until the last attempt is over
             return as_supervised_ranks(recipe, held)
@@ -44,13 +71,14 @@ def train(path: Path, overrides: Sequence[str], started: float) -> int:
     with Display() as display:
         line = StepLine(display, recipe)
         silent = not environment.world().is_main
+        watched = None if choice is None else SpeedWatch(choice, display.tell)
         summary = run_training(
             recipe,
             import_seconds=import_seconds,
             tell=_nothing if silent else display.tell,
             on_tokens=None if silent else line.tokenising,
             on_start=line.start,
-            on_step=line.step,
+            on_step=line.step if watched is None else both(watched.note, line.step),
             on_evaluation=lambda e: display.tell(_evaluation(e.step, e.held_out_loss, e.metrics)),
         )
     if summary:
@@ -59,6 +87,19 @@ def train(path: Path, overrides: Sequence[str], started: float) -> int:
         if idle and recipe.require_effect:
             return FAILED
     return {"interrupted": INTERRUPTED, "left": LEFT}.get(summary.get("stopped", ""), 0)
+
+
+def show_choice(choice: Choice) -> None:
+    """Every candidate with its reason, and the plan as lines of a recipe."""
+    table = Table(show_edge=False)
+    for name in ("change of the first plan, or technique", "speed [95 %]", "", "why"):
+        table.add_column(name, overflow="fold")
+    for row in choice.rows:
+        ratio = "" if row.ratio is None else span(row.ratio, "times")
+        table.add_row(row.name, ratio, row.decision, row.why)
+    Console(highlight=False, width=None if Console().is_terminal else 120).print(table)
+    plan = yaml.safe_dump({"plan": choice.entries}, sort_keys=False, width=100)
+    print(f"\n{choice.sentence}\n\n{plan}", end="")
 
 
 def lacking(recipe: Recipe) -> dict[str, str]:

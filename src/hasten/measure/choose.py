@@ -18,9 +18,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -40,12 +41,12 @@ from hasten.measure.recipe_experiment import (
     recipe_worker,
 )
 from hasten.measure.record import key_of, source_digest
-from hasten.measure.statistics import Interval, paired_ratio
+from hasten.measure.statistics import Interval, paired_ratio, student_quantile
 from hasten.measure.workers import WorkerError, WorkerPool
 from hasten.progress import Audience
 from hasten.recipe.build import job_of, plan_of
 from hasten.recipe.candidates import (
-    Candidate,
+    PlanCandidate,
     candidates,
     expected,
     first_plan,
@@ -56,13 +57,18 @@ from hasten.recipe.candidates import (
 from hasten.recipe.memory_check import largest_micro_batch
 from hasten.recipe.schema import AutoPlan, Recipe
 from hasten.recipe.suggest import entry_of
+from hasten.techniques.layout.ddp import DDP
 
 FOLDER = Path("~/.cache/hasten/choices")  # of this user; None of it is needed to train
 LONGEST_SECONDS, SHARE = 180.0, 0.05  # a search takes at most so long, and this share of a training
 FIRST_RACE = 0.65  # of the budget: the rest is for changes together, and no technique at all
+FORECAST = 0.01  # of expected logarithms of speed: less is no promise
+LEAST_UNSEEN = 0.96  # without such a promise nothing is lost by leaving out what can't be told from
+# noise, unless it may be more than this
+LIKELY, LEAST_GAIN = 0.7, 1.03  # a change joins if it is likely to help, and by so much
 ALIKE = 0.02  # a technique is left out if training without it loses no more than this, surely
 PROBE_STEPS = 3
-RACE = Design(rounds=12, steps=3, warmup=2, longest_warmup=6, evaluations=0, eliminate=True, seed=1)
+RACE = Design(rounds=30, steps=3, warmup=2, longest_warmup=6, evaluations=0, eliminate=True, seed=1)
 PLAIN, FIRST, TOGETHER = "no techniques", "first plan", "all changes"
 Source = Literal["measured", "forecast", "remembered"]
 _LOG = logging.getLogger(__name__)
@@ -224,6 +230,8 @@ class _Chooser:
         material = self._subject.material
         if material is None:
             return 0
+        if self._known.world.size > 1 and Slot.LAYOUT not in plan:
+            plan = plan.with_(DDP())
         job = job_of(self._recipe, material, self._known, plan)
         self._steps = job.schedule.total_steps
         return largest_micro_batch(prepare(job, plan, self._known, Path(self._recipe.output)))
@@ -291,9 +299,10 @@ class _Chooser:
     def _raced(self, arms: Mapping[str, Plan], budget: float) -> Choice:
         """First every change by itself, then what they make together, and no technique at all."""
         ratios = self._ratios({FIRST: self._first, **arms}, FIRST_RACE * budget) if arms else {}
-        changes, best = _changes(ratios, arms), _best(ratios)
+        founded = {t.name() for t in self._first if expected(t, self._known) > FORECAST}
+        changes, best = _changes(ratios, arms, founded), _best(ratios)
         if len(changes) == 1 and best == FIRST:
-            best = changes[0]  # alike without a technique: the simpler plan
+            best = changes[0]  # alike without a technique, or likely to help
         plans = {FIRST: self._first, **arms, PLAIN: self._plain}
         together = whole(_together(self._first, {name: arms[name] for name in changes}))
         finals = [best, PLAIN]
@@ -383,14 +392,16 @@ class _Chooser:
             taken = _applied(self._first, plans[name], chosen)
             decision = "taken" if taken else "not taken"
             rows.append(ChoiceRow(name, decision, _verdict(ratio), ratio.summary()))
-        raced = {t for name in ratios if name in plans for t in plans[name]}
+        raced = {t for name in ratios for t in set(plans[name]) ^ set(self._first)}
         rows += [ChoiceRow(n, "not taken", "memory would run out") for n in self._too_large]
         for candidate in self._found:
             if candidate.refused:
                 rows.append(ChoiceRow(candidate.technique.name(), "left out", candidate.why))
             elif candidate.technique not in raced:
-                why = "no time to race it"
-                rows.append(ChoiceRow(candidate.technique.name(), "not raced", why))
+                taken = candidate.technique in chosen.techniques
+                why = f"no time to race it; forecast: {candidate.why}"
+                decision = "taken" if taken else "not taken"
+                rows.append(ChoiceRow(candidate.technique.name(), decision, why))
         return rows
 
     def _forecast(self, why: str) -> Choice:
@@ -403,21 +414,37 @@ class _Chooser:
         return Choice(entries, "forecast", reason, rows, seconds=seconds)
 
 
-def _changes(ratios: Mapping[str, Interval], arms: Mapping[str, Plan]) -> list[str]:
-    """The changes of the first plan that help, or that make it simpler at no loss."""
-    helping = [name for name in arms if name in ratios and ratios[name].low > 1]
-    alike = [
-        name
-        for name in arms
-        if name.startswith("without ")
-        and name in ratios
-        and name not in helping
-        and ratios[name].low > 1 - ALIKE
-    ]
+def _changes(
+    ratios: Mapping[str, Interval], arms: Mapping[str, Plan], founded: Set[str]
+) -> list[str]:
+    """The changes of the first plan that help, or that make it simpler at no loss.
+
+    A technique of which a forecast promises something (``founded``) stays until it is shown to
+    gain nothing; of any other it is enough that no gain was seen.
+    """
+    helping = [name for name in arms if name in ratios and _helps(ratios[name])]
+    alike = []
+    for name in arms:
+        ratio, technique = ratios.get(name), name.removeprefix("without ")
+        if ratio is None or technique == name or name in helping or ratio.high < 1:
+            continue
+        if ratio.low > 1 - ALIKE or (technique not in founded and ratio.estimate >= LEAST_UNSEEN):
+            alike.append(name)
     best: dict[str, str] = {}  # by what is replaced: of two for one slot, the faster
     for name in sorted([*helping, *alike], key=lambda n: -ratios[n].low):
         best.setdefault(_about(name), name)
     return list(best.values())
+
+
+def _helps(ratio: Interval) -> bool:
+    """Whether it is surely faster, or likely and by enough."""
+    if ratio.low > 1:
+        return True
+    if ratio.rounds < 2 or ratio.estimate < LEAST_GAIN:
+        return False
+    wide, narrow = (student_quantile((1 + p) / 2, ratio.rounds - 1) for p in (0.95, LIKELY))
+    half = math.log(ratio.high / ratio.estimate) * narrow / wide
+    return math.log(ratio.estimate) > half
 
 
 def _about(change: str) -> str:
@@ -471,8 +498,8 @@ def _verdict(ratio: Interval) -> str:
     return "no difference" if ratio.high / ratio.low < 1 + 2 * ALIKE else "undecided"
 
 
-def _rows(found: Iterable[Candidate]) -> list[ChoiceRow]:
-    def decision(candidate: Candidate) -> str:
+def _rows(found: Iterable[PlanCandidate]) -> list[ChoiceRow]:
+    def decision(candidate: PlanCandidate) -> str:
         if candidate.refused:
             return "left out"
         return "taken" if candidate.usual else "not raced"

@@ -32,9 +32,11 @@ from hasten.measure.record import ExperimentRecord, key_of, source_digest
 from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.progress import Audience
 from hasten.recipe.build import plan_of
+from hasten.recipe.candidates import candidates, first_plan
 from hasten.recipe.prepare import ready
 from hasten.recipe.prepared_data import PreparedData
 from hasten.recipe.schema import Recipe, load_recipe
+from hasten.recipe.suggest import entry_of
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # decide the speed, and stand in no recipe
 
@@ -101,6 +103,11 @@ def prepared(
 
     known, plan, material = ready(recipe, audience.tell, tokenising, recipe.nproc)
     known = replace(known, world=World(size=recipe.nproc))
+    if recipe.auto_plan is not None:
+        found = candidates(recipe, known, recipe.auto_plan.fidelity)
+        plan = first_plan(found, plan, known)
+        recipe = recipe.model_copy(update={"plan": [entry_of(t) for t in plan], "auto_plan": None})
+        audience.tell(f"plan: auto: the techniques in question are {plan}")
     # What ranks have without a technique the baseline has, too: it is no switch.
     usual = plan_of(recipe.model_copy(update={"plan": []}), known)
     switches = Plan(t for t in plan if t not in usual.techniques)

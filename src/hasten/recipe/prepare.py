@@ -94,7 +94,7 @@ def check_resumable(recipe: Recipe, plan: Plan) -> None:
         InputError: the recipe's own words differ from those that the checkpoint notes.
     """
     job: Any = None
-    if recipe.resume != "never" and (path := _newest(recipe, plan)) is not None:
+    if recipe.resume != "never" and (path := newest_checkpoint(recipe, plan)) is not None:
         with contextlib.suppress(ValueError, LookupError, OSError):
             job = read_manifest(path)["meta"]["job"]
     words = {
@@ -106,7 +106,7 @@ def check_resumable(recipe: Recipe, plan: Plan) -> None:
     check_same_job(job if isinstance(job, dict) else {}, words, step=0)
 
 
-def _newest(recipe: Recipe, plan: Plan) -> Path | None:
+def newest_checkpoint(recipe: Recipe, plan: Plan) -> Path | None:
     """The checkpoint that is gone on from, where it is on this machine's disks."""
     if recipe.resume != "auto":
         return Path(recipe.resume)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,15 +20,15 @@ import torch.distributed as dist
 from hasten.core.facts import Facts
 from hasten.core.timing import StepMetrics
 from hasten.data.file_lock import replace_file
-from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.measure.choose import LONGEST_SECONDS, Choice, choose, choose_by_forecast, remembered
+from hasten.measure.choose import LONGEST_SECONDS, Choice, choose, choose_by_forecast
 from hasten.measure.quality.guard import GuardDesign, guarded
 from hasten.measure.quality.requirements import FAILED
+from hasten.parts.checkpoint.format import read_manifest
 from hasten.progress import Audience
-from hasten.recipe.build import plan_of
+from hasten.recipe.build import requested_plan
 from hasten.recipe.prepare import newest_checkpoint, ready
-from hasten.recipe.schema import Recipe, load_recipe
+from hasten.recipe.schema import Recipe
 
 CHOICE = "choice.json"
 PROOF_SHARE = 0.25  # of the search's budget: what the proof of equal quality may take beside it
@@ -89,16 +88,16 @@ def _settled(recipe: Recipe, entries: list[Any]) -> Recipe:
 
 
 def _of_the_run(recipe: Recipe) -> list[Any] | None:
-    """The plan of the run that is gone on with; None where there is none to go on with."""
-    if newest_checkpoint(recipe) is None:
+    """The plan of the checkpoint that is gone on from; None where there is none, or it is old."""
+    path = newest_checkpoint(recipe, requested_plan(recipe))
+    if path is None:
         return None
-    place = Path(recipe.output) / "recipe.yaml"
     try:
-        kept = load_recipe(place)
-    except InputError as error:
-        _LOG.warning("the plan of the run can't be read, so it is chosen anew: %s", error)
+        plan = read_manifest(path)["meta"]["job"]["plan"]
+        return [{"technique": name, **told["settings"]} for name, told in plan.items()]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        _LOG.warning("%s tells no plan (%s), so it is chosen anew", path, type(error).__name__)
         return None
-    return None if kept.auto_plan is not None else kept.plan
 
 
 def _proven(recipe: Recipe, choice: Choice, audience: Audience) -> Choice:

@@ -33,10 +33,10 @@ from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.timing import StepMetrics, clock_on
 from hasten.launch.ranks import agree, naming_ranks, process_group
-from hasten.machine import host
+from hasten.machine import environment, host
 from hasten.machine.processes import Pulse, attempt, attempt_folder, telling
 from hasten.measure.energy import meter_of_run
-from hasten.recipe.build import job_of, set_guards, watch_notices
+from hasten.recipe.build import job_of, plan_of, set_guards, watch_notices
 from hasten.recipe.memory_check import advising, settle_memory
 from hasten.recipe.peak_flops import meter_of
 from hasten.recipe.prepare import (
@@ -51,9 +51,10 @@ from hasten.recipe.prepare import (
 from hasten.recipe.prepared_data import PreparedData, write_rejected
 from hasten.recipe.price import cost_of
 from hasten.recipe.sample import Sample
-from hasten.recipe.schema import Recipe
+from hasten.recipe.schema import Recipe, load_recipe
 from hasten.report.card import write_card
 from hasten.training.auto_adjust import adjust, adjusted
+from hasten.training.chosen_plan import SpeedWatch, same_on_all_ranks, with_chosen_plan
 from hasten.training.folder import (
     Lines,
     clear_the_way,
@@ -70,7 +71,7 @@ OnEvaluation = Callable[[Evaluation], None]
 
 
 def train(
-    recipe: Recipe,
+    recipe: Recipe | str | Path,
     *,
     import_seconds: float = 0.0,
     tell: Tell = print,
@@ -81,10 +82,25 @@ def train(
 ) -> dict[str, Any]:
     """Train as the recipe says and return what ``summary.json`` holds.
 
+    Args:
+        recipe: or the path of its file. With ``plan: auto`` the plan is chosen first.
+        import_seconds: that the process took before, for the summary.
+        tell: is told what happens, a line at a time.
+        on_tokens: is told how many records of how many are tokenised.
+        on_start: is given the session before the first step.
+        on_step: is told of each step.
+        on_evaluation: is told of each look at the held-out loss.
+
     Raises:
         InputError: anything of the recipe can't be used; nothing was trained.
         StoppedError: a guard ended the run, or a rank can't be reached.
     """
+    asked = recipe if isinstance(recipe, Recipe) else load_recipe(Path(recipe))
+    choice = None
+    if environment.world().size == 1:
+        asked, choice = with_chosen_plan(asked, _LinesOnly(tell))
+        if choice is not None:
+            on_step = both(SpeedWatch(choice, tell).note, on_step)
     live: list[Session] = []
 
     def start(session: Session) -> None:
@@ -93,7 +109,7 @@ def train(
 
     with telling(), patient(lambda: next(iter(live), None)), ExitStack() as held:
         return _prepare_and_train(
-            recipe, held, import_seconds, tell, on_tokens, (start, on_step, on_evaluation)
+            asked, held, import_seconds, tell, on_tokens, (start, on_step, on_evaluation)
         )
 
 
@@ -114,11 +130,24 @@ def _prepare_and_train(
     timeout = datetime.timedelta(seconds=recipe.link_seconds)
     group = process_group(world, known.device, timeout, recipe.backend)
     with group, telling(), naming_ranks(world):
+        if recipe.auto_plan is not None:
+            recipe = same_on_all_ranks(recipe, known, tell if world.is_main else _silent)
+            plan = plan_of(recipe, known, tell)
         agree(world, promised(recipe, known))
         seconds["meeting"] = time.perf_counter() - met
         run = _Run(recipe, known, plan, material, output, tell if world.is_main else _silent)
         noting = noting_first_step(began, *hooks[:2])
         return _train(run, seconds, *noting, hooks[2])
+
+
+class _LinesOnly:
+    """An audience that has lines only."""
+
+    def __init__(self, tell: Tell) -> None:
+        self.tell = tell
+
+    def begin(self) -> None: ...
+    def show(self, text: str, share: float) -> None: ...
 
 
 def _open_folder(recipe: Recipe, material: PreparedData, tell: Tell) -> None:

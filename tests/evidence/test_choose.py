@@ -1,0 +1,291 @@
+"""``plan: auto`` on a real recipe whose races are drawn: what helps stays, what hurts goes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evidence.planted import recorded
+from hasten.core.plan import Plan
+from hasten.core.slot import Slot
+from hasten.core.technique import Fidelity, Proof, Technique
+from hasten.errors import InputError
+from hasten.measure import choose as module
+from hasten.measure.ablation import Arm
+from hasten.measure.choose import PLAIN, Choice, choose
+from hasten.measure.experiment import Measured
+from hasten.progress import SilentProgress
+from hasten.recipe import memory_check
+from hasten.recipe.candidates import candidates
+from hasten.recipe.schema import Recipe, recipe_from
+
+SLICED = 3**-0.5  # slices leave a third of the variance of whole turns
+
+
+class Planted(Technique):
+    """A technique that is known to do what its speed in `TRUTHS` says."""
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.EXACT
+
+    def apply(self, setup: Any) -> None: ...
+
+    def probe(self, session: Any) -> Proof:
+        return Proof(True, "races are drawn")
+
+
+@dataclass(frozen=True)
+class Sleeps(Planted):
+    slot = Slot.FEED
+    auto = "usual"
+
+
+@dataclass(frozen=True)
+class DoesNothing(Planted):
+    slot = Slot.ALLOCATOR
+    auto = "usual"
+
+
+@dataclass(frozen=True)
+class Gains(Planted):
+    slot = Slot.THREADS
+    auto = "try"
+
+
+PLANTED = (Sleeps, DoesNothing, Gains)
+TRUTHS = {"sleeps": 0.8, "does_nothing": 1.0, "gains": 1.1}
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("job")
+    pairs = [(a, b) for a in range(6) for b in range(6)]
+    records = [{"prompt": f"{a} + {b} =", "completion": f" {a + b}"} for a, b in pairs]
+    data = folder / "sums.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return {
+        "model": "deepseek-llm-tiny",
+        "dataset": str(data),
+        "held_out": 4,
+        "vocabulary": 300,
+        "cutoff_len": 32,
+        "global_batch_size": 4,
+        "max_steps": 9,
+        "device": "cpu",
+        "output": str(folder / "out"),
+        "plan": "auto",
+        "auto_budget": 60,
+    }
+
+
+def race(
+    speeds: Mapping[str, float], noise: Callable[[int], np.ndarray[Any, Any]], rounds: int = 30
+) -> Callable[..., Measured]:
+    """In place of `measured`: each plan is as fast as its techniques' product, under a noise."""
+    races = [0]
+
+    def measured(subject: Any, plans: Mapping[str, Plan], *rest: Any, **more: Any) -> Measured:
+        drawn = noise(races[0])[:rounds]
+        races[0] += 1
+        arms: list[Arm] = []
+        for place, (name, plan) in enumerate(plans.items()):
+            true = math.prod(speeds.get(t.name(), 1.0) for t in plan)
+            values = [1000 * true * float(x) for x in drawn[:, place % drawn.shape[1]]]
+            arm = Arm(name, plan, values, kind="other" if place else "baseline")
+            arm.beside = arms[0].rounds if place else []
+            arms.append(arm)
+        return Measured(arms, {})
+
+    return measured
+
+
+def steady(sigma: float, seed: int) -> Callable[[int], np.ndarray[Any, Any]]:
+    def noise(number: int) -> np.ndarray[Any, Any]:
+        return np.random.default_rng((seed, number)).lognormal(0, sigma / 2**0.5, (30, 16))
+
+    return noise
+
+
+def busy(seed: int) -> Callable[[int], np.ndarray[Any, Any]]:
+    """Rounds of what a busy machine's turns were recorded to stray by, drawn for each arm."""
+    turns = np.log(np.median(recorded(), axis=2))
+    strays = turns - turns.mean(axis=1, keepdims=True)
+
+    def noise(number: int) -> np.ndarray[Any, Any]:
+        draw = np.random.default_rng((seed, number))
+        found = strays[draw.integers(len(strays), size=(30, 16)), draw.integers(4, size=16)]
+        return np.exp(SLICED * found)
+
+    return noise
+
+
+def chosen(
+    values: Mapping[str, Any], folder: Path, fake: Callable[..., Measured], **more: Any
+) -> Choice:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "measured", fake)
+        recipe = recipe_from(dict(values), "a test")
+        return choose(recipe, SilentProgress(), folder=folder, **more)
+
+
+@pytest.mark.parametrize("noise", [busy, lambda seed: steady(0.03, seed)], ids=["busy", "calm"])
+def test_planted_truths_are_told_apart_19_times_of_20(
+    sums: dict[str, Any], tmp_path: Path, noise: Any
+) -> None:
+    right = dict.fromkeys(TRUTHS, 0)
+    for seed in range(20):
+        found = chosen(sums, tmp_path, race(TRUTHS, noise(seed)), fresh=True, more=PLANTED).entries
+        right["sleeps"] += "sleeps" not in found
+        right["does_nothing"] += "does_nothing" not in found
+        right["gains"] += "gains" in found
+    assert all(count >= 19 for count in right.values()), right
+
+
+def test_what_usually_helps_stays_where_it_does(sums: dict[str, Any], tmp_path: Path) -> None:
+    speeds = {"packed": 1.8, "labelled_token_loss": 1.2, "fused_layers": 1.1, "fused_adamw": 1.05}
+    found = chosen(sums, tmp_path, race(speeds, steady(0.02, 1)))
+    assert set(speeds) <= set(found.entries)
+    assert found.source == "measured"
+    assert found.gain is not None
+    assert found.gain["low"] is not None
+    assert found.gain["low"] < math.prod(speeds.values()) < (found.gain["high"] or 0)
+    assert "x [" in found.sentence
+
+
+def test_where_everything_hurts_nothing_is_taken(sums: dict[str, Any], tmp_path: Path) -> None:
+    slow = dict.fromkeys(("packed", "labelled_token_loss", "fused_layers", "fused_adamw"), 0.5)
+    found = chosen(sums, tmp_path, race(slow, steady(0.02, 1)))
+    assert not set(slow) & set(found.entries)
+
+
+def test_a_choice_is_kept_for_the_same_job_and_no_other(
+    sums: dict[str, Any], tmp_path: Path
+) -> None:
+    first = chosen(sums, tmp_path, race({}, steady(0.02, 1)))
+
+    def never(*args: Any, **more: Any) -> Measured:
+        raise AssertionError("raced again")
+
+    again = chosen({**sums, "auto_budget": 50, "max_steps": 10}, tmp_path, never)
+    assert (again.source, again.entries) == ("remembered", first.entries)
+    assert "--fresh races again" in again.why
+    for change in ({"cutoff_len": 24}, {"plan": {"auto": {"fidelity": "exact"}}}):
+        with pytest.raises(AssertionError, match="raced again"):
+            chosen({**sums, **change}, tmp_path, never)
+    with pytest.raises(AssertionError, match="raced again"):
+        chosen(sums, tmp_path, never, fresh=True)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"date": 1}', '{"date": "", "choice": {}}'])
+def test_a_damaged_memory_is_told_of_and_measured_anew(
+    sums: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    first = chosen(sums, tmp_path, race({}, steady(0.02, 1)))
+    (kept,) = tmp_path.glob("*.json")
+    kept.write_text(text)
+    again = chosen(sums, tmp_path, race({}, steady(0.02, 1)))
+    assert (again.source, again.entries) == ("measured", first.entries)
+    assert "can't be read" in caplog.text
+    assert Choice.from_dict(json.loads(kept.read_text())["choice"]).entries == first.entries
+
+
+def test_without_time_for_a_race_a_forecast_chooses(sums: dict[str, Any], tmp_path: Path) -> None:
+    """Nine steps of a tiny model take less than two starts."""
+    values = {**sums, "auto_budget": None}
+    found = choose(recipe_from(values, "a test"), SilentProgress(), folder=tmp_path)
+    assert found.source == "forecast"
+    assert "too short to race plans" in found.why
+    assert "labelled_token_loss" in found.entries
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_what_the_recipe_asks_for_by_other_keys_is_kept(
+    sums: dict[str, Any], tmp_path: Path
+) -> None:
+    values = {**sums, "checkpoint_every": 4}
+    seen: list[Plan] = []
+    fake = race({}, steady(0.02, 1))
+
+    def measured(subject: Any, plans: Mapping[str, Plan], *rest: Any, **more: Any) -> Measured:
+        seen.extend(plans.values())
+        return fake(subject, plans, *rest, **more)
+
+    found = chosen(values, tmp_path, measured)
+    assert {"checkpoints": {"interval": 4}} in found.entries
+    assert not any(Slot.CHECKPOINT in plan for plan in seen)  # it isn't raced
+
+
+def test_every_candidate_has_its_reason(sums: dict[str, Any], tmp_path: Path) -> None:
+    found = chosen(sums, tmp_path, race({}, steady(0.02, 1)))
+    about = " ".join(row.name for row in found.rows)
+    for name in ("packed", "compiled", "float8", "half", "experts_implementation"):
+        assert name in about
+    assert all(row.why and row.decision for row in found.rows)
+    assert PLAIN not in found.entries
+
+
+def test_only_the_allowed_fidelity_is_a_candidate(sums: dict[str, Any]) -> None:
+    recipe = recipe_from(dict(sums), "a test")
+    from hasten.recipe.build import facts_of
+
+    known = facts_of(recipe)
+    for fidelity, allowed in (
+        ("exact", {Fidelity.EXACT}),
+        ("rounding", {Fidelity.EXACT, Fidelity.ROUNDING}),
+        ("lossy", set(Fidelity)),
+    ):
+        taken = [c for c in candidates(recipe, known, fidelity) if not c.refused]
+        assert {c.technique.fidelity for c in taken} <= allowed
+    assert any(c.technique.fidelity is Fidelity.LOSSY for c in taken)
+
+
+def test_plans_that_memory_does_not_hold_are_not_raced(
+    sums: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = memory_check.needs_of
+
+    def needs_of(size: Any, known: Any, plan: Plan, slots: int) -> Any:
+        found = real(size, known, plan, slots)
+        large = any(t.name() == "prefetched" for t in plan)
+        return dataclasses.replace(found, activations=1e15) if large else found
+
+    monkeypatch.setattr("hasten.recipe.candidates.needs_of", needs_of)
+    found = chosen(sums, tmp_path, race({"prefetched": 9.0}, steady(0.02, 1)))
+    assert "prefetched" not in found.entries
+    (row,) = [row for row in found.rows if row.name == "with prefetched"]
+    assert row.why == "memory would run out"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"plan": {"auto": {"fidelity": "bitwise"}}}, "auto_plan.fidelity.*'bitwise'"),
+        ({"plan": {"auto": {"fidelty": "exact"}}}, "auto_plan.fidelty"),
+        ({"auto_budget": -1}, "auto_budget.*greater than 0"),
+        ({"auto_budget": "soon"}, "auto_budget: can't read 'soon'; write 90s, 20m or 1h30m"),
+        ({"plan": ["auto", "packed"]}, "plan: auto chooses all techniques by itself"),
+        ({"plan": {"auto": {}, "packed": {}}}, "plan"),
+    ],
+)
+def test_a_wrong_wish_is_refused_in_a_sentence(
+    sums: dict[str, Any], change: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InputError, match=said):
+        recipe_from({**sums, **change}, "a test")
+
+
+def test_the_old_name_of_live_tuning_is_read_and_both_may_be_on(sums: dict[str, Any]) -> None:
+    recipe = recipe_from({**sums, "auto": True}, "a test")
+    assert recipe.live_tuning
+    assert recipe.auto_plan is not None
+    again = Recipe(**recipe.model_dump())
+    assert again == recipe
