@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +13,9 @@ import pytest
 from hasten.cli.init import init
 from hasten.core.facts import Facts
 from hasten.errors import InputError
-from hasten.machine.host import Accelerator
-from hasten.parts.nn.bf16_gain import Gain
 from hasten.recipe import suggest as module
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.suggest import suggest
-from hasten.techniques import precision
 from hasten.training.run import train
 from material import dataset
 
@@ -34,6 +30,7 @@ def test_it_writes_a_recipe_that_trains(
     assert "next: hasten doctor mine.yaml" in capsys.readouterr().out
     recipe = load_recipe(Path("mine.yaml"), CHANGES)
     assert recipe.output == "runs/mine"
+    assert recipe.auto_plan is not None
     assert sorted(p.name for p in tmp_path.glob("*.yaml")) == ["mine.yaml"]
     assert train(recipe, tell=lambda text: None)["steps"] == 2
 
@@ -46,73 +43,6 @@ def test_every_choice_has_its_reason_beside_it(tmp_path: Path) -> None:
         above = text.splitlines()[text.splitlines().index(line) - 1]
         assert "#" in line or above.startswith("#"), key
     assert all(len(line) <= 120 for line in text.splitlines())
-
-
-def ragged(folder: Path, lengths: list[int]) -> str:
-    path = folder / "data.jsonl"
-    rows = [{"question": "q", "answer": "word " * n} for n in lengths]
-    path.write_text("\n".join(json.dumps(row) for row in rows))
-    return str(path)
-
-
-def test_packing_is_chosen_where_lengths_differ_and_left_out_where_they_do_not(
-    tmp_path: Path,
-) -> None:
-    even = suggest("deepseek-llm-tiny", ragged(tmp_path, [20] * 80), "x")
-    uneven = suggest("deepseek-llm-tiny", ragged(tmp_path, [5] * 70 + [90] * 10), "x")
-    assert "packed" not in even
-    assert "packed" in uneven
-
-
-def test_the_choice_between_packing_and_grouping_shows_its_figures(tmp_path: Path) -> None:
-    text = suggest("deepseek-llm-tiny", ragged(tmp_path, [5] * 70 + [90] * 10), "x")
-    words = text.replace("\n# ", " ")
-    assert re.search(r"packed rows of \d+ [\d.]+% full, records of like length [\d.]+%", words)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "devices", "expected"),
-    [
-        ("llama", 0, ["packed", "document_attention"]),
-        ("llama", 2, [{"packed_epoch": {"row_tokens": 100}}, "packed", "document_attention"]),
-        ("mamba", 2, ["length_grouped"]),
-    ],
-)
-def test_batching_follows_architecture_and_devices(
-    architecture: str, devices: int, expected: list[Any]
-) -> None:
-    recipe = Recipe(model="deepseek-llm-tiny", dataset="stdlib", max_steps=1)
-    known: Facts = module.facts_of(recipe)
-    device = Accelerator("a device", 8 << 30, "9.0")
-    known = replace(
-        known,
-        model=replace(known.model, architecture=architecture),
-        hardware=replace(known.hardware, accelerators=(device,) * devices),
-    )
-    lengths = np.random.default_rng(0).integers(5, 50, 2000).astype(np.int32)
-    plan, reason = module._batching(recipe, lengths, 100, known)
-    assert plan == expected
-    assert "% full" in reason
-
-
-@pytest.mark.parametrize(
-    ("gain", "chosen", "words"),
-    [
-        (Gain(1.7, 1.6, 1.8, 9), True, "bf16 was measured at 1.70× [1.60, 1.80] the speed"),
-        (Gain(0.6, 0.5, 0.7, 9), False, "no bf16: it was measured at 0.60× [0.50, 0.70]"),
-        (Gain(1.1, 0.9, 1.3, 9), False, "on this processor, which leaves it open"),
-    ],
-)
-@pytest.mark.parametrize("flags", [("avx512f", "avx512_bf16"), ("avx512f",)])
-def test_bf16_is_chosen_by_its_measurement_whatever_the_flags(
-    monkeypatch: pytest.MonkeyPatch, gain: Gain, chosen: bool, words: str, flags: tuple[str, ...]
-) -> None:
-    monkeypatch.setattr(precision, "bf16_gain", lambda cpu: gain)
-    known: Facts = module.facts_of(Recipe(model="deepseek-llm-tiny", dataset="stdlib", max_steps=1))
-    hardware = replace(known.hardware, accelerators=(), instruction_sets=flags)
-    plan, (reason,) = module._bf16(replace(known, device="cpu", hardware=hardware))
-    assert plan == ["bf16_master_weights"] * chosen
-    assert words in reason
 
 
 def test_the_cut_holds_nearly_all_records() -> None:

@@ -13,6 +13,7 @@ from hasten.launch import transport
 from hasten.parts.distributed.deepspeed_config import HONOURED, IGNORED, REFUSED
 from hasten.parts.kernels import amx, codec, rowwise
 from hasten.recipe.build import batch_of, facts_of, job_of, requested_plan
+from hasten.recipe.candidates import candidates, first_plan
 from hasten.recipe.peak_flops import ceiling_of
 from hasten.recipe.prepare import check_folder, check_space, first_record
 from hasten.recipe.prepared_data import PreparedData, gather, overlap
@@ -139,9 +140,17 @@ def _ceiling(recipe: Recipe, known: Facts) -> tuple[str, None]:
     return "measured before the first step" if later else "none is known: no MFU", None
 
 
+def _plan(recipe: Recipe, known: Facts) -> tuple[str, Plan]:
+    plan = requested_plan(recipe)
+    if recipe.auto_plan is None:
+        return str(plan), plan
+    plan = first_plan(candidates(recipe, known, recipe.auto_plan.fidelity), plan, known)
+    return f"auto, which begins with {plan} (hasten train --choose-only shows its choice)", plan
+
+
 def _techniques(recipe: Recipe, known: Facts, checks: _Checks) -> Plan | None:
     """The plan that a run would use; None where a technique stands in its way."""
-    plan: Plan | None = checks.run("plan", lambda: (str(p := requested_plan(recipe)), p))
+    plan: Plan | None = checks.run("plan", lambda: _plan(recipe, known))
     usable = plan
     for technique in plan or ():
         reasons = technique.obstacles(known)

@@ -46,7 +46,7 @@ from hasten.measure.workers import WorkerError, WorkerPool
 from hasten.progress import Audience
 from hasten.recipe.build import job_of, plan_of
 from hasten.recipe.candidates import (
-    PlanCandidate,
+    TechniqueCandidate,
     candidates,
     expected,
     first_plan,
@@ -498,8 +498,8 @@ def _verdict(ratio: Interval) -> str:
     return "no difference" if ratio.high / ratio.low < 1 + 2 * ALIKE else "undecided"
 
 
-def _rows(found: Iterable[PlanCandidate]) -> list[ChoiceRow]:
-    def decision(candidate: PlanCandidate) -> str:
+def _rows(found: Iterable[TechniqueCandidate]) -> list[ChoiceRow]:
+    def decision(candidate: TechniqueCandidate) -> str:
         if candidate.refused:
             return "left out"
         return "taken" if candidate.usual else "not raced"

@@ -40,7 +40,7 @@ FOR_MEMORY: tuple[Technique, ...] = (Accumulate(micro_batch_size=1), Recompute()
 
 
 @dataclass(frozen=True)
-class PlanCandidate:
+class TechniqueCandidate:
     """A technique of the catalogue, and why it isn't tried; None: it is.
 
     ``usual``: it is in the first plan. ``why``: what speaks for it or against it, in words.
@@ -54,7 +54,7 @@ class PlanCandidate:
 
 def candidates(
     recipe: Recipe, known: Facts, fidelity: str, more: Iterable[type[Technique]] = ()
-) -> list[PlanCandidate]:
+) -> list[TechniqueCandidate]:
     """Every technique that may serve speed on this job, in the order of the slots.
 
     Args:
@@ -74,7 +74,7 @@ def candidates(
     return sorted(found, key=lambda c: list(Slot).index(c.technique.slot))
 
 
-def first_plan(found: Sequence[PlanCandidate], kept: Plan, known: Facts) -> Plan:
+def first_plan(found: Sequence[TechniqueCandidate], kept: Plan, known: Facts) -> Plan:
     """The kept techniques and the usual ones, of each slot the one with the better forecast."""
     plan = kept
     usual = [c.technique for c in found if c.usual and not c.refused]
@@ -84,7 +84,7 @@ def first_plan(found: Sequence[PlanCandidate], kept: Plan, known: Facts) -> Plan
     return whole(plan, found)
 
 
-def whole(plan: Plan, found: Iterable[PlanCandidate] = ()) -> Plan:
+def whole(plan: Plan, found: Iterable[TechniqueCandidate] = ()) -> Plan:
     """The plan with attention within documents where, and only where, its rows are packed.
 
     Packed rows without it compute what a mask then hides; unpacked rows have one document each.
@@ -126,9 +126,11 @@ def fits(plan: Plan, recipe: Recipe, known: Facts, slots: int) -> bool:
     return needs_of(size_of(recipe, known), known, plan, slots).total <= room_of(known)
 
 
-def _judged(technique: Technique, recipe: Recipe, known: Facts, fidelity: str) -> PlanCandidate:
-    def refused(why: str) -> PlanCandidate:
-        return PlanCandidate(technique, False, why, refused=True)
+def _judged(
+    technique: Technique, recipe: Recipe, known: Facts, fidelity: str
+) -> TechniqueCandidate:
+    def refused(why: str) -> TechniqueCandidate:
+        return TechniqueCandidate(technique, False, why, refused=True)
 
     if technique.fidelity not in ALLOWED[fidelity]:
         return refused(f"{technique.fidelity.name} isn't allowed: {technique.fidelity.value}")
@@ -151,8 +153,10 @@ def _judged(technique: Technique, recipe: Recipe, known: Facts, fidelity: str) -
     usual = technique.auto == "usual"
     if isinstance(technique, Packed):
         usual = cast.slots < FEWER_SLOTS
-        return PlanCandidate(technique, usual, f"{1 - cast.slots:.0%} of the slots are padding")
-    return PlanCandidate(technique, usual, _words(technique, known))
+        return TechniqueCandidate(
+            technique, usual, f"{1 - cast.slots:.0%} of the slots are padding"
+        )
+    return TechniqueCandidate(technique, usual, _words(technique, known))
 
 
 def _words(technique: Technique, known: Facts) -> str:

@@ -1,8 +1,8 @@
 """A first recipe for somebody's model and data, every choice with its reason beside it.
 
 A sample of the data is read and tokenised, the model's shape and the machine are looked at, and the
-choices follow from what was seen: the cut from the lengths, LoRA or all weights from the memory,
-techniques from padding, loss mask and number formats. It is a start that runs, not a tuned recipe.
+choices follow from what was seen: the cut from the lengths, LoRA or all weights from the memory.
+Techniques are chosen when the training starts (``plan: auto``).
 """
 
 from __future__ import annotations
@@ -21,22 +21,17 @@ from numpy.typing import NDArray
 
 from hasten.core.facts import Facts
 from hasten.core.plan import Plan
-from hasten.core.setup import obstacles
 from hasten.core.technique import Technique
-from hasten.data.statistics import padding_share, useful_row
 from hasten.models.presets import PRESETS
-from hasten.parts.data.packing import choose_method
-from hasten.recipe.build import facts_of, requested_plan
+from hasten.recipe.build import facts_of
 from hasten.recipe.prepared_data import PreparedData, gather
 from hasten.recipe.schema import Recipe, recipe_from
 from hasten.recipe.yaml_reader import check_keys, one_line
-from hasten.techniques.precision import gain_here
 
 SAMPLE = 2000  # records that are looked at
 BATCH = 32  # records of a step
 BYTES_PER_WEIGHT = 16  # float32 weight, gradient and two moments
 ROOM = 0.6  # of the memory, for these; the rest is for activations
-MICRO_BATCH_TOKENS = 8192  # a step with more tokens is cut
 
 
 @dataclass(frozen=True)
@@ -97,7 +92,6 @@ def _lines(look: Recipe, material: PreparedData, known: Facts, output: str) -> l
     fresh = look.model in PRESETS
     lora, why_lora = _lora(known, fresh)
     rate = 1e-3 if fresh else 2e-4 if lora else 2e-5
-    plan, why_plan = _plan(look, material, known, cutoff)
     return [
         Line("model", look.model, "random weights: a preset" if fresh else ""),
         Line("dataset", look.dataset),
@@ -110,8 +104,7 @@ def _lines(look: Recipe, material: PreparedData, known: Facts, output: str) -> l
         Line("warmup_steps", 10),
         Line("eval_every", 100),
         Line("output", output),
-        Line("plan", plan, why_plan),
-        Line("on_obstacle", "skip"),
+        Line("plan", "auto", "races techniques on this job and machine, and takes the fastest"),
     ]
 
 
@@ -144,65 +137,6 @@ def _lora(known: Facts, fresh: bool) -> tuple[bool, str]:
 
 def _why_rate(fresh: bool, lora: bool) -> str:
     return "usual for random weights" if fresh else "usual for LoRA" if lora else "usual for all"
-
-
-def _plan(look: Recipe, material: PreparedData, known: Facts, cutoff: int) -> tuple[list[Any], str]:
-    """The techniques that have something to do here, and what they have to do."""
-    lengths = np.minimum(material.train.lengths, cutoff)
-    padding = padding_share(lengths, BATCH)
-    plan: list[Any] = []
-    reasons = []
-    if padding > 0.1:
-        batching, why = _batching(look, lengths, cutoff, known)
-        plan += batching
-        reasons += [f"{padding:.0%} of the slots would be padding", why]
-    plan += ["fused_layers", "experts_implementation", "labelled_token_loss"]
-    use, why_so = _bf16(known)
-    plan += use
-    reasons += why_so
-    if not known.on_gpu:
-        plan.append("fused_adamw")
-    if BATCH * lengths.mean() > MICRO_BATCH_TOKENS:
-        limit = max(MICRO_BATCH_TOKENS, cutoff)
-        plan.insert(0, {"accumulate": {"micro_batch_tokens": limit}})
-        reasons.append(f"a step has {BATCH * lengths.mean():,.0f} tokens")
-    kept = [entry for entry in plan if not _obstacles(look, entry, known)]
-    return kept, "; ".join(reasons)
-
-
-def _bf16(known: Facts) -> tuple[list[Any], list[str]]:
-    """bf16 on a GPU, and on a processor that was measured to be faster with it; the reason."""
-    if known.on_gpu:
-        return ["bf16_master_weights"], ["the device multiplies bf16"]
-    gain = gain_here(known)
-    if gain is None:
-        return [], []
-    if gain.sure:
-        return ["bf16_master_weights"], [f"bf16 was measured at {gain}"]
-    return [], [f"no bf16: it was measured at {gain}"]
-
-
-def _batching(
-    look: Recipe, lengths: NDArray[np.int32], cutoff: int, known: Facts
-) -> tuple[list[Any], str]:
-    """Packing where documents are proven to be kept apart, records of like length elsewhere.
-
-    ``packed`` alone leaves no padding; rows of the whole epoch are for several devices, which they
-    give equal work, if the lengths fill rows as well as grouping does.
-    """
-    row = useful_row(lengths, cutoff)
-    found = choose_method(lengths, row, BATCH)
-    figures = f"packed rows of {row} {found.packed:.1%} full, records of like length"
-    why = f"{figures} {found.grouped:.1%}"
-    if _obstacles(look, "packed", known):
-        return ["length_grouped"], why
-    rows = len(known.hardware.accelerators) > 1 and found.method != "group"
-    epoch = [{"packed_epoch": {"row_tokens": row}}] if rows else []
-    return [*epoch, "packed", "document_attention"], why
-
-
-def _obstacles(look: Recipe, entry: Any, known: Facts) -> Sequence[str]:
-    return obstacles(requested_plan(look.model_copy(update={"plan": [entry]})), known)
 
 
 # A recipe as people write it: every line that isn't a default, a plan, and words at its head.
