@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,3 +29,36 @@ def copied(source: Path, target: Path | None) -> None:
     """A result as a file that an option names as well, which may be the very same one."""
     if target is not None and not (target.exists() and target.samefile(source)):
         shutil.copyfile(source, target)
+
+
+@dataclass(frozen=True)
+class WriteBack:
+    """Whether, and where, a command puts what it found into the recipe.
+
+    Args:
+        recipe: its file.
+        asked: ``--write``.
+        target: ``--write-to``: another file, which may not be there yet.
+    """
+
+    recipe: Path
+    asked: bool = False
+    target: Path | None = None
+
+    def check(self) -> None:
+        """Before anything is measured. Raises InputError for a place that can't be written."""
+        if self.target is not None and self.target.exists():
+            raise InputError(f"--write-to: {self.target} is there already; name a new file")
+        writable("--write-to" if self.target else "--write", self.target or self.recipe)
+
+    def settle(self, changes: Mapping[str, Any], command: str) -> None:
+        """Write the changes and show them; or say which command would."""
+        from hasten.recipe.write_back import (
+            write_back,  # planning, which loads this, needs no torch
+        )
+
+        if not (self.asked or self.target):
+            print(f"to put this into the recipe: {command} --write")
+            return
+        difference = write_back(self.recipe, changes, self.target)
+        print(difference or f"{self.recipe} has these settings already")

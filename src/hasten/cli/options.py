@@ -78,6 +78,13 @@ def speedup(
     plan: Annotated[
         str | None, typer.Option(help="a preset plan in place of the recipe's: article")
     ] = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="put what paid into the recipe; comments stay")
+    ] = False,
+    write_to: Annotated[
+        Path | None,
+        typer.Option("--write-to", help="the same into a new file", metavar="NEW.yaml"),
+    ] = None,
     guard: Annotated[
         bool, typer.Option("--guard/--no-guard", help="prove beforehand that quality is kept")
     ] = True,
@@ -86,12 +93,15 @@ def speedup(
     ] = 0,
 ) -> None:
     """Measure what the recipe's techniques gain on its own job."""
+    from hasten.cli.arguments import WriteBack
     from hasten.cli.speedup import SpeedupOptions
     from hasten.cli.speedup import speedup as command
 
     asked = (rounds, steps, warmup, budget, builds, noise, max_load, group, fresh, guard, seeds)
     changes = [*(overrides or []), *([f"plan={plan}"] if plan is not None else [])]
-    code = command(recipe, changes, SpeedupOptions(arms, only, order, *asked), json_out, bundle)
+    back = WriteBack(recipe, write, write_to)
+    wishes = SpeedupOptions(arms, only, order, *asked)
+    code = command(recipe, changes, wishes, json_out, bundle, back)
     raise typer.Exit(code)
 
 
@@ -151,8 +161,16 @@ def tune(
     json_out: Annotated[
         Path | None, typer.Option("--json", help="write the study here as well")
     ] = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="put what paid into the recipe; comments stay")
+    ] = False,
+    write_to: Annotated[
+        Path | None,
+        typer.Option("--write-to", help="the same into a new file", metavar="NEW.yaml"),
+    ] = None,
 ) -> None:
     """Search for the fastest settings of a recipe on this machine, and prove them."""
+    from hasten.cli.arguments import WriteBack
     from hasten.cli.tune import TuneArguments, named
     from hasten.cli.tune import tune as command
 
@@ -167,6 +185,7 @@ def tune(
             ("--lossy", lossy),
             ("--seeds", seeds != 3),
             ("--steps", steps != 4),
+            ("--write", write or write_to is not None),
         ):
             if differs:
                 raise InputError(
@@ -179,7 +198,8 @@ def tune(
     asked = TuneArguments(
         speed, sampler, objective, target_loss, only, lossy, seeds, trials, steps, fresh
     )
-    raise typer.Exit(command(recipe, overrides or [], asked, output, json_out))
+    back = WriteBack(recipe, write, write_to)
+    raise typer.Exit(command(recipe, overrides or [], asked, output, json_out, back))
 
 
 def guard(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hasten.cli.arguments import copied, writable
+from hasten.cli.arguments import WriteBack, copied, writable
 from hasten.cli.guard import beforehand
 from hasten.cli.terminal import Display, print_table
 from hasten.cli.train import warn_of_idle
@@ -17,9 +17,12 @@ from hasten.errors import FAILED, InputError
 from hasten.formatting import duration
 from hasten.measure.ablation import Design, Grouping
 from hasten.recipe.schema import Recipe, load_recipe
+from hasten.recipe.write_back import name_of, plain_entry
 from hasten.recipe.yaml_reader import read_duration
 from hasten.report.bundle import pack
+from hasten.report.gains import fastest_of_equal_quality
 from hasten.report.page import write_report
+from hasten.report.schema import read_report
 from hasten.report.speedup import Order, ablate, gradual_optimize
 from hasten.report.verdicts import GUILTY
 
@@ -77,10 +80,13 @@ def speedup(
     wishes: SpeedupOptions,
     json_out: Path | None,
     bundle: Path | None = None,
+    back: WriteBack | None = None,
 ) -> int:
     """Measure, print the table, write the report; the exit code."""
     writable("--json", json_out)
     writable("--bundle", bundle)
+    if back is not None and (back.asked or back.target):
+        back.check()
     recipe = load_recipe(path, overrides)
     design = wishes.design(recipe.seed)
     if wishes.arms == "climb" and wishes.only is not None:
@@ -102,11 +108,29 @@ def speedup(
     print_table(report)
     print(design_line(report["design"]))
     print(f"report: {page}")
+    if back is not None:
+        _settle(report, command, back)
     idle = warn_of_idle({a["technique"]: a for a in report["arms"][-1]["acted"]})
     unproven = any(row["verdict"] in GUILTY for row in report["guard"] or ())
     if unproven:
         print("a proof of equal quality failed: see the guard's table in the report")
     return FAILED if unproven or (idle and recipe.require_effect) else 0
+
+
+def _settle(report: dict[str, Any], command: str, back: WriteBack) -> None:
+    """Put the fastest plan of equal quality into the recipe, or say how, where it is another."""
+    read = read_report(report)
+    arm = fastest_of_equal_quality(read)
+    asked = ((read["recipe"] or {}).get("plan")) or []
+    if arm is None or not asked:
+        print("nothing is put into the recipe: no plan was shown to be faster at equal quality")
+        return
+    kept = [entry for entry in asked if name_of(entry) in arm["techniques"]]
+    if arm is read["arms"][0]:
+        kept = []
+    if kept != asked or back.asked or back.target:
+        print(f"the fastest plan of equal quality: {', '.join(map(name_of, kept)) or 'none'}")
+        back.settle({"plan": [plain_entry(entry) for entry in kept]}, command)
 
 
 def _measure(

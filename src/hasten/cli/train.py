@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,9 @@ from hasten.measure.choose import Choice
 from hasten.recipe.build import facts_of, plan_of, saves, supervision_of
 from hasten.recipe.prepare import ready
 from hasten.recipe.schema import Recipe, load_recipe
+from hasten.recipe.write_back import name_of
+from hasten.report.gains import unpaid
+from hasten.report.schema import read_report
 from hasten.training.chosen_plan import SpeedWatch, with_chosen_plan
 from hasten.training.folder import clear_the_way
 from hasten.training.recording import both
@@ -71,6 +75,10 @@ def train(
     with Display() as display:
         line = StepLine(display, recipe)
         silent = not environment.world().is_main
+        for name in () if silent else measured_to_hurt(recipe):
+            display.tell(
+                f"warning: this plan was faster without {name}, by {recipe.output}/report.json"
+            )
         watched = None if choice is None else SpeedWatch(choice, display.tell)
         summary = run_training(
             recipe,
@@ -100,6 +108,23 @@ def show_choice(choice: Choice) -> None:
     Console(highlight=False, width=None if Console().is_terminal else 120).print(table)
     plan = yaml.safe_dump({"plan": choice.entries}, sort_keys=False, width=100)
     print(f"\n{choice.sentence}\n\n{plan}", end="")
+
+
+def measured_to_hurt(recipe: Recipe) -> list[str]:
+    """Techniques of the plan without which the folder's last `hasten speedup` was faster."""
+    path = Path(recipe.output) / "report.json"
+    try:
+        report = read_report(json.loads(path.read_text()))
+        planned = {name_of(entry) for entry in recipe.plan}
+        rows = [*unpaid(report)]
+    except (OSError, ValueError, InputError):
+        return []
+    return [
+        f"{row['name'].removeprefix('+ ')} ({row['why']})"
+        for row in rows
+        if row["name"].removeprefix("+ ") in planned
+        and ("slower" in row["why"] or "harmed" in row["why"])
+    ]
 
 
 def lacking(recipe: Recipe) -> dict[str, str]:

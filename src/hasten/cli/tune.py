@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hasten.cli.arguments import copied, writable
+from hasten.cli.arguments import WriteBack, copied, writable
 from hasten.cli.terminal import Display
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
@@ -17,7 +19,8 @@ from hasten.measure.quality.guard import GuardDesign, Rows, guarded
 from hasten.measure.quality.requirements import failures
 from hasten.measure.recipe_experiment import ExperimentSubject
 from hasten.recipe.price import Price
-from hasten.recipe.schema import load_recipe
+from hasten.recipe.schema import Recipe, load_recipe
+from hasten.recipe.write_back import plain_entry
 from hasten.tune.api import Tuned
 from hasten.tune.api import tune as tune_job
 from hasten.tune.learning_study import Learned, LearningWishes
@@ -49,10 +52,13 @@ def tune(
     asked: TuneArguments,
     output: Path | None,
     json_out: Path | None,
+    back: WriteBack | None = None,
 ) -> int:
     """Search, print the table, write the winning recipe; the exit code."""
     writable("--json", json_out)
     writable("--output", output)
+    if back is not None and (back.asked or back.target):
+        back.check()
     recipe = load_recipe(path, overrides)
     wishes = TuneOptions(
         asked.sampler,
@@ -82,7 +88,19 @@ def tune(
     copied(found.folder / "study.json", json_out)
     show(found, recipe.price, recipe.nproc)
     print(f"\nrecipe: {target}\nstudy: {found.folder / 'study.html'}")
+    if back is not None:
+        command = "hasten " + " ".join(shlex.quote(word) for word in sys.argv[1:])
+        back.settle(_changed(recipe, load_recipe(target)), command)
     return 0
+
+
+def _changed(before: Recipe, after: Recipe) -> dict[str, Any]:
+    """The keys of the winner that differ from the recipe's, as a recipe writes them."""
+    old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
+    found = {key: value for key, value in new.items() if value != old[key] and key != "auto_plan"}
+    if "plan" in found or before.auto_plan is not None:
+        found["plan"] = [plain_entry(entry) for entry in new["plan"]]
+    return found
 
 
 def objections(found: Rows) -> list[str]:

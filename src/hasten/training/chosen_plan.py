@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from hasten.progress import Audience
 from hasten.recipe.build import requested_plan
 from hasten.recipe.prepare import newest_checkpoint, ready
 from hasten.recipe.schema import Recipe
+from hasten.recipe.write_back import name_of
 
 CHOICE = "choice.json"
 PROOF_SHARE = 0.25  # of the search's budget: what the proof of equal quality may take beside it
@@ -117,19 +118,13 @@ def _proven(recipe: Recipe, choice: Choice, audience: Audience) -> Choice:
         audience.tell(f"plan: auto: a proof of equal quality failed: {'; '.join(whole)}")
     for name, text in wrong.items():
         audience.tell(f"plan: auto: without {name}, whose proof of equal quality failed: {text}")
-    kept = [entry for entry in choice.entries if _name(entry) not in wrong]
+    kept = [entry for entry in choice.entries if name_of(entry) not in wrong]
     proof = "equal quality proven"
     if wrong or whole:
         proof = "a proof of equal quality failed"
     elif untested:
         proof = f"equal quality not tested of {', '.join(untested)}: hasten guard does"
     return replace(choice, entries=kept, why=f"{choice.why}; {proof}")
-
-
-def _name(entry: Any) -> str:
-    if isinstance(entry, Mapping):
-        return str(entry.get("technique") or next(iter(entry), ""))
-    return str(entry)
 
 
 class SpeedWatch:
@@ -154,7 +149,7 @@ class SpeedWatch:
         share = statistics.median(self._seen) / self._choice.tokens_per_second
         if share < SLOWER:
             other = self._choice.next_best
-            names = "" if other is None else f"; next best was {', '.join(map(_name, other))}"
+            names = "" if other is None else f"; next best was {', '.join(map(name_of, other))}"
             self._tell(
                 f"plan: auto: {WATCHED_STEPS} steps ran at {share:.0%} of the speed that was "
                 f"measured when the plan was chosen (another load, or longer records){names}"

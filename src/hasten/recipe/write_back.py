@@ -1,0 +1,98 @@
+"""Putting what was measured to pay into a recipe's file: comments and the order of keys stay."""
+
+from __future__ import annotations
+
+import difflib
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.error import YAMLError
+
+from hasten.core.plan import Plan
+from hasten.data.file_lock import replace_file
+from hasten.errors import InputError
+from hasten.recipe.shorthands import catalogue
+from hasten.recipe.suggest import entry_of
+
+
+def write_back(path: Path, changes: Mapping[str, Any], target: Path | None = None) -> str:
+    """Change keys of a recipe's file, and tell the difference as a unified diff; empty: none.
+
+    Args:
+        path: the recipe.
+        changes: new values of keys; of a plan, entries that are there already keep their comments.
+        target: where the changed recipe goes; the recipe itself, if left out.
+
+    Raises:
+        InputError: the file can't be read, changed or written.
+    """
+    try:
+        before = path.read_text()
+        yaml = _yaml(before)
+        recipe = yaml.load(before)
+        if not isinstance(recipe, CommentedMap):
+            raise InputError(f"{path} is not a recipe: it must be lines of `key: value`")
+        for key, value in changes.items():
+            if key == "plan":
+                _put_plan(recipe, list(value))
+            elif recipe.get(key) != value:
+                recipe[key] = value
+        text = io.StringIO()
+        yaml.dump(recipe, text)
+        after = text.getvalue()
+        replace_file(target or path, after)
+    except YAMLError as error:
+        raise InputError(f"{path} can't be changed: {' '.join(str(error).split())}") from error
+    except OSError as error:
+        where = error.filename or path
+        raise InputError(f"{where} can't be written: {error.strerror or error}") from error
+    names = str(path), str(target or path)
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), *names, lineterm="", n=1)
+    return "\n".join(lines)
+
+
+def _put_plan(recipe: CommentedMap, entries: Sequence[Any]) -> None:
+    """Take away what isn't in the new plan, and put what is new behind the rest."""
+    plan, wanted = recipe.get("plan"), {name_of(entry): entry for entry in entries}
+    if not isinstance(plan, CommentedSeq) or not {name_of(entry) for entry in plan} & set(wanted):
+        recipe["plan"] = list(entries)
+        if isinstance(plan, CommentedSeq):
+            recipe.ca.items.pop("plan", None)  # a comment on a list of which nothing is left
+        return
+    for place in reversed(range(len(plan))):
+        if name_of(plan[place]) not in wanted:
+            del plan[place]
+    there = {name_of(entry): place for place, entry in enumerate(plan)}
+    for name, entry in wanted.items():
+        if name not in there:
+            plan.append(entry)
+        elif isinstance(entry, Mapping) and entry != plan[there[name]]:
+            plan[there[name]] = entry
+
+
+def plain_entry(entry: Any) -> Any:
+    """A technique of any plan as people write it: its name, and what differs from its defaults."""
+    (technique,) = Plan.from_list([entry], catalogue())
+    return entry_of(technique)
+
+
+def name_of(entry: Any) -> str:
+    """The technique's name of an entry of a plan."""
+    if isinstance(entry, Mapping):
+        entry = entry.get("technique") or next(iter(entry), "")
+    return str(entry).lower().replace("-", "_")
+
+
+def _yaml(text: str) -> YAML:
+    """A reader that writes with the indentation that it finds."""
+    yaml = YAML()
+    yaml.preserve_quotes = True
+    yaml.width = 4096  # no line is broken that wasn't
+    lists = [line for line in text.splitlines() if line.lstrip().startswith("- ")]
+    offset = min((len(line) - len(line.lstrip()) for line in lists), default=2)
+    yaml.indent(mapping=2, sequence=offset + 2, offset=offset)
+    return yaml
