@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hasten.core.technique import Technique
     from hasten.errors import InputError
     from hasten.integrations.optimized_trainer import OptimizedTrainer
+    from hasten.integrations.speed_up import speed_up
     from hasten.launch.cluster import CloudConfig
     from hasten.parts.checkpoint import SmartCheckpointer
     from hasten.parts.comm.collectives import TopoAwareCollective
@@ -44,6 +45,7 @@ _HOMES = {
     "TopoAwareCollective": "hasten.parts.comm.collectives",
     "fused_linear_relu": "hasten.parts.nn.fused_functions",
     "gradual_optimize": "hasten.report.speedup",
+    "speed_up": "hasten.integrations.speed_up",
     "train": "hasten.training.run",
 }
 __version__ = "0.1.0"
@@ -63,6 +65,7 @@ __all__ = [
     "TopoAwareCollective",
     "fused_linear_relu",
     "gradual_optimize",
+    "speed_up",
     "train",
 ]
 

@@ -9,7 +9,7 @@ Of several processes each calls this; they are started by torchrun, with strateg
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +162,15 @@ def with_techniques(
         module.configure_optimizers = lambda: _optimizers(setup, model, usual())
     trainer.callbacks.insert(0, seams(setup, model, saves))  # before those that save
     return module, _loader(trainer, setup, loader, trained)
+
+
+def check(
+    trainer: Any, module: Any, loader: DataLoader[Any], techniques: Sequence[Technique]
+) -> None:
+    """Raise InputError where `with_techniques` would; nothing is changed."""
+    _check(trainer, loader, techniques)
+    material, _ = _material(trainer, loader, techniques, seed=0)
+    fitted(HOST, _model_of(module), techniques, material)
 
 
 def _model_of(module: nn.Module) -> nn.Module:

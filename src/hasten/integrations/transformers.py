@@ -9,7 +9,7 @@ logging and saving between two steps are not. Tokens are counted where the model
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,11 +59,8 @@ def with_techniques(
         InputError: a technique whose slot this trainer doesn't offer, with what to do instead, or
             one that can't work on this job.
     """
-    plan = list(techniques)
     model: Any = trainer.model
-    for technique in plan:
-        _check(trainer, technique)
-    setup = fitted(HOST, model, plan, _material(trainer, plan))
+    setup = _fitted(trainer, list(techniques))
     saves = Saves.of(setup)
     edit(model, setup)
     if Slot.COLLATE in setup.plan:
@@ -79,6 +76,18 @@ def with_techniques(
     if evidence is not None:
         trainer.add_callback(StepEvidence(evidence))
     return trainer
+
+
+def check(trainer: Trainer, techniques: Sequence[Technique]) -> None:
+    """Raise InputError where `with_techniques` would; nothing is changed."""
+    _fitted(trainer, techniques)
+
+
+def _fitted(trainer: Trainer, plan: Sequence[Technique]) -> Setup:
+    for technique in plan:
+        _check(trainer, technique)
+    model: Any = trainer.model
+    return fitted(HOST, model, plan, _material(trainer, plan))
 
 
 def _check(trainer: Trainer, technique: Technique) -> None:

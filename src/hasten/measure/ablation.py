@@ -92,8 +92,7 @@ class Design:
 
     def looks(self, rounds: int) -> set[int]:
         """After which of so many rounds the held-out loss is taken: evenly, the last included."""
-        looks = self.evaluations
-        return {round(rounds * look / looks) for look in range(1, looks + 1)}
+        return {round(rounds * look / self.evaluations) for look in range(1, self.evaluations + 1)}
 
 
 @dataclass

@@ -1,0 +1,73 @@
+"""Whether ``plan: auto`` finds the best plan: its choice against the best row of a ladder.
+
+    python benchmarks/bench_auto.py [--budget 3m] [--rounds 8] [--change KEY=VALUE] [RECIPE ...]
+
+For each recipe: a choice is raced anew; the techniques of the first plan are measured as a ladder;
+then the choice, the best row of the ladder and the whole first plan take turns. Printed are the
+choice, the best row, the ratio of the choice to it with its interval, and the time of the search.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hasten.core.plan import Plan
+from hasten.measure.ablation import Design
+from hasten.measure.choose import choose
+from hasten.measure.recipe_experiment import measured, prepared
+from hasten.measure.statistics import paired_ratio
+from hasten.progress import SilentProgress
+from hasten.recipe.build import catalogue
+from hasten.recipe.schema import Recipe, load_recipe
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("recipes", nargs="*", default=["examples/stdlib_tiny.yaml"])
+    parser.add_argument("--budget", default="3m")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--change", action="append", default=[], metavar="KEY=VALUE")
+    asked = parser.parse_args()
+    heads = ("recipe", "chosen", "best row", "chosen over best", "over the first plan", "search")
+    print(f"| {' | '.join(heads)} |")
+    print("|---" * len(heads) + "|")
+    for path in asked.recipes:
+        with tempfile.TemporaryDirectory() as folder:
+            changes = [*asked.change, "plan=auto", f"output={folder}/out"]
+            recipe = load_recipe(Path(path), [*changes, f"auto_budget={asked.budget}"])
+            print(_row(Path(path).stem, recipe, asked.rounds, Path(folder)), flush=True)
+
+
+def _row(name: str, recipe: Recipe, rounds: int, folder: Path) -> str:
+    silent = SilentProgress()
+    choice = choose(recipe, silent, fresh=True, folder=folder / "choices")
+    subject = prepared(recipe, silent, ranks=True)  # with the techniques of the first plan
+    plan = subject.plan
+    chosen = Plan.from_list(choice.entries, catalogue())
+    design = Design(rounds=max(rounds // 2, 3), steps=3, warmup=2, longest_warmup=6, evaluations=0)
+    ladder = measured(subject, plan.ladder(), {}, design, True, silent).arms
+    best = max(
+        (arm for arm in ladder if arm.rounds),
+        key=lambda arm: paired_ratio(arm.beside, arm.rounds).median if arm.beside else 1.0,
+    )
+    final = Design(rounds=rounds, steps=3, warmup=2, longest_warmup=6, evaluations=0)
+    plans = {"best": best.plan, "chosen": chosen, "first plan": plan}
+    arms = {arm.name: arm for arm in measured(subject, plans, {}, final, True, silent).arms}
+    over_best = _said(arms, "best", "chosen")
+    over_first = _said(arms, "first plan", "chosen")
+    cells = (name, str(chosen), best.name, over_best, over_first, f"{choice.seconds:.0f} s")
+    return f"| {' | '.join(cells)} |"
+
+
+def _said(arms: dict[str, Any], base: str, other: str) -> str:
+    if arms[base].plan == arms[other].plan:
+        return "the same plan"
+    ratio = paired_ratio(arms[base].rounds, arms[other].rounds)
+    return f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+
+
+if __name__ == "__main__":
+    main()
