@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hasten.report.gains import fastest, machine, proofs, rungs
+from hasten.report.gains import lead_of, machine, proofs, rungs
 from hasten.report.page import render_markdown, write_report
 from hasten.report.schema import read_report
 
@@ -71,16 +71,21 @@ def test_a_failed_rung_is_compared_with_nothing(ladder: Report) -> None:
     assert list(rungs(arms_of(ladder)).values()) == ["–", "1.50×", missing, missing]
 
 
-def test_an_arm_faster_than_the_last_is_named(ladder: Report, tmp_path: Path) -> None:
-    best = fastest(arms_of(ladder))
-    assert best is not None
-    assert best["name"] == "+ b"
-    assert "The fastest arm was <strong>+ b</strong>: 3.00× [2.99, 3.01]." in page(ladder, tmp_path)
+def test_the_headline_is_the_fastest_plan_of_equal_quality(ladder: Report, tmp_path: Path) -> None:
+    for arm in ladder["arms"]:
+        arm["held_out_loss"] = 2.0
+    assert lead_of(read_report(ladder))["name"] == "+ b"
+    text = page(ladder, tmp_path)
+    assert '<span class="big">3.00×</span>' in text
+    assert "The plan as asked, <strong>+ c</strong>: 2.70× [2.69, 2.71]." in text
+    assert "<pre>plan: [a, b]</pre>" in text
+    assert "fastest at equal quality: + b (a, b): 3.00× [2.99, 3.01]" in render_markdown(ladder)
     ladder["arms"][2]["verdict"] = "harmed: held-out loss 2.00 → 2.50"  # fast, but worse
-    assert fastest(arms_of(ladder)) is None
+    assert lead_of(read_report(ladder))["name"] == "+ c"
+    assert "fastest at equal quality" not in render_markdown(ladder)
     ladder["arms"][2]["verdict"] = "held"
     ladder["arms"][3]["ratio"]["median"] = 3.1
-    assert fastest(arms_of(ladder)) is None
+    assert lead_of(read_report(ladder))["name"] == "+ c"
 
 
 def test_arms_with_the_same_proof_share_a_row(ladder: Report) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hasten.core.facts import Facts
 from hasten.core.plan import Plan
+from hasten.core.setup import prepare
+from hasten.core.slot import Slot
 from hasten.errors import InputError
 from hasten.launch import transport
+from hasten.machine.environment import World
 from hasten.parts.distributed.deepspeed_config import HONOURED, IGNORED, REFUSED
 from hasten.parts.kernels import amx, codec, rowwise
 from hasten.recipe.build import batch_of, facts_of, job_of, requested_plan
 from hasten.recipe.candidates import candidates, first_plan
+from hasten.recipe.memory_check import memory_words
 from hasten.recipe.peak_flops import ceiling_of
 from hasten.recipe.prepare import check_folder, check_space, first_record
 from hasten.recipe.prepared_data import PreparedData, gather, overlap
@@ -21,6 +26,7 @@ from hasten.recipe.preset_plans import entries_of
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.shorthands import meaning_of, settings_of, techniques_of, world_of
 from hasten.recipe.yaml_reader import read_overrides, read_yaml_file
+from hasten.techniques.layout.ddp import DDP
 
 SHOWN = 3  # files that are named
 
@@ -47,6 +53,7 @@ def doctor(path: Path, overrides: Sequence[str]) -> int:
         plan = _techniques(recipe, known, checks)
         if plan is not None and material is not None:
             checks.run("batch", lambda: _batch(recipe, material, known, plan))
+            checks.run("memory", lambda: _memory(recipe, material, known, plan))
     if material is not None:
         print(f"\n{first_record(material)}")
     return 2 if checks.failed else 0
@@ -130,6 +137,16 @@ def _batch(recipe: Recipe, material: PreparedData, known: Facts, plan: Plan) -> 
     batch = batch_of(recipe)
     unit = f"{batch.records} records" if batch.records else f"{batch.tokens:,} tokens"
     return f"{unit} a step, {job.schedule.total_steps:,} steps", None
+
+
+def _memory(recipe: Recipe, material: PreparedData, known: Facts, plan: Plan) -> tuple[str, None]:
+    """What a rank will need; ranks of one machine share its memory."""
+    if recipe.nproc > 1:
+        known = replace(known, world=World(size=recipe.nproc))
+        plan = plan if Slot.LAYOUT in plan else plan.with_(DDP())
+    job = job_of(recipe, material, known, plan)
+    text, _ = memory_words(recipe, prepare(job, plan, known, Path(recipe.output) / "checkpoints"))
+    return text, None
 
 
 def _ceiling(recipe: Recipe, known: Facts) -> tuple[str, None]:

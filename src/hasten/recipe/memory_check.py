@@ -18,6 +18,7 @@ from hasten.core.technique import Forecast, Technique
 from hasten.errors import InputError, StoppedError
 from hasten.machine.environment import ranks_here
 from hasten.machine.memory import is_out_of_memory
+from hasten.machine.processes import available_bytes
 from hasten.models.flops import config_flops
 from hasten.models.load import read_config
 from hasten.models.memory import (
@@ -63,20 +64,33 @@ def settle_memory(recipe: Recipe, setup: Setup, tell: Callable[[str], None]) -> 
     Raises:
         InputError: weights, gradients and optimizer alone don't fit.
     """
+    text, helps = memory_words(recipe, setup)
+    tell(f"memory of a rank: {text}")
+    return helps
+
+
+def memory_words(recipe: Recipe, setup: Setup) -> tuple[str, str]:
+    """What the fullest rank will need of what there is, in words, and what would help.
+
+    Raises:
+        InputError: weights, gradients and optimizer alone don't fit; with what would.
+    """
     known, room = setup.facts, room_of(setup.facts)
     size, slots, adapter = size_of(recipe, known), largest_micro_batch(setup), _adapter(recipe)
     needs = needs_of(size, known, setup.plan.with_(*adapter), slots)
     helps = help_for(size, known, setup.plan.with_(*adapter), slots, room)
-    tell(f"memory of a rank: about {needs} of {gigabytes(room)} on {known.device}")
     if needs.state + needs.overhead > room:
         raise InputError(
             f"memory: weights, gradients and optimizer of {recipe.model} take "
             f"{gigabytes(needs.state)} on each rank, and {known.device} has {gigabytes(room)} for "
             f"it; {helps}"
         )
+    text = f"about {needs} of {gigabytes(room)} on {known.device}"
+    if not known.on_gpu:
+        text += f", {gigabytes(available_bytes(int(room)))} free now"
     if needs.total > room:
-        tell(f"memory may run out: {helps}")
-    return helps
+        text += f"; it may run out: {helps}"
+    return text, helps
 
 
 def _adapter(recipe: Recipe) -> tuple[Technique, ...]:

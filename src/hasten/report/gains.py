@@ -132,7 +132,7 @@ def fastest_of_equal_quality(report: Mapping[str, Any]) -> Arm | None:
     base: Arm = report["arms"][0]
     if base["tokens_per_second"]["median"] is None:
         return None
-    most = (base["held_out_loss"] or 0.0) * (1 + (report["quality"]["margin"] or 0.0))
+    most = (base["held_out_loss"] or 0.0) * (1 + ((report["quality"] or {}).get("margin") or 0.0))
     equal = [
         arm
         for arm in compared(report["arms"])
@@ -142,7 +142,7 @@ def fastest_of_equal_quality(report: Mapping[str, Any]) -> Arm | None:
         and head(arm["verdict"]) not in ("failed", "harmed")
     ]
     every: list[Arm] = [base, *equal]
-    return max(every, key=lambda arm: arm["ratio"]["median"])
+    return max(every, key=lambda arm: arm["ratio"]["median"] or 0.0)
 
 
 def compared(arms: Sequence[Arm]) -> list[Arm]:
@@ -298,13 +298,12 @@ def machine(hardware: Mapping[str, Any]) -> str:
     return " · ".join([*said, words(memory, "memory")] if isinstance(memory, int) else said)
 
 
-def fastest(arms: Sequence[Arm]) -> Arm | None:
-    """The arm that gains more than the result does, if there is one with a good verdict."""
-    good = [arm for arm in arms if head(arm["verdict"]) in GOOD]
-    best = max(good, key=lambda arm: arm["ratio"]["median"] or 0, default=None)
-    final = result_of(arms)["ratio"]["median"]
-    beaten = best is not None and final is not None and (best["ratio"]["median"] or 0) > final
-    return best if beaten else None
+def lead_of(report: Mapping[str, Any]) -> Arm:
+    """The arm of the headline: the fastest of equal quality with a good verdict, or the result."""
+    final, best = result_of(report["arms"]), fastest_of_equal_quality(report)
+    if best is None or head(best["verdict"]) not in GOOD:
+        return final
+    return best if (best["ratio"]["median"] or 0) > (final["ratio"]["median"] or 0) else final
 
 
 def proofs(arms: Sequence[Arm]) -> list[dict[str, Any]]:

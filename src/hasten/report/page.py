@@ -30,10 +30,10 @@ from hasten.report.gains import (
     any_known,
     busyness,
     compared,
-    fastest,
     has_cost,
     head,
     ladder_of,
+    lead_of,
     machine,
     more_rounds,
     priced,
@@ -105,7 +105,7 @@ def _rendered(plain: Mapping[str, Any], read: dict[str, Any], limits: PageLimits
             ladder=bool(ladder_of(arms)),
             rungs=rungs(arms),
             slower=slower_than_above(arms),
-            fastest=fastest(arms),
+            lead=lead_of(read),
             proofs=proofs(arms),
             steady=steadiness(arms),
             step_terms=terms(arms, "step", "seconds"),
@@ -255,6 +255,10 @@ def _notes(read: Mapping[str, Any]) -> Iterator[str]:
     arms: Sequence[Mapping[str, Any]] = read["arms"]
     rows = unpaid(read)
     listed = {row["name"] for row in rows}
+    if (lead := lead_of(read)) is not result_of(arms):
+        plan = ", ".join(lead["techniques"])
+        ratio = span(lead["ratio"], "times")
+        yield _cell(f"fastest at equal quality: {lead['name']} ({plan}): {ratio}")
     if (busy := busyness(arms)) is not None:
         yield busy
     for arm in arms:

@@ -1,0 +1,37 @@
+"""``hasten doctor`` tells what a rank needs, and refuses what can't fit, with what would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hasten.cli.doctor import doctor
+from hasten.recipe import memory_check
+from hasten.recipe.schema import Recipe
+from material import small
+
+
+@pytest.mark.parametrize(
+    ("room", "code", "said"),
+    [
+        (64e9, 0, "ok   memory       about "),
+        (0.672e9, 0, "it may run out: "),
+        (0.5e9, 2, "FAIL memory       memory: weights, gradients and optimizer of"),
+    ],
+)
+def test_memory_has_a_row_and_what_can_not_fit_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    room: float,
+    code: int,
+    said: str,
+) -> None:
+    monkeypatch.setattr(memory_check, "room_of", lambda known: room)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(Recipe(**small(tmp_path, plan="auto")).to_yaml())
+    assert doctor(path, []) == code
+    found = capsys.readouterr().out
+    assert said in found
+    assert "plan         auto, which begins with" in found
