@@ -8,7 +8,7 @@ JOBS ?= 1
 
 .PHONY: help install demo test test-data test-long quick lint format calibrate campaign docs clean
 help:
-	@echo "make demo     set up, then compare a small model with and without hasten's techniques"
+	@echo "make demo     set up, then train a small model with and without hasten's techniques"
 	@echo "make test     set up, then run the tests: about eleven minutes on two cores"
 	@echo "make quick    only the tests that a change can break, in two minutes; SINCE=main~3"
 	@echo "make test-data  the tests that read the real records which HASTEN_TEST_DATA names"

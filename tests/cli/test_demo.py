@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +17,11 @@ import hasten.cli.demo as module
 from hasten.cli.terminal import print_table
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Arm, Design
+from hasten.measure.choose import Choice
 from hasten.recipe.schema import Recipe
 from hasten.report.findings import report_of
 from hasten.report.page import render_markdown
+from hasten.training.chosen_plan import PROOF_SHARE
 
 
 @pytest.mark.slow
@@ -28,6 +32,7 @@ def test_the_demo_compares_trains_and_leaves_an_honest_report(
     monkeypatch.setattr(module, "DESIGN", Design(rounds=2, steps=1, warmup=1, evaluations=1))
     monkeypatch.setattr(module, "TRAINING_STEPS", 2)
     monkeypatch.setattr(module, "PLAN", ["packed"])
+    monkeypatch.setattr(module, "CHOOSING", 0.05)
     whole = module.recipe_for
     fewer = {"max_records": 300, "held_out": 8.0, "vocabulary": 800, "global_batch_size": 8}
 
@@ -57,6 +62,8 @@ def test_the_demo_compares_trains_and_leaves_an_honest_report(
     assert "| baseline" in out
     assert "it writes:" in out
     assert report["samples"][0]["arm"].endswith(", 2 steps")
+    assert json.loads((tmp_path / "choice.json").read_text())["entries"]
+    assert re.match(r"plan: auto chose |chosen: ", out.splitlines()[-1])  # one sentence ends it
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
@@ -99,13 +106,48 @@ SPEEDS = {"baseline": 1.0, "+ packed": 1.2, "+ labelled_token_loss": 3.0}
 SPEEDS |= {"+ bf16_master_weights": 1.5, "+ fused_adamw": 1.6}
 
 
-def test_the_demo_trains_with_the_fastest_row_that_it_has_measured() -> None:
-    row = module.row_to_train(report_on(SPEEDS), module.PLAN)
+CHOICE = Choice(
+    entries=["packed", "fused_layers"],
+    source="measured",
+    why="the fastest of 5 plans",
+    gain={"median": 4.0, "low": 3.5, "high": 4.5},
+    tokens_per_second=4000.0,
+)
+
+
+def test_the_demo_trains_with_what_was_chosen() -> None:
+    chosen = module.plan_to_train(report_on(SPEEDS), module.PLAN, CHOICE)
+    assert (chosen.name, chosen.plan) == ("the choice", ["packed", "fused_layers"])
+    assert chosen.why == (
+        "plan: auto chose packed, fused_layers: the fastest of 5 plans; "
+        "4.00x [3.50, 4.50] the speed without techniques"
+    )
+    assert chosen.step_seconds == pytest.approx(0.2 * 1000 / 4000)  # by the baseline's step
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        None,
+        replace(CHOICE, source="forecast", gain=None, tokens_per_second=None),
+        replace(CHOICE, gain={"median": 4.0, "low": 2.0, "high": 9.0}),  # a row is surely faster
+    ],
+)
+def test_the_demo_trains_with_its_best_row_where_no_choice_is_surely_as_fast(
+    choice: Choice | None,
+) -> None:
+    row = module.plan_to_train(report_on(SPEEDS), module.PLAN, choice)
     assert row.plan == ["packed", "document_attention", "fused_layers", "labelled_token_loss"]
-    assert row.why.startswith('"+ labelled_token_loss", the fastest row of equal quality: 3.00× [')
-    whole = module.row_to_train(report_on({**SPEEDS, "+ fused_adamw": 4.0}), module.PLAN)
-    assert whole.plan == module.PLAN
-    slow = module.row_to_train(report_on({"baseline": 1.0, "+ fused_adamw": 0.5}), module.PLAN)
+    assert row.why.startswith('chosen: "+ labelled_token_loss" (packed, document_attention, ')
+    assert "the fastest row of equal quality: 3.00× [" in row.why
+
+
+def test_the_best_row_may_be_the_whole_plan_or_the_baseline() -> None:
+    faster = report_on({**SPEEDS, "+ fused_adamw": 4.0})
+    assert module.plan_to_train(faster, module.PLAN, None).plan == module.PLAN
+    slow = module.plan_to_train(
+        report_on({"baseline": 1.0, "+ fused_adamw": 0.5}), module.PLAN, None
+    )
     assert (slow.plan, slow.name) == ([], "baseline")
     assert "no row was shown to be faster" in slow.why
 
@@ -113,7 +155,7 @@ def test_the_demo_trains_with_the_fastest_row_that_it_has_measured() -> None:
 def test_where_nothing_was_measured_in_time_the_demo_says_so_and_trains_with_its_plan() -> None:
     report = report_on({"baseline": 1.0})
     report["arms"][0]["tokens_per_second"] = {"median": None, "low": None, "high": None}
-    row = module.row_to_train(report, module.PLAN)
+    row = module.plan_to_train(report, module.PLAN, None)
     assert row.plan == module.PLAN
     assert "nothing could be measured in time" in row.why
     assert row.steps() == module.TRAINING_STEPS
@@ -121,7 +163,7 @@ def test_where_nothing_was_measured_in_time_the_demo_says_so_and_trains_with_its
 
 @pytest.mark.parametrize(("step", "steps"), [(0.01, 160), (1.0, 48), (500.0, 1)])
 def test_the_training_has_as_many_steps_as_fit_into_its_time(step: float, steps: int) -> None:
-    assert module.row_to_train(report_on(SPEEDS, step), module.PLAN).steps() == steps
+    assert module.plan_to_train(report_on(SPEEDS, step), module.PLAN, None).steps() == steps
 
 
 def test_a_training_is_asked_to_stop_once_its_time_has_come() -> None:
@@ -140,8 +182,9 @@ def test_a_training_is_asked_to_stop_once_its_time_has_come() -> None:
 
 
 def test_measuring_ends_by_a_deadline_that_counts_from_the_beginning() -> None:
-    assert module.DESIGN.deadline_seconds == 300
-    assert module.DESIGN.budget_seconds < module.DESIGN.deadline_seconds
+    assert module.DESIGN.budget_seconds < module.DESIGN.deadline_seconds < module.MEASURING_SECONDS
+    assert module.MEASURING_SECONDS == 300
+    assert module.CHOOSING * (1 + PROOF_SHARE) < 1
     assert module.TRAINING_SECONDS == 120
 
 

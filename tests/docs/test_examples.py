@@ -12,9 +12,10 @@ import pytest
 from hasten.core.setup import obstacles
 from hasten.data.conversation import Conversation, Message
 from hasten.data.corpus import Corpus, Portion
+from hasten.measure.choose import choose_by_forecast
 from hasten.models.presets import PRESETS
 from hasten.parts.kernels import rowwise
-from hasten.recipe.build import facts_of, plan_of, requested_plan
+from hasten.recipe.build import facts_of, plan_of
 from hasten.recipe.prepared_data import gather
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.training import run as run_module
@@ -62,7 +63,11 @@ def short(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     changes: dict[str, Any] = {**SHORT, "patience": 0, "output": str(folder / "run")}
     if recipe.dataset not in ("stdlib", "stdlib-text"):
         changes["dataset"] = str(sums(folder / "sums.jsonl"))
-    return Recipe(**{**recipe.model_dump(), **changes})
+    recipe = Recipe(**{**recipe.model_dump(), **changes})
+    if recipe.auto_plan is not None:  # a race takes longer than all that is tested here
+        chosen = choose_by_forecast(recipe, facts_of(recipe), "the training is short").entries
+        recipe = recipe.model_copy(update={"plan": chosen, "auto_plan": None})
+    return recipe
 
 
 @each
@@ -88,8 +93,8 @@ def test_an_example_trains_with_all_its_techniques(
 def test_an_example_has_no_obstacle_as_it_stands(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = load_recipe(path)
-    known = facts_of(recipe, gather(short(path, tmp_path, monkeypatch), tmp_path / "data"))
+    recipe = short(path, tmp_path, monkeypatch)
+    known = facts_of(recipe, gather(recipe, tmp_path / "data"))
     plan = plan_of(recipe, known)
     if rowwise.library().library is None:
         pytest.skip(rowwise.library().reason)
@@ -114,26 +119,12 @@ def test_the_tiny_presets_all_have_an_example() -> None:
     assert {name for name in PRESETS if name.endswith("-tiny")} <= used
 
 
-def test_the_readme_s_demo_recipe_is_that_of_the_example() -> None:
-    from hasten.cli.demo import recipe_for
+def test_the_demo_chooses_for_the_recipe_of_the_example() -> None:
+    from hasten.cli.demo import auto_of, recipe_for
 
-    example = load_recipe(ROOT / "examples" / "stdlib_tiny.yaml")
-    demo = recipe_for(Path("runs/demo"), 0)
-    ours, theirs = demo.model_dump(), example.model_dump()
-    differ = {key for key in ours if ours[key] != theirs[key]}
-    assert differ <= {"output", "on_obstacle", "plan"}
-    # The demo measures each row, where the example asks a measurement of its own.
-    names = [[t.name() for t in requested_plan(recipe)] for recipe in (demo, example)]
-    assert names[0] == names[1]
-
-
-def test_no_example_takes_bf16_for_faster_without_a_measurement() -> None:
-    for path in EXAMPLES:
-        entries = load_recipe(path).plan
-        assert "bf16_master_weights" not in entries, path
-        for entry in entries:
-            settings = entry.get("bf16_master_weights") if isinstance(entry, dict) else None
-            assert settings is None or settings["only_if_faster"] is True, path
+    example = load_recipe(ROOT / "examples" / "stdlib_tiny.yaml").model_dump()
+    demo = auto_of(recipe_for(Path("runs/demo"), 0), 120.0).model_dump()
+    assert {key for key in demo if demo[key] != example[key]} == {"output", "auto_budget"}
 
 
 def test_the_metrics_page_names_every_key_that_a_run_writes(

@@ -167,6 +167,17 @@ def test_where_everything_hurts_nothing_is_taken(sums: dict[str, Any], tmp_path:
     assert not set(slow) & set(found.entries)
 
 
+def test_one_round_decides_nothing(sums: dict[str, Any], tmp_path: Path) -> None:
+    """As on a machine so busy that the budget ends after a round."""
+    speeds = {"labelled_token_loss": 0.5, "fused_adamw": 0.9, "packed": 2.0}
+    found = chosen(sums, tmp_path, race(speeds, steady(0.02, 1), rounds=1))
+    assert {"labelled_token_loss", "fused_adamw"} <= set(found.entries)  # what usually helps
+    assert "packed" not in found.entries
+    assert "the best supported one of" in found.why
+    raced = [row for row in found.rows if row.ratio is not None]
+    assert {row.why for row in raced} == {"undecided"}
+
+
 def test_a_choice_is_kept_for_the_same_job_and_no_other(
     sums: dict[str, Any], tmp_path: Path
 ) -> None:

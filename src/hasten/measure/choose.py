@@ -428,6 +428,8 @@ def _changes(
         ratio, technique = ratios.get(name), name.removeprefix("without ")
         if ratio is None or technique == name or name in helping or ratio.high < 1:
             continue
+        if ratio.rounds < 2:  # of its noise nothing is known
+            continue
         if ratio.low > 1 - ALIKE or (technique not in founded and ratio.estimate >= LEAST_UNSEEN):
             alike.append(name)
     best: dict[str, str] = {}  # by what is replaced: of two for one slot, the faster
@@ -495,7 +497,7 @@ def _verdict(ratio: Interval) -> str:
         return "faster"
     if ratio.high < 1:
         return "slower"
-    return "no difference" if ratio.high / ratio.low < 1 + 2 * ALIKE else "undecided"
+    return "no difference" if ratio.high < (1 + 2 * ALIKE) * ratio.low else "undecided"
 
 
 def _rows(found: Iterable[TechniqueCandidate]) -> list[ChoiceRow]:
