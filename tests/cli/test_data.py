@@ -113,7 +113,8 @@ def test_the_page_loads_nothing_and_holds_both_drawings(
     data.stats(recipe(tmp_path), [], as_json=False, html=target)
     out = capsys.readouterr().out
     assert f"written: {target}" in out
-    assert "best: " in out
+    assert "fullest: " in out
+    assert "plan: auto begins with " in out
     text = target.read_text()
     assert text.count("<svg") == 4
     assert all(word not in text for word in ("<script", "<link", "@import", " src=", "url("))

@@ -17,7 +17,8 @@ from hasten.data.statistics import BatchLayout, DataStatistics, advice, layouts,
 from hasten.data.token_store import inspect as rendered
 from hasten.errors import InputError
 from hasten.formatting import shown
-from hasten.recipe.build import DEFAULT_BATCH
+from hasten.recipe.build import DEFAULT_BATCH, facts_of
+from hasten.recipe.candidates import beginning
 from hasten.recipe.prepared_data import PreparedData, gather
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.report.data_page import write_page
@@ -61,6 +62,7 @@ def stats(path: Path, overrides: Sequence[str], as_json: bool, html: Path | None
         return
     _print(found)
     _print_layouts(ways, chosen)
+    print(beginning(recipe, facts_of(recipe, material)))
     if html is not None:
         print(f"\nwritten: {html}")
 
@@ -148,4 +150,4 @@ def _print_layouts(ways: Sequence[BatchLayout], chosen: str) -> None:
         bound = "-" if way.bound is None else f"{way.bound:,}"
         figures = f"{way.fullness:>7.1%} {way.rows:>11,} {bound:>11}"
         print(f"{way.method:<34} {way.technique:<15} {figures}")
-    print(f"\nbest: {chosen}")
+    print(f"\nfullest: {chosen}; other records share a step then, so hasten guard judges the loss")

@@ -18,7 +18,7 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Technique
 from hasten.recipe.build import batch_of
 from hasten.recipe.memory_check import needs_of, room_of, size_of
-from hasten.recipe.schema import Recipe
+from hasten.recipe.schema import AutoPlan, Recipe
 from hasten.recipe.shorthands import catalogue
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import Accumulate
@@ -82,6 +82,13 @@ def first_plan(found: Sequence[TechniqueCandidate], kept: Plan, known: Facts) ->
         if technique.slot not in plan:
             plan = plan.with_(technique)
     return whole(plan, found)
+
+
+def beginning(recipe: Recipe, known: Facts) -> str:
+    """What ``plan: auto`` begins with on this job, in words that all commands share."""
+    found = candidates(recipe, known, (recipe.auto_plan or AutoPlan()).fidelity)
+    why = next(c.why for c in found if isinstance(c.technique, Packed))
+    return f"plan: auto begins with {first_plan(found, Plan(), known)}; packed: {why}"
 
 
 def whole(plan: Plan, found: Iterable[TechniqueCandidate] = ()) -> Plan:

@@ -24,6 +24,7 @@ from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.models.presets import PRESETS
 from hasten.recipe.build import facts_of
+from hasten.recipe.candidates import beginning
 from hasten.recipe.prepared_data import PreparedData, gather
 from hasten.recipe.schema import Recipe, recipe_from
 from hasten.recipe.yaml_reader import check_keys, one_line
@@ -76,10 +77,12 @@ def suggest(model: str, dataset: str, output: str) -> str:
         material = gather(look, Path(folder))
         known = facts_of(look, material)
         lines = _lines(look, material, known, output)
+        first = "\n#   ".join(textwrap.wrap(one_line(beginning(look, known)), 100))
     head = (
         f"# {one_line(known.model.architecture)}, "
         f"{known.model.parameters / 1e6:,.1f} M parameters, on {known.hardware.short}.\n"
         f"# Seen: {one_line(_seen(material))}.\n"
+        f"# {first}.\n"
         "# Check it with `hasten doctor`, measure it with `hasten speedup`.\n"
     )
     text = head + "\n".join(line.text() for line in lines) + "\n"

@@ -44,7 +44,7 @@ svg .grid, svg .origin { stroke: var(--rule); } svg .bar { fill: var(--accent); 
 <dl>{% for key, value in facts %}<dt>{{ key }}</dt><dd>{{ value }}</dd>{% endfor %}</dl>
 {% for heading, wide, narrow in drawings %}<h2>{{ heading }}</h2>
 <div class="wide">{{ wide | safe }}</div><div class="narrow">{{ narrow | safe }}</div>
-{% endfor %}<p>Best: {{ advice }}</p>
+{% endfor %}<p>Fullest: {{ advice }}</p>
 </main></body>
 </html>
 """
