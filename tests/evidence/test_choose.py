@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 from evidence.planted import recorded
+from hasten.core import facts
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique
 from hasten.errors import InputError
+from hasten.machine.host import Accelerator
 from hasten.measure import choose as module
 from hasten.measure.ablation import Arm
 from hasten.measure.choose import PLAIN, Choice, choose
@@ -257,6 +259,32 @@ def test_only_the_allowed_fidelity_is_a_candidate(sums: dict[str, Any]) -> None:
         taken = [c for c in candidates(recipe, known, fidelity) if not c.refused]
         assert {c.technique.fidelity for c in taken} <= allowed
     assert any(c.technique.fidelity is Fidelity.LOSSY for c in taken)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "bf16"), [("NVIDIA H100 80GB HBM3", "9.0", True), ("T4", "7.5", False)]
+)
+def test_the_same_code_chooses_on_a_gpu(
+    sums: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    capability: str,
+    bf16: bool,
+) -> None:
+    """The device is pretended, and the race is drawn."""
+    here = facts.seen_at_start()
+    gpus = (Accelerator(name, 16 * 10**9, capability),)
+    hardware = dataclasses.replace(here.hardware, accelerators=gpus)
+    pretended = dataclasses.replace(here, device="cuda:0", hardware=hardware)
+    monkeypatch.setattr(facts, "seen_at_start", lambda: pretended)
+    speeds = {"bf16_master_weights": 2.0, "fused_adamw": 9.0, "labelled_token_loss": 1.2}
+    found = chosen({**sums, "device": "auto"}, tmp_path, race(speeds, steady(0.02, 1)))
+    assert ("bf16_master_weights" in found.entries) == bf16
+    assert "labelled_token_loss" in found.entries
+    reasons = {row.name: row.why for row in found.rows if row.decision == "left out"}
+    assert "this run is on cuda:0" in reasons["fused_adamw"]
+    assert bf16 or "no bf16 units" in reasons["bf16_master_weights"]
 
 
 def test_plans_that_memory_does_not_hold_are_not_raced(
