@@ -105,7 +105,10 @@ def test_what_is_in_the_plan_is_not_advised(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(InputError) as error:
         settle_memory(RECIPE, setup_of(Plan([CompactAdamW()])), lambda text: None)
     assert "compact_adamw" not in str(error.value)
-    assert "more ranks with fsdp2" in str(error.value)
+    assert "finetuning_type: lora would need about 0.7 GB" in str(error.value)
+    monkeypatch.setattr(memory_check, "room_of", lambda known: 0.6e9)
+    with pytest.raises(InputError, match="more ranks with fsdp2"):
+        settle_memory(RECIPE, setup_of(Plan([CompactAdamW()])), lambda text: None)
 
 
 def test_lora_keeps_the_base_without_gradients_and_moments(

@@ -54,6 +54,14 @@ HELP: tuple[Technique, ...] = (
 )
 
 
+# Another training, so offered where no technique helps.
+ADAPTERS = {
+    "finetuning_type: lora": LoRA(),
+    "finetuning_type: lora and lora_base: int8": LoRA(base="int8"),
+    "finetuning_type: lora and lora_base: nf4": LoRA(base="nf4"),
+}
+
+
 class MemoryRanOutError(StoppedError):
     """Memory ran out in training; the message says what would help."""
 
@@ -161,7 +169,11 @@ def room_of(known: Facts) -> float:
 
 
 def help_for(size: ModelSize, known: Facts, plan: Plan, slots: int, room: float) -> str:
-    """The techniques, one after the other, with which it would fit, as advice."""
+    """The nearest job that would fit, and its peak: more techniques, then LoRA; as advice."""
+
+    def adapts(adapter: LoRA) -> bool:
+        return Slot.ADAPTER not in plan and not adapter.obstacles(known)
+
     added: list[str] = []
     for technique in HELP:
         if technique.slot in plan or technique.obstacles(known):
@@ -177,7 +189,12 @@ def help_for(size: ModelSize, known: Facts, plan: Plan, slots: int, room: float)
         added.append(str(technique))
         if needs.total <= room:
             return f"with {', '.join(added)} in the plan it would be about {gigabytes(needs.total)}"
-    others = "take lora, a smaller model, or a shorter cutoff_len"
+    for keys, adapter in ADAPTERS.items():
+        needs = needs_of(size, known, plan.with_(adapter), slots) if adapts(adapter) else None
+        if needs is not None and needs.total <= room:
+            with_them = f", with {', '.join(added)} in the plan," if added else ""
+            return f"{keys}{with_them} would need about {gigabytes(needs.total)}"
+    others = "take a smaller model, or a shorter cutoff_len"
     if known.world.size == 1:
         others += ", or more ranks with fsdp2"
     if not added:
