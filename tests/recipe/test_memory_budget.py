@@ -105,10 +105,18 @@ def test_what_is_in_the_plan_is_not_advised(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(InputError) as error:
         settle_memory(RECIPE, setup_of(Plan([CompactAdamW()])), lambda text: None)
     assert "compact_adamw" not in str(error.value)
-    assert "finetuning_type: lora would need about 0.7 GB" in str(error.value)
-    monkeypatch.setattr(memory_check, "room_of", lambda known: 0.6e9)
-    with pytest.raises(InputError, match="more ranks with fsdp2"):
+    assert "more ranks with fsdp2" in str(error.value)
+
+
+@pytest.mark.parametrize(("room", "base"), [(5e9, ""), (2e9, " and lora_base: int8")])
+def test_lora_is_advised_where_no_technique_helps(
+    monkeypatch: pytest.MonkeyPatch, room: float, base: str
+) -> None:
+    """A billion weights: 4 GB in float32, 1 GB in int8, and no moments that an optimizer saves."""
+    monkeypatch.setattr(memory_check, "room_of", lambda known: room)
+    with pytest.raises(InputError) as error:
         settle_memory(RECIPE, setup_of(Plan([CompactAdamW()])), lambda text: None)
+    assert f"finetuning_type: lora{base} would need about " in str(error.value)
 
 
 def test_lora_keeps_the_base_without_gradients_and_moments(

@@ -123,6 +123,8 @@ def needs_of(size: ModelSize, known: Facts, plan: Plan, slots: int) -> Needs:
     told = {t.slot: t.forecast(known) for t in plan}
     if FusedAdamW() in plan.techniques and Slot.PRECISION not in plan:
         told.pop(Slot.OPTIMIZER)  # what it saves is a copy that only master weights have
+    if Slot.ADAPTER in told:
+        told.pop(Slot.OPTIMIZER, None)  # frozen weights have no moments that it could shrink
     none = Forecast()
     more = sum(told[slot].resident_bytes for slot in STATE_SLOTS if slot in told)
     dealt = -min(told.get(Slot.LAYOUT, none).resident_bytes, 0.0)
@@ -190,8 +192,10 @@ def help_for(size: ModelSize, known: Facts, plan: Plan, slots: int, room: float)
         if needs.total <= room:
             return f"with {', '.join(added)} in the plan it would be about {gigabytes(needs.total)}"
     for keys, adapter in ADAPTERS.items():
-        needs = needs_of(size, known, plan.with_(adapter), slots) if adapts(adapter) else None
-        if needs is not None and needs.total <= room:
+        if not adapts(adapter):
+            continue
+        needs = needs_of(size, known, plan.with_(adapter), slots)
+        if needs.total <= room:
             with_them = f", with {', '.join(added)} in the plan," if added else ""
             return f"{keys}{with_them} would need about {gigabytes(needs.total)}"
     others = "take a smaller model, or a shorter cutoff_len"
