@@ -3,8 +3,9 @@
     python benchmarks/bench_auto.py [--budget 3m] [--rounds 8] [--change KEY=VALUE] [RECIPE ...]
 
 For each recipe: a choice is raced anew; the techniques of the first plan are measured as a ladder;
-then the choice, the best row of the ladder and the whole first plan take turns. Printed are the
-choice, the best row, the ratio of the choice to it with its interval, and the time of the search.
+then the choice, the best row of the ladder, the whole first plan (which a forecast alone would
+take) and the job without techniques take turns. Printed are the choice, the best row, ratios with
+their intervals, and the time of the search with its share of an hour's training.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--change", action="append", default=[], metavar="KEY=VALUE")
     asked = parser.parse_args()
-    heads = ("recipe", "chosen", "best row", "chosen over best", "over the first plan", "search")
+    heads = (
+        *("recipe", "chosen", "best row", "chosen over best row", "chosen over first plan"),
+        *("first plan over best row", "first plan over no technique", "search", "of an hour"),
+    )
     print(f"| {' | '.join(heads)} |")
     print("|---" * len(heads) + "|")
     for path in asked.recipes:
@@ -54,11 +58,19 @@ def _row(name: str, recipe: Recipe, rounds: int, folder: Path) -> str:
         key=lambda arm: paired_ratio(arm.beside, arm.rounds).median if arm.beside else 1.0,
     )
     final = Design(rounds=rounds, steps=3, warmup=2, longest_warmup=6, evaluations=0)
-    plans = {"best": best.plan, "chosen": chosen, "first plan": plan}
+    plans = {"none": Plan(), "best": best.plan, "chosen": chosen, "first plan": plan}
     arms = {arm.name: arm for arm in measured(subject, plans, {}, final, True, silent).arms}
-    over_best = _said(arms, "best", "chosen")
-    over_first = _said(arms, "first plan", "chosen")
-    cells = (name, str(chosen), best.name, over_best, over_first, f"{choice.seconds:.0f} s")
+    ratios = [
+        _said(arms, *pair)
+        for pair in (
+            ("best", "chosen"),
+            ("first plan", "chosen"),
+            ("best", "first plan"),
+            ("none", "first plan"),
+        )
+    ]
+    search = (f"{choice.seconds:.0f} s", f"{choice.seconds / 3600:.1%}")
+    cells = (name, str(chosen), best.name, *ratios, *search)
     return f"| {' | '.join(cells)} |"
 
 
