@@ -12,12 +12,13 @@ https://www.deepspeed.ai/docs/config-json/.
 from __future__ import annotations
 
 import copy
-import difflib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from hasten.formatting import did_you_mean
 
 # The keys of a DeepSpeed configuration and what becomes of each where hasten trains by itself.
 #
@@ -110,9 +111,7 @@ def check_keys(config: Mapping[str, Any], place: str = "ds_config") -> None:
 def _check(section: Mapping[str, Any], known: Collection[str], place: str) -> None:
     for key in section:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise ValueError(f"{place}: unknown key {key!r}{hint}")
+            raise ValueError(f"{place}: unknown key {key!r}{did_you_mean(key, known)}")
 
 
 def enabled(config: Mapping[str, Any], name: str) -> bool | str | None:
