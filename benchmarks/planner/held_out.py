@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,6 @@ from hasten.planner.numbers import (
     ModelNumbers,
     machine,
     numbers,
-    stacked,
 )
 from hasten.planner.predict import steps
 from hasten.planner.records import PublishedMeasurement, read_record
@@ -37,6 +37,18 @@ from hasten.planner.records import PublishedMeasurement, read_record
 NOISE = 0.05  # of the logarithm of seconds: releases of one framework differ by 5.5 %
 MEMORY_NOISE = 0.06
 OLDER = 0.2  # weight of rows that a later release of the software has replaced
+N = TypeVar("N", ModelNumbers, MachineNumbers)
+
+
+def stacked(cases: Sequence[N]) -> N:
+    """Many cases as one, an array in each field; a matrix's figures become (slots, rows)."""
+    columns = {
+        f.name: np.stack([np.asarray(getattr(case, f.name)) for case in cases], axis=-1)
+        for f in fields(cases[0])
+    }
+    return type(cases[0])(**columns)
+
+
 DENSE, MOE = ("core",), ("moe",)
 TRAINED = ("core", "trend", "moe", "finetune", "ratio")
 SINGLE_STEP_NOISE = 1.03  # a pair of layouts counts as different beyond the noise of single steps

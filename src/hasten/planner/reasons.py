@@ -86,7 +86,8 @@ def changed_cluster(cluster: Cluster, change: str) -> Cluster:
     if not equals or key not in CHANGES:
         raise InputError(
             f"can't try {change!r}{did_you_mean(key, CHANGES)}: what may change is "
-            f"{', '.join(CHANGES)}, written gpu=a100, nodes=8, network=25 (Gbit/s a device), network=2x, link=100 (GB/s)"
+            f"{', '.join(CHANGES)}, written gpu=a100, nodes=8, network=25 (Gbit/s a device), "
+            "network=2x, link=100 (GB/s)"
         )
     if key == "gpu":
         chip = device(value)

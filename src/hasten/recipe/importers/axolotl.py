@@ -27,7 +27,6 @@ SHAPES = (
     *("alpaca", "chat_template", "completion", "sharegpt", "input_output", "pretrain"),
     *("alpaca_chat.load_qa", "gpteacher", "oasst", "chat_template.default"),
 )
-LATER = ("evals_per_epoch", "saves_per_epoch")
 
 
 def draft_of(given: dict[str, Any], ranks: int) -> Draft:
