@@ -117,7 +117,7 @@ def test_the_cheapest_way_depends_on_size_and_link() -> None:
 @given(some.floats(1e6, 1e12))
 def test_a_codec_pays_below_its_break_even_bandwidth_and_not_above(bandwidth: float) -> None:
     at = Topology(grid(2, 2), FAST, Link(1e-4, bandwidth), "")
-    dense = hierarchical(at, MANY)
+    dense, small = hierarchical(at, MANY), hierarchical(at, MANY, INT4)
     limit = break_even(dense, small)
     assert 1e6 < limit < 1e12
     assert (small.seconds < dense.seconds) == (bandwidth < limit)
