@@ -58,30 +58,24 @@ def main() -> None:
 
 def _bubble_table(found: dict[str, Any], asked: argparse.Namespace) -> None:
     from hasten.parts.distributed.pipeline.schedules import actions, ops, virtual
-    from hasten.parts.distributed.pipeline.trace import bubble
     from hasten.planner.schedules import StageSeconds, simulate
 
     print(
         f"{asked.ranks} ranks, {asked.micro_batches} micro-batches, F = I = W = {asked.seconds} s"
     )
     names = ("schedule", "median", "least", "passes", "expected", "ratios")
-    print("{:<14}{:>8}{:>8}{:>8}{:>10}{:>19}  from".format(*names))
+    print("{:<14}{:>8}{:>8}{:>8}{:>10}{:>19}".format(*names))
     for schedule, row in found.items():
-        share, source = statistics.median(row["shares"]), "closed form"
-        try:
-            expected = bubble(schedule, asked.ranks, asked.micro_batches, 1, 1, 1)
-        except ValueError:
-            each, source = virtual(schedule), "simulated order"
-            listed = actions(schedule, asked.ranks, asked.micro_batches)
-            even = StageSeconds.even(asked.ranks * each, 1 / each, 1 / each, 1 / each)
-            cells = [[ops(action) for action in listed[r] if action] for r in listed]
-            expected = simulate([[c for c in of_rank if c] for of_rank in cells], even).idle_share
+        share, each = statistics.median(row["shares"]), virtual(schedule)
+        listed = actions(schedule, asked.ranks, asked.micro_batches)
+        even = StageSeconds.even(asked.ranks * each, 1 / each, 1 / each, 1 / each)
+        cells = [[ops(action) for action in listed[r] if action] for r in listed]
+        expected = simulate([[c for c in of_rank if c] for of_rank in cells], even).idle_share
         least = min(row["shares"])  # other people's work on the machine only adds
         passes = statistics.median(row["passes"])
         ratios = " ".join(f"{value / expected:.2f}" for value in (share, least, passes))
         print(
             f"{schedule:<14}{share:>8.4f}{least:>8.4f}{passes:>8.4f}{expected:>10.4f}{ratios:>19}"
-            f"  {source}"
         )
         if asked.drawings:
             asked.drawings.mkdir(parents=True, exist_ok=True)
@@ -148,7 +142,6 @@ def _pipeline(schedule: str, asked: argparse.Namespace, width: int, early: bool 
 
 def _bubbles(asked: argparse.Namespace) -> dict[str, Any]:
     from hasten.parts.distributed.pipeline.schedules import SCHEDULES, impossible
-    from hasten.parts.distributed.pipeline.trace import without_waiting
 
     found = {}
     for schedule in asked.schedules.split(",") if asked.schedules else SCHEDULES:
@@ -160,9 +153,24 @@ def _bubbles(asked: argparse.Namespace) -> dict[str, Any]:
             with pipeline.recording(stages):
                 step()
             row["shares"].append(pipeline.bubble)
-            row["passes"].append(without_waiting(pipeline.events))
+            row["passes"].append(_without_waiting(pipeline.events))
         found[schedule] = {**row, "drawing": pipeline.timetable()}
     return found
+
+
+def _without_waiting(events: Any) -> float:
+    """The bubble that passes of these lengths leave in these orders if messages take no time.
+
+    Of a measured step the rest is messages, and a machine that let ranks wait for its processors
+    between two passes.
+    """
+    from hasten.planner.schedules import simulate
+
+    lengths = {(e.kind, e.stage, e.micro_batch): e.end - e.start for e in events}
+    order: dict[int, list[Any]] = {}
+    for e in sorted(events, key=lambda e: e.start):
+        order.setdefault(e.rank, []).append(((e.kind, e.stage, e.micro_batch),))
+    return simulate(list(order.values()), lengths.__getitem__).idle_share
 
 
 def _link(asked: argparse.Namespace) -> dict[str, Any]:

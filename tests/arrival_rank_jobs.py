@@ -16,7 +16,7 @@ from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.parts.distributed import weight_broadcast
-from hasten.parts.distributed.weight_broadcast import Arrival, is_skeleton
+from hasten.parts.distributed.weight_broadcast import Arrival
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.layers import FusedLayers
@@ -75,7 +75,7 @@ def train(world: World) -> dict[str, Any]:
             "model": sum(p.numel() for p in built(CASES[name][0]).parameters()),
             "built": here[True].setup.layout.builds,  # type: ignore[attr-defined]
             "alike": began[True] == began[False],
-            "meta": is_skeleton(here[True].module),
+            "meta": any(t.is_meta for t in here[True].module.state_dict().values()),
             "losses": [[m.loss for m in training(s)] for s in here.values()],
         }
     found["wrong"] = wrong(world)

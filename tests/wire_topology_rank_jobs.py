@@ -64,7 +64,7 @@ def _trained(world: World, route: Route | None, steps: int = 6) -> tuple[Tensor,
         optimizer.step()
         optimizer.zero_grad()
         if buckets is not None:
-            buckets.commit()
+            buckets.step()
     return _weights(ddp), buckets
 
 
@@ -94,7 +94,7 @@ def poisoned(world: World) -> dict[str, Any]:
     for step in range(4):
         _backward(ddp, world, step)
         ddp.zero_grad()
-        buckets.commit()
+        buckets.step()
     before = buckets.state_dict()["ranks"]
     if world.rank == 2:
         ddp.module[0].register_forward_hook(lambda m, i, o: o * torch.nan)
@@ -225,8 +225,8 @@ def tried(world: World) -> dict[str, Any]:
             list(training(session))
             choice: Any = session.setup.wire
             found[name] = {
-                "route": str(choice.choice.buckets.route),
-                "reason": choice.choice.reason,
+                "route": str(choice.part.buckets.route),
+                "reason": choice.part.reason,
                 "sum": _weights(session.module).double().sum().item(),
                 "state": choice.state_dict()["decided"],
             }

@@ -20,13 +20,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import held_out
 import numpy as np
+from held_out import DENSE, MOE, Cases, HeldOut, fit_memory, fit_seconds, read_records
 
-from hasten.planner import accuracy
-from hasten.planner.accuracy import DENSE, MOE, HeldOut
-from hasten.planner.calibrate import Cases, fit_memory, fit_seconds
 from hasten.planner.numbers import Calibration, MemoryConstants
-from hasten.planner.records import PublishedMeasurement, read_records
+from hasten.planner.records import PublishedMeasurement
 
 HERE = Path(__file__).resolve().parent
 MEASUREMENTS = HERE / "measurements.json"
@@ -42,12 +41,12 @@ def main() -> None:
     parser.add_argument("--folds", type=int, help="of groups; all groups one by one if left out")
     options = parser.parse_args()
     records = read_records(options.measurements)
-    seconds = accuracy.seconds(records, options.folds)
-    new = accuracy.seconds(records, by_stack=True)
-    memory = accuracy.memory(records, options.folds)
-    constants, stacks = fit_seconds(Cases.of(accuracy.timed(records)))
-    held = fit_memory(Cases.of(accuracy.weighed(records)))
-    spread = accuracy.spreads(seconds, new, memory, held)
+    seconds = held_out.seconds(records, options.folds)
+    new = held_out.seconds(records, by_stack=True)
+    memory = held_out.memory(records, options.folds)
+    constants, stacks = fit_seconds(Cases.of(held_out.timed(records)))
+    held = fit_memory(Cases.of(held_out.weighed(records)))
+    spread = held_out.spreads(seconds, new, memory, held)
     fitted = Calibration(constants, held, stacks, spread)
     table = figures(seconds, memory, held) + out_of_memory(records, fitted)
     show(table)
@@ -74,12 +73,12 @@ def main() -> None:
 def figures(seconds: HeldOut, memory: HeldOut, held: MemoryConstants) -> list[tuple[Any, ...]]:
     """What has to be shown: held-out figure, what it must be, what it should be, from how many."""
     dense, newest = seconds.chosen(DENSE), seconds.chosen(MOE, newest=True)
-    errors = accuracy.off(seconds.errors)
-    stacks = accuracy.by_stack(seconds, dense)
+    errors = held_out.off(seconds.errors)
+    stacks = held_out.by_stack(seconds, dense)
     mean = float(np.mean([median for median, _, _ in stacks.values()]))
-    chosen = accuracy.choice(seconds, SWEEPS)
+    chosen = held_out.choice(seconds, SWEEPS)
     sweeps = len(chosen.regrets)
-    bytes_off = accuracy.off(-memory.errors)
+    bytes_off = held_out.off(-memory.errors)
 
     def of(rows: Any) -> tuple[int, int]:
         groups = {r.group for r, used in zip(seconds.records, rows, strict=True) if used}
@@ -87,7 +86,7 @@ def figures(seconds: HeldOut, memory: HeldOut, held: MemoryConstants) -> list[tu
 
     low_p90, regrets = np.quantile(errors[dense], 0.9), chosen.regrets
     moe, kept = errors[newest], (len(bytes_off), memory.groups)
-    doubts, every = accuracy.in_doubts(memory, held), np.ones(len(bytes_off), dtype=bool)
+    doubts, every = held_out.in_doubts(memory, held), np.ones(len(bytes_off), dtype=bool)
     return [
         ("dense, median", _part(np.median(errors[dense])), "6 %", "5 %", *of(dense)),
         ("dense, p90", _part(low_p90), "18 %", "15 %", *of(dense)),
@@ -99,9 +98,9 @@ def figures(seconds: HeldOut, memory: HeldOut, held: MemoryConstants) -> list[tu
         ("layout, pairs in order", f"{chosen.concordance:.3f}", "0.78", "0.85", chosen.pairs, ""),
         ("memory, median", _part(np.median(bytes_off)), "10 %", "8 %", *kept),
         ("memory, p90", _part(np.quantile(bytes_off, 0.9)), "", "20 %", *kept),
-        ("coverage, dense", _part(accuracy.coverage(seconds, dense)), "75-90 %", "", *of(dense)),
-        ("coverage, MoE", _part(accuracy.coverage(seconds, newest)), "75-90 %", "", *of(newest)),
-        ("coverage, memory", _part(accuracy.coverage(doubts, every)), "75-90 %", "", *kept),
+        ("coverage, dense", _part(held_out.coverage(seconds, dense)), "75-90 %", "", *of(dense)),
+        ("coverage, MoE", _part(held_out.coverage(seconds, newest)), "75-90 %", "", *of(newest)),
+        ("coverage, memory", _part(held_out.coverage(doubts, every)), "75-90 %", "", *kept),
     ]
 
 
@@ -128,25 +127,25 @@ def show(table: list[tuple[Any, ...]]) -> None:
 def per_stack(seconds: HeldOut) -> None:
     """Held-out median of every stack, dense rows."""
     print("\nDense, by stack: median error (rows, groups)")
-    for name, found in accuracy.by_stack(seconds, seconds.chosen(DENSE)).items():
+    for name, found in held_out.by_stack(seconds, seconds.chosen(DENSE)).items():
         print(f"  {name:26} {found[0]:7.1%}  ({found[1]}, {found[2]})")
 
 
 def strangers(found: HeldOut) -> None:
     """Whole stacks left out: software that the fit never met."""
     rows = found.chosen(DENSE)
-    medians = [m for m, _, _ in accuracy.by_stack(found, rows).values()]
-    errors = accuracy.off(found.errors[rows])
+    medians = [m for m, _, _ in held_out.by_stack(found, rows).values()]
+    errors = held_out.off(found.errors[rows])
     print(
         f"\nWhole stacks left out, dense: median {np.median(errors):.1%}, p90 "
         f"{np.quantile(errors, 0.9):.1%}, mean over {len(medians)} stacks {np.mean(medians):.1%}"
     )
     after = []
-    for stack in accuracy.by_stack(found, rows):
+    for stack in held_out.by_stack(found, rows):
         mine = found.errors[rows & np.array([r.stack == stack for r in found.records])]
         first = np.linspace(0, len(mine) - 1, 3).astype(int)
         rest = np.delete(mine, first) - np.median(mine[first])
-        after += [float(np.median(accuracy.off(rest)))] if len(mine) > 5 else []
+        after += [float(np.median(held_out.off(rest)))] if len(mine) > 5 else []
     print(f"The same after three of their rows: mean over {len(after)} stacks {np.mean(after):.1%}")
 
 

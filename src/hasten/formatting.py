@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import json
 import math
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -130,6 +131,19 @@ def _scalar(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     # YAML 1.1 takes 1e-05 for text; with a point it is a number everywhere.
     return re.sub(r"^(-?\d+)e", r"\1.0e", text)
+
+
+def did_you_mean(word: object, options: Iterable[str]) -> str:
+    """`` (did you mean 'x'?)`` when an option is near, else an empty string."""
+    near = difflib.get_close_matches(str(word), list(options), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Columns side by side."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 # Files and texts of others: no pipe is waited for, and no terminal obeys a text.

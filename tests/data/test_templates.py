@@ -9,13 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.data.chat_template import (
-    DEEPSEEK_LLM,
-    DEEPSEEK_V3,
-    encode,
-    encode_all,
-    ensure_chat_template,
-)
+from hasten.data.chat_template import FALLBACKS, encode, encode_all, ensure_chat_template
 from hasten.data.readers import Conversation, Message, read_records
 from hasten.data.tokenize import BOS, EOS, train_bpe
 from hasten.errors import InputError
@@ -69,7 +63,7 @@ def test_deepseek_llm_is_written_as_published(tokenizer: Any) -> None:
 
 
 def test_deepseek_v3_is_written_as_published(tokenizer: Any) -> None:
-    tokenizer.chat_template = DEEPSEEK_V3
+    tokenizer.chat_template = FALLBACKS["deepseek-v3"]
     text, trained = rendered(tokenizer, "Hi", "Hello", "1+1?", "2", system="Be kind.")
     assert text == (
         f"{BOS}Be kind.<｜User｜>Hi<｜Assistant｜>Hello{EOS}<｜User｜>1+1?<｜Assistant｜>2{EOS}"
@@ -154,7 +148,7 @@ def test_a_missing_template_is_an_error_until_a_fallback_is_set(tokenizer: Any) 
     with pytest.raises(InputError, match=r"use deepseek-v3"):
         ensure_chat_template(tokenizer, "deepseek-v33")
     assert ensure_chat_template(tokenizer)
-    assert tokenizer.chat_template == DEEPSEEK_LLM
+    assert tokenizer.chat_template == FALLBACKS["deepseek-llm"]
 
 
 def test_a_long_dialogue_is_cut_and_one_without_answer_is_rejected(tokenizer: Any) -> None:

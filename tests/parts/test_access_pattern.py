@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +17,7 @@ from hasten.parts.data.access_pattern import (
     AccessOrder,
     IndexedReader,
     Pattern,
-    advise,
     classify,
-    classify_reads,
     with_merged_reads,
 )
 from hasten.parts.data.prefetch import SmartPrefetcher
@@ -85,22 +81,6 @@ def strided(step: int, count: int = COUNT) -> list[int]:
 )
 def test_an_order_is_told_by_its_indices(order: Sequence[int], expected: Pattern) -> None:
     assert classify(list(order)) == expected
-
-
-def test_reads_of_a_file_are_told_by_offset_and_length() -> None:
-    def at(order: Sequence[int]) -> list[tuple[int, int]]:
-        return [(100 * i, 100) for i in order]
-
-    uneven, offset = [], 0
-    for length in range(1, 40):
-        uneven.append((offset, length))
-        offset += length
-    assert classify_reads(uneven) == Pattern(AccessOrder.SEQUENTIAL)
-    assert classify_reads(uneven[::2] * 2) == Pattern(AccessOrder.REPEATED, 20)
-    assert classify_reads(at(range(0, 90, 3))) == Pattern(AccessOrder.STRIDED, 300)
-    assert classify_reads(at(blocks(16, 128))) == Pattern(AccessOrder.BLOCKS, 16)
-    assert classify_reads(at(shuffled(90))) == Pattern(AccessOrder.RANDOM)
-    assert classify_reads([]) == Pattern(AccessOrder.RANDOM)
 
 
 @pytest.mark.parametrize(
@@ -205,13 +185,3 @@ def test_a_loader_that_can_not_gain_stays_the_loader_it_is() -> None:
         [1, 2, 3],
     ]
     assert all(with_merged_reads(loader) is loader for loader in loaders)
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no advice")
-def test_the_system_takes_the_advice_for_every_order(tmp_path: Path) -> None:
-    path = tmp_path / "records"
-    path.write_bytes(bytes(10_000))
-    with path.open("rb") as file:
-        assert all(advise(file.fileno(), Pattern(order)) for order in AccessOrder)
-        assert advise(file.fileno(), Pattern(AccessOrder.RANDOM), offset=4096, length=4096)
-        assert file.read() == bytes(10_000)

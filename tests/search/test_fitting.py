@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from planner import held_out
+from planner.held_out import Cases, fit_memory, fit_seconds, read_records
+
 from hasten.errors import InputError
-from hasten.planner import accuracy
-from hasten.planner.calibrate import Cases, fit_memory, fit_seconds
 from hasten.planner.numbers import Calibration, Constants, MemoryConstants, calibrated
-from hasten.planner.records import PublishedMeasurement, read_records
+from hasten.planner.records import PublishedMeasurement
 
 MEASUREMENTS = Path(__file__).parents[2] / "benchmarks" / "planner" / "measurements.json"
 
@@ -30,7 +34,7 @@ def test_every_published_figure_names_its_source() -> None:
 
 
 def test_the_same_measurements_give_the_same_bits(records: list[PublishedMeasurement]) -> None:
-    rows = accuracy.timed(records)[::6]
+    rows = held_out.timed(records)[::6]
     first, second = (fit_seconds(Cases.of(rows)) for _ in range(2))
     assert first == second
 
@@ -43,7 +47,7 @@ def test_the_packages_calibration_is_that_of_the_committed_measurements(
     assert (
         calibrated().provenance["sha256"] == hashlib.sha256(MEASUREMENTS.read_bytes()).hexdigest()
     )
-    constants, stacks = fit_seconds(Cases.of(accuracy.timed(records)))
+    constants, stacks = fit_seconds(Cases.of(held_out.timed(records)))
     for field in fields(Constants):  # a new torch or numpy may round differently, not more
         expected = getattr(calibrated().constants, field.name)
         assert getattr(constants, field.name) == pytest.approx(expected, rel=1e-3)
@@ -53,7 +57,7 @@ def test_the_packages_calibration_is_that_of_the_committed_measurements(
 def test_constants_are_found_again_in_figures_made_with_them(
     records: list[PublishedMeasurement],
 ) -> None:
-    rows = accuracy.timed(records)[::2]
+    rows = held_out.timed(records)[::2]
     cases = Cases.of(rows)
     truth = replace(Constants(), gemm16=0.8, bubble=1.05, inter=0.5, attention=0.5)
     seconds = cases.seconds(truth)
@@ -62,14 +66,14 @@ def test_constants_are_found_again_in_figures_made_with_them(
         for r, s, d in zip(rows, seconds, cases.layouts.devices, strict=True)
     ]
     found, stacks = fit_seconds(Cases.of(made))
-    errors = accuracy.time_errors(made, found, stacks)
+    errors = held_out.time_errors(made, found, stacks)
     assert np.median(np.abs(errors)) < 0.01
     assert stacks[""] == pytest.approx(1, abs=0.06)
     assert found.gemm16 == pytest.approx(0.8, rel=0.05)
 
 
 def test_broken_rows_hardly_move_the_fit(records: list[PublishedMeasurement]) -> None:
-    rows = accuracy.timed(records)
+    rows = held_out.timed(records)
     sound, _ = fit_seconds(Cases.of(rows))
     broken = [
         replace(r, tokens_per_second=(r.tokens_per_second or 0) * (5 if n % 40 == 0 else 1))
@@ -83,7 +87,7 @@ def test_memorys_figures_are_shares_of_what_was_measured(
     records: list[PublishedMeasurement],
 ) -> None:
     """As those of ``--evaluate``, and of everybody who says how far off a prediction was."""
-    found = accuracy.memory(records)
+    found = held_out.memory(records)
     measured = np.array([r.memory_gb or np.nan for r in found.records])
     predicted = measured / np.exp(found.errors)
     off = np.abs(predicted / measured - 1)
@@ -93,9 +97,9 @@ def test_memorys_figures_are_shares_of_what_was_measured(
 
 
 def test_memory_is_fitted_as_well(records: list[PublishedMeasurement]) -> None:
-    rows = accuracy.weighed(records)
-    errors = accuracy.memory_errors(rows, fit_memory(Cases.of(rows)))
-    before = accuracy.memory_errors(rows, MemoryConstants())
+    rows = held_out.weighed(records)
+    errors = held_out.memory_errors(rows, fit_memory(Cases.of(rows)))
+    before = held_out.memory_errors(rows, MemoryConstants())
     assert np.median(np.abs(errors)) <= np.median(np.abs(before))
     assert np.median(np.abs(errors)) < 0.1
 
@@ -103,12 +107,12 @@ def test_memory_is_fitted_as_well(records: list[PublishedMeasurement]) -> None:
 def test_few_folds_already_show_that_unseen_groups_are_met(
     records: list[PublishedMeasurement],
 ) -> None:
-    found = accuracy.seconds(records, folds=5)
-    dense = found.chosen(accuracy.DENSE)
+    found = held_out.seconds(records, folds=5)
+    dense = found.chosen(held_out.DENSE)
     assert not np.isnan(found.errors).any()
-    assert np.median(accuracy.off(found.errors[dense])) < 0.06
-    assert 0.7 < accuracy.coverage(found, dense) < 0.92
-    choice = accuracy.choice(found, "megatron-deepspeed-bloom")
+    assert np.median(held_out.off(found.errors[dense])) < 0.06
+    assert 0.7 < held_out.coverage(found, dense) < 0.92
+    choice = held_out.choice(found, "megatron-deepspeed-bloom")
     assert np.mean(choice.regrets) < 0.03
     assert choice.concordance > 0.75
 
@@ -124,11 +128,11 @@ def test_a_group_is_never_on_both_sides(
         seen.append(({r.group for r in inside}, {r.group for r in outside}))
         return np.zeros(len(outside))
 
-    monkeypatch.setattr(accuracy, "_time_errors", noted)
-    accuracy.seconds(records)
+    monkeypatch.setattr(held_out, "_time_errors", noted)
+    held_out.seconds(records)
     assert all(not inside & outside for inside, outside in seen)
     assert set.union(*(outside for _, outside in seen)) == {
-        r.group for r in accuracy.timed(records)
+        r.group for r in held_out.timed(records)
     }
 
 
@@ -145,8 +149,8 @@ def test_runs_that_ran_out_of_memory_are_not_called_fitting(
 
 def test_a_quantile_is_a_weighted_ones_where_all_weigh_alike() -> None:
     errors = np.random.default_rng(0).normal(size=1001)
-    plain = accuracy.quantiles(errors)
-    assert plain == accuracy.quantiles(errors, np.full(1001, 3.0))
+    plain = held_out.quantiles(errors)
+    assert plain == held_out.quantiles(errors, np.full(1001, 3.0))
     assert plain[0] == pytest.approx(np.quantile(errors, 0.1), abs=0.02)
     assert plain[1] == pytest.approx(np.quantile(errors, 0.9), abs=0.02)
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
+from hasten.parts.distributed.pipeline.timetable import drawing
 from hasten.planner.schedules import (
     SIMULATED,
     Orders,
@@ -19,7 +20,7 @@ from hasten.planner.schedules import (
     orders,
     simulate,
 )
-from hasten.planner.simulate import draw_schedule, drawing
+from hasten.planner.simulate import draw_schedule
 
 CASES = [
     (schedule, P, M, v)
@@ -141,11 +142,18 @@ def test_an_order_that_does_not_exist_is_one_sentence(
         orders(schedule, P, M, v)
 
 
-def test_a_drawing_has_a_box_for_each_piece_of_work() -> None:
-    table = simulate(orders("zb1p", 4, 8), StageSeconds.even(4, 1, 1, 1))
-    root = ET.fromstring(drawing(table, "a <pipeline>"))
-    boxes = [r for r in root.iter("{http://www.w3.org/2000/svg}rect") if r.get("class") in "FIW"]
-    assert len(boxes) == 3 * 4 * 8 + 3  # and three in the key
+@pytest.mark.parametrize(("schedule", "boxes"), [("zb1p", 3 * 4 * 8 + 3), ("dualpipe", 0)])
+def test_a_drawing_has_a_box_for_each_piece_of_work(schedule: str, boxes: int) -> None:
+    table = simulate(orders(schedule, 4, 8), StageSeconds.even(4, 1, 1, 1))
+    root = ET.fromstring(drawing(table.passes(), "a <pipeline>"))
+    found = [
+        (float(r.get("x", "")), float(r.get("y", "")), float(r.get("height", "")))
+        for r in root.iter("{http://www.w3.org/2000/svg}rect")
+    ]
+    kinds = len({op[0] for event in table.events for op in event.cell})
+    assert len(found) == len(table.passes()) + kinds  # and one each in the key
+    assert not boxes or len(found) == boxes
+    assert len(set(found)) == len(found)  # passes that overlap lie one above the other
 
 
 def test_of_many_micro_batches_a_drawing_shows_some_and_says_so() -> None:

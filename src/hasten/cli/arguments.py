@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -16,6 +16,15 @@ RecipePath = Annotated[Path, typer.Argument(help="the recipe, a YAML file", meta
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="changes to the recipe", metavar="[KEY=VALUE]...")
 ]
+
+
+Options = TypeVar("Options")
+
+
+def chosen(kind: type[Options], given: Mapping[str, Any], **others: Any) -> Options:
+    """A dataclass of options: each field is what was ``given`` under its name, or one of others."""
+    names = kind.__dataclass_fields__  # type: ignore[attr-defined]  # it is a dataclass
+    return kind(**{name: given[name] for name in names if name not in others}, **others)
 
 
 def writable(option: str, path: Path | None) -> Path | None:

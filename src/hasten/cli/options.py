@@ -10,8 +10,16 @@ from typing import Annotated, Literal
 
 import typer
 
-from hasten.cli.arguments import Overrides, RecipePath
+from hasten.cli.arguments import Overrides, RecipePath, chosen
 from hasten.errors import InputError
+
+Fresh = Annotated[bool, typer.Option("--fresh", help="measure anew, whatever was measured before")]
+Write = Annotated[
+    bool, typer.Option("--write", help="put what paid into the recipe; comments stay")
+]
+WriteTo = Annotated[
+    Path | None, typer.Option("--write-to", help="the same into a new file", metavar="NEW.yaml")
+]
 
 
 def speedup(
@@ -66,9 +74,7 @@ def speedup(
         Literal["auto", "together", "groups", "fresh"],
         typer.Option("--grouping", help="which arms are alive at once; auto: what memory holds"),
     ] = "auto",
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="measure anew, whatever was measured before")
-    ] = False,
+    fresh: Fresh = False,
     json_out: Annotated[
         Path | None, typer.Option("--json", help="write report.json here as well")
     ] = None,
@@ -78,13 +84,8 @@ def speedup(
     plan: Annotated[
         str | None, typer.Option(help="a preset plan in place of the recipe's: article")
     ] = None,
-    write: Annotated[
-        bool, typer.Option("--write", help="put what paid into the recipe; comments stay")
-    ] = False,
-    write_to: Annotated[
-        Path | None,
-        typer.Option("--write-to", help="the same into a new file", metavar="NEW.yaml"),
-    ] = None,
+    write: Write = False,
+    write_to: WriteTo = None,
     guard: Annotated[
         bool, typer.Option("--guard/--no-guard", help="prove beforehand that quality is kept")
     ] = True,
@@ -97,10 +98,9 @@ def speedup(
     from hasten.cli.speedup import SpeedupOptions
     from hasten.cli.speedup import speedup as command
 
-    asked = (rounds, steps, warmup, budget, builds, noise, max_load, group, fresh, guard, seeds)
     changes = [*(overrides or []), *([f"plan={plan}"] if plan is not None else [])]
     back = WriteBack(recipe, write, write_to)
-    wishes = SpeedupOptions(arms, only, order, *asked)
+    wishes = chosen(SpeedupOptions, locals(), grouping=group)
     code = command(recipe, changes, wishes, json_out, bundle, back)
     raise typer.Exit(code)
 
@@ -151,9 +151,7 @@ def tune(
     ] = 3,
     trials: Annotated[int | None, typer.Option(min=1, help="trials at most")] = None,
     steps: Annotated[int, typer.Option(min=1, help="steps of a round")] = 4,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="measure anew, whatever was measured before")
-    ] = False,
+    fresh: Fresh = False,
     output: Annotated[
         Path | None,
         typer.Option(help="the winning recipe; OUTPUT/tuned.yaml of the recipe if left out"),
@@ -161,13 +159,8 @@ def tune(
     json_out: Annotated[
         Path | None, typer.Option("--json", help="write the study here as well")
     ] = None,
-    write: Annotated[
-        bool, typer.Option("--write", help="put what paid into the recipe; comments stay")
-    ] = False,
-    write_to: Annotated[
-        Path | None,
-        typer.Option("--write-to", help="the same into a new file", metavar="NEW.yaml"),
-    ] = None,
+    write: Write = False,
+    write_to: WriteTo = None,
 ) -> None:
     """Search for the fastest settings of a recipe on this machine, and prove them."""
     from hasten.cli.arguments import WriteBack
@@ -194,10 +187,7 @@ def tune(
                 )
         wishes = LearningWishes(named(only), trials, fresh)
         raise typer.Exit(learn(recipe, overrides or [], budget or "1h", wishes, output, json_out))
-    speed = budget or "8m"
-    asked = TuneArguments(
-        speed, sampler, objective, target_loss, only, lossy, seeds, trials, steps, fresh
-    )
+    asked = chosen(TuneArguments, locals(), budget=budget or "8m")
     back = WriteBack(recipe, write, write_to)
     raise typer.Exit(command(recipe, overrides or [], asked, output, json_out, back))
 
@@ -303,29 +293,8 @@ def plan(
     if evaluate is not None:
         evaluation(evaluate, json_out)
         return
-    wishes = PlanOptions(
-        cluster=cluster,
-        gpu=gpu,
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        memory=memory,
-        task=task,
-        sequence=sequence,
-        global_batch=global_batch,
-        tokens=tokens,
-        price=price,
-        precision=precision,
-        schedules=schedules,
-        lossy=lossy,
-        stack=stack,
-        calibrate=calibrate or [],
-        top=top,
-        why=why or [],
-        what_if=what_if or [],
-        gpus=gpus,
-        shapes=shapes,
-        measured=measured,
-    )
+    lists = {"calibrate": calibrate or [], "why": why or [], "what_if": what_if or []}
+    wishes = chosen(PlanOptions, locals(), **lists)
     command(model, overrides or [], wishes, json_out, html)
 
 
@@ -395,31 +364,8 @@ def launch(
 
     words = {"partition": partition, "account": account, "qos": qos, "constraint": constraint}
     words |= {"reservation": reservation, "namespace": namespace, "rdma": rdma}
-    asked = LaunchOptions(
-        target=target,
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        topology=topology,
-        fewest=min_nodes,
-        spot=spot,
-        output=output,
-        name=name,
-        time=time,
-        grace=grace,
-        restarts=restarts,
-        workdir=workdir,
-        checkpoints=checkpoints,
-        python=python,
-        hosts=tuple(h.strip() for h in (hosts or "").split(",") if h.strip()),
-        port=port,
-        interface=interface,
-        image=image,
-        volume=volume,
-        gpu=gpu,
-        plan=plan,
-        words=words,
-        rate=rate,
-    )
+    names = tuple(h.strip() for h in (hosts or "").split(",") if h.strip())
+    asked = chosen(LaunchOptions, locals(), fewest=min_nodes, hosts=names)
     raise typer.Exit(command(recipe, overrides or [], asked, dry_run, submit, rehearse))
 
 

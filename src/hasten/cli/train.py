@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hasten.cli.terminal import Display
+from hasten.core.plan import name_of
 from hasten.core.session import Session
 from hasten.core.timing import StepMetrics
 from hasten.errors import FAILED, INTERRUPTED, LEFT, InputError
@@ -29,7 +30,6 @@ from hasten.measure.choose import Choice
 from hasten.recipe.build import facts_of, plan_of, saves, supervision_of
 from hasten.recipe.prepare import ready
 from hasten.recipe.schema import Recipe, load_recipe
-from hasten.recipe.write_back import name_of
 from hasten.report.gains import unpaid
 from hasten.report.schema import read_report
 from hasten.training.chosen_plan import SpeedWatch, with_chosen_plan

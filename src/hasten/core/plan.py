@@ -7,7 +7,6 @@ caches, checkpoints and reports.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import itertools
 import json
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.formatting import did_you_mean as did_you_mean
 
 if TYPE_CHECKING:
     from hasten.core.facts import Facts
@@ -171,7 +171,8 @@ def _check_type(place: str, value: Any, default: Any) -> None:
         )
 
 
-def did_you_mean(word: str, options: Iterable[str]) -> str:
-    """`` (did you mean 'x'?)`` when an option is near, else an empty string."""
-    near = difflib.get_close_matches(str(word), list(options), n=1, cutoff=0.6)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+def name_of(entry: Any) -> str:
+    """The technique's name of an entry of a plan, in any of its forms."""
+    if isinstance(entry, Mapping):
+        entry = entry.get("technique") or next(iter(entry), "")
+    return str(entry).lower().replace("-", "_")

@@ -128,7 +128,7 @@ def setting(default: Any, doc: str, *, may_change: bool = False) -> Any:
 
 
 class Technique(ABC):
-    """One switch of the catalogue. Every subclass is a final frozen dataclass."""
+    """One switch of the catalogue: a final frozen dataclass; a base may share what it does."""
 
     slot: ClassVar[Slot]
     # What `plan: auto` does with it: "usual" is in its first plan wherever nothing is in the way,

@@ -43,80 +43,20 @@ if TYPE_CHECKING:
 # They stand in for the template that a tokenizer may lack, and a recipe can ask for one by name or
 # give a file of its own.
 
-# The chat format of DeepSeek LLM (DeepSeek-AI 2024, the model card of deepseek-llm-7b-chat).
-DEEPSEEK_LLM = """\
-{{- bos_token }}
-{%- for message in messages %}
-    {%- if message.role == 'user' %}
-        {{- 'User: ' + message.content + '\n\n' }}
-    {%- elif message.role == 'assistant' %}
-        {{- 'Assistant: ' + message.content + eos_token }}
-    {%- else %}
-        {{- message.content + '\n\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- 'Assistant:' }}
-{%- endif %}"""
+# deepseek-llm: DeepSeek-AI 2024, the model card of deepseek-llm-7b-chat.
+#
+# deepseek-v3: DeepSeek-AI 2024, tokenizer_config.json of DeepSeek-V3-0324, with calls of tools and
+# their results; how tools are declared is not part of it. As published only the first results of a
+# dialogue are opened and a call after results doesn't close them; here all are.
+#
+# deepseek-r1: DeepSeek-AI 2025, the model card of DeepSeek-R1, no tools: the prompt opens the
+# thought, and later turns don't see the thoughts of earlier ones. As published it cuts the thought
+# off the last answer too; here it stays, since it is what is trained.
 
-# The chat format of DeepSeek V3 (DeepSeek-AI 2024, tokenizer_config.json of DeepSeek-V3-0324), with
-# calls of tools and their results; how tools are declared is not part of it. As published only the
-# first results of a dialogue are opened and a call after results doesn't close them; here all are.
-DEEPSEEK_V3 = """\
-{{- bos_token }}
-{%- for message in messages %}
-    {%- if message.role == 'tool' %}
-        {%- set opens = messages[loop.index0 - 1].role != 'tool' %}
-        {{- '<｜tool▁outputs▁begin｜>' if opens else '\\n' }}
-        {{- '<｜tool▁output▁begin｜>' + message.content + '<｜tool▁output▁end｜>' }}
-        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}
-            {{- '<｜tool▁outputs▁end｜>' }}
-        {%- endif %}
-    {%- elif message.role == 'user' %}
-        {{- '<｜User｜>' + message.content }}
-    {%- elif message.role == 'assistant' %}
-        {{- '' if messages[loop.index0 - 1].role == 'tool' else '<｜Assistant｜>' }}
-        {{- message.content or '' }}
-        {%- for call in message.tool_calls or [] %}
-            {{- '<｜tool▁calls▁begin｜>' if loop.first else '\\n' }}
-            {{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + call.function.name }}
-            {%- set given = call.function.arguments %}
-            {{- '\\n```json\\n' + (given if given is string else given | tojson) }}
-            {{- '\\n```<｜tool▁call▁end｜>' + ('<｜tool▁calls▁end｜>' if loop.last else '') }}
-        {%- endfor %}
-        {{- eos_token }}
-    {%- else %}
-        {{- message.content }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt and (not messages or messages[-1].role != 'tool') %}
-    {{- '<｜Assistant｜>' }}
-{%- endif %}"""
-
-# The chat format of DeepSeek R1 (DeepSeek-AI 2025, the model card of DeepSeek-R1), no tools: the
-# prompt opens the thought, and later turns don't see the thoughts of earlier ones. As published it
-# cuts the thought off the last answer too; here it stays, since it is what is trained.
-DEEPSEEK_R1 = """\
-{{- bos_token }}
-{%- for message in messages %}
-    {%- if message.role == 'user' %}
-        {{- '<｜User｜>' + message.content }}
-    {%- elif message.role == 'assistant' and loop.last %}
-        {{- '<｜Assistant｜>' + message.content + eos_token }}
-    {%- elif message.role == 'assistant' %}
-        {{- '<｜Assistant｜>' + message.content.split('</think>')[-1] + eos_token }}
-    {%- else %}
-        {{- message.content }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<｜Assistant｜><think>\n' }}
-{%- endif %}"""
-
+_TEMPLATES = Path(__file__).with_name("chat_templates")
 FALLBACKS = {
-    "deepseek-llm": DEEPSEEK_LLM,
-    "deepseek-v3": DEEPSEEK_V3,
-    "deepseek-r1": DEEPSEEK_R1,
+    name: (_TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8").removesuffix("\n")
+    for name in ("deepseek-llm", "deepseek-v3", "deepseek-r1")
 }
 _LARGEST_FILE = 1 << 20  # bytes
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
 from hasten.errors import InputError
+from hasten.formatting import did_you_mean
 
 TOPOLOGIES = ("single_node", "fat_tree", "rail_optimized", "dgx_a100", "dgx_h100", "ethernet")
 PRIORITIES = ("low_latency", "high_bandwidth", "low_cost")
@@ -49,8 +49,7 @@ class CloudConfig:
 
 def _check(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        near = difflib.get_close_matches(str(value), known, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = did_you_mean(value, known)
         raise InputError(
             f"CloudConfig: {name} is {value!r}{hint}; it must be one of {', '.join(known)}"
         )

@@ -24,121 +24,21 @@ from hasten.models.architecture import Architecture
 from hasten.planner.candidate import PlanCandidate, Span
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import Column, Layouts, PlannedJob, PlannedLayout
-from hasten.planner.memory import MemoryColumns, memory
 from hasten.planner.numbers import (
     Calibration,
     Constants,
-    MachineNumbers,
-    MemoryConstants,
-    ModelNumbers,
     calibrated,
     machine,
     numbers,
     prior,
-    stacked,
 )
 from hasten.planner.predict import steps
-from hasten.planner.records import PublishedMeasurement
 
-NOISE = 0.05  # of the logarithm of seconds: releases of one framework differ by 5.5 %
-MEMORY_NOISE = 0.06
 STACK_SPREAD = 0.15
 ODD = 2.5  # noises from which on a row counts less than half
-OLDER = 0.2  # weight of rows that a later release of the software has replaced
 STEPS = 25
 NUDGE = 1e-4  # of a logarithm, for derivatives by forward differences
 C = TypeVar("C", bound=Any)
-
-
-@dataclass(frozen=True)
-class Cases:
-    """Records as columns."""
-
-    records: tuple[PublishedMeasurement, ...]
-    model: ModelNumbers
-    machine: MachineNumbers
-    layouts: Layouts
-    batch: Column
-    lora: Column
-
-    @classmethod
-    def of(cls, records: Sequence[PublishedMeasurement]) -> Cases:
-        return cls(
-            tuple(records),
-            stacked([numbers(r.architecture, r.job.sequence) for r in records]),
-            stacked([machine(r.cluster) for r in records]),
-            Layouts.of([r.layout for r in records]),
-            np.array([float(r.job.global_batch) for r in records]),
-            np.array([float(r.job.task == "lora") for r in records]),
-        )
-
-    def seconds(self, c: Constants) -> Column:
-        """Predicted seconds per step, without any stack's factor."""
-        found = steps(self.model, self.machine, self.layouts, self.batch, c, self.lora)
-        return found.total
-
-    def memory(self, c: MemoryConstants) -> MemoryColumns:
-        """Predicted resident bytes of the fullest rank, by part."""
-        count = np.maximum(1.0, np.ceil(self.batch / (self.layouts.dp * self.layouts.micro_batch)))
-        return memory(self.model, self.layouts, count, c, self.lora)
-
-    def bytes(self, c: MemoryConstants) -> Column:
-        """All of them together."""
-        return self.memory(c).total
-
-    def measured_seconds(self) -> Column:
-        """Seconds per step as measured."""
-        rates = np.array([r.tokens_per_second or np.nan for r in self.records])
-        return np.asarray(self.batch * self.model.sequence / (rates * self.layouts.devices))
-
-
-def weights(records: Sequence[PublishedMeasurement]) -> Column:
-    """How much each row counts: near-duplicates of a group share, recalled figures count little."""
-    size: dict[str, int] = {}
-    for record in records:
-        size[record.group] = size.get(record.group, 0) + 1
-    return np.array(
-        [
-            r.confidence**2
-            * (0.25 if r.recalled else 1.0)
-            * (OLDER if r.superseded else 1.0)
-            / size[r.group] ** 0.5
-            for r in records
-        ]
-    )
-
-
-def fit_seconds(cases: Cases, start: Constants | None = None) -> tuple[Constants, dict[str, float]]:
-    """Constants and the stacks' factors from measured seconds."""
-    names = sorted({r.stack for r in cases.records})
-    place = np.array([names.index(r.stack) for r in cases.records])
-    one_hot = (place[:, None] == np.arange(len(names))[None, :]).astype(np.float64)
-    target = np.log(cases.measured_seconds())
-    found, stacks = fit(
-        start or Constants(),
-        lambda c: np.log(cases.seconds(c)),
-        target,
-        weights(cases.records),
-        NOISE,
-        one_hot,
-        at_once=True,
-    )
-    return found, {name: float(np.exp(value)) for name, value in zip(names, stacks, strict=True)}
-
-
-def fit_memory(cases: Cases, start: MemoryConstants | None = None) -> MemoryConstants:
-    """Memory's constants from measured gigabytes."""
-    target = np.log(np.array([(r.memory_gb or np.nan) * 1e9 for r in cases.records]))
-    nothing = np.zeros((len(target), 0))
-    found, _ = fit(
-        start or MemoryConstants(),
-        lambda c: np.log(cases.bytes(c)),
-        target,
-        weights(cases.records),
-        MEMORY_NOISE,
-        nothing,
-    )
-    return found
 
 
 def fit(

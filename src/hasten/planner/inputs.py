@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from hasten.core.plan import name_of
 from hasten.errors import InputError
+from hasten.formatting import aligned
 from hasten.launch.cluster import CloudConfig
 from hasten.machine.accelerators import PCIE4, Device, device
 from hasten.models.architecture import Architecture
@@ -24,7 +26,6 @@ from hasten.planner.layout import Layouts, LayoutSpace, PlannedJob, PlannedLayou
 from hasten.planner.numbers import Calibration, calibrated
 from hasten.planner.predict import predict
 from hasten.planner.reasons import count_of
-from hasten.planner.text import aligned
 from hasten.recipe.price import Price, price_of
 from hasten.recipe.yaml_reader import read_yaml_file
 
@@ -176,10 +177,7 @@ def own_run(folder: Path, cluster: Cluster) -> OwnRun:
     sequence = int(recipe.get("cutoff_len") or 2048)
     slots = statistics.median(float(row.get("slots") or 0) for row in rows)
     share = max(1, round(slots / sequence / ranks))
-    names = {
-        str(t.get("technique") or next(iter(t), "")) if isinstance(t, dict) else str(t)
-        for t in recipe.get("plan") or ()
-    }
+    names = set(map(name_of, recipe.get("plan") or ()))
     split = sorted(names & set(SPLIT))
     if split:
         raise InputError(

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hasten.core.plan import name_of
 from hasten.errors import InputError
 from hasten.launch.cluster import CloudConfig
 from hasten.launch.targets.job import MARK
@@ -161,7 +162,7 @@ def recipe_there(recipe: Recipe, checkpoints: str | None, leave_file: str | None
     values |= {"nproc": 1, "min_nproc": None, "max_restarts": 0, "warm_restarts": False}
     if recipe.resume == "never":
         values["resume"] = "auto"
-    if not any(_names_checkpoints(entry) for entry in recipe.plan):
+    if "checkpoints" not in map(name_of, recipe.plan):
         values["checkpoint_every"] = "dynamic"
     if checkpoints is not None:
         values["checkpoint_dir"] = checkpoints
@@ -220,9 +221,3 @@ def _family(recipe: Recipe) -> str:
     if family not in TINY:
         raise InputError(f"--rehearse: there is no tiny {family}; there is {', '.join(TINY)}")
     return family
-
-
-def _names_checkpoints(entry: Any) -> bool:
-    if isinstance(entry, dict):
-        entry = entry.get("technique") or next(iter(entry), "")
-    return str(entry).lower().replace("-", "_") == "checkpoints"

@@ -1,18 +1,18 @@
 """Models, clusters and the cost model's constants as plain numbers.
 
 One formula serves one case or thousands of rows: every field of a model or machine is a float, or
-an array with one entry per row. ``numbers`` makes the first from an architecture, ``stacked`` the
-second from many. The matrices become columns in a fixed order.
+an array with one entry per row. ``numbers`` makes the first from an architecture. The
+matrices become columns in a fixed order.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -142,18 +142,6 @@ def machine(cluster: Cluster) -> MachineNumbers:
         inter_latency=cluster.inter_latency,
         gloo=float(chip.gloo),
     )
-
-
-N = TypeVar("N", ModelNumbers, MachineNumbers)
-
-
-def stacked(cases: Sequence[N]) -> N:
-    """Many cases as one, an array in each field; a matrix's figures become (slots, rows)."""
-    columns = {
-        f.name: np.stack([np.asarray(getattr(case, f.name)) for case in cases], axis=-1)
-        for f in fields(cases[0])
-    }
-    return type(cases[0])(**columns)
 
 
 # The constants of the cost model, what each means, and what was believed before any measurement.

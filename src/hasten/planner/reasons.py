@@ -6,7 +6,6 @@ asks about, ``rejected`` for each way to deal out the devices, by its best varia
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from hasten.errors import InputError
+from hasten.formatting import did_you_mean
 from hasten.machine.accelerators import device
 from hasten.models.architecture import Architecture
 from hasten.planner.candidate import PlanCandidate, candidate, micro_batches_of
@@ -63,7 +63,7 @@ def layout_fields(words: Sequence[str]) -> dict[str, Any]:
         name = _SHORT.get(key, key)
         if not equals or name not in kinds:
             raise InputError(
-                f"a layout has no {word!r}{_near(key, kinds)}: write tp=8,recompute=full"
+                f"a layout has no {word!r}{did_you_mean(key, kinds)}: write tp=8,recompute=full"
             )
         if isinstance(kinds[name], bool):
             found[name] = _switch(value, name)
@@ -85,8 +85,9 @@ def changed_cluster(cluster: Cluster, change: str) -> Cluster:
     key, equals, value = change.partition("=")
     if not equals or key not in CHANGES:
         raise InputError(
-            f"can't try {change!r}{_near(key, CHANGES)}: what may change is {', '.join(CHANGES)}, "
-            "written gpu=a100, nodes=8, network=25 (Gbit/s a device), network=2x, link=100 (GB/s)"
+            f"can't try {change!r}{did_you_mean(key, CHANGES)}: what may change is "
+            f"{', '.join(CHANGES)}, written gpu=a100, nodes=8, network=25 (Gbit/s a device), "
+            "network=2x, link=100 (GB/s)"
         )
     if key == "gpu":
         chip = device(value)
@@ -125,11 +126,6 @@ def _switch(value: str, name: str) -> bool:
     if value.lower() not in known:
         raise InputError(f"{name} is {value!r}; write yes or no")
     return known[value.lower()]
-
-
-def _near(key: str, known: Any) -> str:
-    near = difflib.get_close_matches(key, list(known), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 # Reasons.

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from hasten.errors import InputError
 from hasten.machine.accelerators import device
-from hasten.models.architecture import Architecture, Experts, Latent, load_json
+from hasten.models.architecture import Architecture, Experts, Latent
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import RECOMPUTE, Layouts, PlannedJob, PlannedLayout
 from hasten.planner.memory import memory
@@ -47,30 +45,6 @@ class PublishedMeasurement:
     recalled: bool
     superseded: bool
     source: str
-
-
-def read_records(path: Path) -> list[PublishedMeasurement]:
-    """All records of the file that say enough to be predicted.
-
-    Raises:
-        InputError: it isn't such a file; the sentence names the record.
-    """
-    rows = load_json(path)
-    if not isinstance(rows, list):
-        raise InputError(f"{path} must hold a list of measurements")
-    found = []
-    for place, row in enumerate(rows):
-        try:
-            record = read_record(row)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            name = row.get("id", place) if isinstance(row, Mapping) else place
-            lacks = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-            raise InputError(f"{path}: record {name} can't be used: {lacks}") from error
-        if record is not None:
-            found.append(record)
-    if not found:
-        raise InputError(f"{path} holds no measurement whose layout is fully known")
-    return found
 
 
 def read_record(row: Mapping[str, Any]) -> PublishedMeasurement | None:

@@ -10,9 +10,12 @@ there. So stages may differ in length, which closed forms don't allow (``idle_se
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hasten.errors import InputError
+from hasten.parts.distributed.pipeline.schedules import orders as trained
+from hasten.parts.distributed.pipeline.timetable import StageEvent
 
 Op = tuple[str, int, int]  # kind, stage, micro-batch
 Cell = tuple[Op, ...]  # what a rank does at a time: one piece, or two that overlap (DualPipe)
@@ -32,7 +35,7 @@ class StageSeconds:
     def even(cls, stages: int, forward: float, inputs: float, weights: float) -> StageSeconds:
         return cls((forward,) * stages, (inputs,) * stages, (weights,) * stages)
 
-    def of(self, op: Op) -> float:
+    def __call__(self, op: Op) -> float:
         kind, stage, _ = op
         if kind == "F":
             return self.forward[stage]
@@ -60,6 +63,10 @@ class Timetable:
     busy: tuple[float, ...]
     peaks: tuple[int, ...]
 
+    def passes(self) -> list[StageEvent]:
+        """One event for each piece of work, to be drawn."""
+        return [StageEvent(e.rank, *op, e.start, e.end) for e in self.events for op in e.cell]
+
     @property
     def idle_share(self) -> float:
         """Share of the ranks' time in which they wait: the bubble, uneven stages included."""
@@ -75,15 +82,13 @@ def orders(schedule: str, stages: int, micro_batches: int, virtual: int = 1) -> 
     problem = impossible(schedule, stages, micro_batches, virtual)
     if problem:
         raise InputError(problem)
-    if schedule == "gpipe":
-        return _gpipe(stages, micro_batches)
     if schedule == "interleaved":
         return _interleaved(stages, micro_batches, virtual)
     if schedule == "zb1p":
         return _zb1p(stages, micro_batches)
     if schedule == "dualpipe":
         return [_dualpipe(rank, stages, micro_batches) for rank in range(stages)]
-    return _one_forward_one_backward(stages, micro_batches)
+    return [[(op,) for op in of_rank] for of_rank in trained(schedule, stages, micro_batches)]
 
 
 def impossible(schedule: str, stages: int, micro_batches: int, virtual: int = 1) -> str:
@@ -105,13 +110,15 @@ def impossible(schedule: str, stages: int, micro_batches: int, virtual: int = 1)
     return ""
 
 
-def simulate(order: Orders, seconds: StageSeconds, overlap: float = 1.0) -> Timetable:
-    """The timetable of an order; a cell of two takes ``overlap`` times the sum of both.
+def simulate(order: Orders, seconds: Callable[[Op], float], overlap: float = 1.0) -> Timetable:
+    """The timetable of an order of passes that take ``seconds``, all of the stages' first to last.
+
+    A cell of two takes ``overlap`` times the sum of both.
 
     Raises:
         ValueError: ranks wait for each other for ever, so the order is none.
     """
-    ranks, last = len(order), len(seconds.forward) - 1
+    ranks, last = len(order), max(op[1] for cells in order for cell in cells for op in cell)
     ends: dict[Op, float] = {}
     at, clock, busy = [0] * ranks, [0.0] * ranks, [0.0] * ranks
     kept, peaks = [0] * ranks, [0] * ranks
@@ -126,7 +133,7 @@ def simulate(order: Orders, seconds: StageSeconds, overlap: float = 1.0) -> Time
                 if None in needed:
                     break
                 start = max([clock[rank], *(n for n in needed if n is not None)])
-                spent = sum(map(seconds.of, cell)) * (overlap if len(cell) > 1 else 1.0)
+                spent = sum(map(seconds, cell)) * (overlap if len(cell) > 1 else 1.0)
                 clock[rank] = start + spent
                 busy[rank] += spent
                 for op in cell:  # the halves of a backward pass end like the whole of one
@@ -170,23 +177,6 @@ def idle_seconds(
 
 def _one(kind: str, stage: int, micro: int) -> Cell:
     return ((kind, stage, micro),)
-
-
-def _gpipe(P: int, M: int) -> Orders:
-    """All forward, then all backward."""
-    return [[_one(kind, r, m) for kind in "FB" for m in range(M)] for r in range(P)]
-
-
-def _one_forward_one_backward(P: int, M: int) -> Orders:
-    """P-1-r forward to begin with, then one forward and one backward in turn, then the rest."""
-    found = []
-    for r in range(P):
-        ahead = min(P - 1 - r, M)
-        cells = [_one("F", r, m) for m in range(ahead)]
-        for m in range(M - ahead):
-            cells += [_one("F", r, ahead + m), _one("B", r, m)]
-        found.append(cells + [_one("B", r, m) for m in range(M - ahead, M)])
-    return found
 
 
 def _interleaved(P: int, M: int, v: int) -> Orders:

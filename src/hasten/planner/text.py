@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from hasten.data.file_lock import replace_file
 from hasten.errors import InputError
+from hasten.formatting import aligned
 from hasten.models.architecture import Architecture
 from hasten.planner.advice import HardwareOption, LayoutChange, Shape
 from hasten.planner.candidate import PerHour, PlanCandidate, Span, Spending, spending, words
@@ -218,13 +218,6 @@ def provenance(found: ClusterPlan) -> dict[str, Any]:
     return dict((found.calibration or calibrated()).provenance)
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Columns side by side."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows)
-    return "\n".join(line.rstrip() for line in lines)
-
-
 def spanned(span: Span | None) -> str:
     """``12.0 [10.1, 14.2]``."""
     if span is None:
@@ -344,20 +337,9 @@ def write(path: Path, content: str) -> None:
         InputError: the folder doesn't exist, or nothing can be written there.
     """
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        replace_file(path, content)
     except OSError as error:
         raise InputError(f"{path} can't be written: {error.strerror or error}") from error
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(content)
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except OSError as error:
-        Path(name).unlink(missing_ok=True)
-        raise InputError(f"{path} can't be written: {error.strerror or error}") from error
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def _layouts(found: ClusterPlan, chosen: Sequence[PlanCandidate], price: PerHour | None) -> str:

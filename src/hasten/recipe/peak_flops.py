@@ -17,6 +17,7 @@ from torch import nn
 
 from hasten.core.facts import Facts
 from hasten.core.timing import Meter
+from hasten.data.file_lock import replace_file
 from hasten.errors import InputError
 from hasten.machine.accelerators import datasheet
 from hasten.machine.benchmark import MachineRates, measure
@@ -148,13 +149,10 @@ def _measure(recipe: Recipe, known: Facts) -> None:
 
 def write_rates(rates: MachineRates, path: Path) -> None:
     """The file appears complete or not at all."""
-    temporary = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(rates.to_dict(), indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        replace_file(path, json.dumps(rates.to_dict(), indent=1) + "\n")
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise InputError(
             f"{path} can't be written: {error.strerror or error}; name another file"
         ) from error

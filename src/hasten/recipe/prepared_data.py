@@ -24,7 +24,7 @@ from hasten.core.facts import RecordFacts
 from hasten.data.chat_template import choose_chat_template
 from hasten.data.conversation import Conversation, columns_of
 from hasten.data.corpus import stdlib_corpus
-from hasten.data.file_lock import one_writer
+from hasten.data.file_lock import one_writer, replace_file
 from hasten.data.readers import Reading, read_sources
 from hasten.data.sources import Source, entry_of, source_of, weighted
 from hasten.data.spool import Gathered, Selection, spools
@@ -351,7 +351,7 @@ def _prepared(
         containers=source.containers,
         long=train.long,
     )
-    _write(folder / "index.json", json.dumps(asdict(note), indent=1))
+    replace_file(folder / "index.json", json.dumps(asdict(note), indent=1))
     sweep(folder)
     return _material(recipe, note, tokenizer, train, held_out)
 
@@ -359,7 +359,7 @@ def _prepared(
 def write_rejected(note: Note, path: Path) -> None:
     """One line of JSON for each record that was left out: file, line, reason."""
     lines = [json.dumps({"file": f, "line": n, "reason": r}) for f, n, r in note.rejected]
-    _write(path, "\n".join(lines) + "\n")
+    replace_file(path, "\n".join(lines) + "\n")
 
 
 def _material(
@@ -436,12 +436,6 @@ def _behind(name: str) -> list[str]:
     """The list and the file behind the name of a listed data set."""
     entry = entry_of(name)
     return [name.rpartition(":")[0], str(entry[0])] if entry else []
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
 
 
 # Held-out records that stand in the training data too: a held-out loss that flatters.

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hasten.core.plan import did_you_mean
+from hasten.core.plan import did_you_mean, name_of
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.machine import environment, host
@@ -34,7 +34,7 @@ def with_checkpoint_keys(values: Mapping[str, Any], plan: list[Any]) -> dict[str
         raise ValueError(f"checkpoint_every is {every!r}; give dynamic, or a number of steps")
     if folder is not None and not (isinstance(folder, str) and folder):
         raise ValueError(f"checkpoint_dir is {folder!r}; give a folder or an address")
-    place = next((i for i, entry in enumerate(plan) if is_checkpoints(entry)), None)
+    place = next((i for i, entry in enumerate(plan) if name_of(entry) == NAME), None)
     if every is not None:
         if place is not None:
             raise ValueError(
@@ -59,13 +59,6 @@ def read_resume(value: Any) -> Any:
     if value in ("auto", "never") or (isinstance(value, str) and "/" in value):
         return value
     raise ValueError("give auto, never, or the path of a checkpoint, such as ./step-00000100")
-
-
-def is_checkpoints(entry: Any) -> bool:
-    """Whether an entry of a plan, in any of its forms, is this technique."""
-    if isinstance(entry, Mapping):
-        entry = entry.get("technique") or next(iter(entry), None)
-    return isinstance(entry, str) and entry.lower().replace("-", "_") == NAME
 
 
 def _settings(entry: Any) -> dict[str, Any]:
@@ -162,10 +155,12 @@ def with_deepspeed(values: Mapping[str, Any], plan: list[Any]) -> dict[str, Any]
         raise ValueError(f"{file}: {row.key}: {row.words}")
     merged = _merged(values, found, file)
     more = [entry for entry in techniques_of(found, values) if entry not in plan]
-    names = {_name(entry) for entry in plan}
-    twice = next((entry for entry in more if _name(entry) in names), None)
+    names = {name_of(entry) for entry in plan}
+    twice = next((entry for entry in more if name_of(entry) in names), None)
     if twice is not None:
-        raise ValueError(f"{file} asks for {twice} and the plan says {_name(twice)} too; keep one")
+        raise ValueError(
+            f"{file} asks for {twice} and the plan says {name_of(twice)} too; keep one"
+        )
     return {**merged, "plan": [*plan, *more], "deepspeed": None}
 
 
@@ -175,7 +170,7 @@ def beside_deepspeed(values: Mapping[str, Any], plan: list[Any]) -> dict[str, An
     Raises:
         ValueError: as above.
     """
-    entry = next((e for e in plan if _name(e).replace("_", "") == "deepspeed"), None)
+    entry = next((e for e in plan if name_of(e).replace("_", "") == "deepspeed"), None)
     file = _setting(entry, "config")
     if not isinstance(file, str) or not file:
         return dict(values)
@@ -242,7 +237,7 @@ def world_of(values: Mapping[str, Any]) -> int:
 
 
 def _micro_batch(plan: list[Any]) -> int | None:
-    entry = next((entry for entry in plan if _name(entry) == ACCUMULATE), None)
+    entry = next((entry for entry in plan if name_of(entry) == ACCUMULATE), None)
     size = _setting(entry, SIZE)
     return size if type(size) is int and size > 0 else None
 
@@ -253,12 +248,6 @@ def _setting(entry: Any, name: str) -> Any:
         return None
     settings = entry if "technique" in entry else entry[next(iter(entry))]
     return settings.get(name) if isinstance(settings, Mapping) else None
-
-
-def _name(entry: Any) -> str:
-    if isinstance(entry, Mapping):
-        entry = entry.get("technique") or next(iter(entry), "")
-    return str(entry).lower().replace("-", "_")
 
 
 def catalogue() -> tuple[type[Technique], ...]:

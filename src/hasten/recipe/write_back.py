@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import YAMLError
 
-from hasten.core.plan import Plan
+from hasten.core.plan import Plan, name_of
 from hasten.data.file_lock import replace_file
 from hasten.errors import InputError
 from hasten.recipe.shorthands import catalogue
@@ -78,13 +78,6 @@ def plain_entry(entry: Any) -> Any:
     """A technique of any plan as people write it: its name, and what differs from its defaults."""
     (technique,) = Plan.from_list([entry], catalogue())
     return entry_of(technique)
-
-
-def name_of(entry: Any) -> str:
-    """The technique's name of an entry of a plan."""
-    if isinstance(entry, Mapping):
-        entry = entry.get("technique") or next(iter(entry), "")
-    return str(entry).lower().replace("-", "_")
 
 
 def _yaml(text: str) -> YAML:

@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hasten.core.facts import Facts
+from hasten.core.plan import name_of
 from hasten.core.timing import StepMetrics
 from hasten.data.file_lock import replace_file
 from hasten.machine.environment import World
@@ -29,7 +30,6 @@ from hasten.progress import Audience
 from hasten.recipe.build import requested_plan
 from hasten.recipe.prepare import newest_checkpoint, ready
 from hasten.recipe.schema import Recipe
-from hasten.recipe.write_back import name_of
 
 CHOICE = "choice.json"
 PROOF_SHARE = 0.25  # of the search's budget: what the proof of equal quality may take beside it

@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hasten.core.plan import name_of
 from hasten.data.file_lock import only_run_in
 from hasten.errors import FAILED, InputError
 from hasten.machine import environment
 from hasten.parts.checkpoint import checkpoints
 from hasten.recipe.prepare import check_folder
 from hasten.recipe.schema import Recipe, load_recipe
-from hasten.recipe.shorthands import is_checkpoints
 
 STEPS, EVERY, KILLS = 8, 2, 3
 PLAIN: dict[str, Any] = dict.fromkeys(("max_restarts", "eval_every", "patience"), 0)
@@ -181,7 +181,7 @@ class SelfTest:
             if data.is_dir():
                 shutil.copytree(data, output / "data")
                 break
-        plan = [entry for entry in self._recipe.plan if not is_checkpoints(entry)]
+        plan = [entry for entry in self._recipe.plan if name_of(entry) != "checkpoints"]
         plan.append({"checkpoints": {"interval": EVERY}})
         own = {"output": str(output), "plan": plan, "resume": "auto"}
         recipe = self._recipe.model_copy(update=PLAIN | own)

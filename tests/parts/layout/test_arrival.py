@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from torch import nn
 
 from arrival_rank_jobs import CASES
-from hasten.parts.distributed.weight_broadcast import is_skeleton, senders
+from hasten.parts.distributed.weight_broadcast import senders
 from ranks import on_ranks
 
 
@@ -63,9 +61,3 @@ def test_every_rank_is_in_one_group_whose_first_has_the_model(told: list[tuple[s
         for rank in group[1:]:
             own = [r for r, host in enumerate(hosts) if host == hosts[rank] and reads[r]]
             assert group[0] in own or not own
-
-
-def test_a_module_with_memory_is_no_skeleton() -> None:
-    assert not is_skeleton(nn.Linear(2, 2))
-    assert is_skeleton(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
-    assert is_skeleton(nn.BatchNorm1d(2, device=torch.device("meta")))

@@ -11,7 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hasten.parts.distributed.pipeline.stages import balanced, bottleneck, ranges, seconds, work
+from hasten.parts.distributed.pipeline.stages import balanced, ranges, seconds, work
+
+
+def bottleneck(
+    costs: list[float], sizes: list[int] | tuple[int, ...], first: float = 0.0, last: float = 0.0
+) -> float:
+    """The cost of the slowest stage of a cut."""
+    found, start = [], 0
+    for index, size in enumerate(sizes):
+        more = (first if index == 0 else 0.0) + (last if index == len(sizes) - 1 else 0.0)
+        found.append(math.fsum(costs[start : start + size]) + more)
+        start += size
+    return max(found)
+
 
 COSTS = st.lists(st.floats(0, 10), min_size=1, max_size=8)
 

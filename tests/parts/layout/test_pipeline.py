@@ -27,7 +27,7 @@ from hasten.parts.distributed.pipeline.runtime import (
 )
 from hasten.parts.distributed.pipeline.schedules import SCHEDULES, SPLIT, virtual
 from hasten.parts.distributed.pipeline.stages import Layers
-from hasten.parts.distributed.pipeline.trace import StageEvent
+from hasten.parts.distributed.pipeline.timetable import StageEvent
 from pipeline_rank_jobs import language_batch, language_model, largest_error, plain_loss
 from ranks import on_ranks
 from tiny import ARCHITECTURES, records

@@ -57,11 +57,6 @@ class CollectiveBytes(TorchDispatchMode):
         for peer, size in MODELS[name](me, len(group), args):
             self.to[group[peer]] += size
 
-    def between_hosts(self, ranks_per_host: int) -> float:
-        """Bytes sent to ranks of other hosts; ranks lie on hosts in order."""
-        here = dist.get_rank() // ranks_per_host
-        return sum(size for rank, size in self.to.items() if rank // ranks_per_host != here)
-
 
 @contextlib.contextmanager
 def counting() -> Iterator[CollectiveBytes]:

@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hasten.errors import InputError
@@ -22,6 +23,13 @@ MARK = "# Written by hasten launch"
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?")
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/@,=+-]*")
 HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:]+\]")
+
+
+def script(name: str, **values: object) -> str:
+    """The shell script of that name beside this module, with a value in each place ``@key@``."""
+    text = Path(__file__).with_name(f"{name}.sh").read_text(encoding="utf-8")
+    known = {"mark": MARK, **values}
+    return re.sub(r"@([a-z]+)@", lambda found: str(known[found[1]]), text)
 
 
 @dataclass(frozen=True)

@@ -13,34 +13,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from hasten.errors import InputError
-from hasten.launch.targets.job import MARK, Launch, exports
+from hasten.launch.targets.job import Launch, exports, script
 from hasten.launch.targets.node import meeting_at
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")
 FP8 = {"fp8": ("hybrid", "tensorwise"), "mxfp8": ("e4m3", "mxfp8")}
-SCRIPT = """\
-#!/usr/bin/env bash
-{mark}: Megatron-LM on one node; every node runs this file.
-#   MEGATRON=checkout DATA=prefix TOKENIZER=folder CHECKPOINTS=folder megatron.sh FIRST_HOST:{port}
-set -u
-: "${{MEGATRON:?the folder that holds pretrain_gpt.py}}"
-: "${{DATA:?the prefix of a data set that tools/preprocess_data.py wrote}}"
-: "${{TOKENIZER:?a folder with a Hugging Face tokenizer}}"
-: "${{CHECKPOINTS:?a folder that all nodes see}}"
-{exports}
-cd -- {workdir} || exit 2
-arguments=(
-{arguments}
-  --data-path "$DATA"
-  --tokenizer-type HuggingFaceTokenizer
-  --tokenizer-model "$TOKENIZER"
-  --save "$CHECKPOINTS"
-  --load "$CHECKPOINTS"
-)
-exec {python} -m torch.distributed.run {meeting} \\
-  --nproc-per-node={ranks} --max-restarts={restarts} \\
-  "$MEGATRON/pretrain_gpt.py" "${{arguments[@]}}"
-"""
 Words = list[tuple[str, ...]]
 
 
@@ -55,8 +32,8 @@ def files(launch: Launch) -> dict[str, str]:
         saving = math.ceil(launch.grace / 60)
         words.append(("--exit-duration-in-mins", str(max(1, launch.minutes - saving))))
     missing = f'"${{1:?say where ranks meet: megatron.sh FIRST_HOST:{launch.port}}}"'
-    text = SCRIPT.format(
-        mark=MARK,
+    text = script(
+        "megatron",
         port=launch.port,
         exports="\n".join(
             [

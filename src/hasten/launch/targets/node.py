@@ -12,54 +12,7 @@ from __future__ import annotations
 
 import shlex
 
-from hasten.launch.targets.job import MARK, Launch, exports
-
-HEAD = """\
-#!/usr/bin/env bash
-{mark}: starts the ranks of one node; every node runs this file.
-#   node.sh         the agent of this node, which starts the ranks and waits for them
-#   node.sh rank    one rank
-# It ends with hasten's exit codes; {left}: the job was asked to leave, has saved, and can go on.
-set -u
-here=$(cd -- "$(dirname -- "${{BASH_SOURCE[0]}}")" && printf '%s/' "$PWD") # ends in no newline
-python={python}
-heard=0
-wait_for() {{ # a signal ends bash's wait early: wait until none did
-  while :; do
-    code=0
-    wait "$1" || code=$?
-    [ "$heard" = 1 ] || return 0
-    heard=0
-  done
-}}
-
-if [ "${{1-}}" = rank ]; then
-  trap 'heard=1' TERM INT # torchrun tells the rank as well
-  rm -f -- "$HASTEN_NODE/left"
-  "$python" -m hasten train "${{here}}recipe.yaml" &
-  echo "$!" >"$HASTEN_NODE/rank-$LOCAL_RANK"
-  wait_for "$!"
-  if [ "$code" = 75 ]; then
-    touch -- "$HASTEN_NODE/left"
-    code=0
-  fi
-  exit "$code"
-fi
-
-"""
-AGENT = """
-HASTEN_NODE=$(mktemp -d) || exit 1
-export HASTEN_NODE
-trap 'rm -rf -- "$HASTEN_NODE"' EXIT
-leave() {
-  heard=1
-  for mark in "$HASTEN_NODE"/rank-*; do
-    if [ -f "$mark" ]; then kill -USR1 "$(cat -- "$mark")" 2>/dev/null; fi
-  done
-}
-trap leave TERM USR1 INT
-# A session of its own: schedulers signal the whole group, and torchrun dies of SIGUSR1.
-"""
+from hasten.launch.targets.job import Launch, exports, script
 
 
 def node_script(launch: Launch, meeting: str, left: int = 75) -> str:
@@ -81,8 +34,8 @@ def node_script(launch: Launch, meeting: str, left: int = 75) -> str:
         f'if [ -f "$HASTEN_NODE/left" ]; then code={left}; fi',
         'exit "$code"',
     ]
-    head = HEAD.format(mark=MARK, left=left, python=shlex.quote(launch.python))
-    return head + "\n".join(lines) + "\n" + AGENT + "\n".join(agent) + "\n"
+    head = script("node_head", left=left, python=shlex.quote(launch.python))
+    return head + "\n".join(lines) + "\n" + script("node_agent") + "\n".join(agent) + "\n"
 
 
 def meeting_at(launch: Launch, nodes: str, head: str, name: str, first: str) -> str:
@@ -107,42 +60,6 @@ FIRST = (
     '${HASTEN_FIRST:+"--rdzv-conf=is_host=$HASTEN_FIRST"} '
     '${HASTEN_ADDRESS:+"--local-addr=$HASTEN_ADDRESS"}'
 )
-START = """\
-#!/usr/bin/env bash
-{mark}: starts node.sh on every host by ssh, and waits.
-# Ctrl-C or SIGTERM asks the job to save and leave: the first rank looks for the file `leave`.
-set -u
-here=$(cd -- "$(dirname -- "${{BASH_SOURCE[0]}}")" && printf '%s/' "$PWD")
-rm -f -- "${{here}}leave"
-heard=0
-leave() {{
-  heard=1
-  touch -- "${{here}}leave"
-  echo "asked to leave; waiting for the ranks to save" >&2
-}}
-trap leave INT TERM
-started=()
-first=1
-for host in {hosts}; do
-  # By standard input, so that the host's own shell reads nothing of the path.
-  printf 'cd -- %q && HASTEN_FIRST=%d HASTEN_ADDRESS=%q exec bash node.sh\\n' \\
-    "$here" "$first" "$host" |
-    ssh -o BatchMode=yes -- "$host" bash -s >"$here$host.log" 2>&1 &
-  started+=("$!")
-  first=0
-done
-ended=0
-for process in "${{started[@]}}"; do
-  while :; do # a signal ends bash's wait early
-    code=0
-    wait "$process" || code=$?
-    [ "$heard" = 1 ] || break
-    heard=0
-  done
-  if [ "$code" -gt "$ended" ]; then ended=$code; fi
-done
-exit "$ended"
-"""
 
 
 def files(launch: Launch) -> dict[str, str]:
@@ -154,5 +71,5 @@ def files(launch: Launch) -> dict[str, str]:
     found = {"recipe.yaml": launch.recipe, "node.sh": text}
     if launch.hosts:
         hosts = " ".join(map(shlex.quote, launch.hosts))
-        found["start.sh"] = START.format(mark=MARK, hosts=hosts)
+        found["start.sh"] = script("start", hosts=hosts)
     return found

@@ -11,38 +11,12 @@ words that were checked; paths stand in the body, quoted. Source: the manual pag
 from __future__ import annotations
 
 from hasten.errors import InputError
-from hasten.launch.targets.job import MARK, Launch
+from hasten.launch.targets.job import MARK, Launch, script
 from hasten.launch.targets.node import meeting_at, node_script
 
 WORDS = ("partition", "account", "qos", "constraint", "reservation")
 LONGEST_WARNING = 65_535  # seconds before the limit, the most that --signal takes
 FIRST = '"--rdzv-conf=is_host=$((SLURM_NODEID == 0))" "--local-addr=$SLURMD_NODENAME"'
-BODY = """
-set -u
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export HASTEN_HEAD="$head:{port}"
-asked=0
-heard=0
-leave() {{ # Slurm's warning before the time limit, or scancel --signal=USR1 --batch
-  asked=1
-  heard=1
-  kill -USR1 "$step" # srun hands it to node.sh
-}}
-# All cores of the node for the one task of the node; torchrun makes the ranks.
-srun --ntasks-per-node=1 --cpu-bind=none {loss} bash {node} &
-step=$!
-trap leave USR1
-while :; do
-  code=0
-  wait "$step" || code=$?
-  [ "$heard" = 1 ] || break
-  heard=0
-done
-if [ "$code" = 75 ] && [ "$asked" = 1 ]; then
-  scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$code"
-"""
 
 
 def files(launch: Launch, node: str) -> dict[str, str]:
@@ -63,7 +37,8 @@ def files(launch: Launch, node: str) -> dict[str, str]:
         nodes = '"$SLURM_JOB_NUM_NODES"'
     meeting = meeting_at(launch, nodes, '"$HASTEN_HEAD"', '"$SLURM_JOB_ID"', FIRST)
     elastic = launch.least < launch.cloud.nodes
-    body = BODY.format(
+    body = script(
+        "slurm_body",
         port=launch.port,
         node=node,
         loss="--no-kill --kill-on-bad-exit=0" if elastic else "--kill-on-bad-exit=1",

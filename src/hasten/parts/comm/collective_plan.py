@@ -7,7 +7,6 @@ a way for each size of tensor; the others are told.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hasten.formatting import did_you_mean
 from hasten.parts.comm import groups
 from hasten.parts.comm.codecs import Codec
 from hasten.parts.comm.codecs import codec as codec_called
@@ -440,8 +440,7 @@ def _difference(theirs: CollectiveSettings, first: CollectiveSettings) -> str:
 
 def _one_of(name: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
-        near = difflib.get_close_matches(str(value), known, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = did_you_mean(value, known)
         raise ValueError(f"{name} is {value!r}{hint}; it must be one of {', '.join(known)}")
 
 

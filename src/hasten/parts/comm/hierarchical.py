@@ -92,7 +92,7 @@ class RoutedBuckets:
         """What this rank has sent so far: to other hosts by a route, in all by the flat ring."""
         return self.collective.bytes_sent + self._flat_bytes
 
-    def commit(self) -> None:
+    def step(self) -> None:
         """The step was taken: what was left out of it is owed."""
         if self._memory is not None:
             self._memory.commit()
@@ -138,7 +138,7 @@ class RoutedBuckets:
         self._now, self._began, self._done = StepTraffic(), now, now
         self.steps += 1
         if self._memory is not None:
-            self._memory.drop()  # of a step that was skipped; commit() has taken the others
+            self._memory.drop()  # of a step that was skipped; step() has taken the others
             self._memory.scale = self._scale()
 
     def _straight(self, buffer: Tensor, asked: float, last: bool) -> torch.futures.Future[Tensor]:

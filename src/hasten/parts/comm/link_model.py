@@ -149,13 +149,6 @@ def break_even(dense: Cost, small: Cost) -> float:
     return saved / extra if extra > 0 else math.inf
 
 
-def gain(dense: Cost, small: Cost, compute: float, overlap: float) -> float:
-    """Share of a step's time that ``small`` saves; ``overlap`` of ``compute`` hides traffic."""
-    before = compute + dense.exposed(overlap)
-    after = compute + small.exposed(overlap)
-    return (before - after) / before if before > 0 else 0.0
-
-
 def bucket_bytes(topology: Topology) -> int:
     """The smallest bucket of which latency takes at most a tenth: delay x bandwidth.
 
@@ -316,22 +309,9 @@ def _settle(device: str) -> None:
 
 # How large gradient buckets should be: many leave early, and each pays the link's delay.
 #
-#     backward      |--- 1 ---|--- 2 ---|--- 3 ---|            n buckets get ready in turn
-#     wire                    |=== 1 ===|=== 2 ===|=== 3 ===|  and leave in that order
-#                                                  exposed
-#
-# With a window of W seconds in which gradients get ready, bucket k leaves at k W / n or when the
-# one before it is back, and takes t seconds. What shows is t where the wire keeps up (n t <= W),
-# and W / n + n t - W where it doesn't. So n grows until delays eat what an earlier start gains: on
-# a link-bound step about sqrt(W / delay). (The schedule of Li et al., PyTorch Distributed,
-# arXiv:2006.15704, section 3.2.3, which leaves the size to the user.)
-#
-# DDP lays its buckets before the first backward pass, so W isn't known when the size is due. Then
-# ``link_model.bucket_bytes`` says it by the link alone: the smallest bucket of which delays take a
-# tenth.
-
-LEAST, MOST_BYTES = 1, 256  # MB that are looked at
-MB = 2**20
+# DDP lays its buckets before the first backward pass, so the window in which gradients get ready
+# isn't known when the size is due. ``bucket_bytes`` says it by the link alone: the smallest bucket
+# of which delays take a tenth.
 
 
 @dataclass(frozen=True)
@@ -342,35 +322,7 @@ class BucketChoice:
     reason: str
 
 
-def exposed(seconds: float, count: int, window: float) -> float:
-    """What shows of so many equal buckets that take ``seconds`` each (the formula above)."""
-    return max(seconds, window / count + count * seconds - window)
-
-
-def bucket_seconds(topology: Topology, size: float, overhead: float = 0.0) -> float:
-    """One bucket's time in a ring over these hosts; ``overhead`` for each bucket's own handling."""
-    return flat(topology, math.ceil(size / 4)).seconds + overhead
-
-
-def by_window(topology: Topology, size: int, window: float, overhead: float = 0.0) -> BucketChoice:
-    """The size that shows least where gradients of ``size`` bytes get ready in ``window`` seconds.
-
-    Of sizes alike within 1 % the largest: fewer buckets are less work.
-    """
-    found: dict[int, float] = {}
-    megabytes = LEAST
-    while megabytes <= MOST_BYTES:
-        count = max(1, math.ceil(size / (megabytes * MB)))
-        found[megabytes] = exposed(bucket_seconds(topology, size / count, overhead), count, window)
-        megabytes *= 2
-    least = min(found.values())
-    chosen = max(mb for mb, seconds in found.items() if seconds <= 1.01 * least)
-    return BucketChoice(
-        chosen, f"{chosen} MB: {found[chosen]:.3g} s exposed, {found[LEAST]:.3g} s with {LEAST} MB"
-    )
-
-
 def by_link(topology: Topology) -> BucketChoice:
     """The smallest size of which delays take a tenth, by delay x bandwidth x ranks."""
-    chosen = max(LEAST, math.ceil(bucket_bytes(topology) / MB))
+    chosen = max(1, math.ceil(bucket_bytes(topology) / 2**20))
     return BucketChoice(chosen, f"{chosen} MB for {topology}")

@@ -11,7 +11,6 @@ takes two tensors for as long as a step lasts.
 
 from __future__ import annotations
 
-import difflib
 import math
 import warnings
 import zlib
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hasten.formatting import did_you_mean
 from hasten.parts.comm.codecs import ChunkedTopK, codec
 from hasten.parts.comm.exchange import FIRST, SECOND, Ranks, gathered_bytes, reduced_bytes
 
@@ -593,8 +593,7 @@ class CompressionSettings:
 
 def _unknown(method: str) -> str:
     known = (*METHODS, *WHOLE)
-    near = difflib.get_close_matches(str(method), known, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    hint = did_you_mean(method, known)
     return f"no sparsity_method is called {method!r}{hint}; there are {', '.join(known)}"
 
 

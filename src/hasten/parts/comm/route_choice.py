@@ -65,7 +65,7 @@ class WireChoice:
 
     def step(self) -> None:
         """The weights have moved; every rank calls it."""
-        self.buckets.commit()
+        self.buckets.step()
         if self.decided:
             return
         now = time.perf_counter()

@@ -8,7 +8,6 @@ a measurement (``measure``, in ``link_model``). A name is a claim; only a measur
 from __future__ import annotations
 
 import ctypes
-import difflib
 import math
 import os
 import platform
@@ -16,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from hasten.formatting import did_you_mean
 
 GIGABIT = 1e9 / 8  # bytes per second
 NET = Path("/sys/class/net")
@@ -161,8 +162,7 @@ def named(name: str, hosts: tuple[tuple[int, ...], ...]) -> Topology:
 def check_name(name: str) -> None:
     """Raise ValueError unless the name is one of ``CHOICES``."""
     if name not in CHOICES:
-        near = difflib.get_close_matches(str(name), CHOICES, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = did_you_mean(name, CHOICES)
         raise ValueError(f"topology is {name!r}{hint}; it must be one of {', '.join(CHOICES)}")
 
 

@@ -1,7 +1,6 @@
 """Access patterns: recognise the order in which records are read, and ask for many at a time.
 
-    indices or (offset, length) reads -> classify -> Pattern -> advise the system, or IndexedReader
-    merges the next requests into one
+    indices -> classify -> Pattern -> IndexedReader merges the next requests into one
 
 A store that charges per request (a disk, an object store) serves a range for the price of a record.
 Where the order is sequential, strided, or shuffled within blocks, the reader asks for the range the
@@ -11,7 +10,6 @@ as without it: a guess would read what nobody wants. Bits and order never depend
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -80,45 +78,6 @@ def classify(indices: Sequence[int]) -> Pattern:
     if period := _period(seen):
         return Pattern(AccessOrder.REPEATED, period)
     return Pattern(AccessOrder.RANDOM)
-
-
-def classify_reads(reads: Sequence[tuple[int, int]]) -> Pattern:
-    """The order of (offset, length) reads of a file; a stride is counted in bytes.
-
-    Lengths may differ where every read begins at the end of the one before it.
-    """
-    if len(reads) < FEWEST:
-        return Pattern(AccessOrder.RANDOM)
-    offsets, lengths = np.asarray(reads, np.int64).T
-    if (offsets[1:] == offsets[:-1] + lengths[:-1]).all():
-        return Pattern(AccessOrder.SEQUENTIAL)
-    length = int(lengths[0])
-    if length > 0 and (lengths == length).all() and not (offsets % length).any():
-        found = classify((offsets // length).tolist())
-        if found.order is AccessOrder.STRIDED:
-            return Pattern(found.order, found.size * length)
-        return found
-    if period := _period(offsets):
-        return Pattern(AccessOrder.REPEATED, period)
-    return Pattern(AccessOrder.RANDOM)
-
-
-def advise(fd: int, pattern: Pattern, offset: int = 0, length: int = 0) -> bool:
-    """Tell the operating system how a file will be read; False where it can't be told.
-
-    With a ``length``, the range is asked for at once, whatever the pattern is.
-    """
-    if not hasattr(os, "posix_fadvise"):  # macOS, Windows
-        return False
-    if length:
-        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
-        return True
-    advice = {
-        AccessOrder.SEQUENTIAL: os.POSIX_FADV_SEQUENTIAL,
-        AccessOrder.RANDOM: os.POSIX_FADV_RANDOM,
-    }.get(pattern.order, os.POSIX_FADV_NORMAL)
-    os.posix_fadvise(fd, 0, 0, advice)
-    return True
 
 
 @runtime_checkable

@@ -121,12 +121,6 @@ def senders(hosts: Sequence[str], reads: Sequence[bool]) -> list[tuple[int, ...]
     return [tuple(dict.fromkeys(members)) for members in groups.values()]
 
 
-def is_skeleton(module: nn.Module) -> bool:
-    """Whether any of its tensors has no memory."""
-    tensors = (*module.parameters(), *module.buffers())
-    return any(tensor.is_meta for tensor in tensors)
-
-
 def _tensors(module: nn.Module) -> Iterator[tuple[Table, str, Tensor]]:
     """Whole parameters and buffers with the tables they stand in, alike ordered on all ranks."""
     for owner in module.modules():

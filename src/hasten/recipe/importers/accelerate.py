@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from hasten.recipe.importers.draft import Draft, Handler, drafted, half, named, needless, unmapped
+from hasten.recipe.importers.draft import (
+    Draft,
+    Handler,
+    drafted,
+    half,
+    table,
+    unmapped,
+)
 
 NAME = "accelerate"
 MARKS = ("compute_environment", "distributed_type", "num_machines", "mixed_precision")
@@ -19,8 +26,6 @@ def precision(draft: Draft, key: str, value: Any) -> None:
         half(str(value))(draft, key, True)
     elif value == "fp8":
         draft.use(key, "float8")
-    else:
-        draft.note(key, "needless", "it is off")
 
 
 def kind(draft: Draft, key: str, value: Any) -> None:
@@ -52,33 +57,15 @@ def dynamo(draft: Draft, key: str, value: Any) -> None:
     backend = value.get("dynamo_backend") if isinstance(value, dict) else value
     if backend and str(backend).upper() != "NO":
         draft.use(key, "compiled")
-    else:
-        draft.note(key, "needless", "it is off")
 
 
-STARTED = needless("hasten starts its own processes, or joins the launcher's")
-KEYS: dict[str, Handler] = {
-    "compute_environment": STARTED,
+KEYS: dict[str, Handler] = table("accelerate") | {
     "distributed_type": kind,
-    "num_processes": named("nproc", int),
     "num_machines": machines,
-    "machine_rank": STARTED,
-    "main_process_ip": STARTED,
-    "main_process_port": STARTED,
-    "main_training_function": STARTED,
-    "rdzv_backend": STARTED,
-    "same_network": STARTED,
-    "gpu_ids": STARTED,
-    "enable_cpu_affinity": needless("the technique threads gives each rank its own cores"),
     "mixed_precision": precision,
-    "downcast_bf16": needless("for TPUs"),
     "use_cpu": lambda d, k, v: d.say(k, "device", "cpu") if v else d.note(k, "needless", "off"),
-    "fsdp_config": needless("full shards, wrapped by layer (layout: fsdp2)"),
     "deepspeed_config": deepspeed,
     "dynamo_backend": dynamo,
     "dynamo_config": dynamo,
-    "tpu_use_cluster": unmapped("hasten has no TPUs"),
-    "tpu_use_sudo": unmapped("hasten has no TPUs"),
     "tpu_env": unmapped("hasten has no TPUs", off=(None, False, [])),
-    "debug": needless("it prints more there"),
 }

@@ -7,6 +7,7 @@ source), ``contradicts`` (two keys of the source can't both be meant).
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -85,7 +86,10 @@ def drafted(
     try:
         for key, value in given.items():
             if key in handlers:
+                before = len(draft.rows)
                 handlers[key](draft, key, value)
+                if len(draft.rows) == before and handlers[key] is not later:
+                    draft.note(key, "needless", "it is off")
             elif all(value is not word and value != word for word in quiet):
                 draft.note(key, "unmapped", "hasten doesn't know this key")
         key = "its batch"
@@ -99,6 +103,10 @@ def drafted(
     for name in [name for name in given if name not in told and name in handlers]:
         draft.note(name, "needless", "it is off")
     return draft
+
+
+def later(draft: Draft, key: str, value: Any) -> None:
+    """A key that ``finish`` reads, together with others."""
 
 
 def named(name: str, kind: Callable[[Any], Any] | None = None) -> Handler:
@@ -126,16 +134,38 @@ def unmapped(words: str, off: tuple[Any, ...] = (None, False, 0, "", "none", "no
     return handle
 
 
-def switch(technique: str, settings: Mapping[str, Any] | None = None) -> Handler:
+def switch(technique: str, on: tuple[Any, ...] = (True, "auto", "true")) -> Handler:
     """A key that switches a technique on."""
 
     def handle(draft: Draft, key: str, value: Any) -> None:
-        if value in (True, "auto", "true"):
-            draft.use(key, technique, settings)
-        else:
-            draft.note(key, "needless", "it is off")
+        if value in on:
+            draft.use(key, technique)
 
     return handle
+
+
+def implied(name: str, meant: Any) -> Handler:
+    """A key that, where it is on, says that the recipe's ``name`` is ``meant``."""
+
+    def handle(draft: Draft, key: str, value: Any) -> None:
+        if value:
+            draft.say(key, name, meant)
+
+    return handle
+
+
+KINDS: Mapping[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": bool}
+
+
+def table(name: str) -> dict[str, Handler]:
+    """Handlers of the keys that ``keys.json`` speaks of under ``name``."""
+    rows = json.loads(Path(__file__).with_name("keys.json").read_text(encoding="utf-8"))[name]
+    found: dict[str, Handler] = {}
+    for kind, handler in (("needless", needless), ("unmapped", unmapped), ("switch", switch)):
+        found |= {key: handler(word) for key, word in rows.get(kind, {}).items()}
+    for key, (meant, *kinds) in rows.get("named", {}).items():
+        found[key] = named(meant, *(KINDS[kind] for kind in kinds))
+    return found
 
 
 # Settings that most trainers share, under the names of Hugging Face's ``TrainingArguments``.
@@ -153,8 +183,6 @@ INT8 = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit",
 WRITERS = ("tensorboard", "wandb", "mlflow")
 BETAS = [0.9, 0.999]  # what the other trainers take where the file says nothing
 EPSILON = 1e-8
-PRINTED = needless("hasten writes a line per step into metrics.jsonl")
-MEMORY = needless("hasten copies and pins batches by itself (technique prefetched)")
 
 
 def epochs(draft: Draft, key: str, value: Any) -> None:
@@ -168,8 +196,6 @@ def epochs(draft: Draft, key: str, value: Any) -> None:
 def steps(draft: Draft, key: str, value: Any) -> None:
     if value is not None and int(value) > 0:
         draft.say(key, "max_steps", int(value))
-    else:
-        draft.note(key, "needless", "it is off")
 
 
 def schedule(draft: Draft, key: str, value: Any) -> None:
@@ -186,8 +212,6 @@ def warmup(draft: Draft, key: str, value: Any) -> None:
     number = float(value or 0)
     if number:
         draft.say(key, "warmup_steps", number if number < 1 else int(number))
-    else:
-        draft.note(key, "needless", "it is off")
 
 
 def optimizer(draft: Draft, key: str, value: Any) -> None:
@@ -230,8 +254,8 @@ def half(dtype: str) -> Handler:
 
     def handle(draft: Draft, key: str, value: Any) -> None:
         if value not in (True, "auto", "full"):
-            draft.note(key, "needless", "it is off")
-        elif "autocast" in draft.techniques or "bf16_master_weights" in draft.techniques:
+            return
+        if "autocast" in draft.techniques or "bf16_master_weights" in draft.techniques:
             draft.note(key, "contradicts", "another number format is on already, which is kept")
         else:
             draft.use(key, "autocast", {"dtype": dtype})
@@ -247,16 +271,23 @@ def writers(draft: Draft, key: str, value: Any) -> None:
     rest = [w for w in asked if w not in (*WRITERS, "none", "all")]
     if rest:
         draft.note(key, "unmapped", f"hasten doesn't write to {', '.join(map(str, rest))}")
-    elif not known:
-        draft.note(key, "needless", "it is off")
 
 
-def recompute(draft: Draft, key: str, value: Any) -> None:
-    on = value in (True, "true", "unsloth", "offload")
-    if on:
-        draft.use(key, "recompute")
-    else:
-        draft.note(key, "needless", "it is off")
+recompute = switch("recompute", on=(True, "true", "unsloth", "offload"))
+
+
+def share_or_count(draft: Draft, key: str, value: Any) -> None:
+    """What is held out: a share below 1, or a number of records."""
+    number = float(value or 0)
+    draft.say(key, "held_out", number if number < 1 else int(number))
+
+
+def packing(draft: Draft, key: str, value: Any) -> None:
+    """Records share rows, and documents don't see each other."""
+    if value in (True, "auto"):
+        draft.use(key, "packed")
+        if "document_attention" not in draft.plan:
+            draft.plan.append("document_attention")
 
 
 def batch(draft: Draft, each: str, accumulation: str, ranks: int) -> None:
@@ -277,8 +308,6 @@ def resumed(draft: Draft, key: str, value: Any) -> None:
     elif isinstance(value, str) and value:
         words = "another trainer's checkpoint can't be gone on with: name its model as `model`"
         draft.note(key, "unmapped", words)
-    else:
-        draft.note(key, "needless", "it is off")
 
 
 def saves(draft: Draft, key: str, value: Any) -> None:
@@ -291,67 +320,25 @@ def saves(draft: Draft, key: str, value: Any) -> None:
 def deepspeed(draft: Draft, key: str, value: Any) -> None:
     if isinstance(value, str) and value:
         draft.say(key, "deepspeed", value)
-    else:
-        draft.note(key, "needless", "it is off")
 
 
-TRAINING: dict[str, Handler] = {
-    "output_dir": named("output"),
-    "learning_rate": named("learning_rate", float),
+TRAINING: dict[str, Handler] = table("training") | {
     "num_train_epochs": epochs,
     "max_steps": steps,
     "lr_scheduler_type": schedule,
     "warmup_steps": warmup,
     "warmup_ratio": warmup,
-    "weight_decay": named("weight_decay", float),
-    "max_grad_norm": named("max_grad_norm", float),
-    "label_smoothing_factor": named("label_smoothing", float),
-    "seed": named("seed", int),
-    "data_seed": needless("the data's order follows seed"),
     "optim": optimizer,
     "adam_beta1": beta(0),
     "adam_beta2": beta(1),
     "adam_epsilon": epsilon,
     "bf16": half("bf16"),
     "fp16": half("fp16"),
-    "tf32": unmapped("hasten has no switch for TF32"),
     "gradient_checkpointing": recompute,
-    "gradient_checkpointing_kwargs": needless("recomputation never re-enters autograd"),
     "save_steps": saves,
-    "save_strategy": needless("checkpoint_every decides"),
-    "save_total_limit": needless("the technique checkpoints keeps three"),
-    "save_safetensors": needless("nothing else is written"),
-    "eval_steps": named("eval_every", int),
-    "eval_strategy": needless("eval_every decides"),
-    "evaluation_strategy": needless("eval_every decides"),
-    "per_device_eval_batch_size": needless("16 records at once"),
-    "eval_accumulation_steps": needless("sums alone are kept"),
-    "logging_steps": PRINTED,
-    "logging_dir": PRINTED,
-    "logging_strategy": PRINTED,
-    "logging_first_step": PRINTED,
-    "disable_tqdm": PRINTED,
     "report_to": writers,
-    "run_name": needless("a run is known by its folder"),
-    "overwrite_output_dir": needless("an earlier run moves to previous/"),
-    "ddp_timeout": needless("link_seconds bounds how long a rank waits"),
-    "ddp_find_unused_parameters": needless("unused parameters are found"),
-    "dataloader_num_workers": MEMORY,
-    "dataloader_pin_memory": MEMORY,
-    "dataloader_prefetch_factor": MEMORY,
-    "dataloader_drop_last": needless("the last step may be smaller"),
-    "remove_unused_columns": needless("columns that aren't needed are left"),
-    "group_by_length": switch("length_grouped"),
     "resume_from_checkpoint": resumed,
     "deepspeed": deepspeed,
-    "torch_compile": switch("compiled"),
-    "use_liger_kernel": switch("fused_layers"),
-    "neftune_noise_alpha": unmapped("hasten adds no noise to embeddings"),
-    "push_to_hub": unmapped("hasten uploads nothing"),
-    "do_train": needless("hasten train trains"),
-    "do_eval": needless("held-out records are evaluated at the end"),
-    "do_predict": unmapped("hasten train doesn't predict"),
-    "load_best_model_at_end": needless("best/ holds it where eval_every is set"),
 }
 
 

@@ -12,17 +12,16 @@ from hasten.recipe.importers.draft import (
     batch,
     defaults,
     drafted,
-    named,
-    needless,
+    later,
+    packing,
     saves,
-    switch,
-    unmapped,
+    share_or_count,
+    table,
 )
 
 NAME = "LLaMA-Factory"
 MARKS = ("stage", "finetuning_type", "model_name_or_path", "template", "cutoff_len", "dataset_dir")
 TEMPLATES = {"deepseek": "deepseek-llm", "deepseek3": "deepseek-v3", "deepseekr1": "deepseek-r1"}
-CACHED = needless("tokens are cached by what decides them")
 
 
 def draft_of(given: dict[str, Any], ranks: int) -> Draft:
@@ -81,68 +80,27 @@ def quantised(draft: Draft, key: str, value: Any) -> None:
         draft.say(key, "lora_base", base)
 
 
-def packing(draft: Draft, key: str, value: Any) -> None:
-    if value not in (True, "auto"):
-        draft.note(key, "needless", "it is off")
-        return
-    draft.use(key, "packed")
-    if "document_attention" not in draft.plan:
-        draft.plan.append("document_attention")
-
-
-def validation(draft: Draft, key: str, value: Any) -> None:
-    number = float(value or 0)
-    draft.say(key, "held_out", number if number < 1 else int(number))
-
-
 def workers(draft: Draft, key: str, value: Any) -> None:
     if value:
         draft.say(key, "data_workers", int(value))
 
 
-KEYS: dict[str, Handler] = TRAINING | {
-    "model_name_or_path": named("model"),
-    "trust_remote_code": needless("code of a model's folder never runs"),
-    "adapter_name_or_path": unmapped("a run begins without an adapter: merge it first"),
-    "stage": stage,
-    "finetuning_type": what_learns,
-    "lora_rank": named("lora_rank", int),
-    "lora_alpha": named("lora_alpha", int),
-    "lora_dropout": named("lora_dropout", float),
-    "lora_target": targets,
-    "use_rslora": named("lora_rslora", bool),
-    "use_dora": named("lora_dora", bool),
-    "pissa_init": unmapped("an adapter begins at zero"),
-    "loraplus_lr_ratio": unmapped("both factors have one learning rate"),
-    "quantization_bit": quantised,
-    "quantization_method": needless("int8 and nf4 are hasten's own"),
-    "dataset": datasets,
-    "dataset_dir": needless("it is part of dataset"),
-    "eval_dataset": unmapped("give its file as held_out"),
-    "template": template,
-    "cutoff_len": named("cutoff_len", int),
-    "max_samples": named("max_records", int),
-    "overwrite_cache": CACHED,
-    "tokenized_path": CACHED,
-    "preprocessing_num_workers": workers,
-    "preprocessing_batch_size": CACHED,
-    "packing": packing,
-    "neat_packing": packing,
-    "train_on_prompt": unmapped("loss is on the assistant's tokens"),
-    "mask_history": unmapped("every answer of a dialogue carries loss"),
-    "val_size": validation,
-    "per_device_train_batch_size": lambda draft, key, value: None,  # in batch()
-    "gradient_accumulation_steps": lambda draft, key, value: None,
-    "disable_gradient_checkpointing": needless("hasten recomputes where the plan says recompute"),
-    "pure_bf16": switch("bf16_master_weights"),
-    "flash_attn": needless("document_attention chooses the kernel"),
-    "enable_liger_kernel": switch("fused_layers"),
-    "use_unsloth": unmapped("hasten has kernels of its own (fused_layers)"),
-    "upcast_layernorm": needless("norms are computed in float32"),
-    "plot_loss": needless("`hasten report RUN` draws it"),
-    "save_only_model": needless("checkpoint_every decides"),
-    "save_steps": saves,
-    "include_num_input_tokens_seen": needless("tokens are counted"),
-    "use_badam": unmapped("there is no BAdam"),
-    "use_galore": unmapped("there is no GaLore"),
-}
+KEYS: dict[str, Handler] = (
+    TRAINING
+    | table("llama_factory")
+    | {
+        "stage": stage,
+        "finetuning_type": what_learns,
+        "lora_target": targets,
+        "quantization_bit": quantised,
+        "dataset": datasets,
+        "template": template,
+        "preprocessing_num_workers": workers,
+        "packing": packing,
+        "neat_packing": packing,
+        "val_size": share_or_count,
+        "per_device_train_batch_size": later,
+        "gradient_accumulation_steps": later,
+        "save_steps": saves,
+    }
+)

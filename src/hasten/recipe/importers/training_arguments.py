@@ -11,10 +11,10 @@ from hasten.recipe.importers.draft import (
     batch,
     defaults,
     drafted,
-    named,
-    needless,
-    switch,
-    unmapped,
+    implied,
+    later,
+    packing,
+    table,
 )
 
 NAME = "TrainingArguments"
@@ -31,33 +31,15 @@ def draft_of(given: dict[str, Any], ranks: int) -> Draft:
     return drafted(given, KEYS, finish, quiet=(None, False, "", [], {}))
 
 
-def packing(draft: Draft, key: str, value: Any) -> None:
-    if value:
-        draft.use(key, "packed")
-        if "document_attention" not in draft.plan:
-            draft.plan.append("document_attention")
-    else:
-        draft.note(key, "needless", "it is off")
-
-
-KEYS: dict[str, Handler] = TRAINING | {
-    "model_name_or_path": named("model"),
-    "dataset_name": named("dataset"),
-    "per_device_train_batch_size": lambda draft, key, value: None,  # in batch()
-    "gradient_accumulation_steps": lambda draft, key, value: None,
-    "max_length": named("cutoff_len"),
-    "max_seq_length": named("cutoff_len"),
-    "packing": packing,
-    "padding_free": packing,
-    "assistant_only_loss": needless("loss is on the assistant's tokens"),
-    "completion_only_loss": needless("loss is on the completion"),
-    "use_peft": lambda d, k, v: d.say(k, "finetuning_type", "lora") if v else None,
-    "lora_r": named("lora_rank", int),
-    "lora_alpha": named("lora_alpha", int),
-    "lora_dropout": named("lora_dropout", float),
-    "lora_target_modules": named("lora_targets"),
-    "fsdp": lambda d, k, v: d.say(k, "layout", "fsdp2") if v else None,
-    "bf16_full_eval": needless("evaluation has the format of training"),
-    "torch_compile": switch("compiled"),
-    "optim_args": unmapped("the optimizer has no further arguments"),
-}
+KEYS: dict[str, Handler] = (
+    TRAINING
+    | table("training_arguments")
+    | {
+        "per_device_train_batch_size": later,
+        "gradient_accumulation_steps": later,
+        "packing": packing,
+        "padding_free": packing,
+        "use_peft": implied("finetuning_type", "lora"),
+        "fsdp": implied("layout", "fsdp2"),
+    }
+)

@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hasten.core.facts import Facts
-from hasten.core.session import Session
-from hasten.core.setup import Setup
-from hasten.core.slot import Slot
-from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.core.technique import Fidelity, Forecast, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.parts.comm.gradient_compressor import GradientCompressor
-from hasten.techniques.wire.compressed_wire import CLAIMS, check, fill, memory, obstacles, proof
+from hasten.techniques.wire.compressed_wire import CompressesGradients, memory
 from hasten.techniques.wire.local import LocalSteps, Stream
 from hasten.techniques.wire.topology import Automatic
 
@@ -24,11 +21,11 @@ RING_BYTES = 8.0  # that a ring of many ranks sends per float32 number
 
 
 @dataclass(frozen=True)
-class Half(Technique):
+class Half(CompressesGradients):
     """Gradients travel in 16 bits and are averaged in float32."""
 
-    slot = Slot.WIRE
     auto = "try"
+    fidelity = Fidelity.ROUNDING
     dtype: str = knob("bf16", "format of a number that travels", choices=("bf16", "fp16"))
     minimum: int = setting(4096, SMALL)
     check_every: int = setting(100, CHECK)
@@ -37,38 +34,20 @@ class Half(Technique):
     def __post_init__(self) -> None:
         if self.dtype not in ("bf16", "fp16"):
             raise ValueError(f"dtype is {self.dtype!r}; it must be bf16 or fp16")
-        check(self)
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.ROUNDING
-
-    @property
-    def claims(self) -> tuple[Claim, ...]:
-        return CLAIMS
+        super().__post_init__()
 
     @property
     def method(self) -> dict[str, Any]:
         return {"sparsity_method": "half" if self.dtype == "fp16" else "bf16"}
-
-    def apply(self, setup: Setup) -> None:
-        fill(setup, self)
-
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
-        return obstacles()
-
-    def probe(self, session: Session) -> Proof:
-        return proof(session, self)
 
     def forecast(self, facts: Facts) -> Forecast:
         return Forecast(wire_bytes=0.5)
 
 
 @dataclass(frozen=True)
-class Quantised(Technique):
+class Quantised(CompressesGradients):
     """Gradients travel in 8 or 4 bits, and what they leave out returns in the next step."""
 
-    slot = Slot.WIRE
     bits: int = knob(8, "of a number that travels", choices=(8, 4))
     dense_share: float = setting(0.0, DENSE)
     minimum: int = setting(4096, SMALL)
@@ -78,28 +57,11 @@ class Quantised(Technique):
     def __post_init__(self) -> None:
         if self.bits not in (8, 4):
             raise ValueError(f"bits is {self.bits}; it must be 8 or 4")
-        check(self)
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.LOSSY
-
-    @property
-    def claims(self) -> tuple[Claim, ...]:
-        return CLAIMS
+        super().__post_init__()
 
     @property
     def method(self) -> dict[str, Any]:
         return {"sparsity_method": f"int{self.bits}"}
-
-    def apply(self, setup: Setup) -> None:
-        fill(setup, self)
-
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
-        return obstacles()
-
-    def probe(self, session: Session) -> Proof:
-        return proof(session, self)
 
     def forecast(self, facts: Facts) -> Forecast:
         share = (self.bits / 8 + 2 / 256) / 4  # codes, and a bf16 scale for each 256
@@ -107,27 +69,15 @@ class Quantised(Technique):
 
 
 @dataclass(frozen=True)
-class TopK(Technique):
+class TopK(CompressesGradients):
     """The largest few gradients travel, and the others wait until they have added up."""
 
-    slot = Slot.WIRE
     ratio: float = knob(0.05, "share of the numbers that travels", low=0.01, high=0.5, log=True)
     momentum: float = setting(0.0, "Deep Gradient Compression's correction, for plain SGD; 0: none")
     dense_share: float = setting(0.1, DENSE)
     minimum: int = setting(4096, SMALL)
     check_every: int = setting(100, CHECK)
     scope: str = setting("all", SCOPE)
-
-    def __post_init__(self) -> None:
-        check(self)
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.LOSSY
-
-    @property
-    def claims(self) -> tuple[Claim, ...]:
-        return CLAIMS
 
     @property
     def method(self) -> dict[str, Any]:
@@ -137,15 +87,6 @@ class TopK(Technique):
             "momentum": self.momentum,
         }
 
-    def apply(self, setup: Setup) -> None:
-        fill(setup, self)
-
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
-        return obstacles()
-
-    def probe(self, session: Session) -> Proof:
-        return proof(session, self)
-
     def forecast(self, facts: Facts) -> Forecast:
         # Three bytes for what is kept, from every rank to every other.
         share = 3 * self.ratio * facts.world.size / RING_BYTES
@@ -153,39 +94,18 @@ class TopK(Technique):
 
 
 @dataclass(frozen=True)
-class PowerSGD(Technique):
+class PowerSGD(CompressesGradients):
     """A matrix of gradients travels as two thin factors; what they leave out returns."""
 
-    slot = Slot.WIRE
     rank: int = knob(16, "columns of a factor", low=1, high=128, log=True)
     dense_share: float = setting(0.1, DENSE)
     minimum: int = setting(4096, SMALL)
     check_every: int = setting(100, CHECK)
     scope: str = setting("all", SCOPE)
 
-    def __post_init__(self) -> None:
-        check(self)
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.LOSSY
-
-    @property
-    def claims(self) -> tuple[Claim, ...]:
-        return CLAIMS
-
     @property
     def method(self) -> dict[str, Any]:
         return {"sparsity_method": "powersgd", "rank": self.rank}
-
-    def apply(self, setup: Setup) -> None:
-        fill(setup, self)
-
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
-        return obstacles()
-
-    def probe(self, session: Session) -> Proof:
-        return proof(session, self)
 
     def forecast(self, facts: Facts) -> Forecast:
         # Of a square matrix of the model's width: 2 factors of 2 bytes against 4.

@@ -7,8 +7,9 @@ say of itself is its ``method``.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,8 @@ from hasten.core.contracts import Wire
 from hasten.core.facts import Facts
 from hasten.core.session import Session
 from hasten.core.setup import Setup
-from hasten.core.technique import Claim, Proof
+from hasten.core.slot import Slot
+from hasten.core.technique import Claim, Fidelity, Proof, Technique
 from hasten.errors import InputError
 from hasten.parts.comm.exchange import WireError
 from hasten.parts.comm.gradient_compressor import GradientCompressor
@@ -28,6 +30,7 @@ from hasten.parts.comm.methods import CompressionSettings
 from hasten.parts.distributed.compressed_shards import CopiedShards, ShardedGradients
 from hasten.parts.distributed.fsdp import why_not
 from hasten.parts.distributed.mesh import MeshSizes
+from hasten.techniques.wire.traffic import no_torch_distributed
 
 # What WIRE does where a layout deals weights out: which ranks exchange small gradients, and how.
 #
@@ -123,66 +126,54 @@ def proof_of(exchange: Exchange, session: Session, note: str) -> Proof:
 # The wire.
 
 UNKNOWN_START = 100  # steps of the dense start where nobody knows the run's length
-CLAIMS = (Claim("tokens_per_second", 1.12, "the articles' gradient compression: +12 % speed"),)
 
 
-class Compresses(Protocol):
+class CompressesGradients(Technique):
     """A technique that averages gradients by a method of :class:`GradientCompressor`.
 
     Its settings ``minimum``, ``check_every`` and ``scope``, and ``dense_share`` where it has one,
     mean the same with all methods.
     """
 
+    slot = Slot.WIRE
+    fidelity = Fidelity.LOSSY
+    claims = (Claim("tokens_per_second", 1.12, "the articles' gradient compression: +12 % speed"),)
+
     @property
+    @abstractmethod
     def method(self) -> dict[str, Any]:
         """The compressor's settings that are the method's own."""
 
-    @classmethod
-    def name(cls) -> str: ...
+    def __post_init__(self) -> None:
+        settings = self.settings()
+        share = settings.get("dense_share", 0.0)
+        if settings["check_every"] < 0:
+            raise ValueError("check_every can't be negative")
+        if not 0 <= share <= 1:
+            raise ValueError(f"dense_share is {share}; it is a share of the steps, 0 to 1")
+        GradientCompressor(communication_backend=None, **self._given())
 
-    def settings(self) -> dict[str, Any]: ...
+    def apply(self, setup: Setup) -> None:
+        """With one rank nothing travels, and nothing is to be done."""
+        if setup.facts.world.size == 1:
+            return
+        settings = self.settings()
+        start = dense_steps(setup, settings.get("dense_share", 0.0))
+        given = {**self._given(), "dense_steps": start}
+        setup.wire = Compressed(setup, self.name(), given, settings["check_every"])
 
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        return no_torch_distributed()
 
-def check(technique: Compresses) -> None:
-    """Refuse settings that are impossible.
+    def probe(self, session: Session) -> Proof:
+        wire = session.setup.wire
+        if not isinstance(wire, Compressed) or wire.kind != self.name():
+            return Proof(False, "gradients were not compressed: one rank, or another wire")
+        return wire.proof(session)
 
-    Raises:
-        ValueError: one is.
-    """
-    settings = technique.settings()
-    share = settings.get("dense_share", 0.0)
-    if settings["check_every"] < 0:
-        raise ValueError("check_every can't be negative")
-    if not 0 <= share <= 1:
-        raise ValueError(f"dense_share is {share}; it is a share of the steps, 0 to 1")
-    GradientCompressor(communication_backend=None, **_given(technique))
-
-
-def fill(setup: Setup, technique: Compresses) -> None:
-    """With one rank nothing travels, and nothing is to be done."""
-    if setup.facts.world.size == 1:
-        return
-    settings = technique.settings()
-    start = dense_steps(setup, settings.get("dense_share", 0.0))
-    given = {**_given(technique), "dense_steps": start}
-    setup.wire = Compressed(setup, technique.name(), given, settings["check_every"])
-
-
-def proof(session: Session, technique: Compresses) -> Proof:
-    """What the technique's compressor did in this session."""
-    wire = session.setup.wire
-    if not isinstance(wire, Compressed) or wire.kind != technique.name():
-        return Proof(False, "gradients were not compressed: one rank, or another wire")
-    return wire.proof(session)
-
-
-def obstacles() -> tuple[str, ...]:
-    return () if dist.is_available() else ("this torch was built without torch.distributed",)
-
-
-def _given(technique: Compresses) -> dict[str, Any]:
-    settings = technique.settings()
-    return {**technique.method, "minimum": settings["minimum"], "scope": settings["scope"]}
+    def _given(self) -> dict[str, Any]:
+        settings = self.settings()
+        return {**self.method, "minimum": settings["minimum"], "scope": settings["scope"]}
 
 
 class Compressed:

@@ -22,7 +22,7 @@ from hasten.errors import InputError
 from hasten.parts.comm import local_sgd, streaming_local_sgd
 from hasten.parts.comm.codecs import Codec, codec
 from hasten.parts.comm.local_sgd import Buffers, Drift, same_start
-from hasten.techniques.wire.traffic import OfWeights
+from hasten.techniques.wire.traffic import OfWeights, no_torch_distributed
 
 AUTO = "auto"
 ON_LINK = "in what format differences travel"
@@ -30,11 +30,33 @@ DDP_BYTES = 8.0  # of gradients that a ring of many ranks sends per weight: 2 x 
 Parameters = Sequence[Tensor]
 
 
-@dataclass(frozen=True)
-class LocalSteps(Technique):
-    """Ranks train alone for some steps, then average their weights (local SGD, DiLoCo)."""
+class TrainsApart(Technique):
+    """A technique under which ranks train alone and exchange weights."""
 
     slot = Slot.WIRE
+    fidelity = Fidelity.LOSSY
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        return no_torch_distributed()
+
+    def probe(self, session: Session) -> Proof:
+        wire = session.setup.wire
+        part = wire.part if isinstance(wire, Apart) and wire.kind == self.name() else None
+        if part is None:
+            return Proof(False, "ranks did not train apart")
+        pieces, kind = len(part.drift.edges), "float32" if part.codec is None else part.codec.name
+        return Proof(
+            part.exchanges > 0,
+            f"{part.exchanges} exchanges among {part.drift.size} ranks, {part.message_bytes:,} "
+            f"bytes each, {pieces} fragment(s) in {kind}; waited {part.waited_seconds:.2f} s for "
+            "them",
+        )
+
+
+@dataclass(frozen=True)
+class LocalSteps(TrainsApart):
+    """Ranks train alone for some steps, then average their weights (local SGD, DiLoCo)."""
+
     every: int = knob(20, "steps between two averages", low=1, high=500, log=True)
     outer: str = knob("mean", "mean, or nesterov (DiLoCo) for long runs", choices=local_sgd.OUTER)
     codec: str = knob("int4", ON_LINK, choices=("none", "bf16", "int8", "int4", "sign"))
@@ -44,10 +66,6 @@ class LocalSteps(Technique):
         local_sgd.check(self.every, self.outer)
         codec(self.codec)  # refuses unknown ones
         _check_timeout(self.timeout_seconds)
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.LOSSY
 
     def apply(self, setup: Setup) -> None:
         limit = datetime.timedelta(seconds=self.timeout_seconds)
@@ -59,22 +77,15 @@ class LocalSteps(Technique):
 
         train_apart(setup, self, build)
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
-        return _obstacles()
-
     def forecast(self, facts: Facts) -> Forecast:
         copies = 2 if self.outer == "nesterov" else 1
         return _forecast(facts, self.codec, self.every, copies)
 
-    def probe(self, session: Session) -> Proof:
-        return _proof(session, self)
-
 
 @dataclass(frozen=True)
-class Stream(Technique):
+class Stream(TrainsApart):
     """Ranks train alone; in each step a fragment of their weights travels and is averaged."""
 
-    slot = Slot.WIRE
     fragments: str | int = knob(
         AUTO, "fragments of the weights; auto: as many as the link asks for", choices=(AUTO, 2)
     )
@@ -97,10 +108,6 @@ class Stream(Technique):
     def _count(self) -> int | None:
         return None if isinstance(self.fragments, str) else self.fragments
 
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.LOSSY
-
     def apply(self, setup: Setup) -> None:
         limit = datetime.timedelta(seconds=self.timeout_seconds)
 
@@ -110,15 +117,9 @@ class Stream(Technique):
 
         train_apart(setup, self, build)
 
-    def obstacles(self, facts: Facts) -> tuple[str, ...]:
-        return _obstacles()
-
     def forecast(self, facts: Facts) -> Forecast:
         name = streaming_local_sgd.USUAL if self.codec == AUTO else self.codec
         return _forecast(facts, name, self._count or 2, copies=1)
-
-    def probe(self, session: Session) -> Proof:
-        return _proof(session, self)
 
 
 class Part(Protocol):
@@ -258,10 +259,6 @@ def _check_timeout(seconds: int) -> None:
         raise ValueError(f"timeout_seconds is {seconds}; a rank waits for at least 1 second")
 
 
-def _obstacles() -> tuple[str, ...]:
-    return () if dist.is_available() else ("this torch was built without torch.distributed",)
-
-
 def _forecast(facts: Facts, name: str, rarer: int, copies: int) -> Forecast:
     """Every rank's message goes to every other, once in ``rarer`` steps; float32 in DDP's ring."""
     numbers = max(facts.model.parameters, 1)
@@ -269,16 +266,3 @@ def _forecast(facts: Facts, name: str, rarer: int, copies: int) -> Forecast:
     whole = per_weight * facts.world.size / DDP_BYTES if name != "none" else 1.0
     share = whole / rarer
     return Forecast(wire_bytes=share, resident_bytes=4.0 * copies * facts.model.parameters)
-
-
-def _proof(session: Session, technique: Technique) -> Proof:
-    wire = session.setup.wire
-    part = wire.part if isinstance(wire, Apart) and wire.kind == technique.name() else None
-    if part is None:
-        return Proof(False, "ranks did not train apart")
-    pieces, kind = len(part.drift.edges), "float32" if part.codec is None else part.codec.name
-    return Proof(
-        part.exchanges > 0,
-        f"{part.exchanges} exchanges among {part.drift.size} ranks, {part.message_bytes:,} bytes "
-        f"each, {pieces} fragment(s) in {kind}; waited {part.waited_seconds:.2f} s for them",
-    )

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hasten.core.facts import Facts
@@ -22,6 +21,7 @@ from hasten.parts.comm.collectives import TopoAwareCollective
 from hasten.parts.comm.hierarchical import RoutedBuckets
 from hasten.parts.comm.route_choice import WireChoice
 from hasten.parts.comm.topology import check_name
+from hasten.techniques.wire.traffic import no_torch_distributed
 
 NUMBERS = 2**20  # of which a forecast takes a codec's ratio
 
@@ -52,10 +52,10 @@ class Hierarchical(Technique):
     def apply(self, setup: Setup) -> None:
         if setup.facts.world.size > 1:
             route = Route("hierarchical", self.within, self.between)
-            setup.wire = Hierarchy(_buckets(setup, route, self), self.check_every)
+            setup.wire = RoutedWire(self.name(), _buckets(setup, route, self), self.check_every)
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
-        return _obstacles(facts)
+        return no_torch_distributed() if facts.world.size > 1 else ()
 
     def forecast(self, facts: Facts) -> Forecast:
         """Of what a host with one rank sends; with more ranks less than a flat ring does."""
@@ -65,7 +65,7 @@ class Hierarchical(Technique):
 
     def probe(self, session: Session) -> Proof:
         wire = session.setup.wire
-        if not isinstance(wire, Hierarchy):
+        if not isinstance(wire, RoutedWire):
             return Proof(False, "one rank: nothing travels")
         return Proof(wire.buckets.routed > 0, _seen(wire.buckets))
 
@@ -91,37 +91,26 @@ class Automatic(Technique):
         if setup.facts.world.size > 1:
             buckets = _buckets(setup, Route(), self)
             choice = WireChoice(buckets, route_choice.CODECS if self.lossy else ())
-            setup.wire = Choosing(choice, self.check_every)
+            setup.wire = RoutedWire(self.name(), choice, self.check_every)
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
-        return _obstacles(facts)
+        return no_torch_distributed() if facts.world.size > 1 else ()
 
     def probe(self, session: Session) -> Proof:
         wire = session.setup.wire
-        if not isinstance(wire, Choosing):
+        if not isinstance(wire, RoutedWire) or not isinstance(wire.part, WireChoice):
             return Proof(False, "one rank: nothing travels")
-        choice = wire.choice
+        choice = wire.part
         return Proof(choice.decided, f"{choice.reason}; {_seen(choice.buckets)}")
 
 
-class Checks:
-    """Compares the ranks' weights now and then, so that they never drift apart unseen."""
+class RoutedWire:
+    """WIRE: buckets on one route, or on the one that proves to be shorter; weights are compared."""
 
-    def __init__(self, buckets: RoutedBuckets, every: int) -> None:
-        self._buckets, self._every, self._updates = buckets, every, 0
-
-    def updated(self, parameters: Sequence[Tensor]) -> None:
-        self._updates += 1
-        if self._every and self._updates % self._every == 0:
-            self._buckets.check(parameters)
-
-
-class Hierarchy:
-    """WIRE: buckets on one route."""
-
-    def __init__(self, buckets: RoutedBuckets, check_every: int) -> None:
-        self.buckets = buckets
-        self._checks = Checks(buckets, check_every)
+    def __init__(self, kind: str, part: RoutedBuckets | WireChoice, check_every: int) -> None:
+        self.part = part
+        self.buckets = part.buckets if isinstance(part, WireChoice) else part
+        self._kind, self._every, self._updates = kind, check_every, 0
 
     @property
     def sent_bytes(self) -> int:
@@ -129,50 +118,24 @@ class Hierarchy:
 
     def attach(self, module: nn.Module) -> None:
         try:
-            self.buckets.attach(module)
+            self.part.attach(module)
         except ValueError as error:  # hosts or settings that don't go together
-            raise InputError(f"hierarchical: {error}") from error
+            raise InputError(f"{self._kind}: {error}") from error
 
     def before_update(self, parameters: Sequence[Tensor]) -> None:
         return None
 
     def after_update(self, parameters: Sequence[Tensor]) -> None:
-        self.buckets.commit()
-        self._checks.updated(parameters)
+        self.part.step()
+        self._updates += 1
+        if self._every and self._updates % self._every == 0:
+            self.buckets.check(parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.buckets.state_dict()
+        return self.part.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.buckets.load_state_dict(state)
-
-
-class Choosing:
-    """WIRE: buckets on the route that proves to be shorter."""
-
-    def __init__(self, choice: WireChoice, check_every: int) -> None:
-        self.choice = choice
-        self._checks = Checks(choice.buckets, check_every)
-
-    @property
-    def sent_bytes(self) -> int:
-        return self.choice.buckets.sent_bytes
-
-    def attach(self, module: nn.Module) -> None:
-        self.choice.attach(module)
-
-    def before_update(self, parameters: Sequence[Tensor]) -> None:
-        return None
-
-    def after_update(self, parameters: Sequence[Tensor]) -> None:
-        self.choice.step()
-        self._checks.updated(parameters)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.choice.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.choice.load_state_dict(state)
+        self.part.load_state_dict(state)
 
 
 def _buckets(setup: Setup, route: Route, asked: Hierarchical | Automatic) -> RoutedBuckets:
@@ -198,9 +161,3 @@ def _check(topology: str, timeout: float, check_every: int) -> None:
         raise ValueError(f"check_every is {check_every}; give a number of steps, or 0 for never")
     if not timeout > 0:
         raise ValueError(f"timeout is {timeout}; it must be more than 0 seconds")
-
-
-def _obstacles(facts: Facts) -> tuple[str, ...]:
-    if facts.world.size > 1 and not dist.is_available():
-        return ("this torch was built without torch.distributed",)
-    return ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
+from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.contracts import NoCompression, Traffic, Wire
@@ -77,3 +78,8 @@ class OfWeights:
         )
         self.begin()
         return found
+
+
+def no_torch_distributed() -> tuple[str, ...]:
+    """The obstacle of every wire, where there is one."""
+    return () if dist.is_available() else ("this torch was built without torch.distributed",)

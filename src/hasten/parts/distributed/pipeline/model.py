@@ -54,7 +54,8 @@ from hasten.parts.distributed.pipeline.stages import (
     Layers,
     TiedHead,
 )
-from hasten.parts.distributed.pipeline.trace import StageEvent, bubble_share, drawing, gathered
+from hasten.parts.distributed.pipeline.timetable import StageEvent, bubble_share, drawing
+from hasten.parts.distributed.pipeline.trace import gathered
 from hasten.parts.nn.losses import WholeLogitsLoss
 
 

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from torch import distributed as dist
-
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
 VIRTUAL = {"interleaved": 2, "zbv": 2, "dualpipev": 2}  # stages of a rank, where not one
 SPLIT = ("zero_bubble", "zbv", "dualpipev")  # a backward pass in two halves, I and W
@@ -52,6 +50,8 @@ def check(schedule: str) -> None:
 
 def missing(schedule: str) -> str:
     """Why this torch can't run a schedule across ranks, in one sentence; empty where it can."""
+    from torch import distributed as dist
+
     check(schedule)
     if not dist.is_available():
         return "this torch was built without torch.distributed"

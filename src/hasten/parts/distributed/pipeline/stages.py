@@ -69,18 +69,6 @@ def balanced(
     return _evenest(len(costs), stages, stage, bound)
 
 
-def bottleneck(
-    costs: Sequence[float], sizes: Sequence[int], first: float = 0.0, last: float = 0.0
-) -> float:
-    """The cost of the slowest stage of a cut."""
-    found, start = [], 0
-    for index, size in enumerate(sizes):
-        more = (first if index == 0 else 0.0) + (last if index == len(sizes) - 1 else 0.0)
-        found.append(math.fsum(costs[start : start + size]) + more)
-        start += size
-    return max(found)
-
-
 Stage = Callable[[int, int, int], float]  # cost of layers start..end as the stage of that index
 
 

@@ -1,0 +1,89 @@
+"""What the ranks of a pipeline did when, measured or simulated: events, their bubble, a drawing.
+
+An event is one pass of one stage over one micro-batch, from when its inputs are there to when its
+result is. The bubble is the share of the ranks' time, from the first event of a step to the last,
+in which a rank runs none.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+KINDS = {"F": "forward", "B": "backward", "I": "gradient of inputs", "W": "gradient of weights"}
+COLOURS = {"F": "#2a6fb0", "B": "#3a7d44", "I": "#5a9a63", "W": "#b5651d"}
+
+
+@dataclass(frozen=True)
+class StageEvent:
+    """A pass (F, B, I or W) of a stage over a micro-batch, in seconds since the step began."""
+
+    rank: int
+    kind: str
+    stage: int
+    micro_batch: int
+    start: float
+    end: float
+
+
+def bubble_share(events: Sequence[StageEvent]) -> float:
+    """The share of the ranks' time without a pass, from the first event to the last."""
+    if not events:
+        raise ValueError("there are no events: record a step first")
+    ranks = {e.rank for e in events}
+    span = max(e.end for e in events) - min(e.start for e in events)
+    busy = sum(e.end - e.start for e in events)
+    return 1 - busy / (len(ranks) * span)
+
+
+def drawing(events: Sequence[StageEvent], title: str) -> str:
+    """The timetable as one SVG: a row per rank, a box per pass, its number inside if it fits."""
+    if not events:
+        raise ValueError("there are no events to draw: record a step first")
+    ranks = sorted({e.rank for e in events})
+    first, last = min(e.start for e in events), max(e.end for e in events)
+    width, left, row = 960, 64.0, 24.0
+    scale = (width - left - 8) / max(last - first, 1e-9)
+    body = [_text(4, 8 + row * place + 14, f"rank {rank}") for place, rank in enumerate(ranks)]
+    by_place = sorted(events, key=lambda e: (e.rank, e.start))
+    for (rank, start), found in itertools.groupby(by_place, key=lambda e: (e.rank, e.start)):
+        together = list(found)  # passes that overlap (DualPipe) lie one above the other
+        x, y, tall = left + (start - first) * scale, 8 + row * ranks.index(rank), row - 4
+        for place, event in enumerate(together):
+            wide = max((event.end - start) * scale - 0.5, 0.3)
+            each = tall / len(together)
+            body.append(_box(event, x, y + place * each, wide, each))
+    below = 8 + row * len(ranks)
+    said = f"{last - first:.3g} s, {bubble_share(events):.1%} of the ranks' time idle"
+    body.append(_text(left, below + 12, said))
+    for place, kind in enumerate(k for k in KINDS if k in {e.kind for e in events}):
+        x = left + 170 * place
+        body.append(_rect(x, below + 22, 12, 12, COLOURS[kind], KINDS[kind]))
+        body.append(_text(x + 18, below + 32, KINDS[kind]))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {width} {below + 44:g}">'
+        f"<title>{escape(title)}</title><style>text{{font:11px system-ui,sans-serif;fill:#555}}"
+        f".n{{fill:#fff;text-anchor:middle}}</style>{''.join(body)}</svg>\n"
+    )
+
+
+def _box(event: StageEvent, x: float, y: float, wide: float, tall: float) -> str:
+    number = str(event.micro_batch)
+    said = f"{KINDS[event.kind]} of micro-batch {number}, stage {event.stage}"
+    found = _rect(x, y, wide, tall, COLOURS[event.kind], said)
+    if wide > 7 * len(number) and tall > 11:
+        found += f'<text class="n" x="{x + wide / 2:.1f}" y="{y + 14:.1f}">{number}</text>'
+    return found
+
+
+def _rect(x: float, y: float, wide: float, tall: float, colour: str, said: str) -> str:
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{tall:.1f}" fill="{colour}">'
+        f"<title>{escape(said)}</title></rect>"
+    )
+
+
+def _text(x: float, y: float, words: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}">{escape(words)}</text>'
