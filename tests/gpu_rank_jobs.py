@@ -12,6 +12,8 @@ import torch.distributed as dist
 from hasten.launch.ranks import backend_for, join
 from hasten.machine import environment
 from hasten.machine.environment import World
+from hasten.parts.comm import groups
+from hasten.techniques.layout.ddp import Replicas
 
 
 def joined(world: World) -> list[list[Any]]:
@@ -36,3 +38,22 @@ def joined(world: World) -> list[list[Any]]:
     told: list[Any] = [None] * world.size
     dist.all_gather_object(told, device)
     return [*calls, ["objects", told]]
+
+
+def summed(world: World) -> list[Any]:
+    """What ranks of a GPU tell each other lies on the host, and stays there."""
+    values = torch.tensor([1.0 + world.rank, 2.0], dtype=torch.float64)
+    layout = Replicas(world, 25, f"cuda:{world.local_rank}")
+    return [layout.sum(values).tolist(), layout.everywhere(values).tolist(), values.tolist()]
+
+
+def of_nccl_alone(world: World) -> list[str]:
+    """Where the same would travel in a user's own group that reaches GPUs alone."""
+    here = torch.device("cuda")
+    with (
+        mock.patch("torch.distributed.get_backend_config", return_value="cuda:nccl"),
+        mock.patch("torch.accelerator.current_accelerator", return_value=here),
+        mock.patch("torch.accelerator.current_device_index", return_value=world.rank),
+        mock.patch.object(torch.Tensor, "to", lambda values, device: str(device)),
+    ):
+        return [str(groups.movable(torch.ones(1))), str(groups.own_accelerator())]

@@ -93,6 +93,7 @@ class HastenArm:
         model = ModelFacts(
             *(row.architecture, 0, shape["hidden_size"], shape["num_hidden_layers"]),
             vocabulary=shape["vocab_size"],
+            experts=routed_experts(config_of(row)),
         )
         known = Facts(
             host.hardware(),

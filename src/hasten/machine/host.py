@@ -173,8 +173,13 @@ def device_utilisation(device: str) -> float | None:
         return None
     try:  # needs NVML's Python package and permission to ask
         return float(torch.cuda.utilization(torch.device(device))) / 100
-    except (ImportError, RuntimeError):
+    except Exception:  # NVML's errors have no base of their own that is there without its package
         return None
+
+
+def pins_for(device: str | torch.device) -> bool:
+    """Whether a copy to or from this device waits for nobody, if the host's memory is pinned."""
+    return torch.device(device).type in ("cuda", "xpu")
 
 
 def accelerator_uuids(device: str, count: int) -> list[str]:

@@ -136,6 +136,12 @@ def _varlen() -> Callable[..., Any] | None:
     return functools.partial(varlen_attn, **causal)
 
 
+@functools.cache
+def _groups_heads(kernel: Callable[..., Any]) -> bool:
+    """Whether it takes fewer heads of keys than of queries, as torch's does since 2.12."""
+    return "enable_gqa" in inspect.signature(kernel).parameters
+
+
 def _one_kernel(
     kernel: Callable[..., Any],
     tensors: tuple[Tensor, Tensor, Tensor],
@@ -150,8 +156,10 @@ def _one_kernel(
     and in the value they come out as zeros, which are cut off. Their gradients are cut off too.
     """
     query, key, value = (t[0].transpose(0, 1) for t in tensors)
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:  # the kernel's own grouping came later than the kernel
+    groups, more = query.shape[1] // key.shape[1], {}
+    if groups > 1 and _groups_heads(kernel):
+        more = {"enable_gqa": True}
+    elif groups > 1:
         key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale  # of the true width
     true, width = value.shape[-1], _kernel_width(query, value)
@@ -159,5 +167,7 @@ def _one_kernel(
         t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1]))
         for t in (query, key, value)
     )
-    out: Tensor = kernel(query, key, value, boundaries, boundaries, longest, longest, scale=scale)
+    out: Tensor = kernel(
+        query, key, value, boundaries, boundaries, longest, longest, scale=scale, **more
+    )
     return out[..., :true].unsqueeze(0)

@@ -28,9 +28,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
-DTYPES = (torch.float32, torch.bfloat16)
+from hasten.parts.kernels.refused import is_refused
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_CAPABILITY = (8, 0)  # what Triton supports of NVIDIA's
-WIDEST = 65_536  # numbers of a row that one program holds
+WIDEST = 16_384  # numbers of a row that one program of a norm holds; more would leave registers
+MOST_WARPS = 32  # of a backward norm, whose wide rows would leave the registers with fewer
 BLOCK = 1024  # numbers of one program where no row matters
 PROGRAMS = 1024  # at most, of a backward norm: each writes a row of partial sums
 ON_A_TILE = 4096  # numbers of a program that turns heads
@@ -54,9 +57,9 @@ def liger() -> Liger | None:
         return None
 
 
-def _liger_now() -> Liger | None:
+def _liger_now(kernel: str) -> Liger | None:
     """Liger's functions, outside of graphs: a compiler can't look through them and would stop."""
-    return None if torch.compiler.is_compiling() else liger()
+    return None if torch.compiler.is_compiling() or is_refused(kernel) else liger()
 
 
 @functools.cache
@@ -89,13 +92,14 @@ def fits(*tensors: Tensor) -> bool:
     """Whether these operations take the tensors: one format they know, on one GPU."""
     one = tensors[0]
     alike = all(t.dtype == one.dtype and t.device == one.device for t in tensors)
-    narrow = all(t.shape[-1] <= WIDEST for t in tensors)
+    norm = any(t.ndim == 1 for t in tensors)  # it comes with its weight, and holds whole rows
+    narrow = not norm or one.shape[-1] <= WIDEST
     return alike and narrow and one.dtype in DTYPES and one.device.type == "cuda"
 
 
 def whole_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The norm with its gradient by Liger or torch; everything in float32, one rounding."""
-    found = _liger_now()
+    found = _liger_now("liger_norm")
     if found is None:
         return F.rms_norm(x, weight.shape, weight, eps)
     # In Liger's words: no offset of the weight, "gemma" rounds last, and the gradient that comes
@@ -106,7 +110,7 @@ def whole_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def whole_swiglu(gate: Tensor, up: Tensor) -> Tensor | None:
     """``silu(gate) * up`` with its gradient by Liger; None where it isn't installed."""
-    found = _liger_now()
+    found = _liger_now("liger_swiglu")
     if found is None:
         return None
     y: Tensor = found.silu_mul.apply(gate, up)
@@ -144,7 +148,7 @@ def rms_norm_backward(
     dx, dw = torch.empty_like(x), x.new_empty((programs, n), dtype=torch.float32)
     if x.numel():
         tensors = (grad, x, weight, inverse, x if past is None else past, dx, dw)
-        shape = {"PAST": past is not None, "BLOCK": block, "num_warps": _warps(block)}
+        shape = {"PAST": past is not None, "BLOCK": block, "num_warps": _warps(block, MOST_WARPS)}
         _launch("norm_back_kernel", (programs,), *tensors, rows, n, each, **shape)
     return dx, dw.sum(0)
 
@@ -234,6 +238,6 @@ def _power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _warps(block: int) -> int:
+def _warps(block: int, most: int = 16) -> int:
     """About 8 numbers for each of a warp's 32 lanes, within what a program may have."""
-    return min(max(block // 256, 1), 16)
+    return min(max(block // 256, 1), most)
