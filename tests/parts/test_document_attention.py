@@ -215,6 +215,25 @@ def test_one_kernel_call_gets_the_row_and_its_boundaries(monkeypatch: pytest.Mon
     assert call[2:] == (4, 4)
 
 
+def test_a_kernel_that_groups_heads_gets_keys_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, *where: Any, scale: float, enable_gqa: bool = False
+    ) -> Tensor:
+        assert (q.shape[1], k.shape[1], v.shape[1]) == (4, kv_heads, kv_heads)
+        assert enable_gqa == (kv_heads < 4)
+        rows = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+        return _reference(*rows, (9,))[0]
+
+    _always(monkeypatch, kernel)
+    boundaries = torch.tensor([0, 9], dtype=torch.int32)
+    for kv_heads in (1, 2, 4):
+        tensors = _tensors(kv_heads=kv_heads)
+        found, _ = attend(
+            nn.Identity(), *tensors, None, 0.3, document_lengths=(9,), boundaries=boundaries
+        )
+        torch.testing.assert_close(found, _reference(*tensors, (9,)), rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("widths", [(24, 16), (16, 24), (12, 12), (192, 128)])
 @pytest.mark.parametrize("scale", [0.3, None])
 def test_heads_of_two_widths_share_the_kernel(
