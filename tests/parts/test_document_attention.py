@@ -286,9 +286,11 @@ def test_the_kernel_of_a_gpu_agrees_with_float64(widths: tuple[int, int]) -> Non
         assert (one - other).norm() <= 0.02 * other.norm()
 
 
-def test_heads_too_wide_or_with_dropout_go_one_by_one() -> None:
+def test_heads_too_wide_or_with_dropout_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document_attention, "_has_varlen", lambda device: True)
+
     class OnGPU:
-        is_cuda, dtype = True, torch.bfloat16
+        is_cuda, dtype, device = True, torch.bfloat16, torch.device("cuda:0")
 
         def __init__(self, width: int) -> None:
             self.shape = (1, 2, 9, width)

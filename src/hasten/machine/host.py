@@ -179,7 +179,7 @@ def device_utilisation(device: str) -> float | None:
 
 def pins_for(device: str | torch.device) -> bool:
     """Whether a copy to or from this device waits for nobody, if the host's memory is pinned."""
-    return torch.device(device).type in ("cuda", "xpu")
+    return bool(torch.device(device).type == "cuda")
 
 
 def accelerator_uuids(device: str, count: int) -> list[str]:

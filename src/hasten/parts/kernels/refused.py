@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+LEAST_CAPABILITY = (8, 0)  # of NVIDIA's GPUs: what Triton and FlashAttention-2 run on
+
 _reasons: dict[str, str] = {}
 
 

@@ -10,7 +10,7 @@ Each operation is taken from the first that has it:
      the norm with the residual's gradient in one pass, rotary embedding of some of the columns with
      pairs in either layout (MLA); and the gated SiLU where Liger isn't
 
-Triton comes with torch for CUDA and ROCm. The Triton passes are torch operators under
+Triton comes with torch for CUDA. The Triton passes are torch operators under
 ``hasten_gpu::`` with the signatures of :mod:`hasten.parts.kernels.rowwise`, so that compiled graphs
 keep them whole and one autograd function serves processor and GPU.
 """
@@ -28,12 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
-from hasten.parts.kernels.refused import is_refused
+from hasten.parts.kernels.refused import LEAST_CAPABILITY, is_refused
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LEAST_CAPABILITY = (8, 0)  # what Triton supports of NVIDIA's
 WIDEST = 16_384  # numbers of a row that one program of a norm holds; more would leave registers
-MOST_WARPS = 32  # of a backward norm, whose wide rows would leave the registers with fewer
 BLOCK = 1024  # numbers of one program where no row matters
 PROGRAMS = 1024  # at most, of a backward norm: each writes a row of partial sums
 ON_A_TILE = 4096  # numbers of a program that turns heads
@@ -76,11 +74,13 @@ def _launch(name: str, programs: tuple[int, ...], x: Tensor, *others: Any, **fix
 def why_not(device: str) -> str:
     """Why these operations can't run on a device, in one sentence; empty when they can."""
     kind = torch.device(device).type
-    if kind != "cuda":  # torch's name for ROCm too
-        return f"the fused layers are for processors and CUDA or ROCm GPUs, not for {kind}"
+    if kind != "cuda":
+        return f"the fused layers are for processors and NVIDIA GPUs, not for {kind}"
+    if torch.version.hip is not None:  # torch calls AMD's GPUs cuda, too
+        return "the fused layers are for NVIDIA GPUs: their kernels were never tried on ROCm"
     if importlib.util.find_spec("triton") is None:
         return "the fused layers take Triton on a GPU, which isn't installed: pip install triton"
-    if torch.cuda.is_available() and torch.version.hip is None:
+    if torch.cuda.is_available():
         found = torch.cuda.get_device_capability(torch.device(device))
         if found < LEAST_CAPABILITY:
             have, need = (".".join(map(str, c)) for c in (found, LEAST_CAPABILITY))
@@ -124,7 +124,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     y, inverse = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
     n, block = _row(x)
     if x.numel():
-        shape = {"BLOCK": block, "num_warps": _warps(block)}
+        shape = {"BLOCK": block, "num_warps": warps(block)}
         _launch("norm_kernel", (inverse.numel(),), x, weight, y, inverse, n, eps, **shape)
     return y, inverse
 
@@ -148,7 +148,7 @@ def rms_norm_backward(
     dx, dw = torch.empty_like(x), x.new_empty((programs, n), dtype=torch.float32)
     if x.numel():
         tensors = (grad, x, weight, inverse, x if past is None else past, dx, dw)
-        shape = {"PAST": past is not None, "BLOCK": block, "num_warps": _warps(block, MOST_WARPS)}
+        shape = {"PAST": past is not None, "BLOCK": block, "num_warps": back_warps(block)}
         _launch("norm_back_kernel", (programs,), *tensors, rows, n, each, **shape)
     return dx, dw.sum(0)
 
@@ -238,6 +238,11 @@ def _power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _warps(block: int, most: int = 16) -> int:
-    """About 8 numbers for each of a warp's 32 lanes, within what a program may have."""
-    return min(max(block // 256, 1), most)
+def warps(block: int, each: int = 8, most: int = 16) -> int:
+    """So that a lane, of the 32 of a warp, holds about so many numbers of a row."""
+    return min(max(block // (32 * each), 1), most)
+
+
+def back_warps(block: int) -> int:
+    """The same of a backward norm, which holds five rows at once."""
+    return warps(block, 4, 32)
