@@ -182,6 +182,15 @@ def pins_for(device: str | torch.device) -> bool:
     return bool(torch.device(device).type == "cuda")
 
 
+def accelerator_words(device: str) -> str:
+    """Name and compute capability of a GPU, as far as its library knows them."""
+    found = torch.device(device)
+    if found.type != "cuda":
+        return str(found.type)
+    gpu = torch.cuda.get_device_properties(found)
+    return f"{gpu.name} ({gpu.major}.{gpu.minor})"
+
+
 def accelerator_uuids(device: str, count: int) -> list[str]:
     """Names by which the driver knows the first so many GPUs of this process; empty without one."""
     if not device.startswith("cuda"):

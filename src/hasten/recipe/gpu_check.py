@@ -1,4 +1,4 @@
-"""First contact with a GPU: each kernel is tried before it is trusted, and ranks look for each other.
+"""First contact with a GPU: kernels are tried before they are trusted, and ranks their devices.
 
     verdicts kept for this GPU, driver and versions? -- yes --> refuse what failed then
                        | no
@@ -16,7 +16,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import platform
 import queue
 import subprocess
 import sys
@@ -24,6 +23,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from hasten.data.file_lock import one_writer
 from hasten.errors import InputError
 from hasten.machine import host
 from hasten.machine.environment import World
+from hasten.machine.gpu import Gpus
 from hasten.parts.comm.topology import host_name
 from hasten.parts.kernels import refused
 from hasten.parts.nn import gpu_kernels
@@ -47,6 +48,7 @@ FOLDER = Path("~/.cache/hasten/gpu")
 COMMAND = (sys.executable, "-m", gpu_kernels.__name__)
 START_SECONDS = 180.0  # imports and a driver's start on a busy machine
 KERNEL_SECONDS = 120.0  # a few compilations, then milliseconds
+END_SECONDS = 30.0  # of a process that has closed its output
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,14 @@ def check_kernels(known: Facts, tell: Tell, *, again: bool = False) -> list[Verd
     """
     if not known.on_gpu:
         return []
-    sizes, name = sizes_of(known.model), host.accelerator_name(known.device)
-    verdicts = kept_or_tried(names_on(known.device), sizes, known.device, name, again=again)
+    sizes, name = sizes_of(known.model), host.accelerator_words(known.device)
+    names = names_on(known.device)
+    verdicts = kept_or_tried(names, sizes, known.device, name, again=again)
     for sentence in apply(verdicts, name):
         tell(sentence)
+    if len(verdicts) < len(names):
+        asked = json.dumps({"kernels": names, "device": known.device})
+        tell(f"no kernel could be tried on {name}; see what {' '.join(COMMAND[1:])} '{asked}' says")
     return verdicts
 
 
@@ -110,13 +116,12 @@ def without_refused(model: torch.nn.Module) -> None:
 # What is kept.
 
 
-def identity(device: str, gpu: str, sizes: Sizes) -> dict[str, Any]:
+def identity(gpu: str, sizes: Sizes) -> dict[str, Any]:
     """All that a verdict depends on; where one changes, kernels are tried again."""
     return {
         "gpu": gpu,
-        "driver": host.driver_version(device),
-        "versions": host.versions() | host.kernel_versions(),
-        "machine": platform.machine(),
+        "driver": Gpus().driver,
+        "versions": [_version(package) for package in ("torch", "triton", "liger-kernel")],
         "sizes": dataclasses.asdict(sizes),
         "kernels": _sources(),
     }
@@ -134,7 +139,7 @@ def kept_or_tried(
     limits: Limits | None = None,
 ) -> list[Verdict]:
     """The verdicts of these kernels, from the folder, or from a child process and kept there."""
-    about = identity(device, gpu, sizes)
+    about = identity(gpu, sizes)
     key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
     try:
         place = folder.expanduser()
@@ -151,6 +156,13 @@ def kept_or_tried(
     except (OSError, RuntimeError):  # no home, or a disk that is full: only nothing is kept
         known = {v.kernel: v for v in tried(names, sizes, device, command, limits or Limits())}
     return [known[name] for name in names if name in known]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _sources() -> str:
@@ -208,6 +220,7 @@ def _of_one_child(
             while True:
                 line = lines.get(timeout=seconds)
                 if line is None:
+                    process.wait(END_SECONDS)
                     break
                 row = _row(line)
                 if "begins" in row:
@@ -215,7 +228,7 @@ def _of_one_child(
                 elif row:
                     current = ""
                     yield Verdict(**row)
-        except queue.Empty:
+        except (queue.Empty, subprocess.TimeoutExpired):
             if current:
                 yield Verdict(current, f"it hadn't ended after {seconds:.0f} s")
             return

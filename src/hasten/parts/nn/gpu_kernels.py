@@ -414,7 +414,7 @@ KERNELS = (
         _no_varlen,
     ),
     GpuKernel(
-        "scaled_mm",
+        quantised.SCALED_MM,
         _scaled_mm,
         _times(2, torch.bfloat16),
         "products run in bf16, at half the speed that float8 can have",
