@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import interpreted_triton  # noqa: F401  # before all that may import Triton
 import material
 import suite_report
 import warm

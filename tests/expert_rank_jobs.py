@@ -21,6 +21,7 @@ from hasten.parts.distributed.expert_parallel import (
 )
 from hasten.parts.kernels import rowwise
 from hasten.parts.nn.fused_experts import fuse_experts
+from host_waits import HostWaits
 from tiny import tiny_config
 
 DRAWS = 24
@@ -48,6 +49,26 @@ class Experts(nn.Module):
                 total = total + share * (self.down_proj[expert] @ (gate.sigmoid() * up))
             found.append(total)
         return torch.stack(found) if found else x * weights.sum()
+
+
+class Weighted(Experts):
+    """Reads no number of its inputs, unlike a loop over experts."""
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return x * weights.sum(1, keepdim=True) * self.down_proj.sum()
+
+
+def waits(world: World) -> list[str]:
+    """Where the host would wait for a device, in a pass there and back."""
+    group, _ = expert_groups(world.size)
+    module = Weighted(2 * world.size)
+    share_experts(module, group)
+    x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
+    index = torch.arange(10).view(5, 2) % module.num_experts
+    weights = torch.rand(5, 2, dtype=torch.float64, requires_grad=True)
+    with HostWaits([x, index, weights, *module.parameters()]) as found:
+        module(x, index, weights).sum().backward()
+    return found.places
 
 
 def drawn(seed: int, world: int) -> tuple[int, list[tuple[Tensor, Tensor, Tensor]]]:
@@ -226,4 +247,9 @@ def refusals(world: World) -> list[str]:
 
 
 def all_parts(world: World) -> dict[str, Any]:
-    return {"journeys": journeys(world), "blocks": blocks(world), "refusals": refusals(world)}
+    return {
+        "journeys": journeys(world),
+        "blocks": blocks(world),
+        "refusals": refusals(world),
+        "waits": waits(world),
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from typing import Any
 from unittest import mock
@@ -9,9 +10,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from hasten.errors import InputError
 from hasten.launch.ranks import backend_for, join
 from hasten.machine import environment
 from hasten.machine.environment import World
+from hasten.parts.comm import groups
+from hasten.parts.comm.topology import host_name
+from hasten.recipe import gpu_check
+from hasten.techniques.layout.ddp import Replicas
 
 
 def joined(world: World) -> list[list[Any]]:
@@ -36,3 +42,61 @@ def joined(world: World) -> list[list[Any]]:
     told: list[Any] = [None] * world.size
     dist.all_gather_object(told, device)
     return [*calls, ["objects", told]]
+
+
+def summed(world: World) -> list[Any]:
+    """What ranks of a GPU tell each other lies on the host, and stays there."""
+    values = torch.tensor([1.0 + world.rank, 2.0], dtype=torch.float64)
+    layout = Replicas(world, 25, f"cuda:{world.local_rank}")
+    return [layout.sum(values).tolist(), layout.everywhere(values).tolist(), values.tolist()]
+
+
+def of_nccl_alone(world: World) -> list[str]:
+    """Where the same would travel in a user's own group that reaches GPUs alone."""
+    here = torch.device("cuda")
+    with (
+        mock.patch("torch.distributed.get_backend_config", return_value="cuda:nccl"),
+        mock.patch("torch.accelerator.current_accelerator", return_value=here),
+        mock.patch("torch.accelerator.current_device_index", return_value=world.rank),
+        mock.patch.object(torch.Tensor, "to", lambda values, device: str(device)),
+    ):
+        return [str(groups.movable(torch.ones(1))), str(groups.own_accelerator())]
+
+
+def first_contact(world: World) -> dict[str, str]:
+    """What ranks are told about their devices, with faults planted; without one, nothing."""
+    last = world.rank == world.size - 1
+    true_fault, true_sum = gpu_check._fault, dist.all_reduce
+    index = "torch.accelerator.current_device_index"
+
+    def sum_of_three(values: torch.Tensor) -> None:
+        true_sum(values)
+        values.fill_(3.0)
+
+    wrong = mock.patch.object(torch.Tensor, "sum", return_value=torch.tensor(7.0))
+    own = f"cuda:{world.rank}"
+    nothing = contextlib.nullcontext()
+    skipped = mock.patch.object(gpu_check, "_fault", return_value="")
+    here = mock.patch(index, return_value=0)
+    only_index = mock.patch.object(
+        gpu_check, "_fault", lambda place: true_fault(place) if place.index else ""
+    )
+    return {
+        "as they are": _told(world, "cpu", nothing),
+        "a product that is wrong": _told(world, "cpu", wrong if last else nothing),
+        "one GPU for two": _told(world, "cuda:0", skipped),
+        "not the current one": _told(world, own, here, only_index),
+        "a wrong sum": _told(world, "cpu", mock.patch.object(dist, "all_reduce", sum_of_three)),
+    }
+
+
+def _told(world: World, device: str, *faults: Any) -> str:
+    with contextlib.ExitStack() as planted:
+        for fault in faults:
+            planted.enter_context(fault)
+        try:
+            gpu_check.check_ranks(world, device)
+        except InputError as error:
+            text = str(error).replace(host_name(), "HOST")
+            return text.replace(f"rank {world.rank}: the", "rank RANK: the")
+    return ""

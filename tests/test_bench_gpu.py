@@ -22,6 +22,8 @@ from gpu import measure, peer, results, rows, run  # noqa: E402
 from gpu.memory import adapter_parameters, estimate, parameters  # noqa: E402
 from gpu.rows import ROWS, SMALL, Row, row_named  # noqa: E402
 
+from hasten.techniques.experts import ExpertsImplementation  # noqa: E402
+
 SMOKE = row_named("smoke")
 H200, H100 = 139 * 2**30, 78 * 2**30  # bytes that a program finds
 
@@ -238,3 +240,14 @@ def test_the_page_shows_what_the_files_say_and_else_not_measured(tmp_path: Path)
     line = results.table(results.read(tmp_path)).splitlines()[3]
     assert line.startswith("| full-8b-bf16 | toy | 1,234 (partial) | ≥ 8,200 / 9,200 / 10,300 |")
     assert "| 50.0% | 1.0 GB |" in line
+
+
+def test_a_row_of_experts_is_known_to_have_them() -> None:
+    """Or a choice of their code would be left out as having nothing to choose for."""
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 96}
+    plain = replace(SMOKE, architecture="llama", shape=shape)
+    mixed = replace(SMOKE, architecture="deepseek_v2", shape={**shape, "n_routed_experts": 8})
+    assert measure.facts_of(plain, "cpu", [3]).model.experts == 0
+    known = measure.facts_of(mixed, "cpu", [3])
+    assert known.model.experts == 8
+    assert not ExpertsImplementation("grouped_mm").obstacles(known)

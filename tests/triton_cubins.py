@@ -1,61 +1,121 @@
-"""Compiles every Triton kernel for an H100 and prints how many: it takes no GPU, only Triton.
+"""Compiles every Triton kernel for GPUs that aren't here, and counts what leaves their registers.
 
 The interpreter runs a kernel's Python, with all that Python allows; the compiler refuses what isn't
-Triton. Run as a script, in a process whose Triton compiles.
+Triton, and the assembler says what a launch costs. Run as a script in a process whose Triton
+compiles, with the compute capabilities: ``80 90``; ``all`` takes every format and layout.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hasten.parts.kernels import rowwise_triton
+from hasten.parts.kernels import codec_triton, rowwise_triton
+from hasten.parts.nn.fused_gpu import BLOCK, ON_A_TILE, back_warps, warps
 
-HOPPER = GPUTarget("cuda", 90, 32)
-SIZES = ["rows", "n", "each", "count", "by_row", "by_head", "heads", "width", "m"]
+WHOLE = ["rows", "n", "each", "count", "by_row", "by_head", "heads", "width", "m"]
+WHOLE += ["numbers", "ranks", "codes_stride", "scales_stride", "low", "cap", "most", "key"]
+SINGLE = ["eps", "way", "share", "factor"]
+FLOATS = ["inverse", "dw", "residual", "kept", "out"]
+FORMATS = ("bf16", "fp16", "fp32")
 
 
-def cubin(kernel: Any, number: str, table: str = "fp32", **fixed: Any) -> bytes:
-    """A kernel's code where tensors hold ``number``; sizes of 1 are constants, as in a launch."""
-    types: dict[str, str] = {}
-    for name in kernel.arg_names:
-        whole = "fp32" if name in ("eps", "way") else f"*{number}"
-        types[name] = "i32" if name in SIZES else whole
-    types |= {n: f"*{table}" for n in ("cos", "sin") if n in types}
-    types |= {n: "*fp32" for n in ("inverse", "dw") if n in types}
-    types |= dict.fromkeys(fixed, "constexpr")
-    constants = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
+class Variant(NamedTuple):
+    """A kernel as a launch has it: a format, warps and constants."""
+
+    name: str
+    kernel: Any
+    number: str
+    warps: int
+    fixed: dict[str, Any]
+    table: str = "fp32"
+
+
+def variants(number: str, every: bool) -> Iterator[Variant]:
+    """What training launches; ``every``: edge cases of the launch, too."""
+    rows, codec = rowwise_triton, codec_triton
+    for width in (4096, 8192, 16384) if every else (8192,):
+        yield Variant(f"norm {width}", rows.norm_kernel, number, warps(width), {"BLOCK": width})
+        for past in (True, False) if every else (True,):
+            fixed = {"PAST": past, "BLOCK": width}
+            back = back_warps(width)
+            yield Variant(f"norm back {width}", rows.norm_back_kernel, number, back, fixed)
+    for name, kernel in (("swiglu", rows.swiglu_kernel), ("swiglu back", rows.swiglu_back_kernel)):
+        yield Variant(name, kernel, number, 4, {"BLOCK": BLOCK})
+    # Llama's heads of 128; a latent attention's query, 64 of 192 columns turned; and its key.
+    for name, plain, pairs in (("llama", 0, 64), ("latent", 128, 32), ("latent key", 0, 32)):
+        heads = 1 if name == "latent key" else min(32, ON_A_TILE // max(plain, pairs))
+        for pairs_in, pairs_out in ((False, False), (True, False), (True, True)):
+            if (name == "llama") == pairs_in and not every:
+                continue
+            fixed = {"PAIRS_IN": pairs_in, "PAIRS_OUT": pairs_out, "PLAIN": plain}
+            fixed |= {"HEADS": heads, "BLOCK": pairs, **({"heads": 1} if heads == 1 else {})}
+            yield Variant(f"rotate {name}", rows.rotate_kernel, number, 4, fixed)
+            if every and number != "fp32":
+                yield Variant(f"rotate {name}", rows.rotate_kernel, number, 4, fixed, number)
+    if every:
+        fixed = {"PAST": True, "BLOCK": 1, "each": 1, "rows": 1, "n": 1}
+        yield Variant("norm back of one", rows.norm_back_kernel, number, 1, fixed)
+    if number == "fp16":  # gradients travel as float32 or bfloat16
+        return
+    for bits in (8, 4) if every else (8,):
+        fixed = {"BITS": bits, "HALF": 128, "REST": True, "KEEP": True, "DICE": True}
+        fixed |= {"INFINITY": codec.INFINITE}
+        yield Variant(f"encode int{bits}", codec.encode_kernel, number, 1, fixed)
+        add = {"BITS": bits, "HALF": 128, "ADD": True}
+        yield Variant(f"decode int{bits}", codec.decode_kernel, number, 1, add)
+
+
+def cubin(variant: Variant, capability: int) -> bytes:
+    """A kernel's code; sizes of 1 are constants, as in a launch."""
+    kernel, number = variant.kernel, variant.number
+    types = dict.fromkeys(kernel.arg_names, f"*{number}")
+    types |= {n: "i32" for n in WHOLE if n in types} | {n: "fp32" for n in SINGLE if n in types}
+    types |= {n: "*fp32" for n in FLOATS if n in types}
+    types |= {n: f"*{variant.table}" for n in ("cos", "sin") if n in types}
+    types |= {n: t for n, t in (("codes", "*i8"), ("scales", "*i16")) if n in types}
+    types |= dict.fromkeys(variant.fixed, "constexpr")
+    constants = {(kernel.arg_names.index(name),): value for name, value in variant.fixed.items()}
     source = ASTSource(kernel, signature=types, constexprs=constants)
-    found: bytes = triton.compile(source, target=HOPPER).asm["cubin"]
+    target = GPUTarget("cuda", capability, 32)
+    found: bytes = triton.compile(source, target, {"num_warps": variant.warps}).asm["cubin"]
     return found
 
 
-def main() -> int:
-    k, done = rowwise_triton, []
-    for number in ("bf16", "fp32"):
-        done.append(cubin(k.norm_kernel, number, BLOCK=4096))
-        for past in (True, False):
-            done.append(cubin(k.norm_back_kernel, number, PAST=past, BLOCK=4096))
-            done.append(cubin(k.norm_back_kernel, number, PAST=past, BLOCK=512, each=1))
-        done.append(cubin(k.norm_back_kernel, number, PAST=True, BLOCK=1, each=1, rows=1, n=1))
-        for kernel in (k.swiglu_kernel, k.swiglu_back_kernel):
-            done.append(cubin(kernel, number, BLOCK=1024))
-        for table in {number, "fp32"}:
-            for pairs_in, pairs_out, plain in (
-                (False, False, 0),
-                (True, False, 128),
-                (True, True, 128),
-            ):
-                layout = {"PAIRS_IN": pairs_in, "PAIRS_OUT": pairs_out, "PLAIN": plain}
-                done.append(cubin(k.rotate_kernel, number, table, HEADS=16, BLOCK=32, **layout))
-                done.append(
-                    cubin(k.rotate_kernel, number, table, HEADS=1, BLOCK=32, heads=1, **layout)
-                )
-    return sum(len(code) > 0 for code in done)
+def in_local_memory(code: bytes) -> int:
+    """Bytes of each thread that don't fit its registers, as the driver would set them aside."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (stack,) = re.findall(r"STACK:(\d+)", said)
+    return int(stack)
+
+
+def main(capabilities: list[int], every: bool) -> dict[str, int]:
+    """Bytes outside of registers, by kernel, format and capability."""
+    found: dict[str, int] = {}
+    for capability in capabilities:
+        for number in FORMATS if every else ("bf16",):
+            for variant in variants(number, every):
+                name = f"{variant.name} {number} sm_{capability}"
+                spilled = in_local_memory(cubin(variant, capability))
+                found[name] = max(spilled, found.get(name, 0))
+    return found
 
 
 if __name__ == "__main__":
-    print(main())
+    asked = sys.argv[1:]
+    print(json.dumps(main([int(a) for a in asked if a != "all"], "all" in asked)))

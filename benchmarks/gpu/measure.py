@@ -34,6 +34,7 @@ from hasten.core.step import training
 from hasten.machine import host
 from hasten.models.flops import ModelFlops, model_flops
 from hasten.parts.data.collate import TokenRecord, padded, token_record
+from hasten.parts.nn.causal_lm import routed_experts
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.parts.optim.weight_average import decayed_groups
 
@@ -84,23 +85,29 @@ def model_on(row: Row, device: str, weights: str) -> nn.Module:
     return found
 
 
+def facts_of(row: Row, device: str, lengths: list[int]) -> Facts:
+    """What techniques are asked about before they run."""
+    shape = row.shape
+    model = ModelFacts(
+        *(row.architecture, 0, shape["hidden_size"], shape["num_hidden_layers"]),
+        vocabulary=shape["vocab_size"],
+        experts=routed_experts(config_of(row)),
+    )
+    return Facts(
+        host.hardware(),
+        device,
+        model=model,
+        records=RecordFacts(len(lengths), sum(lengths), max(lengths)),
+        versions=host.versions(),
+    )
+
+
 class HastenArm:
     """A session of hasten, a few steps at a time."""
 
     def __init__(self, row: Row, choice: Choice, device: str, records: list[TokenRecord]) -> None:
         lengths = [r.length for r in records]
-        shape = row.shape
-        model = ModelFacts(
-            *(row.architecture, 0, shape["hidden_size"], shape["num_hidden_layers"]),
-            vocabulary=shape["vocab_size"],
-        )
-        known = Facts(
-            host.hardware(),
-            device,
-            model=model,
-            records=RecordFacts(len(lengths), sum(lengths), max(lengths)),
-            versions=host.versions(),
-        )
+        known = facts_of(row, device, lengths)
         asked = Plan(choice.techniques(row.batch))
         self.left_out = obstacles(asked, known)
         able = [t for t in asked if not t.obstacles(known)]

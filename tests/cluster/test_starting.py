@@ -283,3 +283,13 @@ def test_a_rank_takes_its_own_gpu_before_it_meets_the_others(tmp_path: Path) -> 
             ["init_process_group", "cpu:gloo,cuda:nccl", f"cuda:{rank}"],
             ["objects", [f"cuda:{r}" for r in range(2)]],
         ]
+
+
+def test_numbers_of_gpu_ranks_are_summed_on_the_host(tmp_path: Path) -> None:
+    for rank, found in enumerate(on_ranks("gpu_rank_jobs:summed", tmp_path)):
+        assert found == [[3.0, 4.0], [3.0, 4.0], [1.0 + rank, 2.0]]
+
+
+def test_without_gloo_they_go_over_the_ranks_own_gpu(tmp_path: Path) -> None:
+    for rank, found in enumerate(on_ranks("gpu_rank_jobs:of_nccl_alone", tmp_path)):
+        assert found == [f"cuda:{rank}"] * 2

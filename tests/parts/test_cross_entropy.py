@@ -15,15 +15,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hasten.parts.data.collate import IGNORED
+from hasten.parts.nn import losses
 from hasten.parts.nn.losses import (
     CHUNK_BYTES,
     FEWEST_ROWS,
     MOST_ROWS,
+    LabelOnlyLoss,
     LossTerms,
+    chunk_bytes,
     chunk_rows,
     label_only_cross_entropy,
     whole_cross_entropy,
 )
+from tiny import tiny_model
 
 V, H = 29, 8
 
@@ -133,6 +137,16 @@ def test_a_chunk_by_memory_stays_within_it_where_that_leaves_rows_to_multiply(v:
     rows = chunk_rows("auto", v)
     assert FEWEST_ROWS <= rows <= MOST_ROWS
     assert 4 * rows * v <= CHUNK_BYTES or rows == FEWEST_ROWS
+
+
+def test_a_gpu_takes_chunks_by_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An 80 GB card sixteen times as many rows as a processor; cards of a kind the same."""
+    vocabulary = 128_256
+    assert chunk_bytes(0) == chunk_bytes(2 * 10**9) == CHUNK_BYTES
+    assert chunk_bytes(85_899_345_920) == chunk_bytes(84_929_871_872) == 16 * CHUNK_BYTES
+    assert chunk_rows("auto", vocabulary, chunk_bytes(85 * 10**9)) == 2092
+    monkeypatch.setattr(losses, "device_bytes", lambda device: 85 * 10**9)
+    assert LabelOnlyLoss(tiny_model()).chunk == MOST_ROWS
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 20])

@@ -215,6 +215,25 @@ def test_one_kernel_call_gets_the_row_and_its_boundaries(monkeypatch: pytest.Mon
     assert call[2:] == (4, 4)
 
 
+def test_a_kernel_that_groups_heads_gets_keys_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, *where: Any, scale: float, enable_gqa: bool = False
+    ) -> Tensor:
+        assert (q.shape[1], k.shape[1], v.shape[1]) == (4, kv_heads, kv_heads)
+        assert enable_gqa == (kv_heads < 4)
+        rows = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+        return _reference(*rows, (9,))[0]
+
+    _always(monkeypatch, kernel)
+    boundaries = torch.tensor([0, 9], dtype=torch.int32)
+    for kv_heads in (1, 2, 4):
+        tensors = _tensors(kv_heads=kv_heads)
+        found, _ = attend(
+            nn.Identity(), *tensors, None, 0.3, document_lengths=(9,), boundaries=boundaries
+        )
+        torch.testing.assert_close(found, _reference(*tensors, (9,)), rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("widths", [(24, 16), (16, 24), (12, 12), (192, 128)])
 @pytest.mark.parametrize("scale", [0.3, None])
 def test_heads_of_two_widths_share_the_kernel(
@@ -267,9 +286,11 @@ def test_the_kernel_of_a_gpu_agrees_with_float64(widths: tuple[int, int]) -> Non
         assert (one - other).norm() <= 0.02 * other.norm()
 
 
-def test_heads_too_wide_or_with_dropout_go_one_by_one() -> None:
+def test_heads_too_wide_or_with_dropout_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document_attention, "_has_varlen", lambda device: True)
+
     class OnGPU:
-        is_cuda, dtype = True, torch.bfloat16
+        is_cuda, dtype, device = True, torch.bfloat16, torch.device("cuda:0")
 
         def __init__(self, width: int) -> None:
             self.shape = (1, 2, 9, width)

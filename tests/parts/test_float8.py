@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from hasten.parts.nn import quantised
 from hasten.parts.nn.quantised import (
     E4M3,
     Float8Blocks,
@@ -164,3 +165,10 @@ def test_a_head_with_an_adapter_around_it_stays_wide_too() -> None:
     layers = Float8Layers(emulate=True)
     layers.attach(net)
     assert layers.names == ["proj"]
+
+
+@pytest.mark.parametrize("block", [(1, 6), (2, 3)])
+def test_a_matrix_of_whole_blocks_is_not_copied(block: tuple[int, int]) -> None:
+    x = torch.arange(24.0).view(4, 6)
+    assert quantised._in_blocks(x, block).data_ptr() == x.data_ptr()
+    assert quantised._in_blocks(x[:, :5].contiguous(), block).sum() == x[:, :5].sum()

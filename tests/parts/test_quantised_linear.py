@@ -127,3 +127,14 @@ def test_only_named_linear_layers_of_finite_weights_are_quantised() -> None:
     layer.weight.data[0, 0] = torch.nan
     with pytest.raises(ValueError, match="isn't finite"):
         QuantisedLinear(layer, "nf4")
+
+
+def test_levels_are_sent_to_the_device_once_and_are_no_part_of_the_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = QuantisedLinear(nn.Linear(40, 30), "nf4")
+    assert "levels" not in layer.state_dict()
+    expected = from_nf4(layer.codes, layer.scale, (30, 40))
+    monkeypatch.setattr(torch, "tensor", lambda *a, **b: pytest.fail("a copy in each product"))
+    assert torch.equal(layer.widened(), expected)
+    layer(matrix(3, 40, 0).requires_grad_()).sum().backward()

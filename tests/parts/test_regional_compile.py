@@ -212,3 +212,18 @@ def test_code_for_another_instruction_set_is_not_taken_from_the_disk(tmp_path: P
             text=True,
         )
         assert ended.returncode == 0, ended.stdout
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "default"])
+def test_cuda_graphs_are_told_where_a_pass_begins(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a pass, not once a block: what one block has left is the next one's input."""
+    begun: list[int] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(1))
+    model = tiny_model("llama")
+    CompiledBlocks(mode=mode, backend="aot_eager")(model)
+    with torch.no_grad():
+        for _ in range(2):
+            model(torch.ones(1, 4, dtype=torch.int64))
+    assert len(begun) == (2 if mode == "reduce-overhead" else 0)

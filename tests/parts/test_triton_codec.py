@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ from codec_cases import cases, same_bits
 from hasten.parts.kernels import codec_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":  # Triton reads it while it is imported, which other tests may do before
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def _without_triton() -> str:

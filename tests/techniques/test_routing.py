@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config
 
+from hasten.core.contracts import StepNumbers
 from hasten.core.loop import evaluate
 from hasten.core.session import Session
 from hasten.core.state import restore, state_of
@@ -151,7 +152,8 @@ def test_held_out_records_are_not_counted_and_their_loss_is_plain() -> None:
 
 def test_a_step_that_moved_nothing_moves_no_bias() -> None:
     session = v3(FAST, steps=1)
-    session.engine.norm = lambda: (float("nan"), False)  # type: ignore[method-assign]
+    given_up = StepNumbers(float("nan"), 1.0, False)
+    session.engine.norm = lambda loss_sum: given_up  # type: ignore[method-assign]
     (metrics,) = run(session)
     assert metrics.skipped
     assert not biases(session).any()

@@ -13,11 +13,13 @@ from hasten.core.setup import prepare
 from hasten.core.slot import Slot
 from hasten.errors import InputError
 from hasten.launch import transport
+from hasten.machine import host
 from hasten.machine.environment import World
 from hasten.parts.distributed.deepspeed_config import HONOURED, IGNORED, REFUSED
 from hasten.parts.kernels import amx, codec, rowwise
 from hasten.recipe.build import batch_of, facts_of, job_of, requested_plan
 from hasten.recipe.candidates import candidates, first_plan
+from hasten.recipe.gpu_check import check_kernels
 from hasten.recipe.memory_check import memory_words
 from hasten.recipe.peak_flops import ceiling_of
 from hasten.recipe.prepare import check_folder, check_space, first_record
@@ -46,6 +48,7 @@ def doctor(path: Path, overrides: Sequence[str]) -> int:
     if known is not None:
         if material is not None:
             known = facts_of(recipe, material)
+        _gpu(known, checks)
         for hint in transport.hints(recipe.transport, known.on_gpu):
             checks.note("transport", f"hint: {hint}")
         checks.run("disk", lambda: _space(recipe, known))
@@ -89,6 +92,17 @@ def _kernels() -> str:
     """Which of the processor's kernels run here; without them the plain way does."""
     libraries = {"rows": rowwise.library(), "tiles": amx.library(), "codec": codec.library()}
     return ", ".join(f"{name}: {found.reason or 'compiled'}" for name, found in libraries.items())
+
+
+def _gpu(known: Facts, checks: _Checks) -> None:
+    """The GPU's kernels, each tried on small inputs; what was refused before is tried again."""
+    found = check_kernels(known, lambda text: checks.note("gpu kernels", text), again=True)
+    good = [verdict.kernel for verdict in found if verdict.good]
+    if good:
+        where = host.accelerator_words(known.device)
+        checks.note("gpu kernels", f"agree with float64 on {where}: {', '.join(good)}")
+    if unsteady := [v.kernel for v in found if v.good and not v.repeats]:
+        checks.note("gpu kernels", f"give other bits each time: {', '.join(unsteady)}")
 
 
 def _model(recipe: Recipe) -> tuple[str, Facts]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -162,14 +162,28 @@ class AsSet:
         return None
 
 
+class StepNumbers(NamedTuple):
+    """What the host has to know of a step before the weights move.
+
+    Args:
+        norm: L2 norm of the gradients over all ranks.
+        loss_sum: of this rank.
+        finite: norm and loss are finite on every rank.
+    """
+
+    norm: float
+    loss_sum: float
+    finite: bool
+
+
 class Engine(Protocol):
     """Three verbs, in this order, once per step."""
 
     def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
         """Gradients of (loss summed over all ranks / denominator); returns this rank's loss sum."""
 
-    def norm(self) -> tuple[float, bool]:
-        """The gradients' L2 norm over all ranks; whether all saw finite ones, and a finite loss."""
+    def norm(self, loss_sum: Tensor) -> StepNumbers:
+        """The step's numbers on the host; ``loss_sum`` is what ``gradients`` returned."""
 
     def update(self, rate_factor: float) -> None:
         """Clip, move the weights at ``rate_factor`` x the peak learning rate, forget gradients."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hasten.core.contracts import Agreement, StepNumbers
 from hasten.core.job import MicroBatch
 from hasten.core.layout import gradients_of
 from hasten.core.setup import Setup
@@ -43,6 +44,25 @@ class SendsLate(Protocol):
         """Gradients travel now; every rank calls it once per step."""
 
 
+def read_together(norm: Tensor, loss_sum: Tensor) -> tuple[float, float]:
+    """Both numbers on the host, after one wait for the device that holds them."""
+    if norm.device != loss_sum.device:
+        return norm.item(), loss_sum.item()
+    dtype = torch.promote_types(norm.dtype, loss_sum.dtype)  # wide enough to keep both as they are
+    value, loss = torch.stack([norm.to(dtype), loss_sum.detach().to(dtype)]).tolist()
+    return value, loss
+
+
+def all_finite(agreement: Agreement, *mine: float) -> bool:
+    """Whether these numbers are finite on every rank; every rank calls it.
+
+    A flag of its own: a wire need not carry one rank's overflow to the others, and a loss that is
+    infinite need not show in the gradients.
+    """
+    wrong = torch.tensor([0.0 if all(map(math.isfinite, mine)) else 1.0], dtype=torch.float64)
+    return not agreement.sum(wrong).item()
+
+
 class PlainEngine:
     """Forward and backward of one module in this process."""
 
@@ -51,13 +71,13 @@ class PlainEngine:
         self.module = assembly.module
         self.optimizer = assembly.optimizer
         self.max_norm = assembly.setup.job.max_grad_norm
-        self._norm = self._loss = torch.tensor(0.0)
+        self._norm = torch.tensor(0.0)
         self.sum_loads = assembly.setup.agreement.sum  # of experts, over all ranks
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
         layout, last = self.setup.layout, len(micro_batches)
-        sums = torch.zeros(()), torch.zeros(())
+        sums = self._no_sums()
         for index, micro_batch in enumerate(micro_batches, start=1):
             self.setup.precision.before_backward(reduces=index == last and layout.averages > 1)
             with layout.sync(self.module, index == last):
@@ -72,7 +92,7 @@ class PlainEngine:
         A failure of the first half concerns this rank alone: ``discard`` it and begin again.
         """
         inner = layout.alone(self.module)
-        sums = torch.zeros(()), torch.zeros(())
+        sums = self._no_sums()
         for micro_batch in micro_batches:
             self.setup.precision.before_backward(reduces=False)
             sums = self._pass(inner, micro_batch, denominator, sums)
@@ -99,11 +119,15 @@ class PlainEngine:
         self.setup.precision.collect()
         self.setup.clock.mark(BACKWARD)
         total, count = sums
-        return total.to(loss.device) + loss.detach(), count.to(loss.device) + labels
+        return total + loss.detach(), count + labels
+
+    def _no_sums(self) -> Sums:
+        """Made on the device: a zero that is sent there makes the host wait."""
+        device = self.setup.job.device
+        return torch.zeros((), device=device), torch.zeros((), device=device)
 
     def _loss_sum(self, sums: Sums, denominator: float) -> Tensor:
         total, count = sums
-        self._loss = total
         return total if self.setup.job.counted else total * self._recount(denominator, count)
 
     def _recount(self, denominator: float, count: Tensor) -> float:
@@ -113,20 +137,17 @@ class PlainEngine:
         torch._foreach_mul_(gradients_of(self.setup.precision.parameters()), factor)
         return factor
 
-    def norm(self) -> tuple[float, bool]:
+    def norm(self, loss_sum: Tensor) -> StepNumbers:
         parameters = self.setup.precision.parameters()
         self.setup.loss_scale.unscale(gradients_of(parameters))
         self._norm = self.setup.layout.norm(parameters)
-        value = self._norm.item()  # the step's one wait for the device: may the weights move?
+        # The step's one wait for the device: may the weights move?
+        value, loss = read_together(self._norm, loss_sum)
         self.setup.clock.mark(OPTIMIZER)
-        # A flag of its own: a wire need not carry one rank's overflow to the others, and a loss
-        # that is infinite need not show in the gradients.
-        good = math.isfinite(value) and math.isfinite(self._loss.item())  # the device is done
-        wrong = torch.tensor([0.0 if good else 1.0], dtype=torch.float64)
-        finite = not self.setup.agreement.sum(wrong).item()
+        finite = all_finite(self.setup.agreement, value, loss)
         self.setup.clock.mark(COMMUNICATION)
         self.setup.loss_scale.judge(finite)
-        return value, finite
+        return StepNumbers(value, loss, finite)
 
     def update(self, rate_factor: float) -> None:
         setup, parameters = self.setup, self.setup.precision.parameters()

@@ -67,9 +67,9 @@ class Guards:
         self.compared_at = 0  # the last step after which all replicas were equal
         self._own_loss = math.nan
 
-    def given_up(self, loss_sum: Tensor) -> None:
+    def given_up(self, loss_sum: float) -> None:
         """A step moves nothing; ``loss_sum`` is this rank's."""
-        self._own_loss = loss_sum.item()  # the device is done: the norm has waited for it
+        self._own_loss = loss_sum
 
     def after_step(self, session: Any, batch: StepBatch, metrics: StepMetrics) -> None:
         """Look at a step that is done.

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hasten.errors import InputError
+from hasten.machine import host
 
 # A micro-batch is one forward and backward pass; a step batch is all of them on this rank.
 #
@@ -61,7 +62,7 @@ class MicroBatch:
     records: Sequence[Any] = ()
 
     def to(self, device: str) -> MicroBatch:
-        """The same on a device; copies don't wait for the host when the memory is pinned."""
+        """The same on a device; its memory is pinned where that saves the host the wait."""
         return replace(self, inputs={k: _move(v, device) for k, v in self.inputs.items()})
 
 
@@ -101,6 +102,8 @@ def with_language_counts(lay_out: Callable[[Sequence[Any]], Mapping[str, Any]]) 
 
 def _move(value: Any, device: str) -> Any:
     if isinstance(value, torch.Tensor):
+        if value.device.type == "cpu" and host.pins_for(device) and not value.is_pinned():
+            value = value.pin_memory()  # out of other memory the copy would make the host wait
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
         return {k: _move(v, device) for k, v in value.items()}

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hasten.core.contracts import Traffic, traffic_of
+from hasten.core.contracts import StepNumbers, Traffic, traffic_of
 from hasten.core.health import NotFiniteError
 from hasten.core.job import StepBatch
 from hasten.core.session import Session, batches
@@ -46,15 +46,15 @@ def train_step(session: Session, batch: StepBatch, started: float) -> StepMetric
     factor = setup.job.schedule(session.progress.step) * setup.spikes.rate
     loss_sum, batch = setup.attempt(session.engine, batch)
     clock.mark(BACKWARD)
-    norm, finite = session.engine.norm()
-    if finite:
+    found = session.engine.norm(loss_sum)
+    if found.finite:
         session.engine.update(factor)
     else:
         session.engine.discard()
         setup.agreement.skipped()
-        setup.guards.given_up(loss_sum)
+        setup.guards.given_up(found.loss_sum)
     clock.mark(OPTIMIZER)
-    return _note(session, batch, loss_sum, norm, finite, started)
+    return _note(session, batch, found, started)
 
 
 def training(session: Session) -> Iterator[StepMetrics]:
@@ -98,15 +98,13 @@ def _steps(session: Session) -> Generator[StepMetrics, None, bool]:
 def _note(
     session: Session,
     batch: StepBatch,
-    loss_sum: torch.Tensor,
-    norm: float,
-    finite: bool,
+    found: StepNumbers,
     started: float,
 ) -> StepMetrics:
     progress = session.progress
     slots = float(sum(m.counts.slots for m in batch.micro_batches))  # as they ran: BATCH may cut
-    mine = torch.tensor([loss_sum.item(), slots], dtype=torch.float64)  # the device is done: norm()
-    total, slots = session.setup.agreement.sum(mine).tolist()  # has waited for it
+    mine = torch.tensor([found.loss_sum, slots], dtype=torch.float64)
+    total, slots = session.setup.agreement.sum(mine).tolist()
     session.setup.clock.mark(COMMUNICATION)
     traffic = traffic_of(session.setup.layout)
     if traffic is not None and traffic.exposed is not None:
@@ -127,7 +125,7 @@ def _note(
         epoch=batch.epoch,
         loss=total / (counts.trained_tokens or 1),
         learning_rate=max(group["lr"] for group in session.optimizer.param_groups),
-        grad_norm=norm,
+        grad_norm=found.norm,
         tokens=counts.tokens,
         trained_tokens=counts.trained_tokens,
         slots=counts.slots,
@@ -138,7 +136,7 @@ def _note(
         peak_memory_bytes=host.memory_peak(session.setup.job.device),
         model_flops=flops,
         mfu=session.meter.mfu(flops, seconds),
-        skipped=not finite,
+        skipped=not found.finite,
         expert_load_ratio=session.setup.routing.load_ratio(),
         data_seconds=parts.get(DATA),
         passes_seconds=parts.get(FORWARD, 0.0) + parts[BACKWARD] if parts else None,

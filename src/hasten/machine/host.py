@@ -173,8 +173,22 @@ def device_utilisation(device: str) -> float | None:
         return None
     try:  # needs NVML's Python package and permission to ask
         return float(torch.cuda.utilization(torch.device(device))) / 100
-    except (ImportError, RuntimeError):
+    except Exception:  # NVML's errors have no base of their own that is there without its package
         return None
+
+
+def pins_for(device: str | torch.device) -> bool:
+    """Whether a copy to or from this device waits for nobody, if the host's memory is pinned."""
+    return bool(torch.device(device).type == "cuda")
+
+
+def accelerator_words(device: str) -> str:
+    """Name and compute capability of a GPU, as far as its library knows them."""
+    found = torch.device(device)
+    if found.type != "cuda":
+        return str(found.type)
+    gpu = torch.cuda.get_device_properties(found)
+    return f"{gpu.name} ({gpu.major}.{gpu.minor})"
 
 
 def accelerator_uuids(device: str, count: int) -> list[str]:

@@ -121,6 +121,18 @@ def accelerator_meter(device: torch.device) -> Meter:
     )
 
 
+def device_bytes(device: torch.device | str) -> int:
+    """All memory of an accelerator; 0 of a processor, and where the driver can't say."""
+    found = torch.device(device)
+    if found.type in ("cpu", "meta"):
+        return 0
+    try:
+        _, total = torch.accelerator.memory.get_memory_info(found)
+    except (RuntimeError, NotImplementedError):
+        return 0
+    return int(total)
+
+
 def host_meter() -> Meter:
     """Resident bytes of this process against the container's limit or the machine's memory."""
     limit = float(memory_limit())

@@ -200,12 +200,14 @@ class RecipeJob:
         from hasten.core.timing import clock_on
         from hasten.machine import host
         from hasten.recipe.build import facts_of, job_of, plan_of, requested_plan
+        from hasten.recipe.gpu_check import check_kernels
         from hasten.recipe.peak_flops import meter_of
         from hasten.recipe.prepared_data import gather
 
         imported = time.perf_counter()
         self.material = gather(recipe, Path(recipe.output) / "data")
         known = facts_of(recipe, self.material)
+        check_kernels(known, lambda text: None)  # `hasten doctor` and a training say what it found
         host.reset_memory_peak(known.device)
         opened = time.perf_counter()
         self.plan = plan_of(recipe, known, more=more)

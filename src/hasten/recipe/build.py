@@ -40,6 +40,7 @@ from hasten.errors import InputError
 from hasten.launch.supervisor import RankTimeouts, Supervision
 from hasten.models.load import count_parameters, load_model, read_config
 from hasten.parts.data.collate import padded
+from hasten.parts.kernels.refused import is_refused
 from hasten.parts.nn.causal_lm import routed_experts
 from hasten.parts.nn.losses import LossTerms, WholeLogitsLoss, token_accuracy
 from hasten.parts.optim.weight_average import decayed_groups
@@ -288,7 +289,8 @@ def model_for(recipe: Recipe, tokenizer: Any, skeleton: bool = False) -> nn.Modu
 def adamw(recipe: Recipe, named: NamedParameters) -> torch.optim.Optimizer:
     """AdamW as language models use it, in torch's fused form."""
     groups = decayed_groups(named, recipe.weight_decay)
-    return AdamW(groups, lr=recipe.learning_rate, betas=recipe.adam_betas, fused=True)
+    fused = not is_refused("fused_adamw")
+    return AdamW(groups, lr=recipe.learning_rate, betas=recipe.adam_betas, fused=fused)
 
 
 def warmup_steps(asked: int | float, steps: int) -> int:

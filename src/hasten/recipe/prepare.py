@@ -33,6 +33,7 @@ from hasten.models.adapters import adapted_table, parameter_counts
 from hasten.parts.checkpoint import checkpoints
 from hasten.parts.checkpoint.format import read_manifest
 from hasten.recipe.build import batch_of, check_faults, facts_of, job_of, plan_of, words_of
+from hasten.recipe.gpu_check import check_kernels
 from hasten.recipe.peak_flops import settle
 from hasten.recipe.prepared_data import PreparedData, gather, tell_overlap
 from hasten.recipe.schema import Recipe
@@ -233,6 +234,8 @@ def ready(
     material = gather(recipe, output / "data", tell, on_tokens)
     known = facts_of(recipe, material)
     plan = plan_of(recipe, replace(known, world=world), tell)
+    if ranks == 1:  # or each of the ranks does so itself
+        check_kernels(known, tell if known.world.local_rank == 0 else lambda text: None)
     job_of(recipe, material, replace(known, world=world), plan)
     check_space(output, known)
     settle(recipe, known, tell)

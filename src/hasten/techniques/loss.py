@@ -12,7 +12,14 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Switch, Technique, knob
 from hasten.errors import InputError
-from hasten.parts.nn.losses import LabelOnlyLoss, WholeLogitsLoss, chunk_rows
+from hasten.parts.nn.causal_lm import causal_lm
+from hasten.parts.nn.losses import (
+    LabelOnlyLoss,
+    WholeLogitsLoss,
+    chunk_bytes,
+    chunk_bytes_on,
+    chunk_rows,
+)
 from hasten.techniques import batch
 
 # Architectures whose logits are head x hidden state, capped or not: no scaling.
@@ -30,7 +37,7 @@ class LabelledTokenLoss(Technique):
     auto = "usual"
     chunk: int | str = knob(
         "auto",
-        "rows of logits that exist at once; auto: as many as 64 MiB hold in float32",
+        "rows of logits that exist at once; auto: as many as 64 MiB or 1/64 of a GPU hold",
         low=128,
         high=8192,
         log=True,
@@ -59,7 +66,9 @@ class LabelledTokenLoss(Technique):
                     "labelled_token_loss takes the place of cross-entropy over a language model's "
                     f"logits, and this job's loss is {type(whole).__name__}; leave it out"
                 )
-            return LabelOnlyLoss(whole.model, self.chunk, whole.terms)
+            vocabulary = causal_lm(whole.model).config.vocab_size
+            rows = chunk_rows(self.chunk, vocabulary, chunk_bytes_on(setup.job.device))
+            return LabelOnlyLoss(whole.model, rows, whole.terms)
 
         setup.loss = loss_of
 
@@ -88,7 +97,9 @@ class LabelledTokenLoss(Technique):
 
     def forecast(self, facts: Facts) -> Forecast:
         longest, share = facts.records.longest, facts.records.trained_share
-        chunk = chunk_rows(self.chunk, max(facts.model.vocabulary, 1))
+        gpus = facts.hardware.accelerators if facts.on_gpu else ()
+        size = chunk_bytes(min((gpu.memory_bytes for gpu in gpus), default=0))
+        chunk = chunk_rows(self.chunk, max(facts.model.vocabulary, 1), size)
         saved = 4 * facts.model.vocabulary * (longest - chunk)  # bytes, one row of float32
         return Forecast(flops=1 - (1 - share) * _head_share(facts), resident_bytes=min(-saved, 0))
 

@@ -37,6 +37,7 @@ from hasten.machine import environment, host
 from hasten.machine.processes import Pulse, attempt, attempt_folder, telling
 from hasten.measure.energy import meter_of_run
 from hasten.recipe.build import job_of, plan_of, set_guards, watch_notices
+from hasten.recipe.gpu_check import check_ranks, without_refused
 from hasten.recipe.memory_check import advising, settle_memory
 from hasten.recipe.peak_flops import meter_of
 from hasten.recipe.prepare import (
@@ -134,6 +135,8 @@ def _prepare_and_train(
             recipe = same_on_all_ranks(recipe, known, tell if world.is_main else _silent)
             plan = plan_of(recipe, known, tell)
         agree(world, promised(recipe, known))
+        if known.on_gpu:
+            check_ranks(world, known.device)
         seconds["meeting"] = time.perf_counter() - met
         run = _Run(recipe, known, plan, material, output, tell if world.is_main else _silent)
         noting = noting_first_step(began, *hooks[:2])
@@ -187,6 +190,7 @@ def _train(
     helps = settle_memory(recipe, setup, run.tell)
     with advising(helps):
         session = assemble(setup)
+    without_refused(session.model)
     set_guards(session, recipe, run.output)
     adjust(session, recipe, run.output, run.tell)
     if recipe.resume != "never":

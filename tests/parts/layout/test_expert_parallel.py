@@ -63,6 +63,14 @@ def test_each_rank_holds_its_share_and_no_more(found: list[Any]) -> None:
             assert case["held"] * size == case["of"]
 
 
+def test_a_rank_waits_for_its_device_once_a_pass(found: list[Any]) -> None:
+    """For the lengths of messages; not once more to find rows and pairs, nor on the way back."""
+    for rank in found:
+        assert [place.partition(":")[2] for place in rank["waits"]] == [
+            " sent, got, pairs = torch.stack([leaving[:, 0], coming[:, 0], coming[:, 1]]).tolist()"
+        ]
+
+
 def test_bytes_on_the_wire_are_those_of_the_formula(found: list[Any]) -> None:
     """Rows and their weights there, results back, the same for gradients; numbers of experts once.
 
@@ -78,7 +86,7 @@ def test_bytes_on_the_wire_are_those_of_the_formula(found: list[Any]) -> None:
             assert [t["passes"] for t in traffic] == [passes] * size
             row, weights = 8 * ROW, 4 * TOP_K  # routers weigh in float32 whatever the rest is
             there, back = row + weights, row
-            counts = size * (size - 1) * 8 * passes
+            counts = size * (size - 1) * 2 * 8 * passes  # of rows and of pairs
             assert counted == rows * (2 * (there + back) + INDEX * TOP_K) + counts
 
 

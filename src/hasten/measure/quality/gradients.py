@@ -253,12 +253,13 @@ def _session(bench: CheckContext, plan: Plan) -> Session:
 def _step(session: Session, gradients: Named | None, number: int) -> Named:
     """One update, with its own gradients or with those given; the gradients."""
     setup, parameters = session.setup, dict(trainable(session.module))
+    loss_sum = torch.zeros(())  # of gradients that are given, nothing is known
     if gradients is None:
-        setup.attempt(session.engine, next(batches(session)))
+        loss_sum, _ = setup.attempt(session.engine, next(batches(session)))
         gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
     for name, parameter in parameters.items():
         parameter.grad = gradients[name].clone() if name in gradients else None
-    session.engine.norm()
+    session.engine.norm(loss_sum)
     session.engine.update(setup.job.schedule(number))
     session.progress.step += 1
     return gradients

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hasten.machine import host
 from hasten.parts.checkpoint.commit import LOCAL, FolderLock, Known, force_names, prune, save, sweep
 from hasten.parts.checkpoint.delta import DIFFERENCE, PLAIN, SHUFFLE, DeltaChoice, choose, encode
 from hasten.parts.checkpoint.format import (
@@ -61,7 +62,7 @@ class Staging:
         kept = self._kept.get(name)
         if kept is not None and kept.shape == tensor.shape and kept.dtype == tensor.dtype:
             return kept
-        pinned = tensor.device.type == "cuda"  # pages that can't move are copied without a detour
+        pinned = host.pins_for(tensor.device)  # pages that can't move are copied without a detour
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
 
 

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -408,10 +407,6 @@ def _broadcast(numbers: Sequence[float]) -> Sequence[float]:
     """The first rank's numbers, on every rank."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return numbers
-    device = torch.device("cpu")
-    if dist.get_backend() == "nccl":
-        device = torch.device(torch.accelerator.current_accelerator() or "cpu")
-    values = torch.tensor(list(numbers), dtype=torch.float64, device=device)
-    dist.broadcast(values, src=0)
-    found: list[float] = values.cpu().tolist()
-    return found
+    told = [list(map(float, numbers))]
+    dist.broadcast_object_list(told, src=0)  # on the host where the group reaches it
+    return told[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -180,16 +179,9 @@ def of_all_ranks(found: Callable[[], dict[str, Any]] = random_state) -> list[dic
     mine = found()
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return [mine]
-    text = json.dumps(mine).encode()
-    device = torch.device("cpu")
-    if dist.get_backend() == "nccl":
-        device = torch.device(torch.accelerator.current_accelerator() or "cpu")
-    length = torch.tensor(len(text), device=device)
-    dist.all_reduce(length, op=dist.ReduceOp.MAX)
-    padded = torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8).to(device)
-    rows = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, padded)
-    return [json.loads(bytes(row.cpu().tolist())) for row in rows]
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, mine)  # on the host where the group reaches it
+    return rows
 
 
 def _module() -> Any:

@@ -45,6 +45,7 @@ from torch import Tensor
 from hasten.parts.kernels import codec as compiled
 from hasten.parts.kernels import codec_reference
 from hasten.parts.kernels.codec_reference import CHUNK
+from hasten.parts.kernels.refused import LEAST_CAPABILITY, is_refused
 
 # What all codecs share: the memory of a message, and sentences on arguments that don't fit.
 
@@ -258,7 +259,7 @@ def _added(result: Tensor, values: Tensor) -> Tensor:
 
 WIDTHS = {"int8": 8, "int4": 4, "sign": 1}
 LARGEST_BLOCK = 4096
-LEAST_CAPABILITY = (8, 0)  # what Triton supports of NVIDIA's
+TRITON = "codec"  # the name of the Triton kernels where they are checked
 
 
 @dataclass(frozen=True)
@@ -362,21 +363,21 @@ def _way(tensor: Tensor) -> ModuleType:
     """The module that has ``finite``, ``encode`` and ``decode`` for the tensor's device."""
     if tensor.device.type == "cpu":
         return compiled if compiled.library().library is not None else codec_reference
-    if tensor.device.type == "cuda" and (kernels := _triton()) is not None:
-        return kernels
+    if tensor.is_cuda and _takes_triton(tensor.device) and not is_refused(TRITON):
+        from hasten.parts.kernels import codec_triton
+
+        return codec_triton
     return codec_reference
 
 
 @functools.cache
-def _triton() -> ModuleType | None:
-    """The Triton kernels, where Triton and a GPU that it supports are there."""
-    if torch.version.hip is None and torch.cuda.get_device_capability() < LEAST_CAPABILITY:
-        return None
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from hasten.parts.kernels import codec_triton
-
-    return codec_triton
+def _takes_triton(device: torch.device) -> bool:
+    """Whether Triton is here and supports this GPU; on ROCm the kernels were never tried."""
+    return (
+        torch.version.hip is None
+        and importlib.util.find_spec("triton") is not None
+        and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+    )
 
 
 # Which codec a name stands for.

@@ -21,7 +21,7 @@ from hasten.formatting import did_you_mean
 from hasten.parts.comm import groups
 from hasten.parts.comm.codecs import Codec
 from hasten.parts.comm.codecs import codec as codec_called
-from hasten.parts.comm.groups import moves_by_nccl
+from hasten.parts.comm.groups import moves_by_nccl, own_accelerator
 from hasten.parts.comm.link_model import (
     CodecModel,
     Cost,
@@ -446,7 +446,7 @@ def _one_of(name: str, value: str, known: Sequence[str]) -> None:
 
 def _device() -> str:
     """Where the process group's tensors are, and so the codecs run."""
-    return f"cuda:{torch.cuda.current_device()}" if moves_by_nccl() else "cpu"
+    return str(own_accelerator()) if moves_by_nccl() else "cpu"
 
 
 def _now(device: str) -> float:

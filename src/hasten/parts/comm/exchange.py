@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hasten.parts.comm import groups
-from hasten.parts.comm.groups import own_of
+from hasten.parts.comm.groups import movable, own_of
 from hasten.parts.comm.rank_check import CollectiveError, RollCall
 from hasten.parts.comm.topology import host_name, hosts_of
 
@@ -115,7 +115,7 @@ class Ranks:
         text = json.dumps(dict(settings), sort_keys=True).encode()[:LONGEST_SETTINGS]
         mine = torch.zeros(LONGEST_SETTINGS, dtype=torch.uint8)
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        rows = self.all_gather(self._movable(mine), FIRST).wait().cpu()
+        rows = self.all_gather(movable(mine, self._groups[FIRST]), FIRST).wait().cpu()
         self._sent[FIRST] = 0  # the settings are no gradients
         first, *others = (json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows)
         for rank, found in enumerate(others, start=1):
@@ -128,7 +128,7 @@ class Ranks:
 
     def differing(self, checksum: int) -> list[int]:
         """The ranks whose number isn't rank 0's; the same answer on every rank."""
-        mine = self._movable(torch.tensor([checksum], dtype=torch.int64))
+        mine = movable(torch.tensor([checksum], dtype=torch.int64), self._groups[FIRST])
         before = list(self._sent)
         found = self.all_gather(mine, FIRST).wait().flatten().tolist()
         self._sent = before
@@ -137,15 +137,9 @@ class Ranks:
     def others_states(self, values: Tensor) -> Tensor:
         """Everybody's ``values`` as rows, on the host; for a checkpoint."""
         before = list(self._sent)
-        rows = self.all_gather(self._movable(values), FIRST).wait().cpu()
+        rows = self.all_gather(movable(values, self._groups[FIRST]), FIRST).wait().cpu()
         self._sent = before
         return rows
-
-    def _movable(self, values: Tensor) -> Tensor:
-        """On the device that the group's backend sends from."""
-        if dist.get_backend(self._groups[FIRST]) == "nccl":
-            return values.to(torch.device("cuda", torch.cuda.current_device()))
-        return values
 
 
 def reduced_bytes(size: int, world: int) -> int:

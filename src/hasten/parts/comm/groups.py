@@ -47,6 +47,36 @@ def moves_by_nccl(group: Any = None) -> bool:
     return "nccl" in dist.get_backend(group)
 
 
+def reaches_host(group: Any = None) -> bool:
+    """Whether a tensor on the host can travel in this group."""
+    return "cpu:" in dist.get_backend_config(group)
+
+
+def movable(values: Tensor, group: Any = None) -> Tensor:
+    """``values`` of the host where the group can send them from: there, or on this rank's GPU."""
+    return values if reaches_host(group) else values.to(own_accelerator())
+
+
+def own_accelerator() -> torch.device:
+    """The current device of this thread, by its number: this rank's own since it joined."""
+    here = torch.accelerator.current_accelerator()
+    if here is None:
+        raise RuntimeError("there is no accelerator here, and the process group reaches no other")
+    return torch.device(here.type, torch.accelerator.current_device_index())
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """The elementwise sum over all ranks of a tensor on the host.
+
+    It travels by gloo where the process group has it, as one that hasten formed does: then no GPU
+    takes part and none is waited for. In a user's own group of NCCL alone it goes over the GPU.
+    """
+    moved = movable(values)
+    moved = moved.clone() if moved is values else moved
+    dist.all_reduce(moved)
+    return moved.cpu()
+
+
 def own_of(groups: Iterable[tuple[int, ...]], seconds: float, backend: str | None = None) -> Any:
     """Open these groups, ranks in the order given; this rank's own of them, or None."""
     found = None

@@ -100,14 +100,15 @@ def depart(
         weights: (T, K), what each of them weighs.
         here: experts of a rank; expert e lies on rank e // here of the group.
     """
-    tokens, where, leaving, coming = _addresses(index, here, group, traffic)
+    tokens, where, leaving, coming, pairs_here = _addresses(index, here, group, traffic)
     local = index.index_select(0, tokens) - here * where.unsqueeze(1)
     local = local.masked_fill((local < 0) | (local >= here), ELSEWHERE)
     given = (x.index_select(0, tokens), weights.index_select(0, tokens))
     rows, shares = _Exchange.apply(group, traffic, leaving, coming, *given)
     places = _travel(local.int(), leaving, coming, group, traffic)
-    chosen = places != ELSEWHERE
-    homes = chosen.nonzero()[:, 0]
+    # As many as the ranks they came from have said: nobody has to count, so the host doesn't wait.
+    chosen = torch.nonzero_static((places != ELSEWHERE).flatten(), size=pairs_here)[:, 0]
+    homes = chosen.div(places.shape[1], rounding_mode="floor")
     journey = Journey(group, traffic, len(x), tokens, leaving, coming, homes)
     rank = dist.get_rank(group)
     traffic.passes += 1
@@ -120,8 +121,8 @@ def depart(
     pairs = rows.index_select(0, homes)
     return journey, (
         pairs,
-        places.masked_select(chosen).to(index.dtype).unsqueeze(1),
-        shares.masked_select(chosen).unsqueeze(1),
+        places.flatten().index_select(0, chosen).to(index.dtype).unsqueeze(1),
+        shares.flatten().index_select(0, chosen).unsqueeze(1),
     )
 
 
@@ -146,20 +147,22 @@ def come_home(journey: Journey, results: Tensor) -> Tensor:
 @torch.no_grad()
 def _addresses(
     index: Tensor, here: int, group: dist.ProcessGroup, traffic: TokenTraffic
-) -> tuple[Tensor, Tensor, list[int], list[int]]:
-    """Token and rank of each row that leaves; how many leave for, and come from, each rank."""
+) -> tuple[Tensor, Tensor, list[int], list[int], int]:
+    """Token and rank of each row that leaves; how many leave for, and come from, each rank; and how
+    many pairs there will be here."""
     ranks = torch.arange(dist.get_world_size(group), device=index.device)
     owners = index.div(here, rounding_mode="floor")  # (T, K)
-    goes = (owners.unsqueeze(0) == ranks.view(-1, 1, 1)).any(dim=2)  # (ranks, T)
-    where, tokens = goes.nonzero(as_tuple=True)
-    leaving = goes.sum(dim=1)
+    meant = owners.unsqueeze(0) == ranks.view(-1, 1, 1)  # (ranks, T, K)
+    goes = meant.any(dim=2)  # (ranks, T)
+    leaving = torch.stack([goes.sum(dim=1), meant.sum(dim=(1, 2))], dim=1)  # rows and pairs
     coming = torch.empty_like(leaving)
     dist.all_to_all_single(coming, leaving, group=group)
     traffic.messages += 1
-    traffic.bytes += leaving.element_size() * (len(ranks) - 1)
+    traffic.bytes += leaving[0].nbytes * (len(ranks) - 1)
     # The host has to know how long messages are: on a GPU it waits here, once per pass.
-    sent, got = torch.stack([leaving, coming]).tolist()
-    return tokens, where, sent, got
+    sent, got, pairs = torch.stack([leaving[:, 0], coming[:, 0], coming[:, 1]]).tolist()
+    where, tokens = torch.nonzero_static(goes, size=sum(sent)).unbind(1)
+    return tokens, where, sent, got, sum(pairs)
 
 
 def _travel(

@@ -50,6 +50,7 @@ class LocalShards:
         self._pairs: list[tuple[Tensor, Tensor]] = []  # (parameter, this rank's piece)
         self._owners: dict[int, Tensor] = {}  # the parameter, by id of the piece
         self._copies: dict[int, int] = {}  # ranks that hold the same piece, by id of the piece
+        self._counted: tuple[list[int], Tensor] | None = None  # holders, and what each counts for
 
     def prepare(self, module: nn.Module) -> None:
         self._module = module
@@ -115,12 +116,19 @@ class LocalShards:
         if known:
             norms = torch._foreach_norm([p.grad for p in known], 2, dtype=_wide(known))
             holders = [world_size // self._copies[id(p)] for p in known]
-            device = norms[0].device
-            weights = torch.tensor([1 / h for h in holders], dtype=torch.float64, device=device)
+            weights = self._shares(holders, norms[0].device)
             squares = (torch.stack(norms).double().square() * weights).sum().cpu()
         found = total(squares.reshape(1)).sqrt()[0]
         device = known[0].device if known else squares.device
-        return found.to(device, _wide(known))
+        # Not waited for: the copy is out of pageable memory, which is read before it returns.
+        return found.to(device, _wide(known), non_blocking=True)
+
+    def _shares(self, holders: list[int], device: torch.device) -> Tensor:
+        """What each piece counts for; sent to the device again only where the holders change."""
+        if self._counted is None or self._counted[0] != holders:
+            shares = torch.tensor([1 / h for h in holders], dtype=torch.float64, device=device)
+            self._counted = holders, shares
+        return self._counted[1]
 
 
 def _wide(parameters: Sequence[Tensor]) -> torch.dtype:

@@ -1,6 +1,6 @@
 """Fused passes over the rows of a tensor in Triton, for GPUs: the loops of ``rows.cpp`` again.
 
-Imported only where Triton is installed, as it is beside torch for CUDA and ROCm. Each kernel reads
+Imported only where Triton is installed, as it is beside torch for CUDA. Each kernel reads
 float32, bfloat16 or float16, sums in float32 and rounds its result once. What calls them is
 :mod:`hasten.parts.nn.fused_gpu`.
 """
@@ -49,7 +49,6 @@ def norm_back_kernel(
     first = tl.program_id(0).to(tl.int64) * each
     at = tl.arange(0, BLOCK)
     inside = at < n
-    weight = tl.load(w + at, mask=inside, other=0.0).to(tl.float32)
     share = tl.zeros([BLOCK], dtype=tl.float32)
     for row in range(first, tl.minimum(first + each, rows)):
         place = row * n + at
@@ -57,7 +56,8 @@ def norm_back_kernel(
         one = tl.load(inverse + row)
         h = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) * one
         share += g * h
-        g *= weight
+        # Read again for each row: from the nearest cache, and kept it would leave the registers.
+        g *= tl.load(w + at, mask=inside, other=0.0).to(tl.float32)
         found = one * (g - h * (tl.sum(g * h, 0) / n))
         if PAST:
             found += tl.load(past + place, mask=inside, other=0.0).to(tl.float32)

@@ -24,10 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hasten.parts.kernels import amx
+from hasten.parts.kernels.refused import LEAST_CAPABILITY, is_refused
 from hasten.parts.nn import fused_functions
 
 NAME = "hasten_documents"
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")
+VARLEN = "varlen_attention"  # the kernel's name where it is checked
 WIDEST_HEAD = 256  # of the variable-length kernel (FlashAttention-2)
 
 
@@ -112,7 +114,18 @@ def _fits_varlen(query: Tensor, value: Tensor, dropout: float) -> bool:
     """Whether torch's variable-length kernel takes these tensors."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     narrow = _kernel_width(query, value) <= WIDEST_HEAD
-    return query.is_cuda and half and narrow and not dropout
+    takes = query.is_cuda and half and narrow and not dropout
+    return takes and not is_refused(VARLEN) and _has_varlen(query.device)
+
+
+@functools.cache
+def _has_varlen(device: torch.device) -> bool:
+    """Whether FlashAttention-2, which the kernel is, runs on a GPU: from Ampere on.
+
+    ROCm has one of its own that was never tried with this code.
+    """
+    capable = torch.version.hip is None
+    return capable and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
 
 
 def _kernel_width(query: Tensor, value: Tensor) -> int:
@@ -136,6 +149,12 @@ def _varlen() -> Callable[..., Any] | None:
     return functools.partial(varlen_attn, **causal)
 
 
+@functools.cache
+def _groups_heads(kernel: Callable[..., Any]) -> bool:
+    """Whether it takes fewer heads of keys than of queries: torch 2.11 has none that does."""
+    return "enable_gqa" in inspect.signature(kernel).parameters
+
+
 def _one_kernel(
     kernel: Callable[..., Any],
     tensors: tuple[Tensor, Tensor, Tensor],
@@ -150,8 +169,10 @@ def _one_kernel(
     and in the value they come out as zeros, which are cut off. Their gradients are cut off too.
     """
     query, key, value = (t[0].transpose(0, 1) for t in tensors)
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:  # the kernel's own grouping came later than the kernel
+    groups, more = query.shape[1] // key.shape[1], {}
+    if groups > 1 and _groups_heads(kernel):
+        more = {"enable_gqa": True}
+    elif groups > 1:
         key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale  # of the true width
     true, width = value.shape[-1], _kernel_width(query, value)
@@ -159,5 +180,7 @@ def _one_kernel(
         t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1]))
         for t in (query, key, value)
     )
-    out: Tensor = kernel(query, key, value, boundaries, boundaries, longest, longest, scale=scale)
+    out: Tensor = kernel(
+        query, key, value, boundaries, boundaries, longest, longest, scale=scale, **more
+    )
     return out[..., :true].unsqueeze(0)

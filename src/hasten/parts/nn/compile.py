@@ -73,6 +73,7 @@ class CompiledBlocks:
         if "recompile_limit" in inspect.signature(torch.compile).parameters:
             # Ours is the limit; torch's own counts guards that we don't know of, such as hooks.
             self._settings["recompile_limit"] = 4 * shapes + 4
+        self._graphs = mode == "reduce-overhead"
         self._seconds_before = 0.0
 
     def __call__(self, module: nn.Module) -> None:
@@ -82,6 +83,8 @@ class CompiledBlocks:
             ValueError: no blocks, or every part of them runs code of its own already.
         """
         self._seconds_before = _seconds()
+        if self._graphs:
+            module.register_forward_pre_hook(_begin_pass)
         for block in decoder_blocks(module):
             for name, part in block.named_children():
                 if any("forward" in vars(inner) for inner in part.modules()):
@@ -139,6 +142,12 @@ class CompiledBlocks:
         if shape not in seen and len(seen) < self.shapes:
             seen.add(shape)
         return shape in seen
+
+
+@torch.compiler.disable
+def _begin_pass(module: nn.Module, inputs: Any) -> None:
+    """CUDA graphs may write over what the pass before has left: without it, torch has to guess."""
+    torch.compiler.cudagraph_mark_step_begin()
 
 
 @torch.compiler.disable

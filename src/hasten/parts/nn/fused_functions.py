@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hasten.parts.kernels import amx, rowwise
+from hasten.parts.kernels.refused import is_refused
 from hasten.parts.nn import fused_gpu
 
 ROUND = 64  # rows that a piece is a multiple of
@@ -26,10 +27,11 @@ def backend(x: Tensor) -> Any:
     return rowwise if x.device.type == "cpu" else fused_gpu
 
 
-def fits(*tensors: Tensor) -> bool:
-    """Whether norm, gate and rotary embedding take these tensors, together."""
-    found: bool = backend(tensors[0]).fits(*tensors)
-    return found
+def fits(kernel: str, *tensors: Tensor) -> bool:
+    """Whether ``rms_norm``, ``swiglu`` or ``rotate`` takes these tensors, together."""
+    here = backend(tensors[0])
+    found: bool = here.fits(*tensors)
+    return found and not (here is fused_gpu and is_refused(kernel))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -10,7 +10,7 @@ Each operation is taken from the first that has it:
      the norm with the residual's gradient in one pass, rotary embedding of some of the columns with
      pairs in either layout (MLA); and the gated SiLU where Liger isn't
 
-Triton comes with torch for CUDA and ROCm. The Triton passes are torch operators under
+Triton comes with torch for CUDA. The Triton passes are torch operators under
 ``hasten_gpu::`` with the signatures of :mod:`hasten.parts.kernels.rowwise`, so that compiled graphs
 keep them whole and one autograd function serves processor and GPU.
 """
@@ -28,9 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
-DTYPES = (torch.float32, torch.bfloat16)
-LEAST_CAPABILITY = (8, 0)  # what Triton supports of NVIDIA's
-WIDEST = 65_536  # numbers of a row that one program holds
+from hasten.parts.kernels.refused import LEAST_CAPABILITY, is_refused
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDEST = 16_384  # numbers of a row that one program of a norm holds; more would leave registers
 BLOCK = 1024  # numbers of one program where no row matters
 PROGRAMS = 1024  # at most, of a backward norm: each writes a row of partial sums
 ON_A_TILE = 4096  # numbers of a program that turns heads
@@ -54,9 +55,9 @@ def liger() -> Liger | None:
         return None
 
 
-def _liger_now() -> Liger | None:
+def _liger_now(kernel: str) -> Liger | None:
     """Liger's functions, outside of graphs: a compiler can't look through them and would stop."""
-    return None if torch.compiler.is_compiling() else liger()
+    return None if torch.compiler.is_compiling() or is_refused(kernel) else liger()
 
 
 @functools.cache
@@ -73,11 +74,13 @@ def _launch(name: str, programs: tuple[int, ...], x: Tensor, *others: Any, **fix
 def why_not(device: str) -> str:
     """Why these operations can't run on a device, in one sentence; empty when they can."""
     kind = torch.device(device).type
-    if kind != "cuda":  # torch's name for ROCm too
-        return f"the fused layers are for processors and CUDA or ROCm GPUs, not for {kind}"
+    if kind != "cuda":
+        return f"the fused layers are for processors and NVIDIA GPUs, not for {kind}"
+    if torch.version.hip is not None:  # torch calls AMD's GPUs cuda, too
+        return "the fused layers are for NVIDIA GPUs: their kernels were never tried on ROCm"
     if importlib.util.find_spec("triton") is None:
         return "the fused layers take Triton on a GPU, which isn't installed: pip install triton"
-    if torch.cuda.is_available() and torch.version.hip is None:
+    if torch.cuda.is_available():
         found = torch.cuda.get_device_capability(torch.device(device))
         if found < LEAST_CAPABILITY:
             have, need = (".".join(map(str, c)) for c in (found, LEAST_CAPABILITY))
@@ -89,13 +92,14 @@ def fits(*tensors: Tensor) -> bool:
     """Whether these operations take the tensors: one format they know, on one GPU."""
     one = tensors[0]
     alike = all(t.dtype == one.dtype and t.device == one.device for t in tensors)
-    narrow = all(t.shape[-1] <= WIDEST for t in tensors)
+    norm = any(t.ndim == 1 for t in tensors)  # it comes with its weight, and holds whole rows
+    narrow = not norm or one.shape[-1] <= WIDEST
     return alike and narrow and one.dtype in DTYPES and one.device.type == "cuda"
 
 
 def whole_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The norm with its gradient by Liger or torch; everything in float32, one rounding."""
-    found = _liger_now()
+    found = _liger_now("liger_norm")
     if found is None:
         return F.rms_norm(x, weight.shape, weight, eps)
     # In Liger's words: no offset of the weight, "gemma" rounds last, and the gradient that comes
@@ -106,7 +110,7 @@ def whole_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def whole_swiglu(gate: Tensor, up: Tensor) -> Tensor | None:
     """``silu(gate) * up`` with its gradient by Liger; None where it isn't installed."""
-    found = _liger_now()
+    found = _liger_now("liger_swiglu")
     if found is None:
         return None
     y: Tensor = found.silu_mul.apply(gate, up)
@@ -120,7 +124,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     y, inverse = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
     n, block = _row(x)
     if x.numel():
-        shape = {"BLOCK": block, "num_warps": _warps(block)}
+        shape = {"BLOCK": block, "num_warps": warps(block)}
         _launch("norm_kernel", (inverse.numel(),), x, weight, y, inverse, n, eps, **shape)
     return y, inverse
 
@@ -144,7 +148,7 @@ def rms_norm_backward(
     dx, dw = torch.empty_like(x), x.new_empty((programs, n), dtype=torch.float32)
     if x.numel():
         tensors = (grad, x, weight, inverse, x if past is None else past, dx, dw)
-        shape = {"PAST": past is not None, "BLOCK": block, "num_warps": _warps(block)}
+        shape = {"PAST": past is not None, "BLOCK": block, "num_warps": back_warps(block)}
         _launch("norm_back_kernel", (programs,), *tensors, rows, n, each, **shape)
     return dx, dw.sum(0)
 
@@ -234,6 +238,11 @@ def _power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _warps(block: int) -> int:
-    """About 8 numbers for each of a warp's 32 lanes, within what a program may have."""
-    return min(max(block // 256, 1), 16)
+def warps(block: int, each: int = 8, most: int = 16) -> int:
+    """So that a lane, of the 32 of a warp, holds about so many numbers of a row."""
+    return min(max(block // (32 * each), 1), most)
+
+
+def back_warps(block: int) -> int:
+    """The same of a backward norm, which holds five rows at once."""
+    return warps(block, 4, 32)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from hasten.parts.kernels import amx, rowwise
 from hasten.parts.nn import fused_gpu
 from hasten.parts.nn.fused_functions import (
+    backend,
     fits,
     joinable,
     joined,
@@ -149,10 +150,11 @@ def _is_gated(module: nn.Module) -> bool:
 
 def _norm(self: Any, hidden_states: Tensor) -> Tensor:
     if isinstance(hidden_states, DTensor):
-        piece = norm_of_piece(rms_norm, fits, hidden_states, self.weight, self.variance_epsilon)
+        takes = partial(fits, "plain_norm")
+        piece = norm_of_piece(rms_norm, takes, hidden_states, self.weight, self.variance_epsilon)
         if piece is not None:
             return piece
-    if isinstance(hidden_states, DTensor) or not fits(hidden_states, self.weight):
+    if isinstance(hidden_states, DTensor) or not fits("plain_norm", hidden_states, self.weight):
         own: Tensor = type(self).forward(self, hidden_states)
         return own
     return rms_norm(hidden_states, self.weight, self.variance_epsilon)
@@ -169,7 +171,7 @@ def _layer(self: Any, hidden_states: Tensor, **other: Any) -> Tensor:
 
 def _normed(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     weight = own_weight(norm.weight)
-    if fits(x, weight) and torch.is_grad_enabled():
+    if fits("rms_norm", x, weight) and torch.is_grad_enabled():
         return norm_beside(x, weight, norm.variance_epsilon)
     return norm(x), x
 
@@ -205,7 +207,7 @@ def _projected(x: Tensor, *layers: Any) -> tuple[Tensor, ...]:
 
 def _mlp(self: Any, x: Tensor) -> Tensor:
     gate, up = _projected(x, self.gate_proj, self.up_proj)
-    between = swiglu(gate, up) if fits(gate, up) else self.act_fn(gate) * up
+    between = swiglu(gate, up) if fits("swiglu", gate, up) else self.act_fn(gate) * up
     found: Tensor = self.down_proj(between)
     return found
 
@@ -271,7 +273,7 @@ def _takes(hidden: Tensor) -> bool:
     """Whether projections of ``hidden`` will have a format that the kernels know."""
     kind = hidden.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    return autocast in rowwise.DTYPES and fits(hidden)
+    return autocast in backend(hidden).DTYPES and fits("rotate", hidden)
 
 
 def _own(self: Any, *arguments: Any, **other: Any) -> tuple[Tensor, Tensor | None]:
@@ -298,7 +300,7 @@ def _latent_tables(positions: Any, batch: int) -> tuple[Tensor, Tensor, bool]:
 def _table(table: Tensor, batch: int) -> Tensor:
     """(rows of the table, T, m) as (batch * T, m) in a format that the kernels read."""
     table = table.expand(batch, -1, -1).flatten(0, 1)
-    return table if table.dtype in rowwise.DTYPES else table.float()
+    return table if table.dtype in backend(table).DTYPES else table.float()
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool) -> Tensor:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hasten.machine.memory import device_bytes
 from hasten.parts.data.collate import TokenRecord, padded
 from hasten.parts.kernels import amx
 from hasten.parts.kernels import rowwise as row_kernels
@@ -39,7 +40,10 @@ from hasten.parts.nn.fused_functions import times
 # so that a chunk of logits can be turned into gradients while it is at hand, and dropped.
 
 IGNORED = -100
-CHUNK_BYTES = 64 * 2**20  # of one chunk of logits in float32, where nobody says how many rows
+# Of one chunk of logits in float32, where nobody says how many rows. On a GPU, rows by the hundred
+# are many small kernels and a pass over the weight's whole gradient for each chunk.
+CHUNK_BYTES = 64 * 2**20
+GPU_SHARE = 64  # of a GPU's memory, one part
 FEWEST_ROWS, MOST_ROWS = 256, 8192  # of such a chunk; fewer rows make slow products
 
 
@@ -91,14 +95,29 @@ def whole_cross_entropy(logits: Tensor, labels: Tensor, terms: LossTerms = PLAIN
     return loss
 
 
-def chunk_rows(chunk: int | str, vocabulary: int) -> int:
-    """Rows of logits that exist at once; ``auto``: as many as ``CHUNK_BYTES`` holds in float32.
+def chunk_bytes(memory_bytes: int = 0) -> int:
+    """Bytes of a chunk on a GPU of so much memory; 0: on a processor.
+
+    A power of two: ranks that cut a vocabulary between them need the same on GPUs of one model,
+    whose drivers may keep a little more or less for themselves.
+    """
+    return max((1 << max(memory_bytes.bit_length() - 1, 0)) // GPU_SHARE, CHUNK_BYTES)
+
+
+def chunk_bytes_on(device: torch.device | str) -> int:
+    """The same on a device that is here."""
+    return chunk_bytes(device_bytes(device))
+
+
+def chunk_rows(chunk: int | str, vocabulary: int, size: int | None = None) -> int:
+    """Rows of logits that exist at once; ``auto``: as many as ``size`` bytes hold in float32.
 
     Raises:
         ValueError: ``chunk`` is neither a number from 1 on nor ``auto``.
     """
     if chunk == "auto":
-        return min(max(CHUNK_BYTES // (4 * vocabulary), FEWEST_ROWS), MOST_ROWS)
+        size = CHUNK_BYTES if size is None else size
+        return min(max(size // (4 * vocabulary), FEWEST_ROWS), MOST_ROWS)
     if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
         raise ValueError(f"chunk is {chunk!r}; give auto, or at least one row of logits")
     return chunk
@@ -129,7 +148,7 @@ def label_only_cross_entropy(
     Raises:
         ValueError: ``chunk`` is below 1.
     """
-    rows = chunk_rows(chunk, weight.shape[0])
+    rows = chunk_rows(chunk, weight.shape[0], chunk_bytes_on(hidden.device))
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -287,7 +306,8 @@ class LabelOnlyLoss(nn.Module):
         self.model = model
         inner = causal_lm(model)
         self.terms = replace(terms, softcap=soft_cap(inner.config))
-        self.chunk = chunk_rows(chunk, inner.config.vocab_size)
+        here = next((p.device for p in model.parameters()), "cpu")
+        self.chunk = chunk_rows(chunk, inner.config.vocab_size, chunk_bytes_on(here))
         self.largest_logits = 0  # rows of logits that existed at once, for whoever asks
         self.largest_slots = 0  # of a micro-batch: rows that the common way would have had
         if type(inner.lm_head) is nn.Linear:

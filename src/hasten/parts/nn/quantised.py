@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hasten.parts.kernels.refused import is_refused
+
 Kind = Literal["int8", "nf4"]
 KINDS: Final = ("int8", "nf4")
 NF4_BLOCK: Final = 64
@@ -58,9 +60,15 @@ def to_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
     return found[:, 0] << 4 | found[:, 1], scale
 
 
-def from_nf4(codes: Tensor, scale: Tensor, shape: tuple[int, int]) -> Tensor:
-    """The float32 matrix of this shape that codes and scale stand for."""
-    levels = torch.tensor(NF4_LEVELS, device=codes.device)
+def from_nf4(
+    codes: Tensor, scale: Tensor, shape: tuple[int, int], levels: Tensor | None = None
+) -> Tensor:
+    """The float32 matrix of this shape that codes and scale stand for.
+
+    ``levels`` are ``NF4_LEVELS`` on the device; without them they are sent there, for which a host
+    waits.
+    """
+    levels = torch.tensor(NF4_LEVELS, device=codes.device) if levels is None else levels
     both = torch.stack([codes >> 4, codes & 15], dim=1).int().view(-1, NF4_BLOCK)
     rows, columns = shape
     return (levels[both] * scale).flatten()[: rows * columns].view(rows, columns)
@@ -80,6 +88,7 @@ class QuantisedLinear(nn.Module):
     codes: Tensor
     scale: Tensor
     bias: Tensor | None
+    levels: Tensor | None
 
     def __init__(self, linear: nn.Linear, kind: Kind) -> None:
         super().__init__()
@@ -94,13 +103,15 @@ class QuantisedLinear(nn.Module):
         self.register_buffer("scale", scale)
         bias = None if linear.bias is None else linear.bias.detach()
         self.register_buffer("bias", bias)  # moves with the module, and never learns
+        levels = torch.tensor(NF4_LEVELS, device=codes.device) if kind == "nf4" else None
+        self.register_buffer("levels", levels, persistent=False)  # on the device once and for all
 
     def widened(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight that the layer computes with, (out, in)."""
         if self.kind == "int8":
             return from_int8(self.codes, self.scale).to(dtype)
         shape = (self.out_features, self.in_features)
-        return from_nf4(self.codes, self.scale, shape).to(dtype)
+        return from_nf4(self.codes, self.scale, shape, self.levels).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
@@ -153,6 +164,7 @@ def quantise_linears(module: nn.Module, names: Sequence[str], kind: Kind) -> Non
 # rounds the inputs in the same way and multiplies in float32: the error of float8 without its
 # speed.
 
+SCALED_MM: Final = "scaled_mm"  # the product's name where it is checked
 Recipe = Literal["rowwise", "blockwise"]
 RECIPES: Final = ("rowwise", "blockwise")
 BLOCK: Final = 128
@@ -290,6 +302,8 @@ class Float8Layers:
         self._bound.clear()
 
     def _forward(self, name: str, layer: nn.Linear, x: Tensor) -> Tensor:
+        if is_refused(SCALED_MM) and not self.emulate:
+            return F.linear(x, layer.weight, layer.bias)
         self.ran.add(name)
         return linear(x, layer.weight, layer.bias, self.recipe, self.emulate)
 
@@ -303,7 +317,8 @@ def _block(recipe: Recipe, length: int, weight: bool) -> tuple[int, int]:
 def _in_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
     """(rows, columns) filled up with zeros, as (row blocks, block rows, column blocks, columns)."""
     rows, columns = block
-    padded = F.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
+    right, below = -x.shape[1] % columns, -x.shape[0] % rows
+    padded = F.pad(x, (0, right, 0, below)) if right or below else x  # a pad by nothing copies too
     return padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
 
 

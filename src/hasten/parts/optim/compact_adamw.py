@@ -105,7 +105,7 @@ def quantised_squares(values: Tensor, dice: Tensor) -> tuple[Tensor, Tensor]:
     low, high = table.index_select(0, above - 1), table.index_select(0, above)
     flat = shares.flatten()
     chance = (flat - low) / (high - low) * 65536
-    dice = F.pad(dice, (0, -len(dice) % BLOCK))
+    dice = _in_whole_blocks(dice)
     places = above - 1 + (dice < chance)
     return torch.maximum(places, flat > 0).to(torch.uint8), scales
 
@@ -140,9 +140,15 @@ def values_of(places: Tensor, scales: Tensor, table: Tensor, count: int) -> Tens
     return found.flatten()[:count]
 
 
+def _in_whole_blocks(values: Tensor) -> Tensor:
+    """Filled up with zeros; itself where nothing is missing, since a pad by nothing copies too."""
+    missing = -len(values) % BLOCK
+    return F.pad(values, (0, missing)) if missing else values
+
+
 def _shares(values: Tensor) -> tuple[Tensor, Tensor]:
     """Values as shares of the largest of their block, (blocks, 256), and those largest."""
-    rows = F.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
+    rows = _in_whole_blocks(values).view(-1, BLOCK)
     scales = rows.abs().amax(1)
     return rows / scales.clamp_min(TINY)[:, None], scales
 

@@ -21,6 +21,7 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique, knob
 from hasten.machine.environment import World
 from hasten.parts.comm.collectives import TopoAwareCollective
+from hasten.parts.comm.groups import sum_over_ranks
 from hasten.parts.comm.link_model import by_link
 from hasten.parts.distributed.ddp import leave_constants, reduce_now
 from hasten.techniques.wire.traffic import OfReplicas
@@ -131,9 +132,7 @@ class Replicas:
             self._watched.late = True
 
     def sum(self, values: Tensor) -> Tensor:
-        moved = values.to(self._device, copy=True)
-        dist.all_reduce(moved)
-        return moved.cpu()
+        return sum_over_ranks(values)
 
     def everywhere(self, values: Tensor) -> Tensor:
         return self.sum(values)

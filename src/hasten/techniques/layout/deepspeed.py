@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -10,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from hasten.core.contracts import Wire
-from hasten.core.engine import Assembly
+from hasten.core.contracts import StepNumbers, Wire
+from hasten.core.engine import Assembly, all_finite
 from hasten.core.facts import Facts
 from hasten.core.job import MicroBatch
 from hasten.core.session import Session
@@ -24,6 +22,7 @@ from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, se
 from hasten.core.timing import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER
 from hasten.errors import InputError
 from hasten.machine import environment
+from hasten.parts.comm.groups import sum_over_ranks
 from hasten.parts.distributed.deepspeed_config import (
     BATCH_KEYS,
     Known,
@@ -182,7 +181,6 @@ class Zero:
         world = setup.facts.world
         self.size = self.data_size = self.averages = world.size
         self.data_rank = world.rank
-        self._device = setup.job.device
         self.zero: ZeroTrainer | None = None  # once the engine is built
 
     def split(self, module: nn.Module) -> nn.Module:
@@ -198,9 +196,7 @@ class Zero:
         return nullcontext()
 
     def sum(self, values: Tensor) -> Tensor:
-        moved = values.to(self._device, copy=True)
-        dist.all_reduce(moved)
-        return moved.cpu()
+        return sum_over_ranks(values)
 
     def everywhere(self, values: Tensor) -> Tensor:
         return self.sum(values)
@@ -231,28 +227,24 @@ class ZeroEngine:
             assembly.module, assembly.optimizer, config, setup.job.max_grad_norm
         )
         setup.layout.zero = self.zero
-        self._loss = torch.zeros(())
 
     def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
         scale, last = self.setup.layout.averages / (denominator or 1.0), len(micro_batches)
-        total = torch.zeros(())
+        total = torch.zeros((), device=self.setup.job.device)
         for index, micro_batch in enumerate(micro_batches, start=1):
             loss, _ = self.setup.routing.forward(self.zero.engine, micro_batch)
             self.setup.clock.mark(FORWARD)
             self.zero.backward(loss * scale, index == last)
             self.setup.clock.mark(BACKWARD)
-            total = total.to(loss.device) + loss.detach()
-        self._loss = total
+            total = total + loss.detach()
         return total
 
-    def norm(self) -> tuple[float, bool]:
-        value = self.zero.norm()
+    def norm(self, loss_sum: Tensor) -> StepNumbers:
+        value, loss = self.zero.norm(), loss_sum.item()
         self.setup.clock.mark(OPTIMIZER)
-        good = math.isfinite(value) and math.isfinite(self._loss.item())  # the device is done
-        wrong = torch.tensor([0.0 if good else 1.0], dtype=torch.float64)
-        finite = not self.setup.agreement.sum(wrong).item()
+        finite = all_finite(self.setup.agreement, value, loss)
         self.setup.clock.mark(COMMUNICATION)
-        return value, finite
+        return StepNumbers(value, loss, finite)
 
     def update(self, rate_factor: float) -> None:
         for group, peak in zip(self.optimizer.param_groups, self._peak_rates, strict=True):

@@ -24,6 +24,7 @@ from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, se
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.models.memory import ADAMW_FLOAT32, routed_weights
+from hasten.parts.comm.groups import sum_over_ranks
 from hasten.parts.distributed.ddp import leave_constants
 from hasten.parts.distributed.expert_parallel import (
     ExpertGradients,
@@ -189,9 +190,7 @@ class SharedOut:
             self._gradients.reduces = True
 
     def sum(self, values: Tensor) -> Tensor:
-        moved = values.to(self._device, copy=True)
-        dist.all_reduce(moved)
-        return moved.cpu()
+        return sum_over_ranks(values)
 
     def everywhere(self, values: Tensor) -> Tensor:
         return self.sum(values)
@@ -335,9 +334,7 @@ class SharedAndSharded:
             self._gradients.reduces = True
 
     def sum(self, values: Tensor) -> Tensor:
-        moved = values.to(self._device, copy=True)
-        dist.all_reduce(moved)
-        return moved.cpu()
+        return sum_over_ranks(values)
 
     def everywhere(self, values: Tensor) -> Tensor:
         return self.sum(values)

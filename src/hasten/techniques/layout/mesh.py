@@ -19,6 +19,7 @@ from hasten.core.facts import Facts
 from hasten.core.setup import Setup, on_device
 from hasten.core.slot import Slot
 from hasten.errors import InputError
+from hasten.parts.comm.groups import sum_over_ranks
 from hasten.parts.comm.methods import CompressionSettings
 from hasten.parts.distributed import local_shards
 from hasten.parts.distributed.fsdp import Sharding, is_sharded, send_gradients, shard
@@ -171,9 +172,7 @@ class Meshed:
         return self.everywhere(values) / self.sizes.tp
 
     def everywhere(self, values: Tensor) -> Tensor:
-        moved = values.to(self._device, copy=True)
-        dist.all_reduce(moved)
-        return moved.cpu()
+        return sum_over_ranks(values)
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         return self.weights.norm(parameters, self.size, self.everywhere)

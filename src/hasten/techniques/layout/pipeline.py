@@ -70,7 +70,7 @@ class PipelineEngine(PlainEngine):
         self._filled += [MicroBatch(inputs, Counts()) for inputs in pieces[given:]]
         precision.before_backward(reduces=False)
         scale = self.setup.loss_scale.value * layout.averages / (denominator or 1.0)
-        self._loss = self.runner.run(pieces, scale)
+        loss_sum = self.runner.run(pieces, scale)
         if layout.data_size > 1:
             precision.before_backward(reduces=True)
             layout.average()
@@ -78,7 +78,7 @@ class PipelineEngine(PlainEngine):
         # After the average: a codec may round the two ends of a tied weight apart.
         layout.cut.tied.add(layout.carrier(precision.parameters()))
         self.passes, self.filler = self.passes + count, self.filler + count - given
-        return self._loss
+        return loss_sum
 
     def _heard(self, number: int, run: Pass) -> tuple[Tensor, Tensor | None]:
         """ROUTING listens to a stage's pass as it does to a whole model's."""

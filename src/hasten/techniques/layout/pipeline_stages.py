@@ -19,6 +19,7 @@ from hasten.core.setup import Setup, on_device, once
 from hasten.core.state import order_of
 from hasten.errors import InputError
 from hasten.models.tensor_plans import TENSOR_PLANS
+from hasten.parts.comm.groups import sum_over_ranks
 from hasten.parts.distributed.ddp import reduce_now
 from hasten.parts.distributed.fsdp import shard_stage
 from hasten.parts.distributed.local_shards import LocalShards, whole_on_first
@@ -286,9 +287,7 @@ class Stages(DealsCut):
         return self.everywhere(values)
 
     def everywhere(self, values: Tensor) -> Tensor:
-        moved = values.to(self._device, copy=True)
-        dist.all_reduce(moved)
-        return moved.cpu()
+        return sum_over_ranks(values)
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Squares summed over stages; a tied head counts where it embeds."""
@@ -424,9 +423,7 @@ class StagesInPieces(DealsCut):
         return self.everywhere(values) / self.sizes.tp
 
     def everywhere(self, values: Tensor) -> Tensor:
-        moved = values.to(self._device, copy=True)
-        dist.all_reduce(moved)
-        return moved.cpu()
+        return sum_over_ranks(values)
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Each piece counts once among the ranks of its stage; a tied head where it embeds."""
