@@ -12,8 +12,9 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Switch, Technique, knob
 from hasten.errors import InputError
+from hasten.parts.nn import kernel_ways
 from hasten.parts.nn.losses import LabelOnlyLoss, WholeLogitsLoss, chunk_rows
-from hasten.techniques import batch
+from hasten.techniques import batch, kernel_figures
 
 # Architectures whose logits are head x hidden state, capped or not: no scaling.
 PLAIN_HEADS = (
@@ -80,7 +81,7 @@ class LabelledTokenLoss(Technique):
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
         if facts.model.architecture in PLAIN_HEADS:
-            return ()
+            return kernel_figures.faults(facts, kernel_ways.LOSSES)
         return (
             f"the head of {facts.model.architecture} isn't known to be a linear layer and no more; "
             f"it is for {', '.join(PLAIN_HEADS)}",
