@@ -272,7 +272,7 @@ def test_plans_that_memory_does_not_hold_are_not_raced(
             {"plan": {"auto": {"fidelity": "bitwise"}}},
             "a test: plan: auto: fidelity is 'bitwise'; it is exact, rounding or lossy$",
         ),
-        ({"plan": {"auto": {"fidelity": ["exact"]}}}, r"auto: fidelity is \['exact'\] .did you mean"),
+        ({"plan": {"auto": {"fidelity": ["exact"]}}}, r"fidelity is \['exact'\] .did you mean"),
         (
             {"plan": {"auto": {"fidelty": "exact"}}},
             "unknown key 'fidelty' .did you mean 'fidelity'",

@@ -10,11 +10,13 @@ import pytest
 from hasten.core.facts import Facts, RecordFacts
 from hasten.core.plan import Plan
 from hasten.machine import ways
+from hasten.machine.host import Accelerator
 from hasten.machine.ways import Gain, WayProof
+from hasten.parts.nn import fused_layers
 from hasten.recipe.build import facts_of
 from hasten.recipe.candidates import candidates, first_plan, fitted
 from hasten.recipe.schema import Recipe
-from hasten.techniques import kernel_figures, precision
+from hasten.techniques import kernel_figures, layers, precision
 from hasten.techniques.loss import LabelledTokenLoss
 
 
@@ -122,3 +124,36 @@ def test_layers_that_were_measured_to_be_slower_are_left_out(
     for name in ("fused_layers", "fused_adamw"):
         assert found[name].refused
         assert "measured on this machine: 0.80× [0.70, 0.90]" in found[name].why
+
+
+def test_on_a_pretended_gpu_a_kernel_that_fails_its_first_use_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The proofs of the GPU that is pretended; how they are made is the same code on any device."""
+    asked: list[str] = []
+
+    def proofs(device: str) -> dict[str, WayProof]:
+        asked.append(device)
+        failed = WayProof(failed="no kernel image is available for execution on the device")
+        return {way.key: failed if way.own else WayProof(0, 1) for way in ways.registered()}
+
+    known = facts(60, 400)
+    gpu = Accelerator("a GPU", 80 * 10**9, "9.0")
+    known = replace(known, device="cuda:0", hardware=replace(known.hardware, accelerators=(gpu,)))
+    monkeypatch.setattr(fused_layers, "why_not", lambda device: "")
+    monkeypatch.setattr(kernel_figures, "_is_here", lambda device: True)
+    monkeypatch.setattr(ways, "proofs_here", proofs)
+    found = {c.technique.name(): c for c in candidates(recipe(), known, "rounding")}
+    assert set(asked) == {"cuda:0"}
+    assert found["fused_layers"].refused
+    assert "can't be used: it can't run here: no kernel image" in found["fused_layers"].why
+    assert "fused_layers" not in names(first_plan(list(found.values()), Plan(), known))
+
+
+def test_of_a_device_that_is_not_here_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(ways, "proofs_here", lambda device: pytest.fail("it was proven"))
+    monkeypatch.setattr(ways, "figures_here", lambda device: pytest.fail("it was measured"))
+    known = replace(facts(60, 400), device="cuda:0")
+    assert kernel_figures.faults(known, *layers.KERNELS) == ()
+    assert kernel_figures.bf16_gain("cuda:0") is kernel_figures.layers_gain("cuda:0") is None

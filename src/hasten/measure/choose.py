@@ -143,6 +143,7 @@ def choose(
     fresh: bool = False,
     more: Iterable[type[Technique]] = (),
     folder: Path | None = None,
+    job: str = "recipe",
 ) -> Choice:
     """The plan for a recipe that says ``plan: auto``; its data is prepared on the way.
 
@@ -152,12 +153,15 @@ def choose(
         fresh: race again, whatever was found before.
         more: techniques beside the catalogue's.
         folder: where choices are kept; in the user's cache if left out.
+        job: what trains in a worker; of one that knows the techniques of ``more``, see
+            `hasten.measure.recipe_experiment.ExperimentSubject`.
 
     Raises:
         InputError: an unusable recipe.
     """
     asked = recipe.auto_plan or AutoPlan()
     subject = prepared(recipe.model_copy(update={"auto_plan": None}), audience, ranks=True)
+    subject = replace(subject, job=job)
     path = _path(subject, asked, folder or FOLDER)
     if not fresh and (kept := _remembered(path)) is not None:
         return kept
