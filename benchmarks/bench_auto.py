@@ -1,16 +1,23 @@
 """Whether ``plan: auto`` finds the best plan: its choice against the best row of a ladder.
 
     python benchmarks/bench_auto.py [--budget 3m] [--rounds 8] [--change KEY=VALUE] [RECIPE ...]
+    python benchmarks/bench_auto.py --planted 3 [--budget 2m] [--change KEY=VALUE] [RECIPE ...]
 
 For each recipe: a choice is raced anew; the techniques of the first plan are measured as a ladder;
 then the choice, the best row of the ladder, the whole first plan (which a forecast alone would
 take) and the job without techniques take turns. Printed are the choice, the best row, ratios with
 their intervals, and the time of the search with its share of an hour's training.
+
+Planted: so many choices on the first recipe with three techniques beside the catalogue's, of which
+one costs 20 %, one does nothing and one gains 10 %. The first two are to be dropped, the third is
+to be taken.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,6 +31,8 @@ from hasten.progress import SilentProgress
 from hasten.recipe.build import catalogue
 from hasten.recipe.schema import Recipe, load_recipe
 
+PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -31,7 +40,11 @@ def main() -> None:
     parser.add_argument("--budget", default="3m")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--change", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--planted", type=int, default=0, metavar="RUNS")
     asked = parser.parse_args()
+    if asked.planted:
+        _planted(asked)
+        return
     heads = (
         *("recipe", "chosen", "best row", "chosen over best row", "chosen over first plan"),
         *("first plan over best row", "first plan over no technique", "search", "of an hour"),
@@ -40,9 +53,50 @@ def main() -> None:
     print("|---" * len(heads) + "|")
     for path in asked.recipes:
         with tempfile.TemporaryDirectory() as folder:
-            changes = [*asked.change, "plan=auto", f"output={folder}/out"]
-            recipe = load_recipe(Path(path), [*changes, f"auto_budget={asked.budget}"])
+            recipe = _recipe(asked, path, folder)
             print(_row(Path(path).stem, recipe, asked.rounds, Path(folder)), flush=True)
+
+
+def _recipe(asked: argparse.Namespace, path: str, folder: str) -> Recipe:
+    changes = ["plan=auto", *asked.change, f"output={folder}/out"]
+    return load_recipe(Path(path), [*changes, f"auto_budget={asked.budget}"])
+
+
+def _planted(asked: argparse.Namespace) -> None:
+    """A table of choices with planted techniques: what became of each, and its measured speed."""
+    sys.path += PATHS
+    os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)  # of the workers, which train with them
+    from verdicts.planted_auto import PLANTED
+
+    names = {kind.name(): kind.auto == "try" for kind in PLANTED}  # and whether it is to be taken
+    print(f"| run | {' | '.join(names)} | right | search |")
+    print("|---" * (len(names) + 3) + "|")
+    for run in range(1, asked.planted + 1):
+        with tempfile.TemporaryDirectory() as folder:
+            recipe = _recipe(asked, asked.recipes[0], folder)
+            place = Path(folder) / "choices"
+            choice = choose(
+                recipe,
+                SilentProgress(),
+                fresh=True,
+                more=PLANTED,
+                folder=place,
+                job="verdicts.planted_auto:job",
+            )
+        ratios = {row.name: row.ratio for row in choice.rows if row.ratio is not None}
+        cells, right = [], 0
+        for name, wanted in names.items():
+            taken = name in choice.entries
+            right += taken == wanted
+            change = next((n for n in ratios if n.split()[1] == name), None)
+            speed = "not raced" if change is None else f"{change} {_interval(ratios[change])}"
+            cells.append(f"{'taken' if taken else 'dropped'} ({speed})")
+        row = (str(run), *cells, f"{right} of {len(names)}", f"{choice.seconds:.0f} s")
+        print(f"| {' | '.join(row)} |", flush=True)
+
+
+def _interval(ratio: dict[str, float | None]) -> str:
+    return f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
 
 
 def _row(name: str, recipe: Recipe, rounds: int, folder: Path) -> str:

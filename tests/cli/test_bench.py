@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from hasten.machine import ways
+from hasten.parts.nn import kernel_ways
 from material import small
 
 Hasten = Callable[..., tuple[int, str, str]]
@@ -54,6 +57,31 @@ def test_a_bench_s_file_gives_training_an_mfu_that_the_report_repeats(
     assert "MFU of" in out
 
 
+def test_bench_shows_what_kernels_gain_and_what_is_wrong_and_measures_again_when_asked(
+    hasten: Hasten, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    usual = ways.figures_here()
+    wrong = {kernel_ways.PASS_HALF.key: ways.WayProof(0.5, 0.2)}
+
+    def figures(device: str, fresh: bool) -> ways.Figures:
+        asked.append(fresh)
+        return replace(usual, proofs={**usual.proofs, **wrong})
+
+    monkeypatch.setattr(ways, "figures_here", figures)
+    code, out, err = hasten("bench", "--device", "cpu", "--seconds", 0)
+    assert (code, err) == (0, "")
+    assert "2.40× [2.40, 2.40]" in out
+    assert "training pass: torch, bf16: its result is wrong: the largest error" in out
+    assert "it is left out of plans" in " ".join(out.split())
+    assert "ceiling" not in out
+    assert hasten("bench", "--device", "cpu", "--seconds", 0, "--fresh")[0] == 0
+    assert asked == [False, True]
+    code, _, err = hasten("bench", "--seconds", 0, "--json", "rates.json")
+    assert code == 2
+    assert "or 0 without --json for no ceilings" in err
+
+
 @pytest.mark.slow
 def test_speedup_measures_once_and_every_arm_has_its_mfu(tmp_path: Path, hasten: Hasten) -> None:
     values = small(tmp_path, ceiling="measure", plan=["packed"], device="cpu", max_records=60)
@@ -76,7 +104,7 @@ def test_speedup_measures_once_and_every_arm_has_its_mfu(tmp_path: Path, hasten:
         (["--dtype", "int3"], "--dtype: 'int3' is no number format"),
         (["--device", "cpu", "--dtype", "fp8"], "--dtype: fp8 isn't measured on a processor"),
         (["--device", "tpu"], "--device is 'tpu'; give auto, cpu or cuda"),
-        (["--device", "cpu", "--seconds", "0"], "--seconds is 0"),
+        (["--device", "cpu", "--seconds", "0.5"], "--seconds is 0.5"),
         (["--device", "cpu", "--seconds", "nan"], "--seconds is nan"),
         (["--device", "cpu", "--json", "/nowhere/at/all.json"], "can't be written"),
     ],

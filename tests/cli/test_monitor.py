@@ -179,9 +179,12 @@ def test_the_monitor_imports_no_torch(tmp_path: Path) -> None:
     assert found.stdout.strip().endswith("[]")
 
 
-def test_hardware_shows_disks_network_and_limits(hasten: Hasten, tmp_path: Path) -> None:
+def test_hardware_shows_disks_network_kernels_and_limits(hasten: Hasten, tmp_path: Path) -> None:
     code, out, _ = hasten("hardware", "--disk", tmp_path)
     assert code == 0
+    words = " ".join(out.replace("│", " ").split())
+    assert "training pass torch, float32 4.167 GFLOP/s 1.0e-06 2e-05" in words
+    assert "hasten, bf16 10 GFLOP/s 2.40× [2.40, 2.40]" in words
     lines = {line[:16].strip() for line in out.splitlines()}
     assert {"processor", "memory", "limits", "disk speed", "torch"} <= lines
     assert f"{tmp_path}: writes " in out

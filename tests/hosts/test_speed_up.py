@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
+import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +17,31 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 import hasten
+from hasten.core.facts import ModelFacts, RecordFacts
 from hasten.errors import InputError
 from hasten.integrations import lightning as lightning_host
+from hasten.integrations.adapt import facts_of
+from hasten.integrations.batches import sizes
+from hasten.integrations.speed_up import WATCHED_STEPS
+from hasten.machine.environment import World
+from hasten.machine.ways import Gain
+from hasten.measure import choose
+from hasten.measure.choose import Choice, ChoiceRow, _remember
+from hasten.recipe.schema import AutoPlan
+from hasten.techniques import kernel_figures
 from hasten.techniques.collate import Packed
 from hosts.test_techniques_in_the_trainer import as_others_have_them, collate, compiles
 from tiny import tiny_model
 
 STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def choices(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where races are kept: none of this user's, which would decide."""
+    folder: Path = tmp_path_factory.mktemp("choices")
+    monkeypatch.setattr(choose, "FOLDER", folder)
+    return folder
 
 
 def trainer_of(folder: Path, **changes: Any) -> Trainer:
@@ -83,6 +104,125 @@ def test_a_plan_of_ones_own_is_taken_as_it_is(tmp_path: Path) -> None:
         hasten.speed_up(trainer_of(tmp_path), plan=["pakked"])
     with pytest.raises(InputError, match="prefetched: the Trainer doesn't let others decide"):
         hasten.speed_up(trainer_of(tmp_path), plan=["prefetched"])
+
+
+def kept_race(trainer: Trainer, folder: Path, **changes: Any) -> None:
+    """A choice of ``plan: auto`` for the trainer's model and data, as a race leaves it."""
+    model: Any = trainer.model
+    lengths, trained = sizes(trainer.train_dataset)
+    records = RecordFacts(len(lengths), sum(lengths), max(lengths), sum(trained) / sum(lengths))
+    known = replace(facts_of(model, "cpu"), records=records)
+    entries: list[Any] = ["packed", "document_attention", "bf16_master_weights", "prefetched"]
+    rows = [
+        ChoiceRow("without bf16_master_weights", "not taken", "slower", span(0.5)),
+        ChoiceRow("without packed", "not taken", "slower", span(0.6)),
+    ]
+    choice = Choice(
+        [*entries, {"checkpoints": {"interval": 4}}],
+        "measured",
+        "the fastest",
+        rows,
+        gain=span(6.0),
+        tokens_per_second=1200.0,
+    )
+    known = replace(known, **changes.pop("known", {}))
+    path = folder / f"{len(list(folder.glob('*')))}.json"
+    _remember(path, choice, known, AutoPlan(**changes))
+
+
+def span(median: float) -> dict[str, float | None]:
+    return {"median": median, "low": 0.9 * median, "high": 1.1 * median}
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if "speed_up" in record.message]
+
+
+def test_a_race_of_this_model_and_data_decides_and_its_gain_is_expected_and_compared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, choices: Path
+) -> None:
+    trainer = trainer_of(tmp_path)
+    kept_race(trainer, choices)
+    hasten.speed_up(trainer)
+    (line,) = said(caplog)
+    day = time.strftime("%Y-%m-%d")
+    assert line.startswith(
+        "speed_up: packed, document_attention joined, as plan: auto chose for this model and data "
+        f"on {day}: about 3.00 times its speed; not here: "
+    )
+    assert "bf16=True or fp16=True (hasten train: 2.00 times the speed by it, raced on" in line
+    assert "prefetched: the Trainer" in line
+    assert "checkpoints" not in line  # what the other run asked for beside its plan
+    caplog.clear()
+    trainer.args.max_steps = WATCHED_STEPS
+    trainer.train()
+    (line,) = said(caplog)
+    assert line.startswith(f"speed_up: steps 11 to {WATCHED_STEPS} ran at ")
+    assert "(about 3.00 was expected) the 200 tokens/s that plan: auto measured on" in line
+    assert line.endswith("without techniques, in hasten's own loop")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"known": {"device": "cuda:0"}},
+        {"known": {"versions": {"torch": "1.0"}}},
+        {"known": {"records": RecordFacts(1000, 40_000, 60, 0.5)}},
+        {"known": {"model": ModelFacts("llama", 10**9)}},
+        {"known": {"world": World(size=2)}},
+        {"fidelity": "lossy"},
+    ],
+    ids=["device", "versions", "data", "model", "ranks", "fidelity"],
+)
+def test_a_race_of_something_else_decides_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, choices: Path, changes: dict[str, Any]
+) -> None:
+    trainer = trainer_of(tmp_path)
+    kept_race(trainer, choices, **changes)
+    hasten.speed_up(trainer)
+    (line,) = said(caplog)
+    assert "labelled_token_loss" in line
+    assert "as plan: auto chose" not in line
+
+
+def test_a_damaged_choice_is_told_of_and_left_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, choices: Path
+) -> None:
+    for text in ("{", "[]", '{"about": {}, "fidelity": "exact"}'):
+        (choices / "damaged.json").write_text(text)
+        caplog.clear()
+        trainer = trainer_of(tmp_path)
+        if text.startswith('{"about"'):
+            kept_race(trainer, choices)
+            whole = json.loads((choices / "1.json").read_text())
+            (choices / "damaged.json").write_text(json.dumps({**whole, "choice": {}}))
+            (choices / "1.json").unlink()
+        hasten.speed_up(trainer)
+        (warned,) = [r.message for r in caplog.records if "can't be read" in r.message]
+        assert "damaged.json" in warned
+        assert (choices / "damaged.json").exists()
+        assert "labelled_token_loss" in said(caplog)[0]
+
+
+def test_without_a_race_the_figures_of_the_machine_decide_and_the_speed_is_compared_with_nothing(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    choices: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slower = Gain(0.8, 0.7, 0.9, 6)
+    monkeypatch.setattr(kernel_figures, "layers_gain", lambda device: slower)
+    trainer = trainer_of(tmp_path)
+    hasten.speed_up(trainer)
+    joined, _, left = said(caplog)[0].partition("; not here: ")
+    assert "fused_layers" not in joined
+    assert "fused_layers: measured on this machine: 0.80× [0.70, 0.90] the speed" in left
+    assert "(hasten train: its kernels have 2.00× [2.00, 2.00] the speed" in left  # bf16
+    caplog.clear()
+    trainer.args.max_steps = WATCHED_STEPS
+    trainer.train()
+    (line,) = said(caplog)
+    assert "what that gains isn't known, since no race of this model and data is kept" in line
 
 
 def test_a_trainer_of_another_kind_is_refused() -> None:

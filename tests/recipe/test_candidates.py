@@ -9,11 +9,14 @@ import pytest
 
 from hasten.core.facts import Facts, RecordFacts
 from hasten.core.plan import Plan
-from hasten.parts.nn.bf16_gain import Gain
+from hasten.machine import ways
+from hasten.machine.host import Accelerator
+from hasten.machine.ways import Gain, WayProof
+from hasten.parts.nn import fused_layers
 from hasten.recipe.build import facts_of
 from hasten.recipe.candidates import candidates, first_plan, fitted
 from hasten.recipe.schema import Recipe
-from hasten.techniques import precision
+from hasten.techniques import kernel_figures, layers, precision
 from hasten.techniques.loss import LabelledTokenLoss
 
 
@@ -52,23 +55,23 @@ def test_packing_is_in_the_first_plan_where_lengths_differ(
 @pytest.mark.parametrize(
     ("gain", "chosen", "words"),
     [
-        (Gain(1.7, 1.6, 1.8, 9), True, "bytes moved"),
-        (Gain(0.6, 0.5, 0.7, 9), False, "bf16 was measured at 0.60× [0.50, 0.70]"),
-        (Gain(1.1, 0.9, 1.3, 9), False, "which leaves it open"),
+        (Gain(1.7, 1.6, 1.8, 9), True, "1.70× [1.60, 1.80] the speed, measured on this machine"),
+        (Gain(0.6, 0.5, 0.7, 9), False, "measured on this machine: 0.60× [0.50, 0.70] the speed"),
+        (Gain(1.1, 0.9, 1.3, 9), False, "its kernels: 1.10× [0.90, 1.30] the speed"),
     ],
 )
 @pytest.mark.parametrize("flags", [("avx512f", "avx512_bf16"), ("avx512f",)])
 def test_bf16_is_a_candidate_by_its_measurement_whatever_the_flags(
     monkeypatch: pytest.MonkeyPatch, gain: Gain, chosen: bool, words: str, flags: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(precision, "bf16_gain", lambda cpu: gain)
+    monkeypatch.setattr(precision, "bf16_gain", lambda device: gain)
     known = facts(60, 400)
     known = replace(
         known, hardware=replace(known.hardware, accelerators=(), instruction_sets=flags)
     )
     found = candidates(recipe(), known, "rounding")
     (bf16,) = [c for c in found if c.technique.name() == "bf16_master_weights"]
-    assert bf16.refused is not chosen
+    assert bf16.refused is gain.lost  # what is left open may be raced, but isn't begun with
     assert words in bf16.why
     assert ("bf16_master_weights" in names(first_plan(found, Plan(), known))) is chosen
 
@@ -88,3 +91,69 @@ def test_what_memory_needs_joins_and_is_told() -> None:
     fuller, why = fitted(plan, recipe(), small, 300_000)
     assert len(fuller) > len(plan)
     assert "else memory would run out" in why
+
+
+def test_a_technique_whose_kernel_is_wrong_is_left_out_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = ways.proofs_here("cpu")
+    broken = {
+        key: WayProof(0.3, 1e-5) if key.startswith(("gated SiLU: hasten", "update")) else proof
+        for key, proof in right.items()
+    }
+    known = facts(60, 400)
+    sound = names(first_plan(candidates(recipe(), known, "rounding"), Plan(), known))
+    monkeypatch.setattr(ways, "proofs_here", lambda device: broken)
+    found = {c.technique.name(): c for c in candidates(recipe(), known, "rounding")}
+    for name, kernel in (("fused_layers", "gated SiLU"), ("fused_adamw", "update by AdamW")):
+        assert name in sound
+        assert found[name].refused
+        assert f"its kernel for {kernel} (hasten, float32) can't be used" in found[name].why
+        assert "the largest error against float64 is 3.0e-01" in found[name].why
+    plan = names(first_plan(list(found.values()), Plan(), known))
+    assert sound - plan == {"fused_layers", "fused_adamw"}
+
+
+def test_layers_that_were_measured_to_be_slower_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slower = Gain(0.8, 0.7, 0.9, 6)
+    for name in ("layers_gain", "update_gain"):
+        monkeypatch.setattr(kernel_figures, name, lambda device: slower)
+    found = {c.technique.name(): c for c in candidates(recipe(), facts(60, 400), "rounding")}
+    for name in ("fused_layers", "fused_adamw"):
+        assert found[name].refused
+        assert "measured on this machine: 0.80× [0.70, 0.90]" in found[name].why
+
+
+def test_on_a_pretended_gpu_a_kernel_that_fails_its_first_use_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The proofs of the GPU that is pretended; how they are made is the same code on any device."""
+    asked: list[str] = []
+
+    def proofs(device: str) -> dict[str, WayProof]:
+        asked.append(device)
+        failed = WayProof(failed="no kernel image is available for execution on the device")
+        return {way.key: failed if way.own else WayProof(0, 1) for way in ways.registered()}
+
+    known = facts(60, 400)
+    gpu = Accelerator("a GPU", 80 * 10**9, "9.0")
+    known = replace(known, device="cuda:0", hardware=replace(known.hardware, accelerators=(gpu,)))
+    monkeypatch.setattr(fused_layers, "why_not", lambda device: "")
+    monkeypatch.setattr(kernel_figures, "_is_here", lambda device: True)
+    monkeypatch.setattr(ways, "proofs_here", proofs)
+    found = {c.technique.name(): c for c in candidates(recipe(), known, "rounding")}
+    assert set(asked) == {"cuda:0"}
+    assert found["fused_layers"].refused
+    assert "can't be used: it can't run here: no kernel image" in found["fused_layers"].why
+    assert "fused_layers" not in names(first_plan(list(found.values()), Plan(), known))
+
+
+def test_of_a_device_that_is_not_here_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(ways, "proofs_here", lambda device: pytest.fail("it was proven"))
+    monkeypatch.setattr(ways, "figures_here", lambda device: pytest.fail("it was measured"))
+    known = replace(facts(60, 400), device="cuda:0")
+    assert kernel_figures.faults(known, *layers.KERNELS) == ()
+    assert kernel_figures.bf16_gain("cuda:0") is kernel_figures.layers_gain("cuda:0") is None

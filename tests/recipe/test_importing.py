@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from foreign_configs import ACCELERATE, AXOLOTL, LLAMA_FACTORY, TRAINING_ARGUMENTS
 from hasten.cli.import_ import import_
 from hasten.errors import InputError
-from hasten.parts.nn.bf16_gain import Gain
+from hasten.machine.ways import Gain
 from hasten.recipe.importers import FORMATS, Imported, read
 from hasten.recipe.schema import load_recipe
 from hasten.recipe.yaml_reader import check_keys
@@ -227,7 +227,7 @@ def test_a_number_format_is_kept_and_told_where_it_gains_nothing(
     asked: str,
     low: float,
 ) -> None:
-    monkeypatch.setattr(precision, "bf16_gain", lambda cpu: Gain(low + 0.1, low, low + 0.2, 6))
+    monkeypatch.setattr(precision, "bf16_gain", lambda device: Gain(low + 0.1, low, low + 0.2, 6))
     path = tmp_path / "config.yaml"
     path.write_text(f"stage: sft\nfinetuning_type: full\ncutoff_len: 64\n{asked}: true\n")
     import_(path, [], tmp_path / "recipe.yaml", 1)

@@ -16,7 +16,7 @@ from hasten.core.step import NotFiniteError
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.machine.host import Accelerator
-from hasten.parts.nn.bf16_gain import Gain
+from hasten.machine.ways import Gain
 from hasten.techniques import precision
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.precision import Autocast, BF16MasterWeights, Float8
@@ -165,7 +165,7 @@ def test_bf16_that_is_asked_for_only_if_faster_follows_the_measurement_and_no_fl
     assert wish.obstacles(known) == ()  # measured as faster, see conftest.py
     for low, high in ((0.5, 0.7), (0.9, 1.3)):
         slow = Gain(0.99 * high, low, high, 6)
-        monkeypatch.setattr(precision, "bf16_gain", lambda cpu, slow=slow: slow)
+        monkeypatch.setattr(precision, "bf16_gain", lambda device, slow=slow: slow)
         (reason,) = wish.obstacles(known)
         assert f"[{low:.2f}, {high:.2f}] the speed of float32" in reason
         assert BF16MasterWeights().obstacles(known) == ()  # asked for without a condition
@@ -173,7 +173,7 @@ def test_bf16_that_is_asked_for_only_if_faster_follows_the_measurement_and_no_fl
 
 def test_where_bf16_is_not_measured_it_is_used_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks might not agree, and a GPU has units of its own."""
-    monkeypatch.setattr(precision, "bf16_gain", lambda cpu: pytest.fail("it was measured"))
+    monkeypatch.setattr(precision, "bf16_gain", lambda device: pytest.fail("it was measured"))
     wish, known = BF16MasterWeights(only_if_faster=True), facts(instruction_sets=("avx512f",))
     assert wish.obstacles(dataclasses.replace(known, world=World(size=2))) == ()
     gpus = facts(accelerators=(Accelerator("a GPU", 10**9, "9.0"),))

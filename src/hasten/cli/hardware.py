@@ -17,7 +17,7 @@ from hasten.core import facts
 from hasten.core.facts import Facts
 from hasten.errors import InputError
 from hasten.formatting import size
-from hasten.machine import host
+from hasten.machine import host, ways
 from hasten.machine.accelerators import datasheet
 from hasten.machine.benchmark import (
     DiskSpeed,
@@ -27,24 +27,37 @@ from hasten.machine.benchmark import (
     measure,
     measure_disk,
 )
+from hasten.machine.ways import Figures
 from hasten.recipe.peak_flops import device_name, read_rates, write_rates
 from hasten.training.recording import machine
 
-# ``hasten bench``: the ceilings of this machine, which MFU and other speeds are judged against.
+# ``hasten bench``: what kernels gain here, by which plans are chosen; and the ceilings of this
+# machine, which MFU and other speeds are judged against.
 
 LONGEST = 600.0  # seconds
 
 
-def bench(device: str, dtypes: Sequence[str] | None, seconds: float, json_out: Path | None) -> None:
+def bench(
+    device: str,
+    dtypes: Sequence[str] | None,
+    seconds: float,
+    json_out: Path | None,
+    fresh: bool = False,
+) -> None:
     """Measure, print the tables, write the file."""
     known = _on(device, facts.seen_at_start())
-    if not 1 <= seconds <= LONGEST:
-        raise InputError(f"--seconds is {seconds:g}; give 1 to {LONGEST:g}")
+    if not (1 <= seconds <= LONGEST or (seconds == 0 and json_out is None)):
+        raise InputError(
+            f"--seconds is {seconds:g}; give 1 to {LONGEST:g}, or 0 without --json for no ceilings"
+        )
     try:
         formats = checked_dtypes(known.device, dtypes)
     except ValueError as error:
         raise InputError(f"--dtype: {error}") from error
     writable("--json", json_out)
+    show_kernels(ways.figures_here(known.device, fresh))
+    if not seconds:
+        return
     with Display() as display:
         rates = measure(
             known.device,
@@ -58,6 +71,37 @@ def bench(device: str, dtypes: Sequence[str] | None, seconds: float, json_out: P
     if json_out is not None:
         write_rates(rates, json_out)
         print(f"written: {json_out} (in a recipe: `ceiling: {json_out}`)")
+
+
+def show_kernels(figures: Figures) -> None:
+    """Each way of each operation: its rate, its speed beside the first one, its largest error."""
+    table = Table(show_edge=False)
+    for name in ("operation", "way", "rate", "speed [95 %]", "error", "allowed"):
+        table.add_column(name, no_wrap=True)
+    first: dict[str, str] = {}
+    for way in ways.registered():
+        proof, times = figures.proofs.get(way.key), figures.times.get(way.key)
+        if proof is None or proof.absent:
+            continue
+        name = way.operation.name
+        opens = name not in first
+        base = first.setdefault(name, way.key)
+        gain = None if opens else figures.gain(base, way.key)
+        unit = {"byte": "GB/s"}.get(way.operation.unit, f"G{way.operation.unit}/s")
+        rate = "" if times is None else f"{times.rate / 1e9:.4g} {unit}"
+        errors = (f"{proof.error:.1e}", f"{proof.bound:.0e}")
+        table.add_row(name if opens else "", way.name, rate, str(gain or ""), *errors)
+    console = Console(highlight=False, width=None if Console().is_terminal else 120)
+    console.print(table)
+    for way in ways.registered():
+        proof = figures.proofs.get(way.key)
+        if proof is not None and proof.fault:
+            console.print(f"{way.key}: {proof.fault}; it is left out of plans", markup=False)
+    console.print(
+        f"{figures.device}, one thread, {figures.cpu_seconds:.1f} s of processor time, "
+        f"{figures.measured_at}; hasten bench --fresh measures again",
+        markup=False,
+    )
 
 
 def show(rates: MachineRates) -> None:
@@ -126,20 +170,27 @@ def hardware(
 
     Args:
         disk: the folder whose disk is measured; this one, as far as it can be, if left out.
-        measure: whether to; it writes 64 MiB there and takes them away.
+        measure: whether to; it writes 64 MiB there and takes them away. Kernels take four seconds
+            the first time, and their figures are kept.
     """
     here = facts.seen_at_start()
     rates = read_rates(rates_file, here) if rates_file is not None else None
     found, speed = machine(), _speed(disk) if measure else "not measured"
+    kernels = ways.figures_here(here.device) if measure else ways.kept_figures(here.device)
     if as_json:
         told = {**asdict(here.hardware), **found, "versions": host.versions()}
         told["disk_speed"] = asdict(speed) if isinstance(speed, DiskSpeed) else None
+        told["kernels"] = None if kernels is None else asdict(kernels)
         if rates is not None:
             told["rates"] = rates.to_dict()
         print(json.dumps(told, indent=1))
         return
     for name, text in _lines(here, found, speed, rates):
         print(f"{name:<{WIDTH}} {text}")
+    if kernels is None:
+        print(f"{'kernels':<{WIDTH}} not measured: hasten bench does")
+    else:
+        show_kernels(kernels)
 
 
 def _speed(folder: Path | None) -> DiskSpeed | str:

@@ -183,7 +183,7 @@ def hardware(
         Path | None, typer.Option(help="a folder of the disk to measure; this one if left out")
     ] = None,
     no_measure: Annotated[
-        bool, typer.Option("--no-measure", help="don't write 64 MiB there to measure it")
+        bool, typer.Option("--no-measure", help="measure neither the disk, by 64 MiB, nor kernels")
     ] = False,
 ) -> None:
     """Show what this machine has: cores, memory, accelerators, disks, network, limits."""
@@ -199,15 +199,20 @@ def bench(
         list[str] | None,
         typer.Option(help="bf16, fp32, fp16, tf32 or fp8, repeatable; all if left out"),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="about how long to measure")] = 30.0,
+    seconds: Annotated[
+        float, typer.Option(help="about how long to measure ceilings; 0 leaves them out")
+    ] = 30.0,
     json_out: Annotated[
         Path | None, typer.Option("--json", help="write the rates here, for a recipe's ceiling")
     ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="measure the kernels again, whatever is kept of them")
+    ] = False,
 ) -> None:
-    """Measure this machine's ceilings: matrix products and memory."""
+    """Measure what kernels gain on this machine, kept for plans, and its ceilings."""
     from hasten.cli.hardware import bench as command
 
-    command(device, dtype, seconds, json_out)
+    command(device, dtype, seconds, json_out, fresh)
 
 
 @app.command()

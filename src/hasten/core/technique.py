@@ -16,6 +16,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hasten.core.slot import Slot
+from hasten.machine.ways import Gain
 
 if TYPE_CHECKING:
     from hasten.core.facts import Facts
@@ -160,6 +161,13 @@ class Technique(ABC):
     def forecast(self, facts: Facts) -> Forecast:
         """The expected change of the ledger's terms on this job."""
         return Forecast()
+
+    def gain(self, facts: Facts) -> Gain | None:
+        """How many times as fast its kernels are on this machine, where that was measured.
+
+        The first question for it may take some seconds. None: it isn't measured.
+        """
+        return None
 
     @abstractmethod
     def probe(self, session: Any) -> Proof:

@@ -97,7 +97,7 @@ def fitted(
                 f"{technique.name()}: {host.name} doesn't let others decide "
                 f"{technique.slot.value}; {instead}"
             )
-    known = replace(facts.seen_at_start(), device=material.device, model=_model_facts(model))
+    known = facts_of(model, material.device)
     if Slot.LOSS in plan and getattr(_config(model), "output_router_logits", False):
         raise InputError(
             "this model adds a loss of its routers to the other (output_router_logits), which a "
@@ -115,6 +115,11 @@ def fitted(
             "half, quantised, topk or powersgd"
         )
     return setup
+
+
+def facts_of(model: nn.Module, device: str) -> Facts:
+    """What is known of the machine and of somebody's model; nothing of the data."""
+    return replace(facts.seen_at_start(), device=device, model=_model_facts(model))
 
 
 def edit(model: nn.Module, setup: Setup) -> None:

@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.errors import InputError
-from hasten.machine import host
+from hasten.machine import environment, host
 from hasten.parts.checkpoint import SmartCheckpointer, checkpoints
 from hasten.techniques.checkpoint import DYNAMIC, EPOCH, Checkpoints
 
@@ -156,6 +156,22 @@ class TokenCount:
         return (None if tokens is None or not slots else int(tokens)), slots
 
 
+class StepLog(Protocol):
+    """What a host's callback tells of its steps."""
+
+    def begin(self) -> None:
+        """What follows belongs to the next step."""
+
+    def step(self, step: int, count: TokenCount, loss: float | None = None) -> None:
+        """A step has ended."""
+
+    def loss(self, value: object) -> None:
+        """The loss of the step that ended last."""
+
+    def close(self) -> None:
+        """The training has ended."""
+
+
 class MetricsFile:
     """``metrics.jsonl`` in a folder of its own, written line by line.
 
@@ -219,3 +235,14 @@ class MetricsFile:
         if not self._file.closed:
             self.flush()
             self._file.close()
+
+
+def step_log(place: str | Path | StepLog) -> StepLog | None:
+    """Where the first rank's callback tells of its steps; None on the others.
+
+    Raises:
+        InputError: a folder that holds an earlier run's lines or can't be written.
+    """
+    if not environment.world().is_main:
+        return None
+    return MetricsFile(place) if isinstance(place, str | Path) else place

@@ -24,7 +24,7 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.integrations.adapt import EDITS, Host, HostRun, attach, edit, fitted, optimizer_of
 from hasten.integrations.batches import StepBatches, StepLoader, Weighed, collator, sizes
-from hasten.integrations.checkpoints import MetricsFile, Saves, TokenCount, travels
+from hasten.integrations.checkpoints import Saves, StepLog, TokenCount, step_log, travels
 from hasten.machine import environment
 from hasten.parts.nn.causal_lm import causal_lm
 
@@ -151,7 +151,7 @@ def with_techniques(
         InputError: a technique whose slot Lightning doesn't offer, with what to do instead, or one
             that can't work on this job.
     """
-    model, plan = _model_of(module), list(techniques)
+    model, plan = model_of(module), list(techniques)
     _check(trainer, loader, plan)
     material, trained = _material(trainer, loader, plan, seed)
     setup = fitted(HOST, model, plan, material)
@@ -170,10 +170,15 @@ def check(
     """Raise InputError where `with_techniques` would; nothing is changed."""
     _check(trainer, loader, techniques)
     material, _ = _material(trainer, loader, techniques, seed=0)
-    fitted(HOST, _model_of(module), techniques, material)
+    fitted(HOST, model_of(module), techniques, material)
 
 
-def _model_of(module: nn.Module) -> nn.Module:
+def model_of(module: nn.Module) -> nn.Module:
+    """The Hugging Face causal language model among a module's attributes.
+
+    Raises:
+        InputError: there is none.
+    """
     for child in module.children():
         try:
             causal_lm(child)
@@ -260,7 +265,7 @@ def _optimizers(setup: Setup, model: nn.Module, given: Any) -> Any:
     return optimizer_of(setup, model, given)
 
 
-def step_evidence(folder: str | Path) -> Any:
+def step_evidence(folder: str | Path | StepLog) -> Any:
     """A Lightning callback that writes ``metrics.jsonl`` into a folder of its own.
 
     A batch is counted where it is a mapping with ``input_ids``, as Transformers' collators make
@@ -273,7 +278,7 @@ def step_evidence(folder: str | Path) -> Any:
 
     class LightningEvidence(base):  # type: ignore[misc, valid-type]  # known only now
         def __init__(self) -> None:
-            self._file = MetricsFile(folder) if environment.world().is_main else None
+            self._file = step_log(folder)
             self._count, self._step = TokenCount(), 0
             self._losses: list[Tensor] = []
 

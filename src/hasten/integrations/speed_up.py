@@ -2,33 +2,54 @@
 
 trainer = hasten.speed_up(Trainer(model, arguments, train_dataset=rows))
 trainer.train()
+
+Which ones is decided by a race of ``plan: auto`` that is kept of the same model and data on this
+machine; without one by what stands in a technique's way and by what its kernels gain here.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hasten.core.facts import Facts, RecordFacts
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.integrations.adapt import facts_of
+from hasten.integrations.batches import sizes
+from hasten.integrations.checkpoints import TokenCount
 from hasten.techniques import CATALOGUE
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 
+if TYPE_CHECKING:
+    from hasten.measure.choose import KeptChoice
+
 AnyTrainer = TypeVar("AnyTrainer")
 Carry = Callable[[Sequence[Technique]], None]  # raises InputError where the trainer can't
+ALIKE = 0.1  # by which share of their number and length records may differ and be the same data
+WATCHED_STEPS, WARM_UP = 50, 10
 _LOG = logging.getLogger(__name__)
 
 
 def speed_up(trainer: AnyTrainer, plan: Iterable[Any] | None = None) -> AnyTrainer:
     """The same trainer with the techniques that it can carry; call it before it trains.
 
-    Without a plan these are the techniques that usually help and keep the mathematics, as far as
+    Without a plan these are the ones that ``plan: auto`` chose for this model and data on this
+    machine; where it wasn't asked, those that usually help and keep the mathematics, as far as
     nothing stands in their way on this model, machine and trainer. A warning of the logger
-    ``hasten`` names them, and what ``hasten train`` would have beside them. In Lightning they join
-    when ``fit`` is called.
+    ``hasten`` names them, what is expected of them, and what ``hasten train`` would have beside
+    them; another one tells the speed of the first 50 steps. In Lightning they join when ``fit`` is
+    called.
 
     Args:
         trainer: of transformers, TRL or Lightning.
@@ -50,8 +71,14 @@ def speed_up(trainer: AnyTrainer, plan: Iterable[Any] | None = None) -> AnyTrain
         )
     from hasten.integrations import transformers as host
 
-    chosen = own if own is not None else _carried(lambda some: host.check(trainer, some))
-    return host.with_techniques(trainer, chosen)
+    if own is not None:
+        return host.with_techniques(trainer, own)
+    model: Any = trainer.model
+    known, rows = facts_of(model, str(trainer.args.device)), trainer.train_dataset
+    chosen, note = _chosen(known, rows, lambda some: host.check(trainer, some))
+    changed = host.with_techniques(trainer, chosen)
+    changed.add_callback(host.StepEvidence(note))
+    return changed
 
 
 def _techniques(plan: Iterable[Any]) -> Iterable[Technique]:
@@ -62,24 +89,159 @@ def _techniques(plan: Iterable[Any]) -> Iterable[Technique]:
             yield from Plan.from_list([entry], CATALOGUE)
 
 
-def _carried(check: Carry) -> list[Technique]:
-    """The usual techniques that a trainer can carry together; the others are told of, once."""
+def _chosen(known: Facts, rows: Any, check: Carry) -> tuple[list[Technique], SpeedNote]:
+    """The techniques that a trainer can carry together; what they are and aren't is told, once."""
+    agreeing = known.world.size == 1 or dist.is_initialized()  # else each rank is by itself
+    kept = _kept(known, rows) if agreeing else None
+    if kept is None:
+        wanted = [kind() for kind in CATALOGUE if kind.auto == "usual"]
+    else:
+        raced = Plan.from_list(kept.choice.entries, CATALOGUE)
+        wanted = [technique for technique in raced if technique.auto != "no"]
     found: list[Technique] = []
-    left: list[str] = []
-    for technique in Plan(kind() for kind in CATALOGUE if kind.auto == "usual"):
+    left: dict[Technique, str] = {}
+    for technique in Plan(wanted):
         packs = any(isinstance(t, Packed) for t in found)
         if isinstance(technique, DocumentAttention) and not packs:
             continue  # rows that aren't packed have one document each
         try:
             check([*found, technique])
         except InputError as error:
-            left.append(str(error))
+            left[technique] = f"{error}{_more(technique, known, kept)}"
+            continue
+        gain = technique.gain(known) if agreeing else None
+        if kept is None and gain is not None and gain.lost:
+            left[technique] = f"{technique.name()}: measured on this machine: {gain} the speed"
         else:
             found.append(technique)
+    note = SpeedNote(kept, _expected(kept, left), known)
+    if known.world.size > 1 and agreeing:
+        told = [[technique.to_dict() for technique in found]]
+        dist.broadcast_object_list(told, src=0)
+        found = list(Plan.from_list(told[0], CATALOGUE))
+    if not known.world.is_main:
+        return found, note
     names = ", ".join(t.name() for t in found) or "no technique"
-    rest = "" if not left else f"; not here: {'; '.join(left)}"
-    _LOG.warning("speed_up: %s joined%s", names, rest)
-    return found
+    rest = "" if not left else f"; not here: {'; '.join(left.values())}"
+    _LOG.warning("speed_up: %s joined%s%s", names, note.promise, rest)
+    return found, note
+
+
+def _kept(known: Facts, rows: Any) -> KeptChoice | None:
+    """A choice that was raced on this machine, with this model and data; None without one."""
+    from hasten.measure.choose import kept_choices
+
+    found = kept_choices(known)
+    if not found or not hasattr(rows, "__len__"):
+        return None
+    try:
+        lengths, trained = sizes(rows)
+    except InputError:  # rows that the trainer makes tokens of by itself
+        return None
+    count, tokens = len(lengths), sum(lengths)
+    here = RecordFacts(count, tokens, max(lengths, default=0), sum(trained) / max(tokens, 1))
+    return next((kept for kept in found if _alike(kept.records, here)), None)
+
+
+def _alike(one: RecordFacts, other: RecordFacts) -> bool:
+    """Whether records are the same data: a part may be held out, and templates differ a little."""
+    pairs = ((one.count, other.count), (one.tokens, other.tokens))
+    return all(a and b and abs(math.log(a / b)) <= math.log(1 + ALIKE) for a, b in pairs)
+
+
+def _without(kept: KeptChoice, technique: Technique) -> float | None:
+    """The speed of the chosen plan without one of its techniques, over the plan's."""
+    rows = {row.name: row.ratio for row in kept.choice.rows}
+    ratio = rows.get(f"without {technique.name()}")
+    return None if ratio is None else ratio["median"]
+
+
+def _expected(kept: KeptChoice | None, left: Iterable[Technique]) -> float | None:
+    """What is left of the measured gain without the techniques that a trainer can't carry."""
+    if kept is None or kept.choice.gain is None or kept.choice.gain["median"] is None:
+        return None
+    gain = kept.choice.gain["median"]
+    for technique in left:
+        gain *= min(_without(kept, technique) or 1.0, 1.0)
+    return gain
+
+
+def _more(technique: Technique, known: Facts, kept: KeptChoice | None) -> str:
+    """What ``hasten train`` would gain by it, where that was measured."""
+    ratio = None if kept is None else _without(kept, technique)
+    if kept is not None and ratio is not None and ratio < 1:
+        return f" (hasten train: {1 / ratio:.2f} times the speed by it, raced on {kept.date})"
+    if technique.obstacles(known):
+        return ""
+    gain = technique.gain(known)
+    if gain is None or not gain.sure:
+        return ""
+    return f" (hasten train: its kernels have {gain} the speed, measured on this machine)"
+
+
+class SpeedNote:
+    """Tells the speed of a host's first steps, beside that of the job without techniques.
+
+    A trainer runs once, with its techniques. So what it is compared with is the race of ``plan:
+    auto`` that chose them, in hasten's own loop; without one there is nothing to compare it with.
+    """
+
+    def __init__(self, kept: KeptChoice | None, expected: float | None, known: Facts) -> None:
+        self._expected, self._known, self._date = expected, known, "" if kept is None else kept.date
+        self._plain: float | None = None  # tokens per second without techniques
+        speed = None if kept is None else kept.choice.tokens_per_second
+        gain = None if kept is None else kept.choice.gain
+        if speed is not None and gain is not None and gain["median"]:
+            self._plain = speed / gain["median"]
+        self._speeds: list[float] = []
+        self._steps, self._last = 0, time.perf_counter()
+
+    @property
+    def promise(self) -> str:
+        """Where the plan is from and what is expected of it, to follow its names."""
+        if not self._date:
+            return ""
+        about = "" if self._expected is None else f": about {self._expected:.2f} times its speed"
+        return f", as plan: auto chose for this model and data on {self._date}{about}"
+
+    def begin(self) -> None:
+        self._last = time.perf_counter()
+
+    def step(self, step: int, count: TokenCount, loss: float | None = None) -> None:
+        """Note a step; at the last of those that are watched, tell of them."""
+        if self._steps >= WATCHED_STEPS:
+            return
+        if self._known.on_gpu:
+            torch.accelerator.synchronize(self._known.device)  # a step's time is its own
+        seconds = time.perf_counter() - self._last
+        tokens, _ = count.take()
+        self._steps += 1
+        if tokens is not None and self._steps > WARM_UP:
+            self._speeds.append(tokens / max(seconds, 1e-9))
+        if self._steps == WATCHED_STEPS and self._speeds:
+            _LOG.warning("%s", self._told(statistics.median(self._speeds)))
+        self.begin()
+
+    def _told(self, speed: float) -> str:
+        words = f"speed_up: steps {WARM_UP + 1} to {WATCHED_STEPS} ran at {speed:,.0f} tokens/s"
+        if self._plain is None:
+            return (
+                f"{words}; what that gains isn't known, since no race of this model and data is "
+                "kept: hasten train --choose-only RECIPE does one"
+            )
+        if self._known.world.size > 1:
+            return f"{words} on this rank"
+        hoped = "" if self._expected is None else f" (about {self._expected:.2f} was expected)"
+        return (
+            f"{words}, {speed / self._plain:.2f} times{hoped} the {self._plain:,.0f} tokens/s that "
+            f"plan: auto measured on {self._date} without techniques, in hasten's own loop"
+        )
+
+    def loss(self, value: object) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
 
 
 def _is_lightning(trainer: Any) -> bool:
@@ -91,7 +253,7 @@ def _at_fit(trainer: Any, own: list[Technique] | None) -> None:
     """Lightning's trainer meets model and loader in ``fit`` alone."""
     usual = trainer.fit
 
-    def fit(model: Any, train_dataloaders: Any = None, *rest: Any, **more: Any) -> Any:
+    def fit(model: nn.Module, train_dataloaders: Any = None, *rest: Any, **more: Any) -> Any:
         from torch.utils.data import DataLoader
 
         from hasten.integrations import lightning as host
@@ -101,11 +263,16 @@ def _at_fit(trainer: Any, own: list[Technique] | None) -> None:
                 "speed_up: give fit the module and a torch DataLoader; other sources of batches "
                 "aren't changed"
             )
+        loader: Any = train_dataloaders
         chosen = own
         if chosen is None:
-            chosen = _carried(lambda some: host.check(trainer, model, train_dataloaders, some))
+            known = facts_of(host.model_of(model), str(trainer.strategy.root_device))
+            chosen, note = _chosen(
+                known, loader.dataset, lambda some: host.check(trainer, model, loader, some)
+            )
+            trainer.callbacks.append(host.step_evidence(note))
         trainer.fit = usual  # a second fit finds the module as it is
-        module, loader = host.with_techniques(trainer, model, train_dataloaders, chosen)
+        module, loader = host.with_techniques(trainer, model, loader, chosen)
         return usual(module, loader, *rest, **more)
 
     trainer.fit = fit  # this instance alone

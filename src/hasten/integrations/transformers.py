@@ -22,7 +22,14 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.integrations.adapt import EDITS, Host, HostRun, attach, edit, fitted, optimizer_of
 from hasten.integrations.batches import StepBatches, StepLoader, collator, record_of
-from hasten.integrations.checkpoints import MetricsFile, Saves, TokenCount, keep_wire, take_wire
+from hasten.integrations.checkpoints import (
+    Saves,
+    StepLog,
+    TokenCount,
+    keep_wire,
+    step_log,
+    take_wire,
+)
 from hasten.machine import environment
 
 HOST = Host(
@@ -247,14 +254,14 @@ class StepEvidence(TrainerCallback):
     """Writes ``metrics.jsonl``; of several ranks the first writes, about its own share.
 
     Args:
-        folder: of its own for every run.
+        folder: of its own for every run; or another log of steps.
 
     Raises:
         InputError: the folder holds an earlier run's lines or can't be written.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self._file = MetricsFile(folder) if environment.world().is_main else None
+    def __init__(self, folder: str | Path | StepLog) -> None:
+        self._file = step_log(folder)
         self._count = TokenCount()
         self._hook: Any = None
 

@@ -41,6 +41,7 @@ from hasten.measure.ablation import Design, Kind
 from hasten.measure.arm_process import ArmProcess
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.rounds import Rounds
+from hasten.recipe.candidates import expected as gain_expected
 
 FEWEST_ROUNDS = 2  # one says nothing of its own error
 WORTH_ROUNDS = 5  # fewer leave an interval too wide for most effects: rather fewer arms
@@ -97,15 +98,8 @@ def require(seconds: float, spent: float, rest: float) -> None:
 
 
 def expected_gain(plan: Plan, known: Facts) -> float:
-    """How much less a plan is forecast to compute and move, as a logarithm; larger is better.
-
-    Only for the order in which a budget drops arms: a forecast says nothing of speed.
-    """
-    total = 0.0
-    for technique in plan:
-        cast = technique.forecast(known)
-        total -= math.log(max(cast.slots * cast.flops * cast.bytes * cast.wire_bytes, 1e-9))
-    return total
+    """What a plan is expected to gain, as a logarithm: the order in which a budget drops arms."""
+    return math.fsum(gain_expected(technique, known) for technique in plan)
 
 
 def choose(

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hasten.core.facts import Facts
+from hasten.core.facts import Facts, RecordFacts
 from hasten.core.plan import Plan
 from hasten.core.setup import prepare
 from hasten.core.slot import Slot
@@ -143,6 +143,7 @@ def choose(
     fresh: bool = False,
     more: Iterable[type[Technique]] = (),
     folder: Path | None = None,
+    job: str = "recipe",
 ) -> Choice:
     """The plan for a recipe that says ``plan: auto``; its data is prepared on the way.
 
@@ -152,20 +153,58 @@ def choose(
         fresh: race again, whatever was found before.
         more: techniques beside the catalogue's.
         folder: where choices are kept; in the user's cache if left out.
+        job: what trains in a worker; of one that knows the techniques of ``more``, see
+            `hasten.measure.recipe_experiment.ExperimentSubject`.
 
     Raises:
         InputError: an unusable recipe.
     """
     asked = recipe.auto_plan or AutoPlan()
     subject = prepared(recipe.model_copy(update={"auto_plan": None}), audience, ranks=True)
+    subject = replace(subject, job=job)
     path = _path(subject, asked, folder or FOLDER)
     if not fresh and (kept := _remembered(path)) is not None:
         return kept
     chooser = _Chooser(subject, asked, audience, tuple(more))
     choice = chooser.run()
     if choice.source == "measured":
-        _remember(path, choice)
+        _remember(path, choice, subject.known, asked)
     return choice
+
+
+@dataclass(frozen=True)
+class KeptChoice:
+    """A choice of an earlier race, with its day, its file and the data that it was raced on."""
+
+    choice: Choice
+    date: str
+    path: Path
+    records: RecordFacts
+
+
+def kept_choices(known: Facts, folder: Path | None = None) -> list[KeptChoice]:
+    """The choices for a model on this machine with these versions, the newest first.
+
+    Their techniques keep the mathematics. A file that can't be read is left out with a warning.
+
+    Args:
+        known: the model, the device and the machine; its records don't matter.
+        folder: where choices are kept; in the user's cache if left out.
+    """
+    about, found = _about_job(known), []
+    for path in sorted(_home(folder or FOLDER).glob("*.json")):
+        try:
+            kept = json.loads(path.read_text())
+            told = kept.get("about")  # not in those of earlier versions
+            if told is None or kept["fidelity"] == "lossy":
+                continue
+            if {**told, "records": None} == {**about, "records": None}:
+                records = RecordFacts(**told["records"])
+                choice = Choice.from_dict(kept["choice"])
+                found.append(KeptChoice(choice, str(kept["date"]), path, records))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            _LOG.warning("%s can't be read (%s) and isn't used", path, type(error).__name__)
+    return sorted(found, key=lambda kept: kept.date, reverse=True)
 
 
 def choose_by_forecast(
@@ -534,9 +573,26 @@ def _path(subject: ExperimentSubject, asked: AutoPlan, folder: Path) -> Path:
             "source": source_digest(),
         }
     )
+    return _home(folder) / f"{key}.json"
+
+
+def _home(folder: Path) -> Path:
     with contextlib.suppress(RuntimeError):  # the user has no home
-        folder = folder.expanduser()
-    return folder / f"{key}.json"
+        return folder.expanduser()
+    return folder
+
+
+def _about_job(known: Facts) -> dict[str, Any]:
+    """What another program must share to use a choice, as it is after a way through JSON."""
+    told = {
+        "model": asdict(known.model),
+        "records": asdict(known.records),
+        "hardware": {**asdict(known.hardware), "device": known.device},
+        "ranks": known.world.size,
+        "versions": dict(known.versions),
+    }
+    found: dict[str, Any] = json.loads(json.dumps(told))
+    return found
 
 
 def _remembered(path: Path) -> Choice | None:
@@ -553,9 +609,14 @@ def _remembered(path: Path) -> Choice | None:
     return replace(choice, source="remembered", why=why)
 
 
-def _remember(path: Path, choice: Choice) -> None:
+def _remember(path: Path, choice: Choice, known: Facts, asked: AutoPlan) -> None:
     """Keep it where that is possible."""
-    kept = {"date": time.strftime("%Y-%m-%d"), "choice": choice.to_dict()}
+    kept = {
+        "date": time.strftime("%Y-%m-%d"),
+        "choice": choice.to_dict(),
+        "fidelity": asked.fidelity,
+        "about": _about_job(known),
+    }
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, json.dumps(kept, indent=1))

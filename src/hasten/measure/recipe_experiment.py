@@ -43,7 +43,10 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # decide the speed, and stand 
 
 @dataclass(frozen=True)
 class ExperimentSubject:
-    """A recipe whose data is ready, and what is known of it."""
+    """A recipe whose data is ready, and what is known of it.
+
+    ``job`` serves its training in a worker: of this package by its name, or ``module:function``.
+    """
 
     recipe: Recipe
     known: Facts
@@ -51,6 +54,7 @@ class ExperimentSubject:
     data_key: str
     meter: EnergyMeter = field(default_factory=lambda: EnergyMeter("not measured"))
     material: PreparedData | None = None
+    job: str = "recipe"
 
 
 def environment(plan: Plan, known: Facts, transport: Mapping[str, str]) -> Mapping[str, str]:
@@ -78,7 +82,7 @@ def recipe_worker(
     """
     arguments = {"recipe": str(recipe), "plan": plan.to_list(), "changes": dict(changes or {})}
     environ = environment(plan, subject.known, subject.recipe.transport)
-    return WorkerSpec("recipe", arguments, environ, subject.recipe.nproc)
+    return WorkerSpec(subject.job, arguments, environ, subject.recipe.nproc)
 
 
 def prepared(

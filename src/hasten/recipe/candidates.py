@@ -1,8 +1,8 @@
 """The techniques from which ``plan: auto`` chooses on a job, and the plan that a forecast gives.
 
 What is known before anything was measured: what stands in a technique's way, how many slots,
-operations and bytes it saves by its own forecast, whether bf16 products were measured to be faster
-on this processor, and how much memory the plan will need. The first plan has what usually helps;
+operations and bytes it saves by its own forecast, what its kernels were measured to gain on this
+machine, and how much memory the plan will need. The first plan has what usually helps;
 whatever else may help is tried beside it.
 """
 
@@ -24,7 +24,6 @@ from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed
 from hasten.techniques.compile import COMPILE_SECONDS, Compiled
-from hasten.techniques.precision import gain_here
 from hasten.techniques.recompute import Recompute
 
 MICRO_BATCH_TOKENS = 8192  # a step with more tokens is cut
@@ -106,7 +105,9 @@ def whole(plan: Plan, found: Iterable[TechniqueCandidate] = ()) -> Plan:
 
 
 def expected(technique: Technique, known: Facts) -> float:
-    """How much less it is forecast to compute and move, as a logarithm; larger is better."""
+    """What it gains, as a logarithm: measured on this machine, or forecast from its terms."""
+    if (gain := technique.gain(known)) is not None:
+        return math.log(gain.ratio)
     cast = technique.forecast(known)
     return -math.log(max(cast.slots * cast.flops * cast.bytes * cast.wire_bytes, 1e-9))
 
@@ -145,8 +146,9 @@ def _judged(
         return refused(reasons[0])
     if technique.slot is Slot.WIRE and known.world.size == 1:
         return refused("one rank sends nothing")
-    if technique.slot is Slot.PRECISION and (gain := gain_here(known)) and not gain.sure:
-        return refused(f"bf16 was measured at {gain}")
+    gain = technique.gain(known)
+    if gain is not None and gain.lost:
+        return refused(f"measured on this machine: {gain} the speed without it")
     if isinstance(technique, Compiled):
         if (recipe.auto_budget or 0.0) < COMPILED_FROM:
             return refused(
@@ -158,6 +160,8 @@ def _judged(
         return refused("the recipe's own LoRA decides what learns")
     cast = technique.forecast(known)
     usual = technique.auto == "usual"
+    if technique.slot is Slot.PRECISION and gain is not None:
+        usual = usual and gain.sure  # it costs memory for certain
     if isinstance(technique, Packed):
         usual = cast.slots < FEWER_SLOTS
         return TechniqueCandidate(
@@ -167,8 +171,9 @@ def _judged(
 
 
 def _words(technique: Technique, known: Facts) -> str:
-    cast = technique.forecast(known)
-    said = [
+    gain, cast = technique.gain(known), technique.forecast(known)
+    said = [] if gain is None else [f"its kernels: {gain} the speed, measured on this machine"]
+    said += [
         f"{name} {factor:.2f} times"
         for name, factor in (
             ("slots", cast.slots),

@@ -32,9 +32,9 @@ def preset(name: str, ranks: int = 1) -> dict[str, Any]:
         ValueError: there is none of this name.
     """
     if name not in names():
-        hint = did_you_mean(name, names())
+        hint = did_you_mean(name, ("auto", *names()))
         raise ValueError(
-            f"no plan is called {name!r}{hint}; list techniques, or name one of: "
+            f"no plan is called {name!r}{hint}; list techniques, or name one of: auto, "
             f"{', '.join(names())}"
         )
     found: dict[str, Any] = read_yaml_file(FOLDER / f"{name}.yaml", "plan")

@@ -44,6 +44,9 @@ class DataSource(BaseModel):
     )
 
 
+FIDELITIES = ("exact", "rounding", "lossy")
+
+
 class AutoPlan(BaseModel):
     """What ``plan: auto`` may choose from."""
 
@@ -290,20 +293,22 @@ class Recipe(BaseModel):
         if "auto" in values:  # its name until version 0.1
             values.setdefault("live_tuning", values.pop("auto"))
         plan = values.get("plan")
-        if isinstance(plan, list) and any(_is_auto(entry) for entry in plan):
+        mixed = isinstance(plan, dict) and "auto" in plan and len(plan) > 1
+        if mixed or (isinstance(plan, list) and any(_is_auto(entry) for entry in plan)):
             raise ValueError(
                 "plan: auto chooses all techniques by itself; write plan: auto, or the list "
                 "without it"
             )
         if _is_auto(plan):
-            asked = plan["auto"] if isinstance(plan, dict) else None
-            values |= {"plan": [], "auto_plan": {} if asked is None else asked}
+            values |= {"plan": [], "auto_plan": _auto_settings(plan)}
         return values
 
     @field_validator("auto_budget", mode="before")
     @classmethod
     def _budget(cls, value: Any) -> Any:
         """``3m`` or a number of seconds."""
+        if isinstance(value, bool):
+            raise ValueError("write 90s, 20m or 1h30m")  # it would be read as a second
         if not isinstance(value, str):
             return value
         try:
@@ -381,6 +386,29 @@ class Recipe(BaseModel):
 
 def _is_auto(plan: Any) -> bool:
     return plan == "auto" or (isinstance(plan, dict) and list(plan) == ["auto"])
+
+
+def _auto_settings(plan: Any) -> dict[str, Any]:
+    """The settings in ``plan: {auto: {...}}``, by the words in which they were written."""
+    asked = plan["auto"] if isinstance(plan, dict) else None
+    if asked is None:
+        return {}
+    if not isinstance(asked, dict):
+        raise ValueError(
+            f"plan: auto: {asked!r} is no setting of it; write plan: auto, or "
+            "plan: {auto: {fidelity: lossy}}"
+        )
+    for key, value in asked.items():
+        if key not in AutoPlan.model_fields:
+            hint = did_you_mean(str(key), AutoPlan.model_fields)
+            raise ValueError(f"plan: auto: unknown key {key!r}{hint}; it has fidelity alone")
+        if value not in FIDELITIES:
+            hint = did_you_mean(str(value), FIDELITIES)
+            raise ValueError(
+                f"plan: auto: fidelity is {value!r}{hint}; it is {', '.join(FIDELITIES[:-1])} or "
+                f"{FIDELITIES[-1]}"
+            )
+    return asked
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -11,9 +11,9 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique
-from hasten.parts.nn import attention, compile
+from hasten.parts.nn import attention, compile, kernel_ways
 from hasten.parts.nn.causal_lm import causal_lm
-from hasten.techniques import probes
+from hasten.techniques import kernel_figures, probes
 
 CALLS = ("aten::_scaled_dot_product", "aten::_safe_softmax")  # the second: heads of two widths
 KERNEL = "hasten::document_attention"
@@ -44,7 +44,7 @@ class DocumentAttention(Technique):
         if facts.model.sliding_window:
             return (f"this {facts.model.architecture} attends through a sliding window",)
         if facts.model.architecture in attention.ARCHITECTURES:
-            return ()
+            return kernel_figures.faults(facts, kernel_ways.ATTENTION)
         return (
             f"not proven for the architecture {facts.model.architecture}; it is for "
             + ", ".join(attention.ARCHITECTURES),

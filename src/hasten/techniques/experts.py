@@ -12,9 +12,9 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique, knob
 from hasten.errors import InputError
-from hasten.parts.nn import fused_experts
+from hasten.parts.nn import fused_experts, kernel_ways
 from hasten.parts.nn.causal_lm import causal_lm
-from hasten.techniques import probes
+from hasten.techniques import kernel_figures, probes
 
 KINDS = ("fused", "eager", "batched_mm", "grouped_mm")
 FUSED = ("deepseek_v2", "deepseek_v3")  # architectures whose experts hasten's kernels run
@@ -75,7 +75,7 @@ class ExpertsImplementation(Technique):
         if facts.on_gpu:
             return (f"the fused kernels are for the processor; this run is on {facts.device}",)
         reason = fused_experts.why_not()
-        return (reason,) if reason else ()
+        return (reason,) if reason else kernel_figures.faults(facts, kernel_ways.ROUTED)
 
     def probe(self, session: Session) -> Proof:
         model = causal_lm(session.model)

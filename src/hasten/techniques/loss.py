@@ -12,6 +12,7 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Switch, Technique, knob
 from hasten.errors import InputError
+from hasten.parts.nn import kernel_ways
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.losses import (
     LabelOnlyLoss,
@@ -20,7 +21,7 @@ from hasten.parts.nn.losses import (
     chunk_bytes_on,
     chunk_rows,
 )
-from hasten.techniques import batch
+from hasten.techniques import batch, kernel_figures
 
 # Architectures whose logits are head x hidden state, capped or not: no scaling.
 PLAIN_HEADS = (
@@ -89,7 +90,7 @@ class LabelledTokenLoss(Technique):
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
         if facts.model.architecture in PLAIN_HEADS:
-            return ()
+            return kernel_figures.faults(facts, kernel_ways.LOSSES)
         return (
             f"the head of {facts.model.architecture} isn't known to be a linear layer and no more; "
             f"it is for {', '.join(PLAIN_HEADS)}",

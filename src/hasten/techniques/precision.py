@@ -18,10 +18,11 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.errors import InputError
+from hasten.machine.ways import Gain
 from hasten.parts.distributed.local_shards import LocalShards
-from hasten.parts.nn.bf16_gain import Gain, bf16_gain
 from hasten.parts.nn.quantised import RECIPES, SIDE, Float8Layers
 from hasten.parts.optim.master_weights import LossScale, MasterWeights
+from hasten.techniques.kernel_figures import bf16_gain
 
 CLAIMS = (
     Claim("tokens_per_second", 1.15, "the articles' mixed precision: +15 % speed"),
@@ -67,21 +68,24 @@ def _slow_bf16(facts: Facts) -> tuple[str, ...]:
 
 
 def gain_here(facts: Facts) -> Gain | None:
-    """What bf16 gains on this job's processor, as measured; None on a GPU, or without products.
-
-    Ranks each measure for themselves, and might not agree: there it is None, too.
-    """
-    if facts.on_gpu or facts.world.size > 1 or _slow_bf16(facts):
-        return None
-    return bf16_gain(facts.hardware.cpu)
+    """What bf16 gains on this job's device, as measured; None without products in bf16."""
+    return None if _slow_bf16(facts) else bf16_gain(facts.device)
 
 
 def why_no_gain(facts: Facts) -> str:
-    """Why bf16 gains nothing on this job's processor; empty where it does, or nobody knows."""
+    """Why bf16 gains nothing on this job's processor; empty where it does, or nobody knows.
+
+    Ranks each ask for themselves, and might not agree: there it isn't measured, nor on a GPU.
+    """
     if slow := _slow_bf16(facts):
         return slow[0]
+    if facts.on_gpu or facts.world.size > 1:
+        return ""
     gain = gain_here(facts)
-    return "" if gain is None or gain.sure else f"bf16 has {gain}"
+    if gain is None or gain.sure:
+        return ""
+    found = f"bf16 has {gain} the speed of float32 on this processor"
+    return found if gain.lost else f"{found}, which leaves it open"
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,9 @@ class BF16MasterWeights(Technique):
 
     def forecast(self, facts: Facts) -> Forecast:
         return Forecast(bytes=0.5, resident_bytes=2.0 * facts.model.parameters)
+
+    def gain(self, facts: Facts) -> Gain | None:
+        return gain_here(facts)
 
     def probe(self, session: Session) -> Proof:
         working = {p.dtype for p in session.module.parameters() if p.requires_grad}
@@ -164,6 +171,9 @@ class Autocast(Technique):
 
     def forecast(self, facts: Facts) -> Forecast:
         return Forecast(bytes=0.6)
+
+    def gain(self, facts: Facts) -> Gain | None:
+        return gain_here(facts) if self.dtype == "bf16" else None
 
     def probe(self, session: Session) -> Proof:
         found = _format(session)

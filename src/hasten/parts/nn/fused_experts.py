@@ -66,8 +66,16 @@ def _forward(
     if not silu or not rowwise.fits(x, *weights):
         own: Tensor = type(self).forward(self, hidden_states, top_k_index, top_k_weights)
         return own
-    found: Tensor = _Experts.apply(x, top_k_index, top_k_weights, *weights)
-    return found.to(hidden_states.dtype)
+    return run(x, top_k_index, top_k_weights, *weights).to(hidden_states.dtype)
+
+
+def run(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Each token of ``x`` (T, n) through its experts ``index`` (T, each), times ``weights``.
+
+    ``gate_up`` (experts, 2 m, n), ``down`` (experts, n, m); see `why_not` before.
+    """
+    found: Tensor = _Experts.apply(x, index, weights, gate_up, down)
+    return found
 
 
 class _Experts(torch.autograd.Function):
