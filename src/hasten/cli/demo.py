@@ -25,7 +25,7 @@ from hasten.formatting import duration, span
 from hasten.machine import host
 from hasten.measure.ablation import Design, Which
 from hasten.recipe.schema import Recipe
-from hasten.report.gains import fastest_of_equal_quality
+from hasten.report.gains import fastest_of_equal_quality, recipe_plan
 from hasten.report.page import write_report
 from hasten.report.schema import read_report
 from hasten.report.speedup import ablate
@@ -111,7 +111,7 @@ def row_to_train(report: Mapping[str, Any], plan: list[Any]) -> DemoRow:
     arm = fastest_of_equal_quality(read)
     if arm is None:
         return DemoRow("the whole plan", plan, "the whole plan: nothing could be measured in time")
-    kept = [name for name in plan if name in arm["techniques"]]  # the demo's has names alone
+    kept = recipe_plan(arm, read) or []
     if arm is read["arms"][0]:
         why = "the baseline: no row was shown to be faster at equal quality"
     else:
