@@ -87,7 +87,9 @@ def test_the_headline_is_the_fastest_plan_of_equal_quality(ladder: Report, tmp_p
     assert '<span class="big">3.00×</span>' in text
     assert "The plan as asked, <strong>+ c</strong>: 2.70× [2.69, 2.71]." in text
     assert "<pre>plan:\n  - a\n  - b</pre>" in text
-    assert "fastest at equal quality: + b (a, b): 3.00× [2.99, 3.01]" in render_markdown(ladder)
+    assert "fastest at equal quality: + b, 3.00× [2.99, 3.01]: `plan: [a, b]`" in render_markdown(
+        ladder
+    )
     ladder["arms"][2]["verdict"] = "harmed: held-out loss 2.00 → 2.50"  # fast, but worse
     assert lead_of(read_report(ladder))["name"] == "+ c"
     assert "fastest at equal quality" not in render_markdown(ladder)

@@ -18,6 +18,7 @@ from hasten.measure.statistics import spread
 from hasten.report.bundle import bundle_of, stamp, write_bundle
 from hasten.report.claims import claims_of, preset_claims
 from hasten.report.cost import cost_of_experiment
+from hasten.report.gains import fastest_of_equal_quality
 from hasten.report.schema import SCHEMA
 from hasten.report.verdicts import (
     NOT_MEASURED,
@@ -65,7 +66,7 @@ def report_of(
     base, final = arms[0], arms[-1]
     judgements = judge(arms, guard or ())
     price = _cost(arms, currency, per_device_hour, devices)
-    return {
+    report: dict[str, Any] = {
         "schema": SCHEMA,
         "title": title,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -86,6 +87,8 @@ def report_of(
         "cost": None if price is None and cost is None else {**(price or {}), **(cost or {})},
         "mfu": mfu,
     }
+    best = fastest_of_equal_quality(report)
+    return report | {"fastest": None if best is None else best["name"]}
 
 
 def _plain(found: Mapping[str, Any] | None) -> dict[str, Any] | None:

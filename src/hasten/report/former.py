@@ -12,7 +12,7 @@ from typing import Any
 
 from hasten.measure.statistics import Interval
 from hasten.report.claims import UNKNOWN, without_quality
-from hasten.report.gains import measured_arm, word_of
+from hasten.report.gains import fastest_of_equal_quality, measured_arm, word_of
 from hasten.report.verdicts import Judgement, head, judge
 
 _EFFECTS = {"held": "helped", "fell short": "helped", "harmed": "hurt", "inconclusive": "undecided"}
@@ -42,7 +42,8 @@ def from_schema_1(plain: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str
         {**arm, **_judged(row, said, base["name"], floor)}
         for arm, row, said in zip(plain["arms"], read["arms"], judgements, strict=True)
     ]
-    found = {**plain, "schema": 2, "arms": rows}
+    best = fastest_of_equal_quality({"arms": rows})
+    found = {**plain, "schema": 2, "arms": rows, "fastest": best and best["name"]}
     for key in ("guard", "invariance"):
         if plain.get(key):
             found[key] = [row | {"verdict": _undecided(row["verdict"])} for row in plain[key]]

@@ -21,6 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hasten.errors import InputError
@@ -132,12 +133,15 @@ def _rendered(plain: Mapping[str, Any], read: dict[str, Any], limits: PageLimits
 
 def _plan_lines(arm: Mapping[str, Any], read: Mapping[str, Any]) -> str | None:
     """The arm's plan as lines of a recipe, without settings that are a technique's defaults."""
+    entries = _plain_plan(arm, read)
+    return outline({"plan": entries}) if entries else None
+
+
+def _plain_plan(arm: Mapping[str, Any], read: Mapping[str, Any]) -> list[Any] | None:
     entries = recipe_plan(arm, read)
-    if not entries:
-        return None
     with contextlib.suppress(InputError):  # techniques that this version doesn't know
-        entries = [plain_entry(entry) for entry in entries]
-    return outline({"plan": entries})
+        return entries and [plain_entry(entry) for entry in entries]
+    return entries
 
 
 @lru_cache(maxsize=1)
@@ -271,9 +275,12 @@ def _notes(read: Mapping[str, Any]) -> Iterator[str]:
     rows = unpaid(read)
     listed = {row["name"] for row in rows}
     if (lead := lead_of(read)) is not result_of(arms):
-        plan = ", ".join(lead["techniques"])
+        plan = f"({_cell(', '.join(lead['techniques']))})"
+        if entries := _plain_plan(lead, read):
+            flow = yaml.safe_dump({"plan": entries}, default_flow_style=True, width=_LONGEST)
+            plan = f"`{' '.join(flow.strip()[1:-1].split())}`"
         ratio = span(lead["ratio"], "times")
-        yield _cell(f"fastest at equal quality: {lead['name']} ({plan}): {ratio}")
+        yield f"fastest at equal quality: {_cell(lead['name'])}, {ratio}: {plan}"
     if (busy := busyness(arms)) is not None:
         yield busy
     for arm in arms:

@@ -99,6 +99,7 @@ REPORT: dict[str, Any] = {
     "created": str,
     "command": str,
     "arms": [ARM],
+    "fastest?": str,
     "design?": _DESIGN,
     "noise?": {"ratio?": SPAN, "floor?": float, "text?": str},
     "interaction?": {"ratio?": SPAN, "text?": str},
