@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,12 @@ def test_a_run_writes_its_models_card_and_findings_join_it_later(tmp_path: Path)
     cards = [run / name / "README.md" for name in ("model", "model_average")]
     for place in cards:
         assert "| `packed` |" in place.read_text()
-    span = {"median": 1.5, "low": 1.4, "high": 1.6}
-    arms = [{"name": "packed", "ratio": span, "verdict": "held"}]
-    report.write_text(json.dumps({"arms": arms}))
+    report.write_text((Path(__file__).parents[1] / "evidence/data/report_full.json").read_text())
     card(run, report)
     for place in cards:
-        assert "| packed | 1.50× [1.40, 1.60] | held |" in place.read_text()
+        assert (
+            "| only fused_layers | 1.07× \\[1.06, 1.08] | helped | not worse |" in place.read_text()
+        )
     cards[1].write_text("mine")
     with pytest.raises(InputError, match="somebody else"):
         card(run, None)

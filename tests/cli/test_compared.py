@@ -107,7 +107,7 @@ def test_an_experiment_is_stored_done_again_and_a_planted_loss_is_exit_code_4(
 
 
 def test_nothing_is_said_to_have_kept_its_gain_that_is_not_known_to() -> None:
-    same, open_ = Change("a", "same"), Change("b", "inconclusive")
+    same, open_ = Change("a", "same"), Change("b", "undecided")
     assert conclusion([same], 0.005) == "nothing lost by more than 0.5%"
     assert conclusion([same, open_], 0.02) == "nothing lost by more than 2%; not known of b"
     assert conclusion([same, open_, Change("c", "lost")], 0.02) == "lost: c"
@@ -162,7 +162,7 @@ def test_the_articles_plan_puts_their_promises_beside_what_was_measured(
     assert code == 0, out + err
     claims = json.loads((tmp_path / "run" / "report.json").read_text())["claims"]
     said = {c["claimed"]: c for c in claims}
-    assert said["+12 % speed"]["verdict"].startswith("needs several ranks")
+    assert said["+12 % speed"]["verdict"].startswith("not comparable: needs several ranks")
     assert said["12.5 -> 18.4 it/s, +47 %"]["verdict"] == "fell short"
     assert any(c["verdict"].startswith("not comparable") for c in claims)
     assert {c["technique"].partition("(")[0] for c in claims} >= {"autocast", "fused_layers"}

@@ -19,6 +19,7 @@ from hasten.core.plan import Plan
 from hasten.measure.ablation import Arm, Design
 from hasten.measure.choose import Choice
 from hasten.recipe.schema import Recipe
+from hasten.recipe.shorthands import catalogue
 from hasten.report.findings import report_of
 from hasten.report.page import render_markdown
 from hasten.training.chosen_plan import PROOF_SHARE
@@ -88,18 +89,16 @@ def report_on(speeds: dict[str, float], step: float = 0.2) -> dict[str, Any]:
     arms = []
     for number, name in enumerate(["baseline", *(f"+ {n}" for n in module.PLAN)]):
         if name in speeds:
-            found = Arm(name, Plan(), kind="ladder" if number else "baseline")
+            plan = Plan.from_list(module.PLAN[:number], catalogue())
+            found = Arm(name, plan, kind="ladder" if number else "baseline")
             jitter = (1.0, 1 - 0.001 * number, 1 + 0.001 * number)
             found.rounds = [1000 * speeds[name] * share for share in jitter]
             one = {"slots": 9, "tokens": 9}
             found.steps = [{"step_seconds": s, **one} for s in (step, step, step)]
             found.held_out = [(9, 2.0)]
             arms.append(found)
-    report = report_of(arms, title="t", command="c", hardware={}, versions={}, recipe={"seed": 0})
-    for row in report["arms"]:
-        last = row["name"].removeprefix("+ ")
-        row["techniques"] = module.PLAN[: module.PLAN.index(last) + 1] if "+" in row["name"] else []
-    return report
+    recipe = {"seed": 0, "plan": module.PLAN}
+    return report_of(arms, title="t", command="c", hardware={}, versions={}, recipe=recipe)
 
 
 SPEEDS = {"baseline": 1.0, "+ packed": 1.2, "+ labelled_token_loss": 3.0}

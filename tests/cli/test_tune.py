@@ -67,8 +67,8 @@ def test_what_can_not_be_is_refused_with_a_sentence(
     [
         ("not worse", "LOSSY", True),
         ("equal", "ROUNDING", True),
-        ("inconclusive", "EXACT", True),  # the plan doesn't repeat its own bits
-        ("inconclusive", "LOSSY", False),  # too few seeds to tell: that is no proof
+        ("undecided", "EXACT", True),  # the plan doesn't repeat its own bits
+        ("undecided", "LOSSY", False),  # too few seeds to tell: that is no proof
         ("worse", "LOSSY", False),
         ("not tested", "LOSSY", False),
         ("differs", "ROUNDING", False),

@@ -32,6 +32,7 @@ from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.measure.ablation import Arm
 from hasten.report.findings import report_of
+from hasten.report.verdicts import head
 
 RECORDED = Path(__file__).parent / "data" / "step_speeds.json"
 COPIES = 4  # baseline, second baseline, and two that the arms share
@@ -58,13 +59,13 @@ class Truth:
 # The baseline waits a quarter of each step, so that "faster" can be planted: it waits less.
 BASELINE = (Waits(0.25),)
 TRUTHS = (
-    Truth("nothing", (DoesNothing(),), 1.0, ("no effect", "inconclusive")),
-    Truth("5 % slower", (Waits(1.25 / 0.95 - 1),), 0.95, ("harmed",)),
-    Truth("5 % faster", (Waits(1.25 / 1.05 - 1),), 1.05, ("held",), copy=3),
-    Truth("leaks", (LeaksDocuments(),), 1.2, ("harmed",)),
-    Truth("scales the loss", (ScalesLoss(),), 1.0, ("harmed",), copy=3),
+    Truth("nothing", (DoesNothing(),), 1.0, ("no effect", "undecided")),
+    Truth("5 % slower", (Waits(1.25 / 0.95 - 1),), 0.95, ("hurt",)),
+    Truth("5 % faster", (Waits(1.25 / 1.05 - 1),), 1.05, ("helped",), copy=3),
+    Truth("leaks", (LeaksDocuments(),), 1.2, ("worse",)),
+    Truth("scales the loss", (ScalesLoss(),), 1.0, ("worse",), copy=3),
     Truth("claims only", (ClaimsOnly(),), 1.0, ("no effect",)),
-    Truth("fast and ruins", (Waits(0.0), RuinsHeldOut()), 1.25, ("harmed",), copy=3),
+    Truth("fast and ruins", (Waits(0.0), RuinsHeldOut()), 1.25, ("worse",), copy=3),
 )
 Proofs = tuple[Sequence[Mapping[str, Any]], Mapping[str, float]]
 
@@ -110,9 +111,10 @@ def _drawn(
 
 
 def words_of(arms: Sequence[Arm], guard: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Each arm's verdict by the real path, its reason left out."""
+    """Each arm's word by the real path, its reason left out: its effect, or that it is worse."""
     rows = rows_of(arms, guard)
-    return {row["name"]: row["verdict"].partition(":")[0] for row in rows}
+    worse = {row["name"]: head(row["quality"]) == "worse" for row in rows}
+    return {r["name"]: "worse" if worse[r["name"]] else head(r["verdict"]) for r in rows}
 
 
 def rows_of(arms: Sequence[Arm], guard: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

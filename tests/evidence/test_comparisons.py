@@ -14,6 +14,7 @@ from hasten.report.claims import claims_of
 from hasten.report.verdicts import (
     floor_of,
     interaction_of,
+    judge,
     noise_of,
     ratio_between,
     ratio_to,
@@ -152,7 +153,7 @@ def test_arms_of_different_groups_are_compared_through_the_baseline() -> None:
     assert together is not None
     assert together[0].estimate == pytest.approx(1.8, rel=1e-3)
     assert together[1]
-    claims = {c["technique"]: c for c in claims_of([base, one, both])}
+    claims = {c["technique"]: c for c in claims_of([base, one, both], judge([base, one, both]))}
     assert claims["fused_layers"]["measured"].startswith("1.50×")
 
 

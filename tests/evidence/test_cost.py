@@ -134,7 +134,7 @@ def test_the_articles_table_says_what_is_missing_measured_and_not_comparable(
     rows = {r["claimed"]: r for r in preset_claims(preset("article"), report)}
     compression = rows["+12 % speed"]
     assert compression["measured"] == "not measured"
-    assert compression["verdict"].startswith("needs several ranks")
+    assert compression["verdict"].startswith("not comparable: needs several ranks")
     total = rows["12.5 -> 18.4 it/s, +47 %"]
     assert total["technique"] == "the whole plan without gradient compression"
     assert total["verdict"] == "held"  # 1.62 is above 1.47
@@ -155,10 +155,10 @@ def test_a_promise_is_judged_beyond_the_noise_and_the_number_of_arms(
 
     assert word() == "held"
     report["noise"] = {"floor": 0.9}  # a machine on which nothing below 90 % may be acted on
-    assert word() == "inconclusive"
+    assert word() == "not comparable"
     report["noise"] = {"floor": 0.01}
     report["arms"][-1]["p_value"] = 0.2  # after the correction
-    assert word() == "inconclusive"
+    assert word() == "not comparable"
 
 
 def test_what_led_to_an_experiment_is_a_part_of_its_cost(report: dict[str, Any]) -> None:
@@ -186,16 +186,16 @@ def test_a_promise_that_only_the_plan_makes_is_checked_on_the_technique_alone(
     assert row()["measured"].startswith("1.4")
     assert row()["verdict"] == "held"
     arm["acted"][0]["acted"] = False
-    assert row()["verdict"] == "no effect: it did not act"
+    assert row()["verdict"] == "not comparable: it did not act"
     report["claims"].append({"technique": "adaptive_batch", "metric": "tokens_per_second"})
     with pytest.raises(StopIteration):
         row()  # it carries the claim itself, and the report has the row
 
 
-def test_an_inconclusive_gain_may_pay_and_no_effect_never_does(report: dict[str, Any]) -> None:
+def test_an_undecided_gain_may_pay_and_no_effect_never_does(report: dict[str, Any]) -> None:
     report["design"] = {"seconds": 60.0}
     final = report["arms"][-1]
-    final["verdict"], final["ratio"] = "inconclusive", {"median": 1.9, "low": 0.8, "high": 4.5}
+    final["verdict"], final["ratio"] = "undecided", {"median": 1.9, "low": 0.8, "high": 4.5}
     found = cost_of_experiment(report, PRICE)
     assert found is not None
     assert "the interval allows that it never does" in found["payback"]["text"]
@@ -225,4 +225,4 @@ def test_quality_that_nobody_measured_is_not_said_to_have_held(report: dict[str,
     report["arms"][-1]["held_out_loss"] = None
     rows = {r["claimed"]: r for r in preset_claims(preset("article"), report)}
     row = rows["accuracy 92.3 -> 92.1 %"]
-    assert (row["measured"], row["verdict"]) == ("not measured", "inconclusive")
+    assert (row["measured"], row["verdict"]) == ("not measured", "not comparable")

@@ -56,19 +56,19 @@ def test_a_failed_arm_has_its_reason_and_no_result() -> None:
     assert row["held_out_loss"] is row[MEMORY] is None
     assert row["name"] not in found["cost"]["per_million_tokens"]
     assert row["rounds"] == failed.rounds  # what is known of its way there stays in the file
-    assert found["arms"][2]["verdict"] == "held"  # the others go on
+    assert found["arms"][2]["verdict"] == "helped"  # the others go on
 
 
 def test_an_arm_that_never_started_is_a_row_of_the_report() -> None:
     found = report(baseline(), Arm("x", Plan([Fake()]), failed="no technique is called 'x'"))
     assert found["arms"][1]["verdict"] == "failed: no technique is called 'x'"
     assert found["arms"][1]["padding_share"] is None
-    assert found["quality"]["verdict"] == "inconclusive"
+    assert found["quality"]["verdict"] == "undecided"
 
 
 def test_against_a_failed_baseline_nothing_is_said() -> None:
     found = report(baseline(failed="no memory"), arm(Fake(), speed=2.0))
-    assert found["arms"][1]["verdict"] == "inconclusive: the baseline has no result"
+    assert found["arms"][1]["verdict"] == "undecided: the baseline has no result"
     assert found["arms"][1]["ratio"]["median"] is None
     assert found["arms"][0]["ratio"]["median"] is None
     assert found["quality"]["text"].startswith("not measured")
@@ -79,9 +79,7 @@ def test_an_arm_that_failed_after_its_last_round_keeps_its_numbers() -> None:
     row = report(baseline(), late)["arms"][1]
     assert row["ratio"]["median"] == pytest.approx(1.5)
     assert (row["held_out_loss"], row[MEMORY]) == (2.0, 4e9)
-    assert row["verdict"] == (
-        "inconclusive: what its techniques did is not known (generate: no room)"
-    )
+    assert row["verdict"] == ("undecided: what its techniques did is not known (generate: no room)")
     assert row["acted"] == [{"technique": "fake", "acted": None, "evidence": "generate: no room"}]
     assert report(baseline(unfinished="no room"), late)["arms"][0]["verdict"] == "baseline: no room"
 

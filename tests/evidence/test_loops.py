@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.timing
 def test_the_faster_of_two_loops_is_found_with_its_interval() -> None:
     found = compare(f"{JOBS}:slow", f"{JOBS}:fast", rounds=4, steps=3, warmup=1)
-    assert found.verdict == "held"
+    assert found.verdict == "helped"
     assert 1 < found.ratio.low <= found.ratio.estimate <= found.ratio.high
     assert len(found.first.rounds) == len(found.second.rounds) == 4
     assert found.first.losses == pytest.approx([10 - 0.01 * i for i in range(1, 13)])
@@ -30,7 +30,7 @@ def test_the_faster_of_two_loops_is_found_with_its_interval() -> None:
     assert found.first.peak_memory_bytes
     text = str(found)
     assert "slow" in text
-    assert "verdict: held (4 rounds)" in text
+    assert "verdict: helped (4 rounds)" in text
     assert found.to_dict()["ratio"]["median"] == found.ratio.median
 
 

@@ -43,7 +43,7 @@ def test_the_machine_was_busy_and_its_copies_the_same_program(speeds: Any) -> No
 def test_planted_speeds_get_the_right_word_95_times_of_100(speeds: Any) -> None:
     found = counts(speeds, ROUNDS, PROOFS, 100, OF_SPEED)
     assert all(count >= 95 for count in right(found, OF_SPEED).values()), found
-    assert found["nothing"]["held"] == 0
+    assert found["nothing"]["helped"] == 0
 
 
 @pytest.mark.parametrize("rounds", [5, 20])
@@ -51,8 +51,8 @@ def test_harm_and_idleness_are_seen_in_any_number_of_rounds(speeds: Any, rounds:
     found = counts(speeds, rounds, PROOFS, 60)
     good = right(found)
     assert all(good[truth.name] == 60 for truth in TRUTHS[3:]), found
-    assert found["nothing"]["held"] == 0
-    assert found["5 % slower"]["held"] == found["5 % faster"]["harmed"] == 0
+    assert found["nothing"]["helped"] == 0
+    assert found["5 % slower"]["helped"] == found["5 % faster"]["hurt"] == 0
 
 
 @pytest.mark.parametrize(("sigma", "rounds"), [(0.01, 8), (0.02, 12), (0.03, 20)])
@@ -61,7 +61,7 @@ def test_on_a_calmer_machine_few_rounds_do(sigma: float, rounds: int) -> None:
     calm = np.random.default_rng(1).lognormal(0, sigma / 2**0.5, (2000, 4, 1))
     found = counts(calm, rounds, PROOFS, 100)
     assert all(count >= 95 for count in right(found).values()), found
-    assert found["nothing"]["held"] == 0
+    assert found["nothing"]["helped"] == 0
 
 
 def test_a_replay_is_repeatable_and_another_seed_another_one(speeds: Any) -> None:

@@ -125,7 +125,7 @@ def test_where_the_baseline_fails_it_is_named_and_no_gain_is_invented() -> None:
 
 
 def test_a_single_round_tells_nothing() -> None:
-    assert compared(arms(0.5, rounds=1)).verdict == "inconclusive"
+    assert compared(arms(0.5, rounds=1)).verdict == "undecided"
 
 
 @pytest.mark.parametrize("margin", [-0.1, 1.0, float("nan")])

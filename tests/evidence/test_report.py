@@ -12,6 +12,7 @@ import pytest
 
 from evidence.report_pages import Page, Report, full_report
 from hasten.errors import InputError
+from hasten.formatting import span
 from hasten.report.page import render_markdown, write_report
 
 SCHEMA_DOC = Path(__file__).parents[2] / "docs" / "report-schema.md"
@@ -107,7 +108,7 @@ def hostile(value: Any, attack: str) -> Any:
     The words that the page goes by stay: of a verdict the reason is attacked, an arm's kind isn't.
     """
     if isinstance(value, dict):
-        ways = {"verdict": f": {attack}", "created": "", "kind": ""}
+        ways = {"verdict": f": {attack}", "quality": f": {attack}", "created": "", "kind": ""}
         return {k: hostile(v, ways.get(k, attack)) for k, v in value.items()}
     if isinstance(value, list):
         return [hostile(item, attack) for item in value]
@@ -232,15 +233,15 @@ def test_the_markdown_table_has_a_row_per_arm_and_equal_columns(report: Report) 
     assert len({len(line) for line in lines}) == 1
     cells = [cell.strip() for cell in lines[-1].strip("|").split("|")]
     assert cells[0] == "all techniques"
-    assert cells[1] == "34,840 [34,474, 35,379]"
-    assert cells[3:] == ["38.40 GB", "2.4142", "held"]
+    ratio = span(report["arms"][-1]["ratio"], "times")
+    assert cells[1:] == [ratio, "helped", "34,840", "not worse", "38.40 GB", "2.4142"]
 
 
 def test_a_name_cannot_break_the_markdown_table() -> None:
     report = smallest()
     report["arms"][1]["name"] = "a|b\n<img> [x](y) \x1b[31m`"
     row = render_markdown(report).splitlines()[3]
-    assert len(re.findall(r"(?<!\\)\|", row)) == 7
+    assert len(re.findall(r"(?<!\\)\|", row)) == 8
     assert "\x1b" not in row
     assert r"\<img\> \[x\](y)" in row
     assert row.count("not measured") == 2

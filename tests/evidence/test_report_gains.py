@@ -1,17 +1,21 @@
-"""What the report derives from pairs of arms: rungs, switches in company, what did not pay."""
+"""What the report derives from pairs of arms: rungs, switches in company, what did not pay.
+
+The reports are of the schema of an earlier version: their effects are found from their rounds.
+"""
 
 from typing import Any
 
 import pytest
 
 from evidence.report_pages import Report, full_report
+from hasten.measure.statistics import paired_ratio
 from hasten.report.gains import (
     against,
     fastest_of_equal_quality,
+    hurt,
     ladder_of,
+    recipe_plan,
     result_of,
-    rungs,
-    slower_than_above,
     switches,
     unmeasured,
     unpaid,
@@ -56,7 +60,9 @@ def apart(**more: Any) -> Report:
     )
 
 
-def ladder(losses: tuple[float | None, ...] = (2.0, 2.0, 2.0, 2.0)) -> Report:
+def ladder(
+    losses: tuple[float | None, ...] = (2.0, 2.0, 2.0, 2.0), rounds: list[float] | None = None
+) -> Report:
     """a gains, b halves the speed, c gains on top of it."""
     speeds, names = (100, 150, 75, 90), ["a", "b", "c"]
     arms = [arm("baseline", 100, [], "baseline", kind="baseline")]
@@ -64,6 +70,9 @@ def ladder(losses: tuple[float | None, ...] = (2.0, 2.0, 2.0, 2.0)) -> Report:
         verdict = "held" if speed > 100 else "harmed"
         kind = "all" if number == 3 else "ladder"
         arms.append(arm(f"+ {names[number - 1]}", speed, names[:number], verdict, kind=kind))
+    if rounds is not None:
+        ratios = [a / b for a, b in zip(rounds, arms[0]["rounds"], strict=True)]
+        arms[2] |= {"rounds": rounds, "ratio": paired_ratio([1.0] * 4, ratios).summary()}
     for row, loss in zip(arms, losses, strict=True):
         row["held_out_loss"] = loss
     return read(arms, quality={"margin": 0.01, "verdict": "not worse", "text": ""})
@@ -91,20 +100,30 @@ def test_without_a_baseline_s_speed_no_row_is_the_fastest() -> None:
 
 
 def test_a_row_is_slower_than_the_row_above_it_only_beyond_its_interval() -> None:
-    arms = ladder()["arms"]
-    assert slower_than_above(arms) == {"+ b"}
-    arms[2]["rounds"] = [150 * w * j for w, j in zip(WEATHER, (0.6, 1.5, 0.7, 1.1), strict=True)]
-    assert slower_than_above(arms) == {"+ c"} - {"+ c"}  # it may be either
-    assert slower_than_above(apart()["arms"]) == set()  # rows of which none contains the other
+    assert hurt(ladder()["arms"]) == {"+ b"}
+    unsure = [150 * w * j for w, j in zip(WEATHER, (0.6, 1.5, 0.7, 1.1), strict=True)]
+    assert hurt(ladder(rounds=unsure)["arms"]) == set()  # it may be either
+    assert hurt(apart()["arms"]) == set()  # leaving one out is slower, which is good news of it
+
+
+def test_a_plan_of_a_report_is_the_recipe_s_with_its_settings() -> None:
+    plan = ["a", {"b": {"chunk": 3}}, {"technique": "c"}]
+    report = apart(recipe={"plan": plan})
+    arms = {arm["name"]: arm for arm in report["arms"]}
+    arms["all"]["techniques"][1] = "b(chunk=3)"
+    assert recipe_plan(arms["all"], report) == plan
+    assert recipe_plan(arms["only a"], report) == ["a"]
+    assert recipe_plan(arms["baseline"], report) == []
+    assert recipe_plan(arms["all"], apart(recipe={"plan": ["a"]})) is None
+    assert recipe_plan(arms["all"], apart(recipe={"plan": "auto"})) is None
 
 
 def test_a_row_that_is_slower_than_the_row_above_it_is_red_on_the_page() -> None:
     report = ladder()
     page = page_of(report, report | {"cut": ""})
-    row = page.split('<tr class="slower"><th scope="row">')[1].partition("</th>")[0]
+    row = page.split('<tr class="hurt"><th scope="row">')[1].partition("</th>")[0]
     assert row == '<span class="whole">+\xa0b</span>'
-    assert page.count('<tr class="slower">') == 1
-    assert "In red: slower than the row above it." in page
+    assert page.count('<tr class="hurt">') == 1
 
 
 def test_a_switch_is_measured_alone_and_beside_all_the_others() -> None:
@@ -185,7 +204,8 @@ def test_a_switch_that_slows_the_others_did_not_pay_and_is_not_called_noise() ->
 def test_a_switch_that_the_guard_objects_to_did_not_pay() -> None:
     row = {"technique": "a", "verdict": "differs", "text": "gradient off by 3, allowed 1e-4"}
     rows = unpaid(apart(guard=[row]))
-    assert rows[-1] == {"name": "a", "why": "differs: gradient off by 3, allowed 1e-4"}
+    why = "differs: gradient off by 3, allowed 1e-4"
+    assert rows[-1] == {"name": "a", "why": why, "word": "worse"}
     markdown = render_markdown(full_report() | {"guard": [row]})
     assert "- did not pay: a: differs: gradient off by 3, allowed 1e-4" in markdown
 
@@ -198,7 +218,7 @@ def test_a_rung_that_takes_back_did_not_pay_though_it_beats_the_baseline() -> No
             arm("+ b", 140, ["a", "b"], "held"),
         ]
     )
-    assert list(rungs(report["arms"])) == ["baseline", "+ a", "+ b"]
+    assert [arm["against"] for arm in report["arms"]] == [None, "baseline", "+ a"]
     assert [row["name"] for row in unpaid(report)] == ["+ b"]
     assert {"waterfall"} == {"waterfall", "pairs", "ratio"} & set(drawings(report))
     assert switches(report["arms"]) == []  # it would say the same again

@@ -37,7 +37,7 @@ def test_the_full_example_shows_every_section() -> None:
         "a second copy of baseline ran at",
         "Together, over the product of the single gains: 0.97× [0.95, 0.99]",
         "ROUNDING one step's gradient against float64 5.2e-07 0.0001 equal",
-        "held-out loss over paired seeds, 3 seeds 1.004 1.01 inconclusive",
+        "held-out loss over paired seeds, 3 seeds 1.004 1.01 undecided",
         "rows packed or padded 4.4e-07 0.0001 equal",
         "p < 0.001 (Holm)",
         "would be decided by 14 more rounds",

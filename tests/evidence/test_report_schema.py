@@ -50,7 +50,7 @@ def test_a_missing_key_is_named_with_its_place(report: Report, place: str, tmp_p
         ("recipe", {"path": Path("x")}, "report.recipe.path is a PosixPath"),
         ("arms", [], "at least one arm"),
         ("arms.1.name", "baseline", "no name twice"),
-        ("schema", 2, "schema 2"),
+        ("schema", 3, "schema 3"),
         ("created", "yesterday", "ISO 8601"),
     ],
 )

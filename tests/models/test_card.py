@@ -37,19 +37,31 @@ SUMMARY: dict[str, Any] = {
 }
 SPAN = {"median": 1.5, "low": 1.4, "high": 1.6}
 UNKNOWN = dict.fromkeys(SPAN)
+ARM = {"techniques": [], "tokens_per_second": UNKNOWN}
 REPORT = {
+    "schema": 2,
+    "title": "t",
+    "created": "2026-11-20T14:03:27+00:00",
+    "command": "c",
+    "hardware": {},
+    "versions": {},
+    "recipe": {},
+    "seed": 0,
     "arms": [
-        {"name": "baseline", "ratio": SPAN, "verdict": "baseline"},
-        {"name": "only packed", "ratio": UNKNOWN, "verdict": "failed: no memory"},
+        {**ARM, "name": "baseline", "ratio": SPAN, "verdict": "baseline"},
+        {**ARM, "name": "only packed", "ratio": SPAN, "against": "baseline", "effect": SPAN}
+        | {"verdict": "helped", "quality": "worse: held-out loss 2.0 → 2.1"},
+        {**ARM, "name": "only half", "ratio": UNKNOWN, "verdict": "failed: no memory"},
     ],
-    "quality": {"text": "Held-out loss 1.24 → 1.23"},
+    "quality": {"margin": 0.01, "verdict": "undecided", "text": "Held-out loss 1.24 → 1.23"},
 }
 
 
 def test_it_says_what_the_run_wrote_down() -> None:
     text = card_text(RECIPE, SUMMARY, REPORT, adapter=False)
-    for said in ("`alpaca.json`, `gsm8k`", "1.2345", "0.5000", "8,684 tokens/s", "1.50×", "failed"):
+    for said in ("`alpaca.json`, `gsm8k`", "1.2345", "0.5000", "8,684 tokens/s", "failed"):
         assert said in text
+    assert "| only packed | 1.50× \\[1.40, 1.60] | helped | worse |" in text
     assert "somebody" not in text, "paths of a machine are nobody's business"
     assert "| 0 of 2 \\| slots \\<b>were\\</b> padding |" in text
     assert text == card_text(RECIPE, SUMMARY, REPORT, adapter=False)

@@ -132,19 +132,20 @@ def test_a_loop_without_a_space_and_a_recipe_with_one_are_refused(tmp_path: Path
 
 
 def test_for_less_memory_a_slower_arm_may_win_and_a_worse_model_may_not() -> None:
-    def row(verdict: str, peak: int, idle: tuple[str, ...] = ()) -> dict:
-        return {"verdict": verdict, "peak_memory_bytes": peak, "idle": list(idle)}
+    def row(verdict: str, peak: int, quality: str | None = "not worse") -> dict:
+        return {"verdict": verdict, "quality": quality, "peak_memory_bytes": peak}
 
-    rows = [row("baseline", 100), row("baseline: a second copy, for the noise", 100)]
+    rows = [row("baseline", 100, None), row("baseline: a second copy, for the noise", 100, None)]
     rows += [
-        row("harmed: held-out loss 2.0000 → 2.1000", 50),
-        row("failed: killed", 50),
-        row("harmed: recompute did not act", 70, ("recompute",)),
-        row("harmed", 80),
+        row("helped", 50, "worse: held-out loss 2.0000 → 2.1000"),
+        row("failed: killed", 50, None),
+        {**row("helped", 50), "refused": "lossy: nobody was asked to prove it"},
+        row("hurt: recompute did not act", 70),
+        row("hurt", 80),
     ]
     study: Any = SimpleNamespace(objective="memory", memory=None)
     place = _Tuning._best_arm(cast(Any, None), study, rows)
-    assert place == 4
+    assert place == 5
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(

@@ -27,7 +27,7 @@ from hasten.machine import host
 from hasten.measure.ablation import Design, Which
 from hasten.measure.choose import Choice
 from hasten.recipe.schema import AutoPlan, Recipe
-from hasten.report.gains import fastest_of_equal_quality
+from hasten.report.gains import fastest_of_equal_quality, recipe_plan
 from hasten.report.page import write_report
 from hasten.report.schema import read_report
 from hasten.report.speedup import ablate
@@ -146,13 +146,12 @@ def _best_row(report: Mapping[str, Any], plan: list[Any]) -> DemoPlan:
     if arm is None:
         why = "chosen: the whole plan, since nothing could be measured in time"
         return DemoPlan("the whole plan", plan, why, least=0.0)
-    kept = [name for name in plan if name in arm["techniques"]]  # the demo's has names alone
-    step = arm["step_seconds"]["p50"]
+    kept, step = recipe_plan(arm, read) or [], arm["step_seconds"]["p50"]
     if arm is read["arms"][0]:
         why = "chosen: no technique, since no row was shown to be faster at equal quality"
         return DemoPlan(arm["name"], kept, why, step, least=0.0)
     why = (
-        f'chosen: "{arm["name"]}" ({", ".join(kept)}), the fastest row of equal quality: '
+        f'chosen: "{arm["name"]}" ({", ".join(arm["techniques"])}), the fastest row of equal quality: '
         f"{span(arm['ratio'], 'times')} the baseline's speed"
     )
     return DemoPlan(arm["name"], kept, why, step, arm["ratio"]["low"] or 1.0)

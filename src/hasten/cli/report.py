@@ -233,7 +233,7 @@ def conclusion(found: Sequence[Change], margin: float) -> str:
     """Who lost; where nobody did, whether that is shown of all."""
     if worse := lost(found):
         return f"lost: {', '.join(worse)}"
-    unknown = [c.name for c in found if c.verdict in ("inconclusive", "not measured")]
+    unknown = [c.name for c in found if c.verdict in ("undecided", "not measured")]
     rest = f"; not known of {', '.join(unknown)}" if unknown else ""
     return f"nothing lost by more than {100 * margin:g}%{rest}"
 

@@ -21,7 +21,7 @@ from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.write_back import plain_entry
 from hasten.recipe.yaml_reader import read_duration
 from hasten.report.bundle import pack
-from hasten.report.gains import fastest_of_equal_quality
+from hasten.report.gains import fastest_of_equal_quality, recipe_plan
 from hasten.report.page import write_report
 from hasten.report.schema import read_report
 from hasten.report.speedup import Order, ablate, gradual_optimize
@@ -122,13 +122,11 @@ def _settle(report: dict[str, Any], command: str, back: WriteBack) -> None:
     """Put the fastest plan of equal quality into the recipe, or say how, where it is another."""
     read = read_report(report)
     arm = fastest_of_equal_quality(read)
-    asked = ((read["recipe"] or {}).get("plan")) or []
-    if arm is None or not asked:
+    asked = read["recipe"].get("plan") or []
+    kept = None if arm is None else recipe_plan(arm, read)
+    if kept is None or not asked:
         print("nothing is put into the recipe: no plan was shown to be faster at equal quality")
         return
-    kept = [entry for entry in asked if name_of(entry) in arm["techniques"]]
-    if arm is read["arms"][0]:
-        kept = []
     if kept != asked or back.asked or back.target:
         print(f"the fastest plan of equal quality: {', '.join(map(name_of, kept)) or 'none'}")
         back.settle({"plan": [plain_entry(entry) for entry in kept]}, command)

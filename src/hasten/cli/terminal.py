@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from hasten.formatting import duration, shown
-from hasten.report.gains import slower_than_above
+from hasten.report.gains import hurt
 from hasten.report.page import render_markdown
 from hasten.report.schema import read_report
 
@@ -90,8 +90,8 @@ class Display:
 def print_table(report: Mapping[str, Any], console: Console | None = None) -> None:
     """The report in short; where the output is no terminal, the same text without colour."""
     console = console or Console(highlight=False)
-    slower = slower_than_above(read_report(report)["arms"])
+    red = hurt(read_report(report)["arms"])
     for line in render_markdown(report).splitlines():
         name = line.split("|")[1].strip() if line.startswith("|") else None
-        console.print(Text(line, "red" if name in slower else ""), soft_wrap=True)
+        console.print(Text(line, "red" if name in red else ""), soft_wrap=True)
     console.print()

@@ -122,8 +122,7 @@ def measured_to_hurt(recipe: Recipe) -> list[str]:
     return [
         f"{row['name'].removeprefix('+ ')} ({row['why']})"
         for row in rows
-        if row["name"].removeprefix("+ ") in planned
-        and ("slower" in row["why"] or "harmed" in row["why"])
+        if row["name"].removeprefix("+ ") in planned and row["word"] == "hurt"
     ]
 
 

@@ -23,6 +23,7 @@ from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.write_back import plain_entry
 from hasten.tune.api import Tuned
 from hasten.tune.api import tune as tune_job
+from hasten.tune.duel import says_of
 from hasten.tune.learning_study import Learned, LearningWishes
 from hasten.tune.learning_study import learn as learn_job
 from hasten.tune.samplers import Sampler
@@ -109,7 +110,7 @@ def objections(found: Rows) -> list[str]:
         row
         for row in found["guard"]
         if row["verdict"] == "not tested"
-        or (row["verdict"] == "inconclusive" and row["fidelity"] == Fidelity.LOSSY.name)
+        or (row["verdict"] == "undecided" and row["fidelity"] == Fidelity.LOSSY.name)
     ]
     return [*failures(found), *(f"{row['technique']}: {row['text']}" for row in owing)]
 
@@ -125,7 +126,7 @@ def show(found: Tuned, price: Price | None = None, devices: int = 1) -> None:
     duel = report["duel"]
     if duel is not None:
         for row in duel["arms"]:
-            print("  ".join((f"{row['name']:15}", _ratio(row), row["verdict"])))
+            print("  ".join((f"{row['name']:15}", _ratio(row), says_of(row))))
             if row.get("settings"):
                 print(f"{'':17}{_changes(row['settings'], report['start']['settings'])}")
     print(f"\n{found}")

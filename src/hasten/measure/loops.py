@@ -33,7 +33,7 @@ from typing import Any
 from hasten.data.file_lock import one_measurement
 from hasten.errors import InputError
 from hasten.formatting import span, words
-from hasten.measure.statistics import Interval, Verdict, paired_ratio, spread, verdict
+from hasten.measure.statistics import Effect, Interval, paired_ratio, spread, verdict
 from hasten.measure.workers import Worker, WorkerError, WorkerPool, WorkerSpec
 
 _LOG = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Comparison:
     first: Loop
     second: Loop
     ratio: Interval
-    verdict: Verdict
+    verdict: Effect
     unit: str = "items"
 
     def to_dict(self) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def noise_floor(again: Sequence[float], luck: Luck | None = None) -> float:
 
 
 def rounds_needed(ratio: Interval, floor: float = LEAST_FLOOR, arms: int = 1) -> int | str | None:
-    """How many more rounds would turn "inconclusive" into a word with a chance of 80 %.
+    """How many more rounds would turn "undecided" into a word with a chance of 80 %.
 
     Supposes that the ratio is what was measured and that rounds go on to vary as they did; `arms`
     is how many are judged at once. A floor above `LEAST_FLOOR` came from noise and shrinks with
@@ -228,7 +228,7 @@ def _residual(rows: Sequence[Row]) -> tuple[float, float]:
 # taken, and the one-sided upper end of its Student interval has to lie below log(1 + margin)
 # (Piaggio et al., JAMA 308:2594, 2012, on what non-inferiority has to report).
 
-Word = Literal["not worse", "worse", "inconclusive"]
+Word = Literal["not worse", "worse", "undecided"]
 CONFIDENCE = 0.95
 MOST_SEEDS = 1000  # beyond which "more seeds" is no advice
 
@@ -269,15 +269,15 @@ def non_inferiority(
     logs = [math.log(b) - math.log(a) for a, b in zip(without, with_, strict=True)]
     mean, allowed, pairs = statistics.fmean(logs), math.log1p(margin), len(logs)
     if pairs == 1:
-        return NonInferiority("inconclusive", math.exp(mean), math.inf, 1, 1)
+        return NonInferiority("undecided", math.exp(mean), math.inf, 1, 1)
     spread = statistics.stdev(logs)
     half = _half(spread, pairs)
-    word: Word = "inconclusive"
+    word: Word = "undecided"
     if mean + half < allowed:
         word = "not worse"
     elif mean - half > allowed:
         word = "worse"
-    more = _more(mean, spread, allowed, pairs) if word == "inconclusive" else None
+    more = _more(mean, spread, allowed, pairs) if word == "undecided" else None
     return NonInferiority(word, math.exp(mean), math.exp(mean + half), pairs, more)
 
 

@@ -8,8 +8,8 @@ slows one round slows all arms of that round; dividing within a round (pairing) 
 2. `paired_ratio` gives the ratio of two arms with its interval, `unpaired_ratio` that of two sets
    of rounds that ran at different times.
 3. `joint_ratio` gives what techniques do together over what their single gains multiply to.
-4. `verdict` turns a ratio and what was promised into one word; whether a ratio is beyond doubt
-   among several is the business of significance.py.
+4. `verdict` turns a ratio into one word, `claim_verdict` what was promised of it; whether a ratio
+   is beyond doubt among several is the business of significance.py.
 
 The interval is Student's (1908, "The probable error of a mean") for the mean of the logarithms,
 brought back by exp: with the few rounds anybody can afford (3 to 10) a normal interval would be
@@ -98,9 +98,10 @@ def _beta_share(a: float, b: float, x: float, rest: float) -> float:
 
 # Intervals, ratios and verdicts.
 
-Verdict = Literal["held", "fell short", "harmed", "inconclusive", "no effect"]
+Effect = Literal["helped", "no effect", "hurt", "undecided"]
+ClaimWord = Literal["held", "fell short", "not comparable"]
 
-DOUBT = 0.05  # the chance of a false "held" or "harmed" that an experiment may have
+DOUBT = 0.05  # the chance of a false "helped" or "hurt" that an experiment may have
 
 
 @dataclass(frozen=True)
@@ -213,47 +214,59 @@ def joint_ratio(
 
 def verdict(
     ratio: Interval,
-    claim: float | None = None,
     noise_floor: float = 0.01,
     *,
     nothing: float | None = None,
     p_value: float | None = None,
-) -> Verdict:
-    """One word for a measured ratio (above 1 is better) and the ratio that was promised, if any.
+) -> Effect:
+    """One word for a measured ratio, of which above 1 is better.
 
     `noise_floor` f is the change that nobody should act on, `nothing` g the change that counts as
     none (f if left out). Where several ratios are judged at once `p_value` is this one's after the
     correction for their number (`significance.holm`); it only ever withholds a word. The first
     rule that applies decides:
 
-    - "harmed": high < 1 - f. Worse beyond doubt, whatever was claimed.
-    - "held": low > 1 + f, and there is no claim or claim <= high. A result better than the claim
-      is held too.
-    - "fell short": low > 1 + f, but claim > high. Better, by less than was promised.
+    - "hurt": high < 1 - f. Worse beyond doubt.
+    - "helped": low > 1 + f. Better beyond doubt.
     - "no effect": 1 - g <= low and high <= 1 + g. Known well enough to say that nothing happened;
       these are the two one-sided tests of Schuirmann (1987), each at half the interval's doubt.
-    - "inconclusive": the rest, and all of the first three with a p-value above `DOUBT`. The
+    - "undecided": the rest, and all of the first two with a p-value above `DOUBT`. The
       interval crosses the edge of the noise floor: measure more rounds. A single round always
       ends here.
 
     g is apart from f because a noisy machine has a wide f: there less can be acted on, but not
-    more can be called nothing. Raises InputError for a claim that isn't positive and finite, or a
-    floor outside [0, 1).
+    more can be called nothing. Raises InputError for a floor outside [0, 1).
     """
-    if claim is not None and not (math.isfinite(claim) and claim > 0):
-        raise InputError(f"A claimed ratio must be positive and finite, not {claim}.")
     nothing = noise_floor if nothing is None else nothing
     for share in (noise_floor, nothing):
         if not 0 <= share < 1:
             raise InputError(f"A noise floor is a share from 0 up to 1, not {share}.")
     if p_value is None or p_value <= DOUBT:
         if ratio.high < 1 - noise_floor:
-            return "harmed"
+            return "hurt"
         if ratio.low > 1 + noise_floor:
-            return "held" if claim is None or claim <= ratio.high else "fell short"
+            return "helped"
     if ratio.low >= 1 - nothing and ratio.high <= 1 + nothing:
         return "no effect"
-    return "inconclusive"
+    return "undecided"
+
+
+def claim_verdict(ratio: Interval, claim: float, effect: Effect) -> ClaimWord:
+    """One word for the ratio that was promised, beside the measured one and its `verdict`.
+
+    - "fell short": the whole interval lies below the claim.
+    - "held": the effect is "helped" and the claim isn't above the interval; more than was promised
+      is held, too. A promise of a small loss (a claim of 1 at most) needs an interval above it.
+    - "not comparable": the interval leaves both open.
+
+    Raises InputError for a claim that isn't positive and finite.
+    """
+    if not (math.isfinite(claim) and claim > 0):
+        raise InputError(f"A claimed ratio must be positive and finite, not {claim}.")
+    if ratio.high < claim:
+        return "fell short"
+    kept = effect == "helped" if claim > 1 else ratio.low >= claim
+    return "held" if kept else "not comparable"
 
 
 def hodges_lehmann(values: Sequence[float]) -> float:

@@ -259,7 +259,7 @@ def _measurement(name: str, value: Any, path: Path) -> BundledMeasurement:
 # interval lies below 1 - margin.
 
 MARGIN = 0.02
-Word = Literal["lost", "gained", "same", "inconclusive", "not measured"]
+Word = Literal["lost", "gained", "same", "undecided", "not measured"]
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ def _word(ratio: Interval, margin: float) -> Word:
         return "gained"
     if ratio.low >= 1 - margin and ratio.high <= 1 + margin:
         return "same"
-    return "inconclusive"
+    return "undecided"
 
 
 def _span(measured: BundledMeasurement) -> Interval | None:

@@ -15,9 +15,12 @@ from typing import Any
 import yaml
 
 from hasten.models.presets import PRESETS
+from hasten.report.gains import table_of
+from hasten.report.schema import read_report
 
 CARD = "README.md"
 MARK = "<!-- written by hasten from the run's own files; delete this line to keep your changes -->"
+SHOWN = ("name", "effect", "verdict", "quality")  # of the table of arms
 Facts = Mapping[str, Any]
 
 
@@ -119,14 +122,10 @@ def _techniques(summary: Facts) -> str:
 
 
 def _evidence(report: Facts) -> str:
-    rows = []
-    for arm in report["arms"]:
-        values = [arm["ratio"][key] for key in ("median", "low", "high")]
-        known = all(value is not None for value in values)
-        span = "{:.2f}× [{:.2f}, {:.2f}]".format(*values) if known else "–"
-        rows.append((_cell(arm["name"]), span, _cell(arm["verdict"])))
-    said = (report.get("quality") or {}).get("text")
-    table = _table(("arm", "speed [95 %]", "verdict"), rows)
+    read = read_report(report)
+    rows = [tuple(_cell(row[key]) for key in SHOWN) for row in table_of(read).rows]
+    said = (read["quality"] or {}).get("text")
+    table = _table(tuple(table_of(read).columns[key] for key in SHOWN), rows)
     return f"{table}\n\n{_cell(said)}" if said else table
 
 

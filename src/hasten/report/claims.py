@@ -15,18 +15,19 @@ from hasten.core.technique import Claim, Technique
 from hasten.formatting import span, words
 from hasten.measure.ablation import Arm
 from hasten.measure.significance import LEAST_FLOOR, holm, p_beyond
-from hasten.measure.statistics import Interval, verdict
-from hasten.report.verdicts import floor_of, idle, ratio_between
+from hasten.measure.statistics import Interval, claim_verdict, verdict
+from hasten.report.verdicts import Judgement, floor_of, head, idle, ratio_between
 
-MEMORY_NOISE = 0.01  # a change of peak memory that nobody should act on
 SPEED, MEMORY = "tokens_per_second", "peak_memory_bytes"
 Pair = tuple[Arm, Arm]  # without the technique, with it
 Measured = tuple[Interval, float | None]  # of a speed claim: its ratio and corrected p-value
+UNKNOWN = "not comparable"
 
 
-def claims_of(arms: Sequence[Arm]) -> list[dict[str, str]]:
+def claims_of(arms: Sequence[Arm], judgements: Sequence[Judgement]) -> list[dict[str, str]]:
     """Every claim of the last arm's techniques with its measurement and its verdict."""
     final = arms[-1]
+    worse = {a.name for a, j in zip(arms, judgements, strict=True) if head(j.quality) == "worse"}
     if final is arms[0]:
         return []
     floor = floor_of(arms)
@@ -37,7 +38,9 @@ def claims_of(arms: Sequence[Arm]) -> list[dict[str, str]]:
         for claim in technique.claims:
             measured, word = _checked(claim, pair, speeds.get(technique), floor)
             if pair is not None and technique.name() in idle(pair[1]):
-                word = "no effect: it did not act"
+                word = f"{UNKNOWN}: it did not act"
+            if pair is not None and pair[1].name in worse:
+                word = without_quality(word)
             found.append(
                 {
                     "technique": str(technique),
@@ -49,6 +52,11 @@ def claims_of(arms: Sequence[Arm]) -> list[dict[str, str]]:
                 }
             )
     return found
+
+
+def without_quality(word: str) -> str:
+    """The verdict on a claim of an arm whose model is worse: no claim is held by that."""
+    return "fell short: the model is worse" if word == "held" else word
 
 
 def _speeds(
@@ -74,15 +82,18 @@ def _checked(
 ) -> tuple[str, str]:
     """What was measured of one claim, and the verdict on it."""
     if pair is None:
-        return "not measured apart", "inconclusive"
+        return "not measured apart", UNKNOWN
     if claim.metric == SPEED and speed is not None:
         ratio, p_value = speed
-        word = verdict(ratio, claim.ratio, floor, nothing=LEAST_FLOOR, p_value=p_value)
-        return span(ratio.summary(), "times"), word
+        return span(ratio.summary(), "times"), _speed_word(ratio, claim.ratio, floor, p_value)
     if claim.metric == MEMORY:
         before, after = (arm.peak_memory_bytes for arm in pair)
         return memory_claim(before, after, claim.ratio)
-    return "not measured", "inconclusive"
+    return "not measured", UNKNOWN
+
+
+def _speed_word(ratio: Interval, claim: float, floor: float, p_value: float | None) -> str:
+    return claim_verdict(ratio, claim, verdict(ratio, floor, nothing=LEAST_FLOOR, p_value=p_value))
 
 
 def _pair_for(technique: Technique, arms: Sequence[Arm]) -> Pair | None:
@@ -99,19 +110,12 @@ def _pair_for(technique: Technique, arms: Sequence[Arm]) -> Pair | None:
 def memory_claim(before: float | None, after: float | None, claimed: float) -> tuple[str, str]:
     """What was measured of a claim on peak memory, and the verdict on it.
 
-    Peak memory of a fixed shape repeats itself, so one value per arm is enough. The words are those
-    of `statistics.verdict`, for a ratio of which less is better.
+    Peak memory of a fixed shape repeats itself, so one value per arm is enough.
     """
     if not before or not after:
-        return "not measured", "inconclusive"
+        return "not measured", UNKNOWN
     found = after / before
-    if found <= claimed:
-        word = "held"
-    elif found > 1 + MEMORY_NOISE:
-        word = "harmed"
-    else:
-        word = "fell short" if found < 1 - MEMORY_NOISE else "no effect"
-    return f"{found:.2f}×", word
+    return f"{found:.2f}×", "held" if found <= claimed else "fell short"
 
 
 # A published plan against the measurement: what was said of each switch, what was found here.
@@ -150,7 +154,8 @@ def preset_claims(preset: Mapping[str, Any], report: Mapping[str, Any]) -> list[
         rows.append(_row(name, claim, source, *found))
     for entry in preset.get("not_comparable", ()):
         claim = {"metric": "not one metric", "said": entry["said"]}
-        rows.append(_row(entry["name"], claim, source, "not measured", entry["reason"].strip()))
+        why = f"{UNKNOWN}: {entry['reason'].strip()}"
+        rows.append(_row(entry["name"], claim, source, "not measured", why))
     return rows
 
 
@@ -175,15 +180,15 @@ def _alone(
 ) -> tuple[str, str]:
     """What the arm of one technique showed against the baseline, as far as there is one."""
     if "missing" in switch:
-        return "not measured", switch["missing"]
+        return "not measured", f"{UNKNOWN}: {switch['missing']}"
     name = switch["technique"]
     single = (arm for arm in report["arms"] if [_base(t) for t in arm["techniques"]] == [name])
     arm = next(single, None)
     if arm is None:
-        return "not measured apart", "inconclusive"
+        return "not measured apart", UNKNOWN
     measured, word = _checked_preset(claim, arm, report)
     idle = [row for row in arm.get("acted") or () if row["acted"] is False]
-    return measured, "no effect: it did not act" if idle else word
+    return measured, f"{UNKNOWN}: it did not act" if idle else word
 
 
 def _quality(report: Mapping[str, Any]) -> tuple[str, str]:
@@ -191,9 +196,9 @@ def _quality(report: Mapping[str, Any]) -> tuple[str, str]:
     found = report.get("quality") or {}
     losses = [arm.get("held_out_loss") for arm in (report["arms"][0], report["arms"][-1])]
     if None in losses or not found:
-        return "not measured", "inconclusive"
+        return "not measured", UNKNOWN
     said = " → ".join(words(loss, "loss") for loss in losses)
-    word = {"not worse": "held", "worse": "harmed"}.get(found["verdict"], "inconclusive")
+    word = {"not worse": "held", "worse": "fell short"}.get(found["verdict"], UNKNOWN)
     return f"held-out loss {said}, one seed", word
 
 
@@ -202,16 +207,17 @@ def _checked_preset(
 ) -> tuple[str, str]:
     """What an arm showed of a claim against the baseline, and the verdict on it."""
     base = report["arms"][0]
-    if any(one["verdict"].partition(":")[0] == "failed" for one in (base, arm)):
-        return "not measured", "inconclusive"
+    if any(head(one["verdict"]) == "failed" for one in (base, arm)):
+        return "not measured", UNKNOWN
+    keep = without_quality if head(arm.get("quality")) == "worse" else str
     if claim["metric"] == MEMORY:
         before, after = (one.get("peak_memory_bytes") for one in (base, arm))
-        return memory_claim(before, after, claim["ratio"])
+        measured, word = memory_claim(before, after, claim["ratio"])
+        return measured, keep(word)
     ratio = arm["ratio"]
     if claim["metric"] != SPEED or None in ratio.values():
-        return "not measured", "inconclusive"
+        return "not measured", UNKNOWN
     found = Interval(ratio["median"], ratio["median"], ratio["low"], ratio["high"], 0)
     floor = (report.get("noise") or {}).get("floor") or LEAST_FLOOR
-    p_value = arm.get("p_value")
-    word = verdict(found, claim["ratio"], floor, nothing=LEAST_FLOOR, p_value=p_value)
-    return span(ratio, "times"), word
+    p_value = arm.get("p_value") if arm.get("against") == base["name"] else None
+    return span(ratio, "times"), keep(_speed_word(found, claim["ratio"], floor, p_value))

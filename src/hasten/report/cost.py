@@ -15,9 +15,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hasten.errors import InputError
+from hasten.report.gains import on_the_whole
+from hasten.report.verdicts import head
 
 JOULES_PER_KWH = 3.6e6
-BAD = ("harmed", "no effect", "failed")  # verdicts of a plan that saves nothing
 
 
 def time_saved(ratio: float) -> float:
@@ -56,7 +57,7 @@ def payback(ratio: Mapping[str, float | None], seconds: float, good: bool = True
 
     An hour with a plan of ratio r does what the baseline does in r hours, so it saves r - 1 hours
     of the same machine; the experiment has cost seconds / 3600. `ratio` is a span (median, low,
-    high); `good` is false where the plan didn't win (harmed, worse quality, no effect).
+    high); `good` is false where the plan has no result, did not act, or its model is worse.
 
     Returns:
         ``hours`` (None: never, or not known) and ``text``.
@@ -111,7 +112,7 @@ def cost_of_experiment(
         return cost
     seconds += earlier_seconds
     final = arms[-1]
-    good = final["verdict"].partition(":")[0] not in BAD and quality != "worse"
+    good = on_the_whole(final, report) not in ("failed", "no effect") and quality != "worse"
     kwh = None if joules is None else joules / JOULES_PER_KWH
     spent = money(hour, devices, seconds) + (price.get("per_kwh") or 0.0) * (kwh or 0.0)
     cost["experiment"] = {"seconds": seconds, "money": spent, "kwh": kwh}
@@ -130,7 +131,7 @@ def _per_million(
     found = {}
     for arm in arms:
         rate = arm["tokens_per_second"]["median"]
-        if rate and arm["verdict"].partition(":")[0] != "failed":
+        if rate and head(arm["verdict"]) != "failed":
             used = (per_kwh or 0.0) * energy.get(arm["name"], 0.0)
             found[arm["name"]] = per_million_tokens(hour, devices, rate) + used
     return found

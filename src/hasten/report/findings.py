@@ -18,6 +18,8 @@ from hasten.measure.statistics import spread
 from hasten.report.bundle import bundle_of, stamp, write_bundle
 from hasten.report.claims import claims_of, preset_claims
 from hasten.report.cost import cost_of_experiment
+from hasten.report.gains import fastest_of_equal_quality
+from hasten.report.schema import SCHEMA
 from hasten.report.verdicts import (
     NOT_MEASURED,
     Guard,
@@ -56,21 +58,21 @@ def report_of(
         mfu: what the arms' MFU refers to and counts.
         design: how the experiment was run, as ``report.design``.
         invariance: what the self-test before the run found, as ``report.invariance``.
-        guard: the proofs of equal quality, as ``report.guard``; a technique that is worse there
-            has harmed, however fast it is.
+        guard: the proofs of equal quality, as ``report.guard``; the arms of a technique that is
+            worse there are worse, however fast they are.
         cost: more keys for ``report.cost`` (energy, the experiment itself, payback), or others in
             the place of those computed here from ``currency``, ``per_device_hour``, ``devices``.
     """
     base, final = arms[0], arms[-1]
     judgements = judge(arms, guard or ())
     price = _cost(arms, currency, per_device_hour, devices)
-    return {
-        "schema": 1,
+    report: dict[str, Any] = {
+        "schema": SCHEMA,
         "title": title,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command,
         "arms": [_arm(arm, base, said) for arm, said in zip(arms, judgements, strict=True)],
-        "claims": claims_of(arms),
+        "claims": claims_of(arms, judgements),
         "quality": quality(final, base, guard or ()),
         "noise": noise_of(arms),
         "interaction": interaction_of(arms),
@@ -85,6 +87,8 @@ def report_of(
         "cost": None if price is None and cost is None else {**(price or {}), **(cost or {})},
         "mfu": mfu,
     }
+    best = fastest_of_equal_quality(report)
+    return report | {"fastest": None if best is None else best["name"]}
 
 
 def _plain(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -101,7 +105,10 @@ def _arm(arm: Arm, base: Arm, said: Judgement) -> dict[str, Any]:
         "techniques": [str(t) for t in arm.plan],
         "tokens_per_second": spread(arm.rounds).summary() if measured else NOT_MEASURED,
         "ratio": _ratio(arm, base),
+        "against": said.against,
+        "effect": NOT_MEASURED if said.effect is None else said.effect.summary(),
         "verdict": said.verdict,
+        "quality": said.quality,
         "p_value": said.p_value,
         "corrected": said.corrected,
         "rounds_needed": said.rounds_needed,

@@ -1,8 +1,8 @@
-"""What the report derives from several arms together: rungs, each switch in company, what gained.
+"""What the report derives from several arms together: its table, what gained, what did not pay.
 
-An arm's own verdict is against the baseline. Two questions need two other arms: what a rung of a
-ladder adds to the rung below, and what a technique still gains beside all the others. Both are
-ratios paired by round, as everywhere; everything here reads a report that schema.py checked.
+An arm's own verdict is about its effect against one other arm, and stands in the report. What a
+technique still gains beside all the others needs two other arms; it is a ratio paired by round, as
+everywhere. Everything here reads a report that schema.py checked.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
+from hasten.core.plan import Plan
 from hasten.formatting import NOT_MEASURED, duration, span, words
+from hasten.measure import ablation
 from hasten.measure.quality.requirements import FAILED
 from hasten.measure.significance import LEAST_FLOOR
-from hasten.measure.statistics import Interval, Luck, paired_ratio, verdict
+from hasten.measure.statistics import Interval, Luck, verdict
+from hasten.recipe.write_back import name_of
+from hasten.report import verdicts
+from hasten.report.verdicts import NOT_MEASURED as NOTHING
+from hasten.report.verdicts import head, ratio_between
 
 Arm = Mapping[str, Any]
-GOOD = ("held", "fell short")
 GUILTY = FAILED
 _SAME = 1e-3  # by which a ratio may differ from its rounds' for being rounded
 _SENSIBLE = (1e-50, 1e50)  # tokens per second; beyond, logarithms and their squares lose meaning
@@ -36,11 +40,6 @@ class SwitchGain:
     beside: Interval | None
 
 
-def head(text: str) -> str:
-    """The verdict's word; a reason may follow it after a colon."""
-    return text.partition(":")[0]
-
-
 def result_of(arms: Sequence[Arm]) -> Arm:
     """The arm that the head of the page compares with the baseline: all of it, or the last."""
     whole = [arm for arm in arms if arm["kind"] == "all"]
@@ -49,60 +48,52 @@ def result_of(arms: Sequence[Arm]) -> Arm:
 
 
 def against(one: Arm, other: Arm, base: Arm) -> Interval | None:
-    """The speed of the other arm over the one's, paired by round; None if they can't be paired.
+    """The speed of the other arm over the one's, paired by round; None if they can't be paired."""
+    found = {id(row): measured_arm(row, base) for row in (base, one, other)}
+    sides = found[id(other)], found[id(one)]
+    if not all(side.rounds for side in sides):
+        return None
+    ratio = ratio_between(*sides, found[id(base)])
+    return None if ratio is None else ratio[0]
 
-    Where rounds of the baseline ran beside each of them (`beside`), each is divided by its own
-    first, for then the two arms needn't have run in the same turns. Without these an arm whose
-    own ratio isn't that of its rounds over the baseline's has run in other turns.
+
+def measured_arm(row: Arm, base: Arm) -> ablation.Arm:
+    """An arm of a report with what verdicts need of it; without rounds where they can't be paired.
+
+    An arm without `beside`, whose ratio isn't that of its rounds over the baseline's, has run in
+    other turns.
     """
-    if "failed" in (head(one["verdict"]), head(other["verdict"])):
-        return None
-    sides = [_relative(one), _relative(other)]
-    if any(side is None for side in sides):
-        if not (_in_turn(one, base) and _in_turn(other, base)):
-            return None
-        sides = [one["rounds"], other["rounds"]]
-    pairs = list(zip(*(side or [] for side in sides), strict=False))
-    known = [(a, b) for a, b in pairs if _sensible(a) and _sensible(b)]
-    if not known:
-        return None
-    ratio = paired_ratio([a for a, _ in known], [b for _, b in known])
-    return Luck(**other["luck"]).widened(ratio) if other.get("luck") else ratio
+    usable = all(map(_sensible, (*row["rounds"], *row["beside"]))) and _in_turn(row, base)
+    failed, loss, curve = head(row["verdict"]) == "failed", row["held_out_loss"], [(1, 0.0)]
+    return ablation.Arm(
+        row["name"],
+        Plan(),
+        rounds=list(row["rounds"]) if usable and not failed else [],
+        held_out=[] if loss is None else [((row["held_out_curve"] or curve)[-1][0] or 0, loss)],
+        acted=row["acted"],
+        failed=row["verdict"] if failed else None,
+        kind=row["kind"],
+        beside=list(row["beside"]) if len(row["beside"]) == len(row["rounds"]) else [],
+        luck=Luck(**row["luck"]) if _is_known(row["luck"]) else None,
+    )
 
 
 def ladder_of(arms: Sequence[Arm]) -> list[Arm]:
-    """The baseline and the arms that each add one technique to the one above; empty if none do."""
-    rungs = [a for a in arms[1:] if a["kind"] in (None, "ladder", "all")]
-    if not any(a["kind"] in (None, "ladder") for a in rungs):
-        return []
-    steps = list(pairwise([arms[0], *rungs]))
-    if len(steps) < 2 or any(b["techniques"][:-1] != a["techniques"] for a, b in steps):
-        return []
-    return [] if any(not b["techniques"] for _, b in steps) else [arms[0], *rungs]
+    """The baseline and the arms that each add something to the one above; empty if none do."""
+    kinds = {arm["name"]: arm["kind"] for arm in arms}
+    names = verdicts.ladder_of(kinds, {arm["name"]: arm["techniques"] for arm in arms})
+    return [arm for arm in arms if arm["name"] in names]
 
 
-def rungs(arms: Sequence[Arm]) -> dict[str, str]:
-    """On a ladder, each arm's speed against the arm above it, by name; empty without a ladder.
-
-    A technique that takes back what the others gained shows only here.
-    """
-    ladder = ladder_of(arms)
-    found = {b["name"]: said(against(a, b, arms[0])) for a, b in pairwise(ladder)}
-    return {ladder[0]["name"]: "–", **found} if ladder else {}
-
-
-def slower_than_above(arms: Sequence[Arm]) -> set[str]:
-    """Names of arms whose whole interval against the row above lies below 1.
-
-    Rows are compared where the lower one has what the upper one has, and more.
-    """
-    found = set()
-    for above, arm in pairwise([arms[0], *compared(arms)]):
-        if set(above["techniques"]) < set(arm["techniques"]):
-            ratio = against(above, arm, arms[0])
-            if ratio is not None and ratio.high < 1:
-                found.add(arm["name"])
-    return found
+def on_the_whole(arm: Arm, report: Mapping[str, Any]) -> str:
+    """The word for an arm's speed against the baseline, whatever its own effect is against."""
+    if arm.get("against") in (None, report["arms"][0]["name"]):
+        return head(arm["verdict"])
+    ratio = arm["ratio"]
+    if None in ratio.values():
+        return "undecided"
+    floor = (report.get("noise") or {}).get("floor")
+    return word_of(Interval(ratio["median"], **ratio, rounds=0), floor)
 
 
 def switches(arms: Sequence[Arm]) -> list[SwitchGain]:
@@ -126,23 +117,22 @@ def switches(arms: Sequence[Arm]) -> list[SwitchGain]:
 def fastest_of_equal_quality(report: Mapping[str, Any]) -> Arm | None:
     """The fastest arm whose model isn't worse; None where nothing was measured.
 
-    Equal quality is a held-out loss within the report's margin of the baseline's after equal
-    tokens, and nothing that the guard found. The baseline is one of these arms.
+    The baseline is one of these arms.
     """
     base: Arm = report["arms"][0]
     if base["tokens_per_second"]["median"] is None:
         return None
-    most = (base["held_out_loss"] or 0.0) * (1 + ((report["quality"] or {}).get("margin") or 0.0))
-    equal = [
-        arm
-        for arm in compared(report["arms"])
-        if arm["ratio"]["median"] is not None
-        and arm["held_out_loss"] is not None
-        and arm["held_out_loss"] <= most
-        and head(arm["verdict"]) not in ("failed", "harmed")
-    ]
-    every: list[Arm] = [base, *equal]
+    equal = [arm for arm in report["arms"][1:] if head(arm["quality"]) == "not worse"]
+    every: list[Arm] = [base, *(arm for arm in equal if arm["ratio"]["median"] is not None)]
     return max(every, key=lambda arm: arm["ratio"]["median"] or 0.0)
+
+
+def recipe_plan(arm: Arm, report: Mapping[str, Any]) -> list[Any] | None:
+    """The arm's plan as a recipe has it; None where the report's recipe lists no such plan."""
+    asked = report["recipe"].get("plan")
+    names = {text.partition("(")[0] for text in arm["techniques"]}
+    kept = [entry for entry in asked if name_of(entry) in names] if isinstance(asked, list) else []
+    return kept if len(kept) == len(names) else None
 
 
 def compared(arms: Sequence[Arm]) -> list[Arm]:
@@ -151,26 +141,31 @@ def compared(arms: Sequence[Arm]) -> list[Arm]:
 
 
 def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
-    """What did not pay, each with its reason: `name` and `why`, one entry per arm or switch."""
+    """What did not pay, one entry per arm or switch.
+
+    Returns:
+        ``name``, ``why``, and ``word``: hurt, no effect, undecided, or worse (the model).
+    """
     arms, floor, found = report["arms"], report["noise"]["floor"], []
     for arm in compared(arms):
-        if head(arm["verdict"]) in ("harmed", "no effect", "inconclusive"):
-            found.append({"name": arm["name"], "why": f"{_ratio(arm)}; {arm['verdict']}"})
+        word = "worse" if head(arm["quality"]) == "worse" else head(arm["verdict"])
+        if word in ("worse", "hurt", "no effect", "undecided"):
+            why = f"{effect_words(arm)}; {arm['quality'] if word == 'worse' else arm['verdict']}"
+            found.append({"name": arm["name"], "why": why, "word": word})
     listed = {row["name"] for row in found}
-    for below, rung in pairwise(ladder_of(arms)):
-        gain = against(below, rung, arms[0])
-        if gain is not None and rung["name"] not in listed and word_of(gain, floor) not in GOOD:
-            why = f"against the arm above it {said(gain)}: {_no_gain(gain, report)}"
-            found.append({"name": rung["name"], "why": why})
     for switch in switches(arms):
         gain = switch.beside
         listed_alone = switch.alone is not None and switch.alone["name"] in listed
-        if gain is not None and not listed_alone and word_of(gain, floor) not in GOOD:
-            alone = f"alone {_ratio(switch.alone)}, but " if switch.alone else ""
-            why = f"{alone}beside all the others {said(gain)}: {_no_gain(gain, report)}"
-            found.append({"name": switch.technique, "why": why})
+        if gain is None or listed_alone or (word := word_of(gain, floor)) == "helped":
+            continue
+        alone = f"alone {span(switch.alone['ratio'], 'times')}, but " if switch.alone else ""
+        what = "slower with it than without" if word == "hurt" else "no gain beyond the noise"
+        why = f"{alone}beside all the others {said(gain)}: {what}"
+        found.append({"name": switch.technique, "why": why, "word": word})
     guilty = (row for row in report["guard"] if head(row["verdict"]) in GUILTY)
-    return found + [{"name": row["technique"], "why": _guilt(row)} for row in guilty]
+    return found + [
+        {"name": row["technique"], "why": _guilt(row), "word": "worse"} for row in guilty
+    ]
 
 
 def unmeasured(report: Mapping[str, Any]) -> list[str]:
@@ -229,19 +224,10 @@ def said(ratio: Interval | None) -> str:
 
 
 def word_of(ratio: Interval, floor: float | None) -> str:
-    """The ratio's verdict beyond the noise floor of its report, without a claim."""
+    """The ratio's verdict beyond the noise floor of its report."""
     if floor is None or not 0 <= floor < 1:
         return verdict(ratio)
-    return verdict(ratio, None, max(floor, LEAST_FLOOR))
-
-
-def _no_gain(ratio: Interval, report: Mapping[str, Any]) -> str:
-    slower = word_of(ratio, report["noise"]["floor"]) == "harmed"
-    return "slower with it than without" if slower else "no gain beyond the noise"
-
-
-def _ratio(arm: Arm) -> str:
-    return span(arm["ratio"], "times")
+    return verdict(ratio, max(floor, LEAST_FLOOR))
 
 
 def _guilt(row: Mapping[str, Any]) -> str:
@@ -258,27 +244,91 @@ def amount(value: object) -> str:
     return words(float(value), "found") if number else str(value)  # type: ignore[arg-type]
 
 
-def _relative(arm: Arm) -> list[float | None] | None:
-    """The arm's rounds over the baseline's beside them; None where those aren't known."""
-    if not arm["beside"] or len(arm["beside"]) != len(arm["rounds"]):
-        return None
-    pairs = zip(arm["rounds"], arm["beside"], strict=True)
-    return [a / b if _sensible(a) and _sensible(b) else None for a, b in pairs]
-
-
 def _in_turn(arm: Arm, base: Arm) -> bool:
     """Whether the arm's ratio is that of its rounds over the baseline's, as far as it is known."""
     pairs = zip(arm["rounds"], base["rounds"], strict=False)
     ratios = [a / b for a, b in pairs if _sensible(a) and _sensible(b)]
     told = arm["ratio"]["median"]
-    if arm is base or told is None or not ratios:
+    if arm is base or arm["beside"] or told is None or not ratios:
         return True
     return math.isclose(statistics.median(ratios), told, rel_tol=_SAME)
+
+
+def _is_known(luck: Mapping[str, float | None] | None) -> bool:
+    return luck is not None and all(map(_sensible, luck.values()))
 
 
 def _sensible(value: float | None) -> bool:
     low, high = _SENSIBLE
     return value is not None and math.isfinite(value) and low < value < high
+
+
+# The table of arms, the same in the terminal, in Markdown, on the page and in a model's card.
+
+
+@dataclass(frozen=True)
+class ReportTable:
+    """The arms as rows of text: a heading for each column, and for each arm its cells by column."""
+
+    columns: dict[str, str]
+    rows: list[dict[str, str]]
+
+
+def table_of(report: Mapping[str, Any]) -> ReportTable:
+    """What each arm did: its own effect first, then the ratio to the baseline, then its quality.
+
+    Where every effect is against the baseline anyway, there is no second column of it.
+    """
+    arms, base = report["arms"], report["arms"][0]["name"]
+    ladder = bool(ladder_of(arms))
+    others = list(dict.fromkeys(arm["against"] for arm in arms if arm["against"]))
+    against_ = "the row above" if ladder else " or ".join(others) or base
+    columns = {
+        "name": "arm",
+        "effect": f"against {against_} [95 %]",
+        "verdict": "effect",
+        "ratio": f"against {base} [95 %]",
+        "speed": "tokens/s",
+        "quality": "quality",
+        "memory": "peak memory",
+        "loss": "held-out loss",
+    }
+    if set(others) <= {base} and not ladder:
+        del columns["ratio"]
+    rows = []
+    for number, arm in enumerate(arms):
+        usual = arms[number - 1]["name"] if ladder and number else base
+        rows.append(
+            {
+                "name": arm["name"],
+                "effect": effect_words(arm, usual),
+                "verdict": head(arm["verdict"]),
+                "ratio": span(arm["ratio"], "times"),
+                "speed": words(arm["tokens_per_second"]["median"], "amount"),
+                "quality": head(arm["quality"]) or "–",
+                "memory": words(arm["peak_memory_bytes"], "memory"),
+                "loss": words(arm["held_out_loss"], "loss"),
+            }
+        )
+    return ReportTable(columns, rows)
+
+
+def effect_words(arm: Arm, usual: str | None = None) -> str:
+    """An arm's own effect with its interval, and against which arm if that isn't the usual one."""
+    if arm["kind"] == "again":
+        return span(arm["ratio"], "times")
+    if head(arm["verdict"]) == "baseline":
+        return "–"
+    found = span(arm["effect"] or NOTHING, "times")
+    return found if arm["against"] in (None, usual) else f"{found} of {arm['against']}"
+
+
+def hurt(arms: Sequence[Arm]) -> set[str]:
+    """Names of the arms to be shown in red: slower than what they belong beside.
+
+    Not those that leave a technique out: there it is good news for the technique.
+    """
+    return {a["name"] for a in arms if head(a["verdict"]) == "hurt" and a["kind"] != "left out"}
 
 
 # Rows of the page that several arms make together: the machine, the fastest, proofs, the ledger.
@@ -299,9 +349,9 @@ def machine(hardware: Mapping[str, Any]) -> str:
 
 
 def lead_of(report: Mapping[str, Any]) -> Arm:
-    """The arm of the headline: the fastest of equal quality with a good verdict, or the result."""
+    """The arm of the headline: the fastest of equal quality if it helped, else the result."""
     final, best = result_of(report["arms"]), fastest_of_equal_quality(report)
-    if best is None or head(best["verdict"]) not in GOOD:
+    if best is None or on_the_whole(best, report) != "helped":
         return final
     return best if (best["ratio"]["median"] or 0) > (final["ratio"]["median"] or 0) else final
 

@@ -11,6 +11,7 @@ The input is plain data, described key by key in docs/report-schema.md.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -20,10 +21,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hasten.errors import InputError
 from hasten.formatting import measure, outline, span, words
+from hasten.recipe.write_back import plain_entry
 from hasten.report.gains import (
     GUILTY,
     amount,
@@ -31,23 +34,25 @@ from hasten.report.gains import (
     busyness,
     compared,
     has_cost,
-    head,
+    hurt,
     ladder_of,
     lead_of,
     machine,
     more_rounds,
+    on_the_whole,
     priced,
     proofs,
+    recipe_plan,
     result_of,
-    rungs,
-    slower_than_above,
     steadiness,
+    table_of,
     terms,
     unmeasured,
     unpaid,
 )
-from hasten.report.schema import as_json, read_report
+from hasten.report.schema import SCHEMA, as_json, present, read_report
 from hasten.report.svg import drawings, thin
+from hasten.report.verdicts import head
 
 # The report as one page that stands alone: rendered from page/*.jinja, and kept below 500 kB.
 #
@@ -103,9 +108,11 @@ def _rendered(plain: Mapping[str, Any], read: dict[str, Any], limits: PageLimits
             machine=machine(read["hardware"]),
             drawings=drawings(read),
             ladder=bool(ladder_of(arms)),
-            rungs=rungs(arms),
-            slower=slower_than_above(arms),
+            table=table_of(read),
+            hurt=hurt(arms),
             lead=lead_of(read),
+            lead_plan=_plan_lines(lead_of(read), read),
+            lead_word=on_the_whole(lead_of(read), read),
             proofs=proofs(arms),
             steady=steadiness(arms),
             step_terms=terms(arms, "step", "seconds"),
@@ -122,6 +129,19 @@ def _rendered(plain: Mapping[str, Any], read: dict[str, Any], limits: PageLimits
             complete=complete,
         )
     )
+
+
+def _plan_lines(arm: Mapping[str, Any], read: Mapping[str, Any]) -> str | None:
+    """The arm's plan as lines of a recipe, without settings that are a technique's defaults."""
+    entries = _plain_plan(arm, read)
+    return outline({"plan": entries}) if entries else None
+
+
+def _plain_plan(arm: Mapping[str, Any], read: Mapping[str, Any]) -> list[Any] | None:
+    entries = recipe_plan(arm, read)
+    with contextlib.suppress(InputError):  # techniques that this version doesn't know
+        return entries and [plain_entry(entry) for entry in entries]
+    return entries
 
 
 @lru_cache(maxsize=1)
@@ -206,7 +226,9 @@ def _embedded(plain: Mapping[str, Any]) -> tuple[str, bool]:
         text = _inert(json.dumps({**plain, "arms": arms}))
         if len(text) <= _EMBEDDED:
             return text, most is None
-    return _inert(json.dumps({"schema": 1, "left_out": "too large here: see report.json"})), False
+    return _inert(
+        json.dumps({"schema": SCHEMA, "left_out": "too large here: see report.json"})
+    ), False
 
 
 def _inert(text: str) -> str:
@@ -235,11 +257,8 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     `report` departs from docs/report-schema.md.
     """
     read = read_report(report)
-    rows = [["arm", "tokens/s [95 %]", "ratio [95 %]", "peak memory", "held-out loss", "verdict"]]
-    for arm in read["arms"]:
-        spans = [span(arm["tokens_per_second"], "amount"), span(arm["ratio"], "times")]
-        rest = [words(arm["peak_memory_bytes"], "memory"), words(arm["held_out_loss"], "loss")]
-        rows.append([_cell(arm["name"]), *spans, *rest, _cell(head(arm["verdict"]))])
+    table = table_of(read)
+    rows = [[_cell(row[key]) for key in table.columns] for row in (table.columns, *table.rows)]
     notes = "".join(f"- {note}\n" for note in _notes(read))
     return f"{_table(rows)}\n{notes}" if notes else _table(rows)
 
@@ -256,17 +275,19 @@ def _notes(read: Mapping[str, Any]) -> Iterator[str]:
     rows = unpaid(read)
     listed = {row["name"] for row in rows}
     if (lead := lead_of(read)) is not result_of(arms):
-        plan = ", ".join(lead["techniques"])
+        plan = f"({_cell(', '.join(lead['techniques']))})"
+        if entries := _plain_plan(lead, read):
+            flow = yaml.safe_dump({"plan": entries}, default_flow_style=True, width=_LONGEST)
+            plan = f"`{' '.join(flow.strip()[1:-1].split())}`"
         ratio = span(lead["ratio"], "times")
-        yield _cell(f"fastest at equal quality: {lead['name']} ({plan}): {ratio}")
+        yield f"fastest at equal quality: {_cell(lead['name'])}, {ratio}: {plan}"
     if (busy := busyness(arms)) is not None:
         yield busy
     for arm in arms:
         if arm["verdict"] != head(arm["verdict"]) and arm["name"] not in listed:
             yield f"{_cell(arm['name'])}: {_cell(arm['verdict'])}"
     for row in rows:
-        open_still = "; inconclusive" in row["why"] or "beyond the noise" in row["why"]
-        word = "not shown to pay" if open_still else "did not pay"
+        word = "not shown to pay" if row["word"] == "undecided" else "did not pay"
         yield f"{word}: {_cell(row['name'])}: {_cell(row['why'])}"
     for arm in arms:
         if (more := more_rounds(arm, read["design"])) is not None:
@@ -318,16 +339,18 @@ def _cell(text: str) -> str:
         line = f"{line[:_LONGEST]}…"
     escaped = re.sub(r"([\\|`*<>\[\]])", r"\\\1", line) or "–"
     # An interval is no link, and reads better without its backslashes.
-    return re.sub(r"\\\[([\d.,]+, [\d.,]+)\\\](?!\()", r"[\1]", escaped)
+    return re.sub(r"\\\[([\d.,]+, [\d.,]+|95 %)\\\](?!\()", r"[\1]", escaped)
 
 
 def write_report(report: Mapping[str, Any], folder: Path) -> Path:
     """Write report.json and report.html into `folder` (made if missing); the path of the page.
 
+    Both have the present schema, whichever `report` has.
+
     Raises InputError where `report` departs from docs/report-schema.md, with no file changed, or
     where the folder can't be written.
     """
-    plain, read = as_json(report, "report"), read_report(report)
+    plain, read = present(as_json(report, "report")), read_report(report)
     page = page_of(plain, read)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -18,19 +18,18 @@ from itertools import pairwise
 from typing import Any
 
 from hasten.formatting import NOT_MEASURED, UNITS, span, words
-from hasten.measure.statistics import Interval
 from hasten.report.gains import (
     Arm,
     SwitchGain,
-    against,
     any_known,
-    head,
     ladder_of,
+    on_the_whole,
     result_of,
     said,
     switches,
     word_of,
 )
+from hasten.report.verdicts import head
 
 # What the report's drawings are made of: the frame of rows, marks, ticks, and inert text.
 #
@@ -378,7 +377,7 @@ def _deviations(values: Sequence[float]) -> list[float]:
 
 WIDTHS = (800, 324)  # pixels of a drawing for wide and for narrow screens
 _CURVES = (390, 250)  # pixels, width and height
-_HUES = {"held": "gain", "fell short": "gain", "harmed": "harm"}
+_HUES = {"helped": "gain", "hurt": "harm"}
 Drawings = dict[str, list[str]]
 Draw = Callable[[int], str]  # a drawing by its width
 
@@ -387,7 +386,7 @@ def drawings(report: Mapping[str, Any]) -> Drawings:
     """Every drawing that this report has something to show for."""
     arms = report["arms"]
     draws: dict[str, Draw] = {
-        **_speeds(arms, report["noise"]["floor"]),
+        **_speeds(report),
         **_ledgers(arms),
         "memory": _memory(arms),
         "rounds": _rounds(arms),
@@ -404,10 +403,11 @@ def drawings(report: Mapping[str, Any]) -> Drawings:
     return found
 
 
-def _speeds(arms: Sequence[Arm], floor: float | None) -> dict[str, Draw]:
+def _speeds(report: Mapping[str, Any]) -> dict[str, Draw]:
     """The waterfall, the pairs, and bars for the arms that neither of them shows."""
+    arms, floor = report["arms"], report["noise"]["floor"]
     ladder, apart = ladder_of(arms), switches(arms)
-    pairs = _pairs(apart, floor) if any(switch.beside for switch in apart) else []
+    pairs = _pairs(apart, report) if any(switch.beside for switch in apart) else []
     shown = {arm["name"] for arm in ladder}
     if pairs:
         shown |= {switch.alone["name"] for switch in apart if switch.alone}
@@ -415,12 +415,14 @@ def _speeds(arms: Sequence[Arm], floor: float | None) -> dict[str, Draw]:
     rest = [arm for arm in arms if arm["name"] not in shown and arm["kind"] != "again"]
     found: dict[str, Draw] = {}
     if ladder:
-        steps = _waterfall(ladder, floor)
+        steps = _waterfall(ladder, report)
         found["waterfall"] = _bars("Speed against the baseline, one more at a time", steps, floor)
     if pairs:
         found["pairs"] = _bars("What each switch gains, alone and with the others", pairs, floor)
     if any(arm is not arms[0] for arm in rest) or not found:
-        found["ratio"] = _bars("Speed against the baseline", [_speed(arm) for arm in rest], floor)
+        found["ratio"] = _bars(
+            "Speed against the baseline", [_speed(a, report) for a in rest], floor
+        )
     return found
 
 
@@ -428,41 +430,43 @@ def _bars(title: str, bars: Sequence[Bar], floor: float | None) -> Draw:
     return lambda width: bar_chart(title, bars, width, 1, lambda v: f"{v:.3g}×", floor)
 
 
-def _speed(arm: Arm) -> Bar:
-    tone = _HUES.get(head(arm["verdict"]), "other")
+def _speed(arm: Arm, report: Mapping[str, Any]) -> Bar:
+    """An arm's bar against the baseline."""
+    tone = _tone_of(arm, on_the_whole(arm, report))
     ratio = arm["ratio"]
     text = span(ratio, "times")
     return Bar(arm["name"], text, ratio["median"], ratio["low"], ratio["high"], tone)
 
 
-def _waterfall(ladder: Sequence[Arm], floor: float | None) -> list[Bar]:
-    """Each rung's bar begins where the last known one ended; its whiskers are its own interval."""
-    bars, height = [_speed(ladder[0])], ladder[0]["ratio"]["median"]
-    for below, arm in pairwise(ladder):
-        found, ratio = _speed(arm), against(below, arm, ladder[0])
-        tone = _hue(ratio, floor) if found.tone != "harm" else "harm"
-        bars.append(replace(found, tone=tone, start=height))
+def _tone_of(arm: Arm, word: str) -> str:
+    return "harm" if head(arm["quality"]) == "worse" else _HUES.get(word, "other")
+
+
+def _waterfall(ladder: Sequence[Arm], report: Mapping[str, Any]) -> list[Bar]:
+    """Each rung's bar begins where the last known one ended, in the colour of its own effect."""
+    bars, height = [_speed(ladder[0], report)], ladder[0]["ratio"]["median"]
+    for arm in ladder[1:]:
+        found = _speed(arm, report)
+        bars.append(replace(found, tone=_tone_of(arm, head(arm["verdict"])), start=height))
         height = found.value if found.value is not None else height
     return bars
 
 
-def _pairs(apart: Sequence[SwitchGain], floor: float | None) -> list[Bar]:
+def _pairs(apart: Sequence[SwitchGain], report: Mapping[str, Any]) -> list[Bar]:
     """Two rows per technique: a full bar for it alone, a hollow one beside all the others."""
     bars = []
     for switch in apart:
         if switch.alone:
-            alone = _speed(switch.alone)
+            alone = _speed(switch.alone, report)
             bars.append(replace(alone, label=switch.technique))
         label = "beside the others" if switch.alone else switch.technique
         ratio = switch.beside
         found = ratio.summary() if ratio else dict.fromkeys(("median", "low", "high"))
         ends = found["median"], found["low"], found["high"]
-        bars.append(Bar(f"↳ {label}", said(ratio), *ends, f"{_hue(ratio, floor)} hollow"))
+        word = "undecided" if ratio is None else word_of(ratio, report["noise"]["floor"])
+        tone = f"{_HUES.get(word, 'other')} hollow"
+        bars.append(Bar(f"↳ {label}", said(ratio), *ends, tone))
     return bars
-
-
-def _hue(ratio: Interval | None, floor: float | None) -> str:
-    return "other" if ratio is None else _HUES.get(word_of(ratio, floor), "other")
 
 
 def _memory(arms: Sequence[Arm]) -> Draw:

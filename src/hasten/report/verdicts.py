@@ -1,4 +1,4 @@
-"""Arms against each other: ratios over common rounds, the noise, and one verdict per arm.
+"""Arms against each other: ratios over common rounds, the noise, and one judgement per arm.
 
 A ratio is taken only between rounds that ran in the same turn. Arms of one experiment may have been
 measured in groups, because memory holds only so many at once; then each carries the baseline's
@@ -8,11 +8,11 @@ values of its own rounds (``Arm.beside``), and two arms of different groups neve
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from hasten.core.technique import Technique
 from hasten.formatting import signed, span
 from hasten.measure.ablation import Arm
 from hasten.measure.quality.requirements import FAILED
@@ -190,62 +190,120 @@ def _interaction_words(ratio: Interval) -> str:
     return f"{start}: no interaction was found."
 
 
-# One verdict per arm: from its ratio, the noise, the other arms, the guard, and what acted.
+# One judgement per arm: its effect against the arm that it belongs beside, and its quality.
 #
-# An arm is judged in this order, and the first that applies is said: it failed; the baseline has no
-# result; the guard or its held-out loss finds the model worse; nobody knows what its techniques
-# did; none of them acted. Only then does its speed decide, by the rules of `statistics.verdict`,
-# beyond the noise floor of the experiment and after Holm's correction for the number of its arms.
+# An arm's effect is its speed against another arm: on a ladder the row above, for a plan without
+# one technique the whole plan, else the baseline. Whether the model is as good is judged apart,
+# against the baseline. The effect's word is the first that applies: it failed; nobody knows what
+# its techniques did; none of those that the other arm hasn't acted. Only then does the ratio
+# decide, by the rules of `statistics.verdict`, beyond the noise floor of the experiment and after
+# Holm's correction for the number of its arms.
 
 MARGIN = 0.01  # of the held-out loss: fixed before any run, for the whole plan; wide for one seed
 GUILTY = FAILED
 Guard = Sequence[Mapping[str, Any]]  # report.guard: one entry per technique that was tested
+Plans = Mapping[str, Sequence[str]]  # each arm's techniques as texts, by the arm's name
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What is said of one arm; ``p_value`` is the one after the correction."""
+    """What is said of one arm.
+
+    ``verdict`` is about ``effect``, its speed over that of the arm ``against``; ``p_value`` is the
+    one after the correction. ``quality`` is about its model against the baseline's.
+    """
 
     verdict: str
+    quality: str | None = None
+    against: str | None = None
+    effect: Interval | None = None
     p_value: float | None = None
     corrected: bool | None = None
     rounds_needed: int | str | None = None
 
 
-def judge(arms: Sequence[Arm], guard: Guard = ()) -> list[Judgement]:
-    """The verdict of every arm, in their order; the first is the baseline."""
-    base, floor = arms[0], floor_of(arms)
-    tested = [n for n, arm in enumerate(arms) if _is_tested(arm, base)]
-    raw = [p_beyond(ratios_of(arms[n], base), floor, arms[n].luck) for n in tested]
-    p_values = dict(zip(tested, holm(raw), strict=True))
+def head(text: str | None) -> str:
+    """The verdict's word; a reason may follow it after a colon."""
+    return (text or "").partition(":")[0]
+
+
+def judge(
+    arms: Sequence[Arm],
+    guard: Guard = (),
+    *,
+    plans: Plans | None = None,
+    floor: float | None = None,
+) -> list[Judgement]:
+    """The judgement of every arm, in their order; the first is the baseline.
+
+    Args:
+        arms: with their rounds.
+        guard: the proofs of equal quality.
+        plans: of arms that were read, and have none of their own.
+        floor: of the experiment's noise; by its second baseline if left out.
+    """
+    base = arms[0]
+    plans = plans or {arm.name: [str(t) for t in arm.plan] for arm in arms}
+    floor = floor_of(arms) if floor is None else floor
+    others = references(arms, plans)
+    usable = others if _has_result(base) else {}
+    effects = {n: ratio_between(a, usable[n], base) for a in arms if (n := a.name) in usable}
+    # Arms of different groups have an interval and no rounds in common; it decides alone.
+    rounds = {name: effect[1] for name, effect in effects.items() if effect and effect[1]}
+    p_values = holm([p_beyond(ratios, floor, base.luck) for ratios in rounds.values()])
+    of_arm = dict(zip(rounds, p_values, strict=True))
     found = []
-    for number, arm in enumerate(arms):
-        said = _without_speed(arm, base, guard)
-        p = p_values.get(number)
-        if p is None:
-            found.append(Judgement(said or "inconclusive"))
+    for arm in arms:
+        effect, p, names = effects.get(arm.name), of_arm.get(arm.name), plans[arm.name]
+        is_as_good = _quality_of(arm, base, guard, names)
+        if effect is None or arm.failed is not None:
+            found.append(Judgement(_state(arm, base), is_as_good))
             continue
-        word = _speed_word(arm, base, floor, p)
-        needed = None
-        if said is None and word.startswith("inconclusive"):
-            needed = rounds_needed(_ratio(arm, base), floor, len(tested))
-        found.append(Judgement(said or _with_idle(arm, word), p, len(tested) > 1, needed))
+        ratio, other = effect[0], others[arm.name].name
+        own = {text.partition("(")[0] for text in names if text not in plans[other]}
+        said = _effect_word(arm, own, ratio, floor, p)
+        is_open = head(said) == "undecided" and arm.unfinished is None
+        needed = rounds_needed(ratio, floor, len(rounds)) if is_open else None
+        several = None if p is None else len(rounds) > 1
+        found.append(Judgement(said, is_as_good, other, ratio, p, several, needed))
     return found
+
+
+def references(arms: Sequence[Arm], plans: Plans) -> dict[str, Arm]:
+    """The arm that the effect of each arm with a result is against, by name."""
+    measured = [arm for arm in arms[1:] if arm.kind != "again" and _has_result(arm)]
+    whole = [arm for arm in measured if arm.kind == "all"] or [arms[0]]
+    found = {a.name: whole[-1] if a.kind == "left out" else arms[0] for a in measured}
+    above, ladder = arms[0], ladder_of({arm.name: arm.kind for arm in arms}, plans)
+    for arm in measured:
+        if arm.name in ladder:
+            found[arm.name], above = above, arm
+    return found
+
+
+def ladder_of(kinds: Mapping[str, str | None], plans: Plans) -> list[str]:
+    """The baseline and the arms that each add something to the one above; empty if none do."""
+    base, *rest = kinds
+    rungs = [name for name in rest if kinds[name] in (None, "ladder", "all")]
+    steps = [(set(plans[one]), set(plans[other])) for one, other in pairwise([base, *rungs])]
+    named = any(kinds[name] in (None, "ladder") for name in rungs)
+    is_ladder = named and len(steps) > 1 and all(one < other for one, other in steps)
+    return [base, *rungs] if is_ladder else []
 
 
 def quality(final: Arm, base: Arm, guard: Guard = ()) -> dict[str, Any]:
     """Whether the model is as good: by the guard, and by the held-out loss after equal tokens."""
     found = _held_out(final, base)
-    guilty = guilty_of(final, guard)
+    guilty = guilty_of(map(str, final.plan), guard)
     if not guilty:
         return found
     said = "; ".join(f"{entry['technique']}: {entry['text']}" for entry in guilty)
     return {**found, "verdict": "worse", "text": f"The guard finds: {said}. {found['text']}"}
 
 
-def guilty_of(arm: Arm, guard: Guard) -> list[Mapping[str, Any]]:
-    """The guard's entries against techniques of this arm."""
-    names = {name for t in arm.plan for name in (t.name(), str(t))}
+def guilty_of(techniques: Iterable[str], guard: Guard) -> list[Mapping[str, Any]]:
+    """The guard's entries against these techniques."""
+    names = {name for text in techniques for name in (text, text.partition("(")[0])}
     return [e for e in guard if e["verdict"] in GUILTY and e["technique"] in names]
 
 
@@ -260,65 +318,54 @@ def last_loss(arm: Arm) -> float | None:
     return arm.held_out[-1][1] if looked and not arm.failed else None
 
 
-def speed_claim(arm: Arm, base: Arm) -> float | None:
-    """The claimed ratio of tokens per second of an arm with a single technique of its own."""
-    own = _own(arm, base)
-    claims = [c for t in own for c in t.claims if c.metric == "tokens_per_second"]
-    return claims[0].ratio if claims and len(own) == 1 else None
+def _has_result(arm: Arm) -> bool:
+    return arm.failed is None and bool(arm.rounds)
 
 
-def _own(arm: Arm, base: Arm) -> list[Technique]:
-    """What the arm has and the baseline hasn't, which is nearly always an empty plan."""
-    return [t for t in arm.plan if t not in base.plan.techniques]
-
-
-def _is_tested(arm: Arm, base: Arm) -> bool:
-    return arm is not base and arm.kind != "again" and bool(ratios_of(arm, base))
-
-
-def _without_speed(arm: Arm, base: Arm, guard: Guard) -> str | None:
-    """What is said of an arm whatever its speed; None where its speed decides."""
+def _state(arm: Arm, base: Arm) -> str:
+    """What is said of an arm without an effect."""
     if arm.failed is not None:
         return f"failed: {arm.failed}"
     if arm is base:
         return "baseline" if arm.unfinished is None else f"baseline: {arm.unfinished}"
     if arm.kind == "again":
         return "baseline: a second copy, for the noise"
-    if not ratios_of(arm, base):
-        return "inconclusive: the baseline has no result"
-    guilty = guilty_of(arm, guard)
-    if guilty:
-        return f"harmed: {guilty[0]['technique']}: {guilty[0]['text']}"
-    if _held_out(arm, base)["verdict"] == "worse":
-        return f"harmed: held-out loss {base.held_out[-1][1]:.4f} → {arm.held_out[-1][1]:.4f}"
+    return f"undecided: {'it' if _has_result(base) else 'the baseline'} has no result"
+
+
+def _effect_word(
+    arm: Arm, own: Collection[str], ratio: Interval, floor: float, p: float | None
+) -> str:
+    """The verdict on an effect, with the reason where the interval alone would say another.
+
+    ``own`` are the techniques that the other arm hasn't.
+    """
     if arm.unfinished is not None:
-        return f"inconclusive: what its techniques did is not known ({arm.unfinished})"
-    own = {t.name() for t in _own(arm, base)}
-    if own and own <= set(idle(arm)):
-        return f"no effect: {', '.join(idle(arm))} did not act"
-    return None
-
-
-def _speed_word(arm: Arm, base: Arm, floor: float, p: float) -> str:
-    """The verdict on the speed, with the reason where the interval alone would say more."""
-    ratio = _ratio(arm, base)
-    word: str = verdict(ratio, speed_claim(arm, base), floor, nothing=LEAST_FLOOR, p_value=p)
-    if word != "inconclusive" or (ratio.high >= 1 - LEAST_FLOOR and ratio.low <= 1 + LEAST_FLOOR):
+        return f"undecided: what its techniques did is not known ({arm.unfinished})"
+    at_rest = [name for name in idle(arm) if name in own]
+    if own and set(own) <= set(at_rest):
+        return f"no effect: {', '.join(at_rest)} did not act"
+    word: str = verdict(ratio, floor, nothing=LEAST_FLOOR, p_value=p)
+    if at_rest:
+        return f"{word}: {', '.join(at_rest)} did not act"
+    if word != "undecided" or (ratio.high >= 1 - LEAST_FLOOR and ratio.low <= 1 + LEAST_FLOOR):
         return word
     if ratio.low <= 1 + floor and ratio.high >= 1 - floor:
         return f"{word}: within the noise of {100 * floor:.1f} %"
     return f"{word}: not beyond doubt among several arms (p = {p:.3g}, at most {DOUBT:g} wanted)"
 
 
-def _with_idle(arm: Arm, word: str) -> str:
-    names = idle(arm)
-    return f"{word}: {', '.join(names)} did not act" if names else word
-
-
-def _ratio(arm: Arm, base: Arm) -> Interval:
-    ratio = ratio_to(arm, base)
-    assert ratio is not None  # asked only of arms that were tested
-    return ratio
+def _quality_of(arm: Arm, base: Arm, guard: Guard, techniques: Iterable[str]) -> str | None:
+    """Whether an arm's model is as good as the baseline's, with the reason where it is worse."""
+    if arm is base or arm.kind == "again" or not _has_result(arm):
+        return None
+    guilty = guilty_of(techniques, guard)
+    if guilty:
+        return f"worse: {guilty[0]['technique']}: {guilty[0]['text']}"
+    word: str = _held_out(arm, base)["verdict"]
+    if word != "worse":
+        return word
+    return f"worse: held-out loss {base.held_out[-1][1]:.4f} → {arm.held_out[-1][1]:.4f}"
 
 
 def _held_out(final: Arm, base: Arm) -> dict[str, Any]:
@@ -326,11 +373,11 @@ def _held_out(final: Arm, base: Arm) -> dict[str, Any]:
     ours, theirs = last_loss(final), last_loss(base)
     owed = "; ".join(f"{t}: {t.fidelity.value}" for t in final.plan) or "nothing is owed"
     if ours is None or theirs is None or not 0 < theirs < math.inf:  # NaN included
-        return {"margin": MARGIN, "verdict": "inconclusive", "text": f"not measured ({owed})"}
+        return {"margin": MARGIN, "verdict": "undecided", "text": f"not measured ({owed})"}
     change = ours / theirs - 1
     tokens = final.held_out[-1][0]
     if final.held_out[-1][0] != base.held_out[-1][0]:
-        return {"margin": MARGIN, "verdict": "inconclusive", "text": "tokens differ between arms"}
+        return {"margin": MARGIN, "verdict": "undecided", "text": "tokens differ between arms"}
     text = (
         f"Held-out loss {theirs:.4f} → {ours:.4f} ({signed(100 * change, 3)} %) after the same "
         f"{tokens:,} tokens, one seed. By how much it might be worse was fixed before the run: "

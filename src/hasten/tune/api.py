@@ -29,7 +29,7 @@ from hasten.progress import Audience, SilentProgress
 from hasten.recipe.schema import Recipe
 from hasten.recipe.yaml_reader import read_duration
 from hasten.tune.bench import ReferencePair
-from hasten.tune.duel import winner_of
+from hasten.tune.duel import is_fit, winner_of
 from hasten.tune.report import document, lead, page, proven
 from hasten.tune.samplers import Proposer, proposer_of
 from hasten.tune.space import Point, of_values
@@ -252,21 +252,18 @@ class _Tuning:
                     "verdict": rows[place]["verdict"],
                     "peak_memory_bytes": rows[place]["peak_memory_bytes"],
                 }
-            rows[place]["verdict"] = f"harmed: {against}"
+            rows[place]["refused"] = against
         return None
 
     def _best_arm(self, study: Study, rows: Sequence[dict[str, Any]]) -> int | None:
-        """By speed beyond doubt; for memory, the least that isn't harmed and needs less."""
+        """By speed beyond doubt; for memory, the least of those that are fit and need less."""
         if study.objective != "memory":
             return winner_of(rows)
         base = rows[0]["peak_memory_bytes"] or study.memory
         fine = [
             i
             for i, row in enumerate(rows)
-            if i >= 2
-            and not _worse(row)
-            and base
-            and (row["peak_memory_bytes"] or base) < 0.99 * base
+            if i >= 2 and is_fit(row) and base and (row["peak_memory_bytes"] or base) < 0.99 * base
         ]
         return min(fine, key=lambda i: rows[i]["peak_memory_bytes"], default=None)
 
@@ -282,13 +279,6 @@ class _Tuning:
 
 def _is_yaml(name: str) -> bool:
     return name.endswith((".yaml", ".yml"))
-
-
-def _worse(row: Mapping[str, Any]) -> bool:
-    """Whether an arm failed, or its model is worse; that it is slower alone is neither."""
-    slower = f"harmed: {', '.join(row['idle'])} did not act"
-    verdict: str = row["verdict"]
-    return verdict.startswith(("harmed:", "failed")) and verdict != slower
 
 
 def _of(objective: str, duel: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hasten.core.plan import Plan
@@ -20,7 +20,7 @@ from hasten.measure.ablation import AGAIN, BASELINE, Arm
 from hasten.measure.significance import with_luck
 from hasten.measure.turns import Runner
 from hasten.measure.workers import WorkerError
-from hasten.report.verdicts import floor_of, idle, judge, ratio_to
+from hasten.report.verdicts import floor_of, head, idle, judge, ratio_to
 from hasten.tune.space import Point
 
 MOST_ROUNDS, FEWEST_ROUNDS = 20, 3
@@ -79,6 +79,7 @@ def judged(arms: Sequence[Arm]) -> dict[str, Any]:
             {
                 "name": arm.name,
                 "verdict": said.verdict,
+                "quality": said.quality,
                 "p_value": said.p_value,
                 "ratio": None if ratio is None else ratio.summary(),
                 "rounds": arm.rounds,
@@ -90,12 +91,26 @@ def judged(arms: Sequence[Arm]) -> dict[str, Any]:
     return {"noise_floor": round(floor_of(arms), 4), "arms": rows}
 
 
+def is_fit(row: Mapping[str, Any]) -> bool:
+    """Whether an arm could be taken if it is better: it ran, its model isn't worse, as proven."""
+    bad = head(row["verdict"]) == "failed" or head(row.get("quality")) == "worse"
+    return not bad and row.get("refused") is None
+
+
+def says_of(row: Mapping[str, Any]) -> str:
+    """An arm's verdict in words, with what else speaks against it."""
+    words = [row["verdict"]]
+    words += [f"quality {row['quality']}"] if head(row.get("quality")) == "worse" else []
+    words += [f"not taken: {row['refused']}"] if row.get("refused") is not None else []
+    return "; ".join(words)
+
+
 def winner_of(rows: Sequence[dict[str, Any]]) -> int | None:
     """The place of the arm with the largest ratio among those that are better beyond doubt."""
     better = [
         i
         for i, row in enumerate(rows)
-        if row["verdict"].startswith(("held", "fell short")) and row["ratio"]["median"] is not None
+        if head(row["verdict"]) == "helped" and row["ratio"]["median"] is not None and is_fit(row)
     ]
     return max(better, key=lambda i: rows[i]["ratio"]["median"], default=None)
 

@@ -93,12 +93,12 @@ def _duel(learnt: Learnt) -> dict[str, Any] | None:
         return None
     ratio = learnt.ratio
     if learnt.unproven is not None:
-        verdict = f"inconclusive: {learnt.unproven}"
+        verdict = f"undecided: {learnt.unproven}"
     elif learnt.better:
-        verdict = "held: a lower loss from fresh seeds"
+        verdict = "helped: a lower loss from fresh seeds"
     else:
         worse = ratio is not None and ratio.high < 1
-        verdict = "harmed: a higher loss" if worse else "inconclusive: no lower loss beyond doubt"
+        verdict = "hurt: a higher loss" if worse else "undecided: no lower loss beyond doubt"
         verdict += " from fresh seeds"
     row = {
         "name": "the best again",

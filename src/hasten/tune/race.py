@@ -163,7 +163,7 @@ def _rows(found: Sequence[Sequence[LossCurve]], count: int, target: float | None
     for row in rows["arms"][1:]:
         if len(row["rounds"]) < FEWEST_RACES and row["failed"] is None:
             races = f"{len(row['rounds'])} of {FEWEST_RACES} races"
-            row["verdict"] = f"inconclusive: {races} were over in time"
+            row["verdict"] = f"undecided: {races} were over in time"
     return rows
 
 

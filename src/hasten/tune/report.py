@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from hasten.tune.duel import says_of
 from hasten.tune.space import Space
 from hasten.tune.study import Study
 
@@ -127,7 +128,7 @@ def _duel(duel: Mapping[str, Any] | None) -> str:
         words = "" if ratio["median"] is None else f"{ratio['median']:.3f}"
         if ratio["low"] is not None:
             words += f" [{ratio['low']:.3f}, {ratio['high']:.3f}]"
-        rows.append((arm["name"], words, arm["verdict"]))
+        rows.append((arm["name"], words, says_of(arm)))
     return _table(("arm", "ratio [95 %]", "verdict"), rows)
 
 

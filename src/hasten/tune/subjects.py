@@ -372,7 +372,7 @@ def _bounds(recipe: Recipe) -> dict[str, tuple[float, float]]:
 def _unmeasured(name: str, why: str = "no time for it") -> dict[str, Any]:
     return {
         "name": name,
-        "verdict": f"inconclusive: {why}",
+        "verdict": f"undecided: {why}",
         "p_value": None,
         "ratio": {"median": None, "low": None, "high": None},
         "rounds": [],

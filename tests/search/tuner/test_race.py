@@ -62,10 +62,10 @@ def test_who_needs_half_the_time_to_the_loss_is_twice_as_fast() -> None:
     found = raced(track, [FAST, SLOW])
     base, fast, slow = found["arms"]
     assert base["verdict"] == "baseline"
-    assert fast["verdict"] == "held"
+    assert fast["verdict"] == "helped"
     assert fast["ratio"]["median"] == pytest.approx(2.0, rel=0.05)
     assert fast["ratio"]["low"] > 1.8
-    assert slow["verdict"].startswith("harmed")
+    assert slow["verdict"].startswith("hurt")
     assert track.alive == 0
 
 
@@ -100,7 +100,7 @@ def test_a_target_of_its_own_is_reached_by_the_start_whatever_the_seed() -> None
     assert len(rising) > 3
     assert found["target_loss"] == max(rising)
     assert found["arms"][0]["verdict"] == "baseline"
-    assert found["arms"][1]["verdict"] == "held"
+    assert found["arms"][1]["verdict"] == "helped"
 
 
 def test_with_a_near_target_who_learns_less_but_faster_may_win() -> None:
@@ -128,7 +128,7 @@ def test_too_few_races_prove_nothing_and_the_time_is_kept(seconds: float) -> Non
     track = Track()
     found = raced(track, [FAST], seconds=seconds)
     assert track.clock.now <= seconds
-    assert found["arms"][1]["verdict"].startswith("inconclusive")
+    assert found["arms"][1]["verdict"].startswith("undecided")
     assert track.alive == 0
 
 
@@ -137,7 +137,7 @@ def test_one_that_is_killed_is_told_and_the_others_race_on() -> None:
     track.fails = lambda point, look: point == SLOW and look == 3
     _, fast, slow = raced(track, [FAST, SLOW])["arms"]
     assert slow["verdict"] == "failed: killed"
-    assert fast["verdict"] == "held"
+    assert fast["verdict"] == "helped"
 
 
 def test_a_start_that_fails_is_a_sentence() -> None:

@@ -53,7 +53,7 @@ class Owed:
     technique: str
     fidelity: str
     test: str
-    verdict: str  # equal | not worse | worse | differs | inconclusive | not tested
+    verdict: str  # equal | not worse | worse | differs | undecided | not tested
     found: float | None
     allowed: float | None
     text: str
@@ -183,7 +183,7 @@ def _row(technique: Technique, whole: Reply, rest: Reply, steps: int, repeats: b
     off = max(abs(a - b) / max(abs(b), 1e-300) for a, b in pairs if a != b) if first else 0.0
     if not repeats:
         text = "the plan itself doesn't repeat its bits, so nothing follows"
-        return owed(technique, test, "inconclusive", text, found=off, allowed=0.0)
+        return owed(technique, test, "undecided", text, found=off, allowed=0.0)
     text = "the losses are the same, the weights after them aren't"
     if first:
         text = f"the loss of step {first} is the first to differ; by {off:.2g} at most"
@@ -201,7 +201,7 @@ def _numbers(answer: Reply) -> Sequence[float]:
 # those more is better, and worse means how many times as large the other's is.
 
 ADVICE = 5  # seeds with which a first answer is likely
-WORST_FIRST = ("worse", "inconclusive", "not worse")  # the least good measure decides
+WORST_FIRST = ("worse", "undecided", "not worse")  # the least good measure decides
 
 
 def lossy_rows(
@@ -288,7 +288,7 @@ class _Measure:
         said = f"{self.name} {mean[0]:.4f} without and {mean[1]:.4f} with it, {change}"
         if math.isfinite(found.upper):
             said += f", at most {100 * (found.upper - 1):+.2f} % (95 %)"
-        if found.verdict != "inconclusive":
+        if found.verdict != "undecided":
             return said
         if found.more is None:
             return f"{said}; no number of seeds would tell it from the margin"
@@ -375,7 +375,7 @@ def wire_row(technique: Technique, ranks: int, found: Found, bound: Bound) -> Ow
         return owed(technique, test, "not tested", failed)
     if bound.excess(without) > 1:
         text = f"without it, too: {bound.words(without)}"
-        return owed(technique, test, "inconclusive", text)
+        return owed(technique, test, "undecided", text)
     allowed = Bound(
         max(WIRE, bound.whole), max(TENSOR * WIRE, bound.tensor), max(LOSS_FLOAT32, bound.loss)
     )
@@ -611,7 +611,7 @@ class Gradients:
         wrong = next((n for n in answers if not self._passes(n, n)), None)
         if wrong:
             text = f"the plan fails, but not by it: {self._blamed(wrong)}"
-            return owed(technique, test, "inconclusive", text)
+            return owed(technique, test, "undecided", text)
         text = f"in float32 the gradient is {short(answers['planned'])}"
         if "half" in answers:
             text += f", in the plan's number format {short(answers['half'])}"
