@@ -143,16 +143,17 @@ def _best_row(report: Mapping[str, Any], plan: list[Any]) -> DemoPlan:
     """The fastest row of equal quality; all of the plan if none is known."""
     read = read_report(report)
     arm = fastest_of_equal_quality(read)
-    if arm is None:
+    kept = None if arm is None else recipe_plan(arm, read)
+    if arm is None or kept is None:
         why = "chosen: the whole plan, since nothing could be measured in time"
         return DemoPlan("the whole plan", plan, why, least=0.0)
-    kept, step = recipe_plan(arm, read) or [], arm["step_seconds"]["p50"]
+    step = arm["step_seconds"]["p50"]
     if arm is read["arms"][0]:
         why = "chosen: no technique, since no row was shown to be faster at equal quality"
         return DemoPlan(arm["name"], kept, why, step, least=0.0)
     why = (
-        f'chosen: "{arm["name"]}" ({", ".join(arm["techniques"])}), the fastest row of equal quality: '
-        f"{span(arm['ratio'], 'times')} the baseline's speed"
+        f'chosen: "{arm["name"]}" ({", ".join(arm["techniques"])}), the fastest row of equal '
+        f"quality: {span(arm['ratio'], 'times')} the baseline's speed"
     )
     return DemoPlan(arm["name"], kept, why, step, arm["ratio"]["low"] or 1.0)
 

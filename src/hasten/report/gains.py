@@ -14,13 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hasten.core.plan import Plan
+from hasten.core.plan import Plan, name_of
 from hasten.formatting import NOT_MEASURED, duration, span, words
 from hasten.measure import ablation
 from hasten.measure.quality.requirements import FAILED
 from hasten.measure.significance import LEAST_FLOOR
 from hasten.measure.statistics import Interval, Luck, verdict
-from hasten.recipe.write_back import name_of
 from hasten.report import verdicts
 from hasten.report.verdicts import NOT_MEASURED as NOTHING
 from hasten.report.verdicts import head, ratio_between
