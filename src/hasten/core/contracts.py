@@ -25,6 +25,7 @@ class Precision(Protocol):
 
     def prepare(self, module: nn.Module) -> None:
         """Bring the module into its working format, in place."""
+        return
 
     def region(self) -> AbstractContextManager[Any]:
         """The context of every forward pass."""
@@ -34,18 +35,22 @@ class Precision(Protocol):
 
     def before_backward(self, reduces: bool) -> None:
         """Called before each backward pass; ``reduces``: its gradients go over the wire."""
+        return
 
     def collect(self) -> None:
         """Called after each backward pass, to take the gradients over."""
+        return
 
     def parameters(self) -> list[Tensor]:
         """The true weights, their ``.grad`` complete once all micro-batches are done."""
 
     def publish(self) -> None:
         """Called after each update: working weights follow the true ones."""
+        return
 
     def finish(self, module: nn.Module) -> None:
         """Give the module its true weights back, for saving."""
+        return
 
 
 class Wire(Protocol):
@@ -53,12 +58,15 @@ class Wire(Protocol):
 
     def attach(self, module: nn.Module) -> None:
         """Gradients ready: hook into the wrapped module."""
+        return
 
     def before_update(self, parameters: Sequence[Tensor]) -> None:
         """All gradients are there, the weights have not moved."""
+        return
 
     def after_update(self, parameters: Sequence[Tensor]) -> None:
         """The weights have moved (local steps average here)."""
+        return
 
 
 class Average(Protocol):
@@ -66,19 +74,17 @@ class Average(Protocol):
 
     def after_update(self, parameters: Sequence[Tensor]) -> None:
         """The weights have moved."""
+        return
 
     def versions(self, parameters: Sequence[Tensor]) -> Iterator[str]:
         """Suffixes of the folders to save, the weights in place while each is out."""
 
 
-class AsGiven:
+class AsGiven(Precision):
     """The number format the model came in; parameters are their own true weights."""
 
     def __init__(self) -> None:
         self._parameters: list[Tensor] = []
-
-    def prepare(self, module: nn.Module) -> None:
-        return None
 
     def region(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -86,40 +92,16 @@ class AsGiven:
     def own(self, optimizer: Optimizer) -> None:
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
-    def before_backward(self, reduces: bool) -> None:
-        return None
-
-    def collect(self) -> None:
-        return None
-
     def parameters(self) -> list[Tensor]:
         return self._parameters
 
-    def publish(self) -> None:
-        return None
 
-    def finish(self, module: nn.Module) -> None:
-        return None
-
-
-class NoCompression:
+class NoCompression(Wire):
     """Gradients travel as they are."""
 
-    def attach(self, module: nn.Module) -> None:
-        return None
 
-    def before_update(self, parameters: Sequence[Tensor]) -> None:
-        return None
-
-    def after_update(self, parameters: Sequence[Tensor]) -> None:
-        return None
-
-
-class NoAverage:
+class NoAverage(Average):
     """Only the weights themselves are kept."""
-
-    def after_update(self, parameters: Sequence[Tensor]) -> None:
-        return None
 
     def versions(self, parameters: Sequence[Tensor]) -> Iterator[str]:
         yield ""
@@ -138,7 +120,7 @@ class SpikeWatching(Protocol):
         """Look at a step; True where the session is at an earlier one now."""
 
 
-class NoSpikes:
+class NoSpikes(SpikeWatching):
     """Losses are as they are."""
 
     rate = 1.0
@@ -153,13 +135,11 @@ class Adjusting(Protocol):
 
     def after_step(self, metrics: StepMetrics) -> None:
         """A step is done, the next one hasn't begun; called on every rank."""
+        return
 
 
-class AsSet:
+class AsSet(Adjusting):
     """Every setting stays as the plan has it."""
-
-    def after_step(self, metrics: StepMetrics) -> None:
-        return None
 
 
 class StepNumbers(NamedTuple):
@@ -223,15 +203,17 @@ class Agreement(Protocol):
 
     def skipped(self) -> None:
         """A step was given up; ``after_update`` of the wire is not called for it."""
+        return
 
     def settle(self) -> None:
         """Every rank calls it between the same two steps; weights are equal after it."""
+        return
 
     def others(self, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         """On rank 0 the same of each other rank, in order. For checkpoints; all ranks call it."""
 
 
-class EachStep:
+class EachStep(Agreement):
     """Every sum is taken when it is asked for, so that ranks never differ."""
 
     apart = False
@@ -247,12 +229,6 @@ class EachStep:
     def sum(self, values: Tensor) -> Tensor:
         return self._layout.sum(values)
 
-    def skipped(self) -> None:
-        return None
-
-    def settle(self) -> None:
-        return None
-
     def others(self, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         return []
 
@@ -265,9 +241,11 @@ class Checkpointing(Protocol):
 
     def after_step(self, session: Any) -> None:
         """A step is done."""
+        return
 
     def after_epoch(self, session: Any) -> None:
         """An epoch is done, after its last step."""
+        return
 
     def resume(self, session: Any, path: Path | None = None) -> Path | None:
         """Bring a fresh session to the newest saved state, or to that of ``path``; its path, or
@@ -275,29 +253,21 @@ class Checkpointing(Protocol):
 
     def settle(self) -> None:
         """Until nothing is under way, before another process is measured on this machine."""
+        return
 
     def running(self, session: Any) -> AbstractContextManager[None]:
         """Around all steps: what can't be written is refused before them, and what is under way
         is done after them. A run that was asked to stop is saved."""
 
 
-class NoCheckpoint:
+class NoCheckpoint(Checkpointing):
     """State stays in memory."""
-
-    def after_step(self, session: Any) -> None:
-        return None
-
-    def after_epoch(self, session: Any) -> None:
-        return None
 
     def resume(self, session: Any, path: Path | None = None) -> Path | None:
         if path is not None:
             raise InputError(
                 f"resume: {path} needs checkpoints in the plan, or checkpoint_every, to be read"
             )
-        return None
-
-    def settle(self) -> None:
         return None
 
     def running(self, session: Any) -> AbstractContextManager[None]:
@@ -315,22 +285,18 @@ class LossScaling(Protocol):
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
         """Divide the complete gradients of a step, in place."""
+        return
 
     def judge(self, finite: bool) -> None:
         """Called after each norm with what all ranks agreed on."""
+        return
 
 
-class Unscaled:
+class Unscaled(LossScaling):
     """Losses as they are; every step that isn't finite is a failure."""
 
     value = 1.0
     searching = False
-
-    def unscale(self, gradients: Sequence[Tensor]) -> None:
-        return None
-
-    def judge(self, finite: bool) -> None:
-        return None
 
 
 # What a step asks of ROUTING, and the default: tokens go where the model sends them.
@@ -341,35 +307,29 @@ class Routing(Protocol):
 
     def prepare(self, model: nn.Module) -> None:
         """Look at the fresh model's routers, before anything replaces modules."""
+        return
 
     def forward(self, module: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The forward pass of a micro-batch: (loss summed over trained tokens, their number)."""
 
     def after_update(self, total: Callable[[Tensor], Tensor]) -> None:
         """The weights have moved; ``total`` sums a float64 tensor on the host over all ranks."""
+        return
 
     def discard(self) -> None:
         """The passes since the last update don't count."""
+        return
 
     def load_ratio(self) -> float | None:
         """The busiest expert's load / the mean in the last step, over layers; None: unknown."""
 
 
-class AsTheModelDoes:
+class AsTheModelDoes(Routing):
     """Nothing beside what the model's own routers do."""
-
-    def prepare(self, model: nn.Module) -> None:
-        return None
 
     def forward(self, module: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         loss, labels = module(**micro_batch.inputs)
         return loss, labels
-
-    def after_update(self, total: Callable[[Tensor], Tensor]) -> None:
-        return None
-
-    def discard(self) -> None:
-        return None
 
     def load_ratio(self) -> float | None:
         return None

@@ -49,43 +49,35 @@ class Clock(Protocol):
 
     def begin(self) -> None:
         """A step begins to wait for its data."""
+        return
 
     def reading(self, source: Iterator[Item]) -> Iterator[Item]:
         """What FEED takes its steps from, so that reading can be told from copying."""
 
     def fed(self) -> None:
         """The step's micro-batches are on the device."""
+        return
 
     def mark(self, part: str) -> None:
         """What ran since the mark before was ``part``."""
+        return
 
     def exposed(self, part: str, seconds: float) -> None:
         """So much of a part that is over was waiting for other ranks."""
+        return
 
     def end(self) -> Mapping[str, float]:
         """The step is over: seconds of its parts, empty where nobody counted."""
 
 
-class Unclocked:
+class Unclocked(Clock):
     """Counts nothing."""
 
     def __init__(self) -> None:
         self.steps: deque[dict[str, float]] = deque(maxlen=0)
 
-    def begin(self) -> None:
-        return None
-
     def reading(self, source: Iterator[Item]) -> Iterator[Item]:
         return source
-
-    def fed(self) -> None:
-        return None
-
-    def mark(self, part: str) -> None:
-        return None
-
-    def exposed(self, part: str, seconds: float) -> None:
-        return None
 
     def end(self) -> Mapping[str, float]:
         return {}

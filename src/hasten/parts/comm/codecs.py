@@ -35,6 +35,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Protocol
@@ -46,6 +47,47 @@ from hasten.parts.kernels import codec as compiled
 from hasten.parts.kernels import codec_reference
 from hasten.parts.kernels.codec_reference import CHUNK
 from hasten.parts.kernels.refused import LEAST_CAPABILITY, is_refused
+
+
+class Codec(Protocol):
+    """What encodes float32 or bf16 numbers, flat and without gaps, into a message of bytes."""
+
+    @property
+    def name(self) -> str:
+        """As it stands in a recipe."""
+
+    def message_bytes(self, numbers: int) -> int:
+        """The exact length of a message of so many numbers."""
+
+    def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
+        """The message, uint8, in ``out`` where that is given."""
+
+    def encode_with_feedback(
+        self,
+        flat: Tensor,
+        residual: Tensor,
+        out: Tensor | None = None,
+        kept: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The message of ``flat + residual``, and a bool tensor: whether all of it was finite.
+
+        What the message leaves out is put into ``kept`` (float32), and ``residual`` stays; without
+        ``kept`` it replaces the residual if all was finite: int8, int4 and top-k read the numbers
+        once more for that, and wait for a GPU. With ``kept`` neither is needed, and a caller can
+        decide when the other ranks have told theirs.
+        """
+
+    def decode(
+        self, message: Tensor, numbers: int, out: Tensor | None = None, add: bool = False
+    ) -> Tensor:
+        """The numbers of a message in float32, put into ``out`` or added to it."""
+
+    def decode_mean(self, messages: Tensor, numbers: int, out: Tensor | None = None) -> Tensor:
+        """The mean of messages (ranks, bytes), summed in float32 in the order of the ranks."""
+
+    def finite(self, message: Tensor, numbers: int) -> Tensor:
+        """A bool tensor: whether all that was encoded was finite and within the format's range."""
+
 
 # What all codecs share: the memory of a message, and sentences on arguments that don't fit.
 
@@ -251,6 +293,44 @@ def _added(result: Tensor, values: Tensor) -> Tensor:
     return result
 
 
+class PackedCodec(Codec):
+    """What codecs share whose numbers travel as codes or places, made and read by kernels."""
+
+    @abstractmethod
+    def _are_finite(self, flat: Tensor, residual: Tensor) -> bool:
+        """Whether their sum is, and within the format's range."""
+
+    @abstractmethod
+    def _encoded(
+        self, flat: Tensor, residual: Tensor | None, kept: Tensor | None, out: Tensor | None
+    ) -> Tensor: ...
+
+    @abstractmethod
+    def _decoded(self, messages: Tensor, out: Tensor, add: bool) -> Tensor: ...
+
+    def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._encoded(checked(flat), None, None, out)
+
+    def encode_with_feedback(
+        self, flat: Tensor, residual: Tensor, out: Tensor | None = None, kept: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        flat, into = checked(flat, residual, kept), kept
+        if kept is None and (not len(flat) or self._are_finite(flat, residual)):
+            into = residual
+        message = self._encoded(flat, residual, into, out)
+        return message, self.finite(message, len(flat))
+
+    def decode(
+        self, message: Tensor, numbers: int, out: Tensor | None = None, add: bool = False
+    ) -> Tensor:
+        check_message(message, self.message_bytes(numbers))
+        return self._decoded(message[None], result_for(out, numbers, message, add), add)
+
+    def decode_mean(self, messages: Tensor, numbers: int, out: Tensor | None = None) -> Tensor:
+        check_messages(messages, self.message_bytes(numbers))
+        return self._decoded(messages, result_for(out, numbers, messages, False), False)
+
+
 # A codec that sends blocks of numbers as codes of 8, 4 or 1 bits with one scale for each block.
 #
 # A message is the codes of all blocks, then their scales; in int4 the first half of a block lies in
@@ -263,7 +343,7 @@ TRITON = "codec"  # the name of the Triton kernels where they are checked
 
 
 @dataclass(frozen=True)
-class QuantisedCodec:
+class QuantisedCodec(PackedCodec):
     """Blocks of numbers as whole codes of 8 or 4 bits, or as signs, with a bf16 scale for each."""
 
     bits: int
@@ -290,21 +370,8 @@ class QuantisedCodec:
         flat = checked(flat)
         return self._encoded(flat, None, None, out, seed)
 
-    def encode_with_feedback(
-        self,
-        flat: Tensor,
-        residual: Tensor,
-        out: Tensor | None = None,
-        kept: Tensor | None = None,
-        seed: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        flat = checked(flat, residual, kept)
-        into = kept if kept is not None else residual
-        if kept is None and len(flat):
-            fine = _way(flat).finite(flat, residual, codec_reference.limit_of(self.bits))
-            into = residual if fine else None
-        message = self._encoded(flat, residual, into, out, seed)
-        return message, self.finite(message, len(flat))
+    def _are_finite(self, flat: Tensor, residual: Tensor) -> bool:
+        return bool(_way(flat).finite(flat, residual, codec_reference.limit_of(self.bits)))
 
     def _encoded(
         self,
@@ -312,7 +379,7 @@ class QuantisedCodec:
         residual: Tensor | None,
         kept: Tensor | None,
         out: Tensor | None,
-        seed: int | None,
+        seed: int | None = None,
     ) -> Tensor:
         if seed is not None and self.bits == 1:
             raise ValueError("signs aren't rounded by chance: leave the seed out")
@@ -324,19 +391,9 @@ class QuantisedCodec:
             _way(flat).encode(flat, residual, kept, codes, scales, self.block, self.bits, seed)
         return message
 
-    def decode(
-        self, message: Tensor, numbers: int, out: Tensor | None = None, add: bool = False
-    ) -> Tensor:
-        check_message(message, self.message_bytes(numbers))
-        return self._decoded(message[None], numbers, result_for(out, numbers, message, add), add)
-
-    def decode_mean(self, messages: Tensor, numbers: int, out: Tensor | None = None) -> Tensor:
-        check_messages(messages, self.message_bytes(numbers))
-        return self._decoded(messages, numbers, result_for(out, numbers, messages, False), False)
-
-    def _decoded(self, messages: Tensor, numbers: int, out: Tensor, add: bool) -> Tensor:
-        blocks, size = self._sizes(numbers)
-        if numbers:
+    def _decoded(self, messages: Tensor, out: Tensor, add: bool) -> Tensor:
+        blocks, size = self._sizes(len(out))
+        if len(out):
             codes = messages[:, :size]
             scales = messages[:, size : size + 2 * blocks].view(torch.int16)
             factor = 1 / len(messages)
@@ -383,46 +440,6 @@ def _takes_triton(device: torch.device) -> bool:
 # Which codec a name stands for.
 
 
-class Codec(Protocol):
-    """What encodes float32 or bf16 numbers, flat and without gaps, into a message of bytes."""
-
-    @property
-    def name(self) -> str:
-        """As it stands in a recipe."""
-
-    def message_bytes(self, numbers: int) -> int:
-        """The exact length of a message of so many numbers."""
-
-    def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
-        """The message, uint8, in ``out`` where that is given."""
-
-    def encode_with_feedback(
-        self,
-        flat: Tensor,
-        residual: Tensor,
-        out: Tensor | None = None,
-        kept: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The message of ``flat + residual``, and a bool tensor: whether all of it was finite.
-
-        What the message leaves out is put into ``kept`` (float32), and ``residual`` stays; without
-        ``kept`` it replaces the residual if all was finite: int8, int4 and top-k read the numbers
-        once more for that, and wait for a GPU. With ``kept`` neither is needed, and a caller can
-        decide when the other ranks have told theirs.
-        """
-
-    def decode(
-        self, message: Tensor, numbers: int, out: Tensor | None = None, add: bool = False
-    ) -> Tensor:
-        """The numbers of a message in float32, put into ``out`` or added to it."""
-
-    def decode_mean(self, messages: Tensor, numbers: int, out: Tensor | None = None) -> Tensor:
-        """The mean of messages (ranks, bytes), summed in float32 in the order of the ranks."""
-
-    def finite(self, message: Tensor, numbers: int) -> Tensor:
-        """A bool tensor: whether all that was encoded was finite and within the format's range."""
-
-
 def codec(name: str, block: int = 256) -> Codec:
     """The codec of that name; ``block`` is how many numbers share a scale in int8, int4 and sign.
 
@@ -452,7 +469,7 @@ INFINITE_BF16 = 0x7F80
 
 
 @dataclass(frozen=True)
-class ChunkedTopK:
+class ChunkedTopK(PackedCodec):
     """A codec that keeps the ``k`` largest magnitudes of each chunk of 256 numbers."""
 
     k: int
@@ -480,24 +497,9 @@ class ChunkedTopK:
         chosen = self._chosen(numbers)
         return padded(chosen) + padded(2 * chosen)
 
-    def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
-        flat = checked(flat)
-        return self._encoded(flat, None, None, out)
-
-    def encode_with_feedback(
-        self,
-        flat: Tensor,
-        residual: Tensor,
-        out: Tensor | None = None,
-        kept: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        flat = checked(flat, residual, kept)
-        into = kept if kept is not None else residual
-        if kept is None and len(flat):
-            fine = _topk_way(flat).finite(flat, residual, codec_reference.TOO_LARGE_FOR_BF16)
-            into = residual if fine else None
-        message = self._encoded(flat, residual, into, out)
-        return message, self.finite(message, len(flat))
+    def _are_finite(self, flat: Tensor, residual: Tensor) -> bool:
+        limit = codec_reference.TOO_LARGE_FOR_BF16
+        return bool(_topk_way(flat).finite(flat, residual, limit))
 
     def _encoded(
         self, flat: Tensor, residual: Tensor | None, kept: Tensor | None, out: Tensor | None
@@ -510,16 +512,6 @@ class ChunkedTopK:
             places, values = self._parts(message[None], len(flat))
             _topk_way(flat).topk_encode(flat, residual, kept, places[0], values[0], self.k)
         return message
-
-    def decode(
-        self, message: Tensor, numbers: int, out: Tensor | None = None, add: bool = False
-    ) -> Tensor:
-        check_message(message, self.message_bytes(numbers))
-        return self._decoded(message[None], result_for(out, numbers, message, add), add)
-
-    def decode_mean(self, messages: Tensor, numbers: int, out: Tensor | None = None) -> Tensor:
-        check_messages(messages, self.message_bytes(numbers))
-        return self._decoded(messages, result_for(out, numbers, messages, False), False)
 
     def _decoded(self, messages: Tensor, out: Tensor, add: bool) -> Tensor:
         if len(out):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from hasten.parts.distributed.tensor_plans import TensorPlan
 from hasten.parts.distributed.vocabulary_parallel import VocabularyParallelHead
 from hasten.parts.nn.causal_lm import causal_lm, trunk
 from hasten.parts.nn.fused_layers import is_fused
@@ -188,31 +189,6 @@ SEQUENCE = 1  # the dimension of (batch, sequence, hidden)
 HEADS = 2  # of (batch, sequence, heads, head size)
 
 
-class ModuleCuts(Protocol):
-    """Which module is cut how: names below the trunk, ``*`` a layer's number."""
-
-    @property
-    def column(self) -> tuple[str, ...]: ...
-    @property
-    def row(self) -> tuple[str, ...]: ...
-    @property
-    def regions(self) -> tuple[str, ...]: ...
-    @property
-    def mixed(self) -> tuple[str, ...]: ...
-    @property
-    def scattered(self) -> tuple[str, ...]: ...
-    @property
-    def norms(self) -> tuple[str, ...]: ...
-    @property
-    def head_norms(self) -> tuple[str, ...]: ...
-    @property
-    def tails(self) -> tuple[str, ...]: ...
-    @property
-    def tail_size(self) -> str: ...
-    @property
-    def embedding(self) -> str: ...
-
-
 def check_heads(config: Any, size: int) -> None:
     """Raise ValueError where heads can't be dealt out evenly."""
     for name in ("num_attention_heads", "num_key_value_heads"):
@@ -226,7 +202,7 @@ def check_heads(config: Any, size: int) -> None:
 
 
 def split_layers(
-    model: nn.Module, mesh: DeviceMesh, plan: ModuleCuts, sequence: bool = True
+    model: nn.Module, mesh: DeviceMesh, plan: TensorPlan, sequence: bool = True
 ) -> None:
     """Cut a Hugging Face causal model's layers over the mesh, in place.
 
@@ -270,7 +246,7 @@ def split_layers(
         parameter.requires_grad_(learns[name])  # SequenceParallel makes all it replicates learn
 
 
-def split_vocabulary(model: nn.Module, mesh: DeviceMesh, plan: ModuleCuts) -> None:
+def split_vocabulary(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
     """Cut embedding and head over the mesh by tokens, tied or not, in place.
 
     Raises:
@@ -325,7 +301,7 @@ def _attends(module: nn.Module) -> bool:
     return "Attention" in type(module).__name__
 
 
-def _cut_sequence(inner: nn.Module, mesh: DeviceMesh, plan: ModuleCuts) -> None:
+def _cut_sequence(inner: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
     between, whole = Shard(SEQUENCE), Replicate()
     for name in _matches(inner, plan.norms):
         style = SequenceParallel(use_local_output=True)

@@ -18,7 +18,6 @@ from hasten.core.layout import gradients_of, total_norm
 from hasten.core.setup import Setup, on_device, once
 from hasten.core.state import order_of
 from hasten.errors import InputError
-from hasten.models.tensor_plans import TENSOR_PLANS
 from hasten.parts.comm.groups import sum_over_ranks
 from hasten.parts.distributed.ddp import reduce_now
 from hasten.parts.distributed.fsdp import shard_stage
@@ -41,6 +40,7 @@ from hasten.parts.distributed.pipeline.runtime import (
 from hasten.parts.distributed.pipeline.schedules import SPLIT
 from hasten.parts.distributed.pipeline.stages import LanguageModel, TiedHead, is_end
 from hasten.parts.distributed.tensor_parallel import split_layers
+from hasten.parts.distributed.tensor_plans import TENSOR_PLANS
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.compile import Compiling

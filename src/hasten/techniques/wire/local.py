@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hasten.core.contracts import Traffic
+from hasten.core.contracts import Traffic, Wire
 from hasten.core.facts import Facts
 from hasten.core.job import Counts
 from hasten.core.session import Session
@@ -145,7 +145,7 @@ class Part(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Apart:
+class Apart(Wire):
     """A run's wire, and its agreement: a step goes by what this rank knows."""
 
     apart = True
@@ -161,9 +161,6 @@ class Apart:
     def attach(self, module: nn.Module) -> None:
         self._module = module
         same_start(module)
-
-    def before_update(self, parameters: Parameters) -> None:
-        return None
 
     def after_update(self, parameters: Parameters) -> None:
         self._done(self._tokens)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hasten.core.contracts import Wire
 from hasten.core.facts import Facts
 from hasten.core.session import Session
 from hasten.core.setup import Setup
@@ -104,7 +105,7 @@ class Automatic(Technique):
         return Proof(choice.decided, f"{choice.reason}; {_seen(choice.buckets)}")
 
 
-class RoutedWire:
+class RoutedWire(Wire):
     """WIRE: buckets on one route, or on the one that proves to be shorter; weights are compared."""
 
     def __init__(self, kind: str, part: RoutedBuckets | WireChoice, check_every: int) -> None:
@@ -121,9 +122,6 @@ class RoutedWire:
             self.part.attach(module)
         except ValueError as error:  # hosts or settings that don't go together
             raise InputError(f"{self._kind}: {error}") from error
-
-    def before_update(self, parameters: Sequence[Tensor]) -> None:
-        return None
 
     def after_update(self, parameters: Sequence[Tensor]) -> None:
         self.part.step()
