@@ -17,6 +17,7 @@ from evidence.planted import recorded
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique
+from hasten.data import file_lock
 from hasten.errors import InputError
 from hasten.measure import choose as module
 from hasten.measure.ablation import Arm
@@ -206,6 +207,35 @@ def test_without_time_for_a_race_a_forecast_chooses(sums: dict[str, Any], tmp_pa
     assert "too short to race plans" in found.why
     assert "labelled_token_loss" in found.entries
     assert not list(tmp_path.glob("*.json"))
+
+
+def test_the_machine_is_held_over_all_races(sums: dict[str, Any], tmp_path: Path) -> None:
+    """Between two races another measurement could begin, and end after the budget."""
+    held: list[bool] = []
+    fake = race({}, steady(0.02, 1))
+
+    def measured(*args: Any, **more: Any) -> Measured:
+        held.append(file_lock._measuring)
+        return fake(*args, **more)
+
+    chosen(sums, tmp_path, measured)
+    assert len(held) == 2
+    assert all(held)
+    assert not file_lock._measuring
+
+
+def test_where_another_measurement_has_the_machine_for_too_long_a_forecast_chooses(
+    sums: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(tell: Callable[[str], None], budget_seconds: float) -> Any:
+        raise InputError(f"budget: waiting for process 1 took all of its {budget_seconds} s")
+
+    monkeypatch.setattr(module, "one_measurement", busy)
+    found = chosen(sums, tmp_path, race({}, steady(0.02, 1)))
+    assert found.source == "forecast"
+    assert "another measurement had this machine for more than 1 min 00 s, so" in found.why
+    assert "labelled_token_loss" in found.entries
+    assert not list(tmp_path.glob("*.json"))  # it isn't kept
 
 
 def test_what_the_recipe_asks_for_by_other_keys_is_kept(
