@@ -19,12 +19,15 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique
 from hasten.data import file_lock
 from hasten.errors import InputError
+from hasten.integrations.adapt import facts_of
 from hasten.measure import choose as module
 from hasten.measure.ablation import Arm
-from hasten.measure.choose import PLAIN, Choice, choose
+from hasten.measure.choose import PLAIN, Choice, choose, kept_choices
 from hasten.measure.experiment import Measured
+from hasten.measure.recipe_experiment import prepared
 from hasten.progress import SilentProgress
-from hasten.recipe import memory_check
+from hasten.recipe import build, memory_check
+from hasten.recipe.build import build_model
 from hasten.recipe.candidates import candidates
 from hasten.recipe.schema import Recipe, recipe_from
 
@@ -186,6 +189,20 @@ def test_a_choice_is_kept_for_the_same_job_and_no_other(
         chosen(sums, tmp_path, never, fresh=True)
 
 
+def test_a_choice_is_found_by_the_model_itself_as_another_trainer_has_it(
+    sums: dict[str, Any], tmp_path: Path
+) -> None:
+    first = chosen(sums, tmp_path, race({}, steady(0.02, 1)))
+    recipe = recipe_from({**sums, "plan": []}, "a test")
+    subject = prepared(recipe, SilentProgress())
+    assert subject.material is not None
+    model = build_model(recipe, subject.material)
+    (kept,) = kept_choices(facts_of(model, "cpu"), tmp_path)
+    assert kept.choice == first
+    assert kept.records == subject.known.records
+    assert kept_choices(facts_of(model, "cuda:0"), tmp_path) == []
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"date": 1}', '{"date": "", "choice": {}}'])
 def test_a_damaged_memory_is_told_of_and_measured_anew(
     sums: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
@@ -265,9 +282,7 @@ def test_every_candidate_has_its_reason(sums: dict[str, Any], tmp_path: Path) ->
 
 def test_only_the_allowed_fidelity_is_a_candidate(sums: dict[str, Any]) -> None:
     recipe = recipe_from(dict(sums), "a test")
-    from hasten.recipe.build import facts_of
-
-    known = facts_of(recipe)
+    known = build.facts_of(recipe)
     for fidelity, allowed in (
         ("exact", {Fidelity.EXACT}),
         ("rounding", {Fidelity.EXACT, Fidelity.ROUNDING}),
