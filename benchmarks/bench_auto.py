@@ -1,16 +1,16 @@
 """Whether ``plan: auto`` finds the best plan: its choice against the best row of a ladder.
 
     python benchmarks/bench_auto.py [--budget 3m] [--rounds 8] [--change KEY=VALUE] [RECIPE ...]
-    python benchmarks/bench_auto.py --planted 3 [--budget 2m] [--change KEY=VALUE] [RECIPE ...]
+    python benchmarks/bench_auto.py --planted 3 [--budget 3m] [--change KEY=VALUE]
 
 For each recipe: a choice is raced anew; the techniques of the first plan are measured as a ladder;
 then the choice, the best row of the ladder, the whole first plan (which a forecast alone would
 take) and the job without techniques take turns. Printed are the choice, the best row, ratios with
 their intervals, and the time of the search with its share of an hour's training.
 
-Planted: so many choices on the first recipe with three techniques beside the catalogue's, of which
-one costs 20 %, one does nothing and one gains 10 %. The first two are to be dropped, the third is
-to be taken.
+Planted: so many choices on a job of some milliseconds a step, with three techniques beside those of
+the catalogue that keep every bit: one costs 20 %, one does nothing, one gains 10 %. The first two
+are to be dropped, the third is to be taken.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.core.plan import Plan
+from hasten.data.file_lock import one_measurement
 from hasten.measure.ablation import Design
 from hasten.measure.choose import choose
 from hasten.measure.recipe_experiment import measured, prepared
@@ -31,6 +32,7 @@ from hasten.progress import SilentProgress
 from hasten.recipe.build import catalogue
 from hasten.recipe.schema import Recipe, load_recipe
 
+STEPS = 100_000  # of the planted job: its races never reach its end
 PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
 
 
@@ -57,8 +59,8 @@ def main() -> None:
             print(_row(Path(path).stem, recipe, asked.rounds, Path(folder)), flush=True)
 
 
-def _recipe(asked: argparse.Namespace, path: str, folder: str) -> Recipe:
-    changes = ["plan=auto", *asked.change, f"output={folder}/out"]
+def _recipe(asked: argparse.Namespace, path: str, folder: str, plan: str = "plan=auto") -> Recipe:
+    changes = [plan, *asked.change, f"output={folder}/out"]
     return load_recipe(Path(path), [*changes, f"auto_budget={asked.budget}"])
 
 
@@ -66,14 +68,16 @@ def _planted(asked: argparse.Namespace) -> None:
     """A table of choices with planted techniques: what became of each, and its measured speed."""
     sys.path += PATHS
     os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)  # of the workers, which train with them
+    from verdicts.job import resolved_recipe
     from verdicts.planted_auto import PLANTED
 
     names = {kind.name(): kind.auto == "try" for kind in PLANTED}  # and whether it is to be taken
     print(f"| run | {' | '.join(names)} | right | search |")
     print("|---" * (len(names) + 3) + "|")
     for run in range(1, asked.planted + 1):
-        with tempfile.TemporaryDirectory() as folder:
-            recipe = _recipe(asked, asked.recipes[0], folder)
+        with tempfile.TemporaryDirectory() as folder, one_measurement(_waits):
+            path = str(resolved_recipe(Path(folder), STEPS))
+            recipe = _recipe(asked, path, folder, "plan={auto: {fidelity: exact}}")
             place = Path(folder) / "choices"
             choice = choose(
                 recipe,
@@ -88,11 +92,15 @@ def _planted(asked: argparse.Namespace) -> None:
         for name, wanted in names.items():
             taken = name in choice.entries
             right += taken == wanted
-            change = next((n for n in ratios if n.split()[1] == name), None)
+            change = next((n for n in ratios if name in n.split()), None)
             speed = "not raced" if change is None else f"{change} {_interval(ratios[change])}"
             cells.append(f"{'taken' if taken else 'dropped'} ({speed})")
         row = (str(run), *cells, f"{right} of {len(names)}", f"{choice.seconds:.0f} s")
         print(f"| {' | '.join(row)} |", flush=True)
+
+
+def _waits(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _interval(ratio: dict[str, float | None]) -> str:

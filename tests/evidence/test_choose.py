@@ -18,14 +18,18 @@ from hasten.core import facts
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique
+from hasten.data import file_lock
 from hasten.errors import InputError
+from hasten.integrations.adapt import facts_of
 from hasten.machine.host import Accelerator
 from hasten.measure import choose as module
 from hasten.measure.ablation import Arm
-from hasten.measure.choose import PLAIN, Choice, choose
+from hasten.measure.choose import PLAIN, Choice, choose, kept_choices
 from hasten.measure.experiment import Measured
+from hasten.measure.recipe_experiment import prepared
 from hasten.progress import SilentProgress
-from hasten.recipe import memory_check
+from hasten.recipe import build, memory_check
+from hasten.recipe.build import build_model
 from hasten.recipe.candidates import candidates
 from hasten.recipe.schema import Recipe, recipe_from
 
@@ -198,6 +202,20 @@ def test_a_choice_is_kept_for_the_same_job_and_no_other(
         chosen(sums, tmp_path, never, fresh=True)
 
 
+def test_a_choice_is_found_by_the_model_itself_as_another_trainer_has_it(
+    sums: dict[str, Any], tmp_path: Path
+) -> None:
+    first = chosen(sums, tmp_path, race({}, steady(0.02, 1)))
+    recipe = recipe_from({**sums, "plan": []}, "a test")
+    subject = prepared(recipe, SilentProgress())
+    assert subject.material is not None
+    model = build_model(recipe, subject.material)
+    (kept,) = kept_choices(facts_of(model, "cpu"), tmp_path)
+    assert kept.choice == first
+    assert kept.records == subject.known.records
+    assert kept_choices(facts_of(model, "cuda:0"), tmp_path) == []
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"date": 1}', '{"date": "", "choice": {}}'])
 def test_a_damaged_memory_is_told_of_and_measured_anew(
     sums: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
@@ -219,6 +237,35 @@ def test_without_time_for_a_race_a_forecast_chooses(sums: dict[str, Any], tmp_pa
     assert "too short to race plans" in found.why
     assert "labelled_token_loss" in found.entries
     assert not list(tmp_path.glob("*.json"))
+
+
+def test_the_machine_is_held_over_all_races(sums: dict[str, Any], tmp_path: Path) -> None:
+    """Between two races another measurement could begin, and end after the budget."""
+    held: list[bool] = []
+    fake = race({}, steady(0.02, 1))
+
+    def measured(*args: Any, **more: Any) -> Measured:
+        held.append(file_lock._measuring)
+        return fake(*args, **more)
+
+    chosen(sums, tmp_path, measured)
+    assert len(held) == 2
+    assert all(held)
+    assert not file_lock._measuring
+
+
+def test_where_another_measurement_has_the_machine_for_too_long_a_forecast_chooses(
+    sums: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(tell: Callable[[str], None], budget_seconds: float) -> Any:
+        raise InputError(f"budget: waiting for process 1 took all of its {budget_seconds} s")
+
+    monkeypatch.setattr(module, "one_measurement", busy)
+    found = chosen(sums, tmp_path, race({}, steady(0.02, 1)))
+    assert found.source == "forecast"
+    assert "another measurement had this machine for more than 1 min 00 s, so" in found.why
+    assert "labelled_token_loss" in found.entries
+    assert not list(tmp_path.glob("*.json"))  # it isn't kept
 
 
 def test_what_the_recipe_asks_for_by_other_keys_is_kept(
@@ -248,9 +295,7 @@ def test_every_candidate_has_its_reason(sums: dict[str, Any], tmp_path: Path) ->
 
 def test_only_the_allowed_fidelity_is_a_candidate(sums: dict[str, Any]) -> None:
     recipe = recipe_from(dict(sums), "a test")
-    from hasten.recipe.build import facts_of
-
-    known = facts_of(recipe)
+    known = build.facts_of(recipe)
     for fidelity, allowed in (
         ("exact", {Fidelity.EXACT}),
         ("rounding", {Fidelity.EXACT, Fidelity.ROUNDING}),

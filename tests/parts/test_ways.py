@@ -268,11 +268,17 @@ def test_where_nothing_can_be_written_a_process_remembers_for_itself(
     assert len(planted) == counted
 
 
-def test_threads_and_gradients_are_as_before() -> None:
+def test_a_proof_is_the_same_in_any_state_of_torch_and_leaves_it_as_it_was() -> None:
     torch.set_num_threads(2)
-    with torch.no_grad():
-        prove([RIGHT])
+    mine = [kernel_ways.PASS_FUSED]
+    usual = prove(mine)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+        assert prove(mine) == usual
         assert not torch.is_grad_enabled()
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.empty(1).is_meta
+    with torch.inference_mode():
+        assert prove(mine) == usual
     assert torch.get_num_threads() == 2
 
 

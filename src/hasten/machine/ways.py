@@ -324,12 +324,14 @@ def _moved(inputs: Inputs, dtype: torch.dtype, device: str) -> Inputs:
 
 @contextlib.contextmanager
 def _alone(device: str) -> Iterator[None]:
-    """One thread on a processor, and gradients as in training, wherever this is called."""
+    """One thread on a processor, and torch as it is by default, wherever this is called."""
     before = torch.get_num_threads()
     if device == "cpu":
         torch.set_num_threads(1)
     try:
-        with torch.inference_mode(False), torch.enable_grad():
+        kind = torch.device(device).type
+        autocast: Any = torch.autocast(kind, enabled=False)
+        with torch.inference_mode(False), torch.enable_grad(), autocast, torch.device("cpu"):
             yield
     finally:
         if device == "cpu":

@@ -32,6 +32,7 @@ from hasten.core.setup import prepare
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.data.file_lock import one_measurement, replace_file
+from hasten.errors import InputError
 from hasten.formatting import duration
 from hasten.measure.ablation import Arm, Design, Kind
 from hasten.measure.recipe_experiment import (
@@ -242,10 +243,26 @@ class _Chooser:
         self._speeds: dict[str, list[float]] = {}  # tokens per second of the first race
 
     def run(self) -> Choice:
-        """Race, or say why there is none."""
+        """Race, or say why there is none.
+
+        The machine is this search's from its first race to its last: between two of them another
+        measurement could begin, and end after the budget.
+        """
         arms = self._neighbours()
         if not arms and self._first == self._plain:
             return self._forecast("no technique of the catalogue can serve speed here")
+        longest = self._recipe.auto_budget or LONGEST_SECONDS
+        with contextlib.ExitStack() as machine:
+            try:
+                machine.enter_context(one_measurement(self._audience.tell, longest))
+            except InputError:
+                return self._forecast(
+                    f"another measurement had this machine for more than {duration(longest)}"
+                )
+            self._began = time.monotonic()  # waiting is no part of the search
+            return self._searched(arms)
+
+    def _searched(self, arms: Mapping[str, Plan]) -> Choice:
         folder = Path(self._recipe.output) / "experiments" / "choice"
         path = folder / "recipe.yaml"
         folder.mkdir(parents=True, exist_ok=True)
@@ -254,8 +271,7 @@ class _Chooser:
             self._pool = pool
             budget = self._recipe.auto_budget
             if budget is None:
-                with one_measurement(self._audience.tell):
-                    budget, why = self._own_budget(path)
+                budget, why = self._own_budget(path)
                 if why:
                     return self._forecast(why)
             self._audience.tell(

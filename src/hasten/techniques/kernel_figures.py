@@ -21,7 +21,8 @@ def faults(facts: Facts, *operations: Operation) -> tuple[str, ...]:
         return ()
     proofs, names = ways.proofs_here(facts.device), {operation.name for operation in operations}
     return tuple(
-        f"its kernel for {way.operation.name} ({way.name}) can't be used: {proofs[way.key].fault}"
+        f"its kernel for {way.operation.name} ({way.name}) can't be used: {proofs[way.key].fault} "
+        "(hasten bench --fresh looks again)"
         for way in ways.registered()
         if way.own and way.operation.name in names and proofs[way.key].fault
     )
