@@ -492,10 +492,10 @@ def _ratio(arm: Arm) -> Interval | None:
 
 def _verdict(ratio: Interval) -> str:
     if ratio.low > 1:
-        return "faster"
+        return "helped"
     if ratio.high < 1:
-        return "slower"
-    return "no difference" if ratio.high / ratio.low < 1 + 2 * ALIKE else "undecided"
+        return "hurt"
+    return "no effect" if ratio.high / ratio.low < 1 + 2 * ALIKE else "undecided"
 
 
 def _rows(found: Iterable[TechniqueCandidate]) -> list[ChoiceRow]:
