@@ -26,7 +26,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from evidence.planted import RECORDED, TRUTHS, Proofs, Truth, counts, recorded
+from evidence.planted import RECORDED, TRUTHS, Proofs, Truth, counts, recorded, word_of
 from evidence.planted_techniques import small_proofs
 from evidence.simulated import NOISES, ROUNDS, coverage
 
@@ -71,7 +71,7 @@ def print_replays(replays: int) -> None:
         print(f"\nrounds that stray by {100 * sigma:g} %: called what it is, of {replays}\n")
         drawn = np.random.default_rng(1).lognormal(0, sigma / 2**0.5, (4000, 4, 1))
         _print_table(drawn, CALM_ROUNDS, replays, proofs)
-    print("\nin brackets: called something else; the rest is inconclusive")
+    print("\nin brackets: called something else; the rest is undecided")
 
 
 def _print_table(speeds: Any, shown: Sequence[int], replays: int, proofs: Proofs) -> None:
@@ -86,7 +86,7 @@ def _print_table(speeds: Any, shown: Sequence[int], replays: int, proofs: Proofs
 def _cell(truth: Truth, words: Counter[str]) -> str:
     """How often the one sure word was said, and in brackets how often a wrong one."""
     sure = truth.right[0]
-    wrong = sum(words.values()) - words[sure] - words["inconclusive"]
+    wrong = sum(words.values()) - words[sure] - words["undecided"]
     return f"{words[sure]} ({wrong})" if wrong else str(words[sure])
 
 
@@ -103,7 +103,7 @@ def print_real(experiments: int, rounds: int, steps: int, builds: int) -> None:
     print(f"\n| truth | right | words in {size} |")
     print("|---|---|---|")
     for truth in TRUTHS:
-        said = [_word(rows[truth.name]) for rows in found]
+        said = [word_of(rows[truth.name]) for rows in found]
         good = sum(word in truth.right for word in said)
         print(f"| {truth.name} | {good} of {experiments} | {', '.join(said)} |")
     for name in ALIKE:
@@ -122,12 +122,8 @@ def print_spread(builds: int, rounds: int, steps: int) -> None:
         print(f"| {kind} | {1e3 * found.step_seconds:.1f} ms | {shares} |", flush=True)
 
 
-def _word(row: dict[str, Any]) -> str:
-    return str(row["verdict"].partition(":")[0])
-
-
 def _told(row: dict[str, Any]) -> str:
-    return f"{_word(row)} {_intervals([row['ratio']])}"
+    return f"{word_of(row)} {_intervals([row['ratio']])}"
 
 
 def _intervals(ratios: Sequence[dict[str, float]]) -> str:

@@ -111,10 +111,13 @@ def _drawn(
 
 
 def words_of(arms: Sequence[Arm], guard: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Each arm's word by the real path, its reason left out: its effect, or that it is worse."""
-    rows = rows_of(arms, guard)
-    worse = {row["name"]: head(row["quality"]) == "worse" for row in rows}
-    return {r["name"]: "worse" if worse[r["name"]] else head(r["verdict"]) for r in rows}
+    """Each arm's word by the real path."""
+    return {row["name"]: word_of(row) for row in rows_of(arms, guard)}
+
+
+def word_of(row: Mapping[str, Any]) -> str:
+    """An arm's word, its reason left out: that its model is worse, else its effect."""
+    return "worse" if head(row["quality"]) == "worse" else head(row["verdict"])
 
 
 def rows_of(arms: Sequence[Arm], guard: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

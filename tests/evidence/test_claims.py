@@ -18,7 +18,8 @@ from evidence.handmade import (
 
 def test_a_claim_is_judged_by_the_arms_that_differ_by_its_technique_alone() -> None:
     one, two = Fake(((SPEED, 1.2),)), Other(((SPEED, 1.5), ("wire_bytes", 0.1)))
-    rungs = [baseline(), arm(one, speed=1.3), arm(one, two, speed=1.3 * 1.1)]
+    both = arm(one, two, speed=1.3 * 1.1, kind="all")
+    rungs = [baseline(), arm(one, speed=1.3, kind="ladder"), both]
     first, second, third = report(*rungs)["claims"]
     assert first["measured"].startswith("1.30× [")
     assert (first["claimed"], first["verdict"]) == ("1.20×", "held")
@@ -37,7 +38,8 @@ def test_a_claim_without_two_such_arms_is_left_open() -> None:
 
 def test_a_failed_arm_gives_way_to_another_pair() -> None:
     one, two = Fake(((SPEED, 1.2),)), Other()
-    arms = [baseline(), arm(one, failed="x"), arm(two), arm(one, two, speed=1.5)]
+    without = arm(two, kind="left out")
+    arms = [baseline(), arm(one, failed="x"), without, arm(one, two, speed=1.5, kind="all")]
     claim = report(*arms)["claims"][0]
     assert claim["measured"].startswith("1.50×")
 
@@ -76,7 +78,8 @@ def test_a_promise_of_little_more_memory_can_be_kept() -> None:
 def test_claims_are_corrected_for_their_number_as_arms_are() -> None:
     noise = (1.03, 0.98, 1.0, 1.01, 0.99)
     promised = Fake(((SPEED, 1.03),)), Other(((SPEED, 1.2),))
-    alone = [arm(promised[0], speed=1.035, noise=noise), arm(*promised, speed=1.04, noise=noise)]
+    first = arm(promised[0], speed=1.035, noise=noise, kind="ladder")
+    alone = [first, arm(*promised, speed=1.04, noise=noise, kind="all")]
     first, second = report(baseline(), *alone)["claims"]
     assert first["verdict"] == "not comparable"
     assert second["verdict"] == "fell short"

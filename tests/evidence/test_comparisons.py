@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
+from evidence.handmade import report
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Arm
-from hasten.report.claims import claims_of
 from hasten.report.verdicts import (
     floor_of,
     interaction_of,
-    judge,
     noise_of,
     ratio_between,
     ratio_to,
@@ -142,8 +141,8 @@ def test_arms_of_a_group_are_paired_with_the_baseline_of_their_own_rounds() -> N
 def test_arms_of_different_groups_are_compared_through_the_baseline() -> None:
     later = [3.0 * w for w in reversed(WEATHER)]
     base = baseline(beside=list(WEATHER))
-    one = arm("a", [Packed()], 1.2, beside=list(WEATHER))
-    both = arm("ab", [Packed(), FusedLayers()], 1.8, later, beside=later)
+    one = arm("a", [Packed()], 1.2, beside=list(WEATHER), kind="ladder")
+    both = arm("ab", [Packed(), FusedLayers()], 1.8, later, beside=later, kind="all")
     found = ratio_between(both, one, base)
     assert found is not None
     ratio, rounds = found
@@ -153,7 +152,7 @@ def test_arms_of_different_groups_are_compared_through_the_baseline() -> None:
     assert together is not None
     assert together[0].estimate == pytest.approx(1.8, rel=1e-3)
     assert together[1]
-    claims = {c["technique"]: c for c in claims_of([base, one, both], judge([base, one, both]))}
+    claims = {c["technique"]: c for c in report(base, one, both)["claims"]}
     assert claims["fused_layers"]["measured"].startswith("1.50×")
 
 

@@ -549,10 +549,10 @@ def _ratio(arm: Arm) -> Interval | None:
 
 def _verdict(ratio: Interval) -> str:
     if ratio.low > 1:
-        return "faster"
+        return "helped"
     if ratio.high < 1:
-        return "slower"
-    return "no difference" if ratio.high < (1 + 2 * ALIKE) * ratio.low else "undecided"
+        return "hurt"
+    return "no effect" if ratio.high < (1 + 2 * ALIKE) * ratio.low else "undecided"
 
 
 def _rows(found: Iterable[TechniqueCandidate]) -> list[ChoiceRow]:

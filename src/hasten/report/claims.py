@@ -1,57 +1,51 @@
 """What was promised of each technique, or of a published plan, beside what was measured here.
 
-A claim belongs to one technique, so it is judged by two arms that differ by this technique alone:
-on a ladder by neighbouring rungs, else by the technique alone against the baseline. The claims of
-one experiment are judged together, with the same noise floor and the same correction for their
-number as its arms.
+A claim belongs to one technique, so it is judged by two arms that differ by this technique alone,
+one of which has its effect against the other: its interval and its word decide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hasten.core.technique import Claim, Technique
+from hasten.core.technique import Technique
 from hasten.formatting import span, words
-from hasten.measure.ablation import Arm
-from hasten.measure.significance import LEAST_FLOOR, holm, p_beyond
-from hasten.measure.statistics import Interval, claim_verdict, verdict
-from hasten.report.verdicts import Judgement, floor_of, head, idle, ratio_between
+from hasten.measure.statistics import Effect, Interval, claim_verdict
+from hasten.report.gains import on_the_whole
+from hasten.report.verdicts import NOT_MEASURED, head
 
 SPEED, MEMORY = "tokens_per_second", "peak_memory_bytes"
-Pair = tuple[Arm, Arm]  # without the technique, with it
-Measured = tuple[Interval, float | None]  # of a speed claim: its ratio and corrected p-value
 UNKNOWN = "not comparable"
+_INVERSE: dict[str, Effect] = {"helped": "hurt", "hurt": "helped"}
+Arm = Mapping[str, Any]  # as the report has it
+Row = dict[str, str]
 
 
-def claims_of(arms: Sequence[Arm], judgements: Sequence[Judgement]) -> list[dict[str, str]]:
-    """Every claim of the last arm's techniques with its measurement and its verdict."""
-    final = arms[-1]
-    worse = {a.name for a, j in zip(arms, judgements, strict=True) if head(j.quality) == "worse"}
-    if final is arms[0]:
-        return []
-    floor = floor_of(arms)
-    pairs = {technique: _pair_for(technique, arms) for technique in final.plan}
-    speeds = _speeds(pairs, arms[0], floor)
+def claims_of(techniques: Iterable[Technique], arms: Sequence[Arm]) -> list[Row]:
+    """Every claim of these techniques with its measurement and its verdict."""
     found = []
-    for technique, pair in pairs.items():
+    for technique in techniques:
+        pair = pair_of(str(technique), arms)
         for claim in technique.claims:
-            measured, word = _checked(claim, pair, speeds.get(technique), floor)
-            if pair is not None and technique.name() in idle(pair[1]):
-                word = f"{UNKNOWN}: it did not act"
-            if pair is not None and pair[1].name in worse:
-                word = without_quality(word)
-            found.append(
-                {
-                    "technique": str(technique),
-                    "metric": claim.metric,
-                    "claimed": f"{claim.ratio:.2f}×",
-                    "source": claim.source,
-                    "measured": measured,
-                    "verdict": word,
-                }
-            )
+            measured, word = "not measured apart", UNKNOWN
+            if pair is not None:
+                measured, word = _checked(claim.metric, claim.ratio, technique.name(), *pair)
+            said = {"metric": claim.metric, "said": f"{claim.ratio:.2f}×"}
+            found.append(_row(str(technique), said, claim.source, measured, word))
     return found
+
+
+def pair_of(technique: str, arms: Sequence[Arm]) -> tuple[Arm, Arm] | None:
+    """The first arm without a technique and with it, of which one is judged against the other."""
+    by_name = {arm["name"]: arm for arm in arms}
+    for arm in arms:
+        other = by_name.get(arm.get("against"))
+        if other is not None:
+            pair = (other, arm) if technique in arm["techniques"] else (arm, other)
+            if set(pair[1]["techniques"]) - set(pair[0]["techniques"]) == {technique}:
+                return pair
+    return None
 
 
 def without_quality(word: str) -> str:
@@ -59,63 +53,45 @@ def without_quality(word: str) -> str:
     return "fell short: the model is worse" if word == "held" else word
 
 
-def _speeds(
-    pairs: dict[Technique, Pair | None], base: Arm, floor: float
-) -> dict[Technique, Measured]:
-    """What each technique with a claim on speed did to it, corrected for their number."""
-    found: dict[Technique, tuple[Interval, list[float]]] = {}
-    for technique, pair in pairs.items():
-        if pair is None or all(claim.metric != SPEED for claim in technique.claims):
-            continue
-        ratio = ratio_between(pair[1], pair[0], base)
-        if ratio is not None:
-            found[technique] = ratio
-    # Arms of different groups have an interval and no rounds in common; it decides alone.
-    paired = [technique for technique, (_, rounds) in found.items() if rounds]
-    corrected = holm([p_beyond(found[t][1], floor, base.luck) for t in paired])
-    p_values = dict(zip(paired, corrected, strict=True))
-    return {technique: (ratio, p_values.get(technique)) for technique, (ratio, _) in found.items()}
+def _checked(metric: str, claimed: float, name: str, without: Arm, with_: Arm) -> tuple[str, str]:
+    """What two arms show of a claim, and the verdict on it."""
+    ratio, effect = with_["effect"] or NOT_MEASURED, head(with_["verdict"])
+    if without["against"] == with_["name"]:  # the arm leaves out what the other has
+        low, high = (without["effect"][end] for end in ("high", "low"))
+        ratio = {"median": 1 / without["effect"]["median"]}
+        ratio |= {"low": low and 1 / low, "high": high and 1 / high}
+        effect = _INVERSE.get(head(without["verdict"]), head(without["verdict"]))
+    return _judged(metric, claimed, ratio, effect, without, with_, [name])
 
 
-def _checked(
-    claim: Claim, pair: Pair | None, speed: Measured | None, floor: float
+def _judged(
+    metric: str,
+    claimed: float,
+    ratio: Mapping[str, float | None],
+    effect: str,
+    before: Arm,
+    after: Arm,
+    names: Iterable[str],
 ) -> tuple[str, str]:
-    """What was measured of one claim, and the verdict on it."""
-    if pair is None:
-        return "not measured apart", UNKNOWN
-    if claim.metric == SPEED and speed is not None:
-        ratio, p_value = speed
-        return span(ratio.summary(), "times"), _speed_word(ratio, claim.ratio, floor, p_value)
-    if claim.metric == MEMORY:
-        before, after = (arm.peak_memory_bytes for arm in pair)
-        return memory_claim(before, after, claim.ratio)
-    return "not measured", UNKNOWN
-
-
-def _speed_word(ratio: Interval, claim: float, floor: float, p_value: float | None) -> str:
-    return claim_verdict(ratio, claim, verdict(ratio, floor, nothing=LEAST_FLOOR, p_value=p_value))
-
-
-def _pair_for(technique: Technique, arms: Sequence[Arm]) -> Pair | None:
-    """The first two arms with a result that differ by this technique alone."""
-    measured = [arm for arm in arms if arm.failed is None and arm.rounds]
-    for one in measured:
-        for other in measured:
-            without = set(other.plan.techniques) - {technique}
-            if technique in other.plan.techniques and set(one.plan.techniques) == without:
-                return one, other
-    return None
-
-
-def memory_claim(before: float | None, after: float | None, claimed: float) -> tuple[str, str]:
-    """What was measured of a claim on peak memory, and the verdict on it.
+    """The verdict on a claim from a ratio with its word, or from the peak memory of two arms.
 
     Peak memory of a fixed shape repeats itself, so one value per arm is enough.
     """
-    if not before or not after:
-        return "not measured", UNKNOWN
-    found = after / before
-    return f"{found:.2f}×", "held" if found <= claimed else "fell short"
+    measured, word, memory = "not measured", UNKNOWN, (before[MEMORY], after[MEMORY])
+    if any(head(arm["verdict"]) == "failed" for arm in (before, after)):
+        return measured, word
+    if metric == MEMORY and all(memory):
+        share = memory[1] / memory[0]
+        measured, word = f"{share:.2f}×", "held" if share <= claimed else "fell short"
+    elif metric == SPEED and ratio["median"] is not None:
+        measured = span(ratio, "times")
+        if None not in ratio.values():
+            found: Any = Interval(ratio["median"], **ratio, rounds=0)  # type: ignore[arg-type]
+            word = claim_verdict(found, claimed, effect)  # type: ignore[arg-type]
+    idle = {row["technique"] for row in after["acted"] or () if row["acted"] is False}
+    if idle & set(names):
+        return measured, f"{UNKNOWN}: it did not act"
+    return measured, without_quality(word) if head(after["quality"]) == "worse" else word
 
 
 # A published plan against the measurement: what was said of each switch, what was found here.
@@ -123,7 +99,6 @@ def memory_claim(before: float | None, after: float | None, claimed: float) -> t
 # The plan is data (``recipe/plans``), and so is what can't be compared: a row of it says why.
 
 QUALITY = "quality"  # a claim of any measure of it: here it is the held-out loss
-Row = dict[str, str]
 
 
 def preset_claims(preset: Mapping[str, Any], report: Mapping[str, Any]) -> list[Row]:
@@ -131,8 +106,7 @@ def preset_claims(preset: Mapping[str, Any], report: Mapping[str, Any]) -> list[
 
     A claim that a technique carries itself stands in the report already, beside the two arms that
     differ by it alone; one that only the published plan makes is checked on the arm that has the
-    technique and no other. A claim of speed is judged as its arm is: beyond the experiment's noise
-    floor, and by the arm's own p-value.
+    technique and no other, against the baseline.
     """
     source = preset["source"]
     told = {(_base(c["technique"]), c["metric"]) for c in report["claims"]}
@@ -149,7 +123,7 @@ def preset_claims(preset: Mapping[str, Any], report: Mapping[str, Any]) -> list[
         found = (
             _quality(report)
             if claim["metric"] == QUALITY
-            else _checked_preset(claim, final, report)
+            else _against_baseline(claim, final, report)
         )
         rows.append(_row(name, claim, source, *found))
     for entry in preset.get("not_comparable", ()):
@@ -186,9 +160,7 @@ def _alone(
     arm = next(single, None)
     if arm is None:
         return "not measured apart", UNKNOWN
-    measured, word = _checked_preset(claim, arm, report)
-    idle = [row for row in arm.get("acted") or () if row["acted"] is False]
-    return measured, f"{UNKNOWN}: it did not act" if idle else word
+    return _against_baseline(claim, arm, report, [name])
 
 
 def _quality(report: Mapping[str, Any]) -> tuple[str, str]:
@@ -202,22 +174,10 @@ def _quality(report: Mapping[str, Any]) -> tuple[str, str]:
     return f"held-out loss {said}, one seed", word
 
 
-def _checked_preset(
-    claim: Mapping[str, Any], arm: Mapping[str, Any], report: Mapping[str, Any]
+def _against_baseline(
+    claim: Mapping[str, Any], arm: Arm, report: Mapping[str, Any], names: Iterable[str] = ()
 ) -> tuple[str, str]:
     """What an arm showed of a claim against the baseline, and the verdict on it."""
-    base = report["arms"][0]
-    if any(head(one["verdict"]) == "failed" for one in (base, arm)):
-        return "not measured", UNKNOWN
-    keep = without_quality if head(arm.get("quality")) == "worse" else str
-    if claim["metric"] == MEMORY:
-        before, after = (one.get("peak_memory_bytes") for one in (base, arm))
-        measured, word = memory_claim(before, after, claim["ratio"])
-        return measured, keep(word)
-    ratio = arm["ratio"]
-    if claim["metric"] != SPEED or None in ratio.values():
-        return "not measured", UNKNOWN
-    found = Interval(ratio["median"], ratio["median"], ratio["low"], ratio["high"], 0)
-    floor = (report.get("noise") or {}).get("floor") or LEAST_FLOOR
-    p_value = arm.get("p_value") if arm.get("against") == base["name"] else None
-    return span(ratio, "times"), keep(_speed_word(found, claim["ratio"], floor, p_value))
+    ratio, effect = arm["ratio"], on_the_whole(arm, report)
+    claimed = claim.get("ratio", 1.0)  # of a metric that isn't judged there is none
+    return _judged(claim["metric"], claimed, ratio, effect, report["arms"][0], arm, names)

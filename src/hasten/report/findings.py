@@ -65,14 +65,15 @@ def report_of(
     """
     base, final = arms[0], arms[-1]
     judgements = judge(arms, guard or ())
+    rows = [_arm(arm, base, said) for arm, said in zip(arms, judgements, strict=True)]
     price = _cost(arms, currency, per_device_hour, devices)
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "title": title,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command,
-        "arms": [_arm(arm, base, said) for arm, said in zip(arms, judgements, strict=True)],
-        "claims": claims_of(arms, judgements),
+        "arms": rows,
+        "claims": claims_of(final.plan, rows),
         "quality": quality(final, base, guard or ()),
         "noise": noise_of(arms),
         "interaction": interaction_of(arms),

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hasten.measure.statistics import Interval
-from hasten.report.claims import UNKNOWN, without_quality
+from hasten.report.claims import UNKNOWN, pair_of, without_quality
 from hasten.report.gains import fastest_of_equal_quality, measured_arm, word_of
 from hasten.report.verdicts import Judgement, head, judge
 
@@ -83,10 +83,8 @@ def _claim(claim: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any
     word = _CLAIMS.get(old)
     if word is None or reason:  # a reason alone, or one behind a word
         word = f"{UNKNOWN}: {(reason if word else claim['verdict']).strip()}"
-    plans = [(set(arm["techniques"]), arm["quality"]) for arm in report["arms"]]
-    own = claim["technique"]
-    pairs = (q for one, _ in plans for other, q in plans if own in other and one == other - {own})
-    of_arm = next(pairs, (report.get("quality") or {}).get("verdict"))
+    pair = pair_of(claim["technique"], report["arms"])
+    of_arm = pair[1]["quality"] if pair else (report.get("quality") or {}).get("verdict")
     return {**claim, "verdict": without_quality(word) if head(of_arm) == "worse" else word}
 
 
