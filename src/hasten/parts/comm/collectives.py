@@ -93,7 +93,7 @@ class TopoAwareCollective:
         timeout: float = 60.0,
     ) -> None:
         self.settings = CollectiveSettings(backend, topology, way, within, between, timeout)
-        if backend == "nccl" and not torch.cuda.is_available():
+        if backend == "nccl" and not has_cuda():
             warnings.warn("there is no GPU here: backend='nccl' means 'gloo'", stacklevel=2)
         self.calls = 0
         self.bytes_sent = 0  # to other hosts in hierarchical calls; payload without headers
