@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hasten.machine.host import has_cuda
 from hasten.parts.comm import collective_plan
 from hasten.parts.comm.collective_plan import (
     HALVES,
