@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from hasten.core.session import Session, batches
+from hasten.core.step import train_step
 from hasten.errors import InputError
 from hasten.launch.ranks import backend_for, join
 from hasten.machine import environment
@@ -18,6 +21,8 @@ from hasten.parts.comm import groups
 from hasten.parts.comm.topology import host_name
 from hasten.recipe import gpu_check
 from hasten.techniques.layout.ddp import Replicas
+from host_waits import HostWaits
+from rank_jobs import session_on
 
 
 def joined(world: World) -> list[list[Any]]:
@@ -100,3 +105,18 @@ def _told(world: World, device: str, *faults: Any) -> str:
             text = str(error).replace(host_name(), "HOST")
             return text.replace(f"rank {world.rank}: the", "rank RANK: the")
     return ""
+
+
+def waits(world: World) -> dict[str, list[str]]:
+    """Where a step of a replicated model makes the host wait for the device."""
+    return {name: _waits_of(session_on(world, name)) for name in ("plain", "accumulated")}
+
+
+def _waits_of(session: Session) -> list[str]:
+    steps = batches(session)
+    for batch in itertools.islice(steps, 2):  # in the first, DDP finds out the order of buckets
+        tensors = list(session.module.state_dict(keep_vars=True).values())
+        tensors += [t for m in batch.micro_batches for t in m.inputs.values()]
+        with HostWaits(t for t in tensors if isinstance(t, torch.Tensor)) as found:
+            train_step(session, batch, 0.0)
+    return found.places

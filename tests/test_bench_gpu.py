@@ -113,7 +113,7 @@ def test_the_estimate_counts_the_adapters_that_lora_makes() -> None:
 @pytest.mark.parametrize("memory", [H200, H100], ids=["H200", "H100"])
 def test_every_row_has_a_choice_for_both_gpus(row: Row, memory: int) -> None:
     for choices in row.arms.values():
-        sizes = [estimate(row, choice).total for choice in choices]
+        sizes = [estimate(row, choice, memory).total for choice in choices]
         assert any(size <= measure.SHARE * memory for size in sizes), sizes
 
 
@@ -121,7 +121,7 @@ def test_a_full_8b_has_masters_on_an_h200_and_none_on_an_h100() -> None:
     row = row_named("full-8b-bf16")
 
     def first(memory: int) -> str:
-        fits = (c for c in row.arms["hasten"] if estimate(row, c).total <= 0.92 * memory)
+        fits = (c for c in row.arms["hasten"] if estimate(row, c, memory).total <= 0.92 * memory)
         return ", ".join(str(t) for t in next(fits).plan)
 
     assert "bf16_master_weights" in first(H200)

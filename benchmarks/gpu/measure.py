@@ -153,7 +153,7 @@ def first_that_fits(
     limit = device_memory(device)
     for choice in row.arms[arm]:
         words = [str(t) for t in choice.techniques(row.batch)]
-        guess = estimate(row, choice)
+        guess = estimate(row, choice, limit if device != "cpu" else 0)
         line: Found = {"arm": arm, "plan": words, "estimate_bytes": guess.to_dict()}
         tried.append(line)
         if guess.total > SHARE * limit:

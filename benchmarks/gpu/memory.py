@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gpu.rows import Choice, Row, Shape
+from hasten.parts.nn.losses import chunk_bytes
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.optimizer import BYTES as MOMENTS
 from hasten.techniques.optimizer import CompactAdamW
@@ -20,7 +21,7 @@ from hasten.techniques.recompute import Recompute
 
 RESERVE = 3e9  # the driver's context, workspaces of libraries
 FRAGMENTS = 1.03  # what the allocator can't use of what it holds
-LOGITS = 4 * (1 << 26)  # a chunk of them, and what becomes of it
+LOGITS = 4  # times a chunk: it, and what becomes of it
 FORMATS = {"bfloat16": 2, "float32": 4}
 
 
@@ -43,8 +44,8 @@ class Estimate:
         return {**asdict(self), "total": self.total}
 
 
-def estimate(row: Row, choice: Choice) -> Estimate:
-    """The peak of a choice on its device, in bytes."""
+def estimate(row: Row, choice: Choice, memory: int = 0) -> Estimate:
+    """The peak of a choice in bytes, on a GPU of so many; 0: on a processor."""
     found: dict[type, Any] = {type(t): t for t in choice.plan}
     weights = parameters(row.shape)
     lora, compact = found.get(LoRA), found.get(CompactAdamW)
@@ -61,7 +62,7 @@ def estimate(row: Row, choice: Choice) -> Estimate:
         gradients=gradient * learns,
         moments=(MOMENTS[compact.moments] if compact else 8.0) * learns,
         activations=tokens * _kept(row.shape, found.get(Recompute), bool(lora)),
-        head=LOGITS + (0 if lora else 4.0 * head),
+        head=LOGITS * chunk_bytes(memory) + (0 if lora else 4.0 * head),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from hasten.techniques.batch import Accumulate
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import BF16MasterWeights
 from host_waits import HostWaits
+from ranks import on_ranks
 from tiny import language_job, session_of, tiny_config
 
 PLANS: dict[str, tuple[Technique, ...]] = {
@@ -66,6 +68,13 @@ def test_a_wait_in_a_pass_is_seen() -> None:
     with HostWaits(session.module.parameters()) as waits:
         train_step(session, batch, 0.0)
     assert len(waits.places) == 1 + len(batch.micro_batches) > 2
+
+
+def test_a_rank_among_others_waits_as_often(tmp_path: Path) -> None:
+    """Counts, flags and losses of all ranks are summed on the host."""
+    for rank in on_ranks("gpu_rank_jobs:waits", tmp_path):
+        for plan, places in rank.items():
+            assert [place.partition(":")[0] for place in places] == ["core/engine.py"], plan
 
 
 def test_batches_for_a_gpu_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hasten.parts.data.collate import packed
-from hasten.parts.kernels import rowwise
+from hasten.parts.kernels import refused, rowwise
 from hasten.parts.nn import fused_functions, fused_gpu
 from hasten.parts.nn.fused_layers import ARCHITECTURES, fuse_layers
 
@@ -233,6 +233,38 @@ def test_a_whole_model_trains_by_them(architecture: str, monkeypatch: pytest.Mon
     few_records = packed(sorted(RECORDS, key=lambda r: r.length)[:2])
     batch = {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in few_records.items()}
     found = distance(outcome(other, batch), outcome(plain, batch))
+    assert {n: e for n, e in found.items() if e > 2e-5} == {}
+
+
+OPERATORS = {
+    "rms_norm": ("rms_norm", "rms_norm_backward"),
+    "swiglu": ("swiglu", "swiglu_backward"),
+    "rotate": ("rotate",),
+    "plain_norm": ("whole_norm",),
+}
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("kernel", OPERATORS)
+def test_a_model_trains_the_same_without_a_refused_kernel(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fused_models import RECORDS, distance, model_of, outcome
+
+    plain, other = (model_of("qwen3", num_hidden_layers=1).to(DEVICE) for _ in range(2))
+    monkeypatch.setattr(fused_gpu, "why_not", lambda device: "")
+    fuse_layers(other, "cuda")
+    few_records = packed(sorted(RECORDS, key=lambda r: r.length)[:1])
+    batch = {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in few_records.items()}
+    expected = outcome(plain, batch)
+    for name in OPERATORS[kernel]:
+        monkeypatch.setattr(fused_gpu, name, lambda *given: pytest.fail("it was refused"))
+    refused.refuse(kernel, "wrong")
+    try:
+        found = distance(outcome(other, batch), expected)
+    finally:
+        refused.allow_all()
     assert {n: e for n, e in found.items() if e > 2e-5} == {}
 
 

@@ -77,7 +77,13 @@ def test_a_kernel_that_mixes_up_its_inputs_is_found(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     true_attention, true_product = attention._causal, torch.nn.functional.grouped_mm
-    monkeypatch.setattr(attention, "_causal", lambda q, k, v, *more: true_attention(q, v, k, *more))
+
+    def swapped(query: Any, key: Any, value: Any, *more: Any) -> Any:
+        if key.shape == value.shape:
+            key, value = value, key
+        return true_attention(query, key, value, *more)
+
+    monkeypatch.setattr(attention, "_causal", swapped)
     monkeypatch.setattr(
         torch.nn.functional, "grouped_mm", lambda x, w, offs: true_product(x, w.flip(0), offs=offs)
     )

@@ -177,6 +177,11 @@ def device_utilisation(device: str) -> float | None:
         return None
 
 
+def has_cuda() -> bool:
+    """Whether this process sees a GPU that NCCL can reach."""
+    return bool(torch.cuda.is_available())
+
+
 def pins_for(device: str | torch.device) -> bool:
     """Whether a copy to or from this device waits for nobody, if the host's memory is pinned."""
     return bool(torch.device(device).type == "cuda")

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hasten.formatting import did_you_mean
+from hasten.machine.host import has_cuda
 from hasten.parts.comm import groups
 from hasten.parts.comm.codecs import Codec
 from hasten.parts.comm.codecs import codec as codec_called
@@ -318,7 +319,7 @@ def check_way(way: str, hosts: Sequence[Sequence[int]]) -> None:
 
 def explanation(plan: CollectivePlan, settings: CollectiveSettings) -> str:
     """The topology, what each way costs, and the choice."""
-    topology, on_nccl = plan.topology, settings.backend == "nccl" and torch.cuda.is_available()
+    topology, on_nccl = plan.topology, settings.backend == "nccl" and has_cuda()
     lines = [str(topology), f"buckets: at least {bucket_bytes(topology) / 2**20:.0f} MB"]
     asked = settings.between
     codecs = [codec_model(asked, plan.speeds[asked])] if asked in plan.speeds else []

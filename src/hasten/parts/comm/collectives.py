@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hasten.machine.host import has_cuda
 from hasten.parts.comm import collective_plan
 from hasten.parts.comm.collective_plan import (
     HALVES,
@@ -93,7 +94,7 @@ class TopoAwareCollective:
         timeout: float = 60.0,
     ) -> None:
         self.settings = CollectiveSettings(backend, topology, way, within, between, timeout)
-        if backend == "nccl" and not torch.cuda.is_available():
+        if backend == "nccl" and not has_cuda():
             warnings.warn("there is no GPU here: backend='nccl' means 'gloo'", stacklevel=2)
         self.calls = 0
         self.bytes_sent = 0  # to other hosts in hierarchical calls; payload without headers

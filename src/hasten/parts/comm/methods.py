@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from hasten.formatting import did_you_mean
+from hasten.machine.host import has_cuda
 from hasten.parts.comm.codecs import ChunkedTopK, codec
 from hasten.parts.comm.exchange import FIRST, SECOND, Ranks, gathered_bytes, reduced_bytes
 
@@ -605,7 +606,7 @@ def backend_of(asked: str | None) -> str | None:
     """
     if asked not in BACKENDS:
         raise ValueError(f"communication_backend is {asked!r}; it is 'nccl', 'gloo' or None")
-    if asked == "nccl" and not torch.cuda.is_available():
+    if asked == "nccl" and not has_cuda():
         warnings.warn(
             "communication_backend='nccl' needs a GPU and there is none: gloo is used", stacklevel=3
         )

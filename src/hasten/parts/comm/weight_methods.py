@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hasten.machine.host import has_cuda
 from hasten.parts.comm.codecs import codec
 from hasten.parts.comm.collective_plan import Route
 from hasten.parts.comm.collectives import TopoAwareCollective
@@ -126,7 +127,7 @@ class WeightMethod:
                 f"auto chooses for DistributedDataParallel and was given {type(model).__name__}: "
                 "wrap the model first"
             )
-        kind = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        kind = backend or ("nccl" if has_cuda() else "gloo")
         collective = TopoAwareCollective(kind, "measure", timeout=seconds)
         buckets = RoutedBuckets(collective, Route(), scale=scale or (lambda: 1.0))
         self.choice = WireChoice(buckets)

@@ -199,8 +199,13 @@ class RouterBalance:
         self.updates += 1
         if not self.speed:
             return
-        for bias, load in zip(self.biases, self.last, strict=True):
-            bias += self.speed * torch.sign(load.mean() - load).to(bias)
+        moves = self.speed * torch.sign(self.last.mean(dim=1, keepdim=True) - self.last)
+        on_device: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # sent at once, not by layer
+        for layer, bias in zip(range(len(moves)), self.biases, strict=True):
+            place = bias.device, bias.dtype
+            if place not in on_device:
+                on_device[place] = moves.to(*place, non_blocking=True)
+            bias += on_device[place][layer]
 
     def discard(self) -> None:
         """Forget the passes since the last update."""
