@@ -1,30 +1,38 @@
-"""When a worker of a trial is ready: one that is spawned, and one that is forked.
+"""When a worker of a trial is ready, one that is spawned or forked; and what taking turns costs.
 
     python benchmarks/bench_workers.py [--rounds 8] [--steps 12] [RECIPE] [key=value ...]
 
 In each round one of either kind is started, in an order drawn anew, does so many steps, and ends;
 the other waits until it is gone. Told are the seconds until each was ready and until it had ended,
 and whether it trains as fast: the ratio of their median steps, paired by round, with its interval.
+
+Then one of either kind are alive, and take turns of one step: in whole turns and in slices, one
+round of these after the other. The overhead of a turn is the time of a round beyond that of its
+steps, for each turn: signals, pipes, the clocks of the machine's load.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from hasten.machine import host
+from hasten.machine.processes import LoadMeter
 from hasten.measure.recipe_experiment import prepared, recipe_worker
+from hasten.measure.schedule import ArmProcess, Turn, run_round
 from hasten.measure.statistics import paired_ratio
 from hasten.measure.workers import WorkerPool
 from hasten.progress import SilentProgress
 from hasten.recipe.schema import load_recipe
-from hasten.tune.runners import PlanRunner
 
 TIMEOUT = 600.0
+TURNS = 60
 
 
 def main() -> None:
@@ -46,14 +54,14 @@ def main() -> None:
 
         def once(pool: WorkerPool) -> list[float]:
             began = time.monotonic()
-            runner = PlanRunner(pool.start(spec, "worker"))
-            runner.begin(TIMEOUT)
+            worker = pool.start(spec, "worker")
+            worker.ready(TIMEOUT)
             ready = time.monotonic()
-            steps = runner.steps(asked.steps, TIMEOUT)
+            steps = worker.request("steps", TIMEOUT, count=asked.steps)["steps"]
             done = time.monotonic()
-            runner.end()
-            median = statistics.median(s.seconds / s.items for s in steps[asked.steps // 3 :])
-            return [ready - began, time.monotonic() - done, 1 / median]
+            worker.close()
+            speed = Turn(steps[asked.steps // 3 :]).rate
+            return [ready - began, time.monotonic() - done, speed]
 
         device = subject.known.device
         with (
@@ -67,6 +75,8 @@ def main() -> None:
             for _ in range(asked.rounds):
                 for kind in draw.sample(list(seconds), 2):
                     seconds[kind].append(once(pools[kind]))
+            workers = {kind: pool.start(spec, "turns") for kind, pool in pools.items()}
+            costs = overhead({kind: ArmProcess(worker) for kind, worker in workers.items()})
     print(f"{host.hardware().short}, {time.strftime('%Y-%m-%d')}")
     print(f"the first of all, imports included: ready after {first:.1f} s")
     for kind, rows in seconds.items():
@@ -75,7 +85,28 @@ def main() -> None:
             f"{kind:8}ready after {ready:5.2f} s, ended after {ended:5.2f} s, {speed:,.0f} tokens/s"
         )
     ratio = paired_ratio([r[2] for r in seconds["spawned"]], [r[2] for r in seconds["forked"]])
+    for kind, cost in costs.items():
+        print(f"overhead of a turn in {kind}: {cost:.2f} ms")
     print(f"forked over spawned: {ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]")
+
+
+def overhead(arms: Mapping[str, ArmProcess]) -> dict[str, float]:
+    """Milliseconds of a turn beyond its step, in the middle of many rounds."""
+    for arm in arms.values():
+        arm.begin(2, 8)
+    found: dict[str, list[float]] = {"whole turns": [], "slices": []}
+    draw = random.Random(0)
+    for _ in range(TURNS):
+        for kind in draw.sample(list(found), 2):
+            began = time.perf_counter()
+            load = LoadMeter(host.hardware().usable_cores)
+            turns = list(run_round(arms, [1], draw, load, slices=kind == "slices"))
+            took = time.perf_counter() - began
+            steps = math.fsum(
+                turn.steps[0]["step_seconds"] for _, turn in turns if isinstance(turn, Turn)
+            )
+            found[kind].append(1e3 * (took - steps) / len(turns))
+    return {kind: statistics.median(values) for kind, values in found.items()}
 
 
 if __name__ == "__main__":

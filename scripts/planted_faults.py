@@ -1285,9 +1285,9 @@ EVIDENCE: tuple[Fault, ...] = (
     Fault(
         name="turns-always-in-one-order",
         kind="ignored seed",
-        file="measure/experiment.py",
-        old="drawn = order.sample(list(names), len(names))",
-        new="drawn = list(names)",
+        file="measure/schedule.py",
+        old="order = draw.sample(list(arms), len(arms))",
+        new="order = list(arms)",
         tests=("tests/evidence/test_cohorts.py",),
     ),
     Fault(

@@ -16,7 +16,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,20 @@ def available_bytes(limit_bytes: int) -> int:
     return min(int(psutil.virtual_memory().available), limit_bytes)
 
 
+def host_memory_peak() -> int:
+    """Largest resident size of this process in bytes since start or the last reset."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 # Foreign load: which share of the machine's processor time others took while an arm had its turn.
 #
 # Linux counts processor time in ticks of 10 ms, so a share over a short span is coarse: spans below
@@ -133,16 +147,16 @@ class LoadMeter:
     def __init__(self, cores: int) -> None:
         self._cores, self._tree = cores, tree()
         self._last = look(self._tree)
-        self._spans: dict[str, tuple[float, float]] = {}
+        self._spans: dict[Hashable, tuple[float, float]] = {}
 
-    def lap(self, name: str) -> None:
-        """The time since the last lap was this one's."""
+    def lap(self, name: Hashable) -> None:
+        """The time since the last lap was this one's; None: nobody's who is asked about."""
         now = look(self._tree)
         span, foreign = self._spans.get(name, (0.0, 0.0))
         span, foreign = span + now.wall - self._last.wall, foreign + _foreign(self._last, now)
         self._spans[name], self._last = (span, foreign), now
 
-    def share(self, name: str) -> float:
+    def share(self, name: Hashable) -> float:
         """What others used during its slices, as a share (0 to 1) of what the cores could give."""
         span, foreign = self._spans.get(name, (0.0, 0.0))
         return _share(foreign, span, self._cores)

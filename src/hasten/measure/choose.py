@@ -34,6 +34,7 @@ from hasten.core.technique import Technique
 from hasten.data.file_lock import one_measurement, replace_file
 from hasten.formatting import duration
 from hasten.measure.ablation import Arm, Design, Kind
+from hasten.measure.budget import GRACE
 from hasten.measure.recipe_experiment import (
     ExperimentSubject,
     measured,
@@ -166,6 +167,13 @@ def choose(
     if choice.source == "measured":
         _remember(path, choice)
     return choice
+
+
+def kept_choice(recipe: Recipe, audience: Audience, folder: Path | None = None) -> Choice | None:
+    """What was chosen before for a job that says ``plan: auto``; None where nothing is kept."""
+    asked = recipe.auto_plan or AutoPlan()
+    subject = prepared(recipe.model_copy(update={"auto_plan": None}), audience, ranks=True)
+    return _remembered(_path(subject, asked, folder or FOLDER))
 
 
 def choose_by_forecast(
@@ -329,7 +337,7 @@ class _Chooser:
         """Race plans against the first of them; it and the last one are never dropped."""
         kinds: dict[str, Kind] = dict.fromkeys(plans, "ladder")
         kinds |= {next(iter(plans)): "baseline", list(plans)[-1]: "all"}
-        design = replace(RACE, budget_seconds=0.85 * seconds, deadline_seconds=seconds)
+        design = replace(RACE, budget_seconds=seconds / (1 + GRACE), partial=True)
         found = measured(
             self._subject,
             plans,

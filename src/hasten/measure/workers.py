@@ -86,12 +86,15 @@ class WorkerSpec:
         arguments: of the job; plain values.
         environ: environment variables of its processes, beside this process's own.
         ranks: processes.
+        slices: whether it may be stopped within a request; nothing that it waits for goes on
+            meanwhile.
     """
 
     job: str
     arguments: Mapping[str, Any]
     environ: Mapping[str, str] = field(default_factory=dict)
     ranks: int = 1
+    slices: bool = True
 
     def to_json(self, clock: Path | None = None) -> str:
         """For the worker's program; ``clock`` is the file of `_StoppedTime`."""
@@ -156,7 +159,8 @@ class WorkerPool:
                 for rank in range(len(ranks))
             ]
             clock = None
-            if self.on_cpu and spec.ranks == 1 and hasattr(signal, "SIGSTOP"):
+            sliced = self.on_cpu and spec.ranks == 1 and spec.slices
+            if sliced and hasattr(signal, "SIGSTOP"):
                 clock = stack.enter_context(_StoppedTime(self.folder))
             told = spec.to_json(None if clock is None else clock.path)
             group: _Processes = _Spawned(told)

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hasten.errors import InputError
 from hasten.measure.budget import words
 from hasten.measure.record import ExperimentRecord
+from hasten.measure.schedule import OutOfTimeError
 from hasten.measure.statistics import Interval, paired_ratio
-from hasten.measure.turns import OutOfTimeError
 from hasten.measure.workers import WorkerError
 from hasten.tune.space import Point, Space
 

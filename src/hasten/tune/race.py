@@ -19,7 +19,7 @@ from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.measure.ablation import BASELINE, Arm
 from hasten.measure.workers import WorkerError
-from hasten.tune.duel import judged
+from hasten.tune.report import judged
 from hasten.tune.space import Point
 
 LOOKS = 10
