@@ -95,11 +95,10 @@ def overhead(arms: Mapping[str, ArmProcess]) -> dict[str, float]:
     for arm in arms.values():
         arm.begin(2, 8)
     found: dict[str, list[float]] = {"whole turns": [], "slices": []}
-    draw = random.Random(0)
+    draw, load = random.Random(0), LoadMeter(host.hardware().usable_cores)
     for _ in range(TURNS):
         for kind in draw.sample(list(found), 2):
             began = time.perf_counter()
-            load = LoadMeter(host.hardware().usable_cores)
             turns = list(run_round(arms, [1], draw, load, slices=kind == "slices"))
             took = time.perf_counter() - began
             steps = math.fsum(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import mmap
 import os
 import signal
@@ -116,6 +117,7 @@ def host_memory_peak() -> int:
 # side of an instant, count as zero.
 
 SHORTEST_SECONDS = 0.2  # 20 ticks
+TREE_SECONDS = 5.0  # for so long the processes of a meter are taken to be the same
 
 
 @dataclass(frozen=True)
@@ -132,42 +134,40 @@ def look(processes: Sequence[psutil.Process] | None = None) -> Instant:
     return Instant(time.monotonic(), busy_seconds(), tree_seconds(processes))
 
 
-def foreign_share(before: Instant, after: Instant, cores: int) -> float:
-    """What others used between two instants, as a share (0 to 1) of what the cores could give."""
-    return _share(_foreign(before, after), after.wall - before.wall, cores)
-
-
 class LoadMeter:
     """Background load of several who take turns in short slices: each slice is one's own.
+
+    Which processes are ours is looked up now and then, since that reads all of the machine's.
 
     Args:
         cores: that they share.
     """
 
     def __init__(self, cores: int) -> None:
-        self._cores, self._tree = cores, tree()
-        self._last = look(self._tree)
+        self._cores, self._found = cores, -math.inf
+        self.begin()
+
+    def begin(self) -> None:
+        """A new round: what was noted is forgotten."""
+        if time.monotonic() - self._found > TREE_SECONDS:
+            self._tree, self._found = tree(), time.monotonic()
         self._spans: dict[Hashable, tuple[float, float]] = {}
+        self._last = look(self._tree)
 
     def lap(self, name: Hashable) -> None:
         """The time since the last lap was this one's; None: nobody's who is asked about."""
         now = look(self._tree)
         span, foreign = self._spans.get(name, (0.0, 0.0))
-        span, foreign = span + now.wall - self._last.wall, foreign + _foreign(self._last, now)
-        self._spans[name], self._last = (span, foreign), now
+        last, self._last = self._last, now
+        others = (now.busy - last.busy) - (now.ours - last.ours)
+        self._spans[name] = span + now.wall - last.wall, foreign + others
 
     def share(self, name: Hashable) -> float:
         """What others used during its slices, as a share (0 to 1) of what the cores could give."""
         span, foreign = self._spans.get(name, (0.0, 0.0))
-        return _share(foreign, span, self._cores)
-
-
-def _foreign(before: Instant, after: Instant) -> float:
-    return (after.busy - before.busy) - (after.ours - before.ours)
-
-
-def _share(foreign: float, span: float, cores: int) -> float:
-    return 0.0 if span < SHORTEST_SECONDS else min(max(foreign / (span * cores), 0.0), 1.0)
+        if span < SHORTEST_SECONDS:
+            return 0.0
+        return min(max(foreign / (span * self._cores), 0.0), 1.0)
 
 
 # A supervised rank's pulse, its last words, and its leash: what its supervisor knows of it.

@@ -49,12 +49,13 @@ def eliminate(
         in which somebody fails, or the deadline comes, is the last one, and doesn't count.
     """
     found: dict[Name, list[float]] = {name: [] for name in arms}
+    load = LoadMeter(cores)
     for _ in range(rounds):
         if len(arms) < 2 and all(len(found[name]) >= FEWEST for name in arms):
             break
         level = statistics.fmean(values[name] for name in arms)
         rates: dict[Name, list[float]] = {name: [] for name in arms}
-        for name, turn in run_round(arms, passes, draw, LoadMeter(cores)):
+        for name, turn in run_round(arms, passes, draw, load):
             if isinstance(turn, WorkerError):
                 return {name: tuple(logs) for name, logs in found.items()}
             rates[name].append(math.log(turn.rate))

@@ -81,7 +81,7 @@ class Experiment:
         expected: Mapping[str, float],
         record: ExperimentRecord,
     ) -> None:
-        self.at, self.plans, self.kinds, self.design = at, plans, kinds, design
+        self.at, self.plans, self.design = at, plans, design
         self.record, self._tell = record, tell
         self.base, self.result = next(iter(plans)), list(plans)[-1]
         self.peaks: dict[str, int] = {}
@@ -212,9 +212,10 @@ class Experiment:
         planned = self._lacking(names)
         looks, count = self.design.looks(planned) if planned else set(), 0
         done = len(self._rounds().complete(names[-1]))
+        load = LoadMeter(self.at.cores)
         while self._lacking(names) and not self.time.out(list(self.alive.values()), done):
             count, done = count + 1, done + 1
-            self._round(names, count, draw, f"round {done}/{self._in_all(names[-1])}")
+            self._round(names, count, draw, load, f"round {done}/{self._in_all(names[-1])}")
             for name in names if count in looks else ():
                 self._attempt(name, lambda arm: arm.evaluate())
             if not self.alive:
@@ -227,7 +228,14 @@ class Experiment:
             for name in names:
                 self._attempt(name, lambda arm: arm.evaluate())
 
-    def _round(self, names: Sequence[str], number: int, draw: random.Random, shown: str) -> None:
+    def _round(
+        self,
+        names: Sequence[str],
+        number: int,
+        draw: random.Random,
+        load: LoadMeter,
+        shown: str,
+    ) -> None:
         """The turns of these arms, each noted as soon as it has ended."""
         arms = {name: self.alive[name] for name in names if name in self.alive}
         if self.design.slices and in_slices(arms.values(), self.at.joules):
@@ -236,7 +244,7 @@ class Experiment:
             arms,
             [self.design.steps],
             draw,
-            LoadMeter(self.at.cores),
+            load,
             slices=self.design.slices,
             joules=self.at.joules,
             before=lambda name: self._say(f"{shown}: {name}"),
@@ -286,16 +294,16 @@ class Experiment:
                 seen += self.alive.values()
                 if first:
                     self.time.look(names, seen)
-                self._round([name], 1, draw, shown)
+                self._round([name], 1, draw, LoadMeter(self.at.cores), shown)
                 if unseen:
                     self._attempt(name, lambda arm: arm.evaluate())
                 self._finish(name)
         self.time.out(seen, done + 1)
 
     def _unseen(self, name: str) -> bool:
-        """Whether an arm's held-out loss after training isn't known yet."""
+        """Whether an arm's held-out loss after training is wanted, and isn't known yet."""
         looks = [e for e in self.record.events if e["event"] == "evaluate" and e["arm"] == name]
-        return not any(e["tokens"] for e in looks)
+        return self.design.evaluations > 0 and not any(e["tokens"] for e in looks)
 
     def _unproven(self) -> list[str]:
         """Arms with all their rounds whose process was killed before it could finish."""

@@ -275,6 +275,7 @@ def run_round(
     Yields:
         Each arm's turns as they end, pass by pass, or its failure, after which it has no more.
     """
+    load.begin()
     order = draw.sample(list(arms), len(arms))
     sliced = slices and in_slices(arms.values(), joules)
     for count in passes:

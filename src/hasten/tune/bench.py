@@ -191,8 +191,9 @@ class ReferencePair:
             steps = min(self._length(arm), self._length(self._base))
             arm.again()  # both begin with the first records
             self._base.again()
+            load = LoadMeter(self._cores)
             while len(found) < rounds and self._clock() < deadline:
-                found.append(last := self._calm_round(arm, steps))
+                found.append(last := self._calm_round(arm, steps, load))
                 hopeless = above + last.log < best - HOPELESS
                 if last.load <= FOREIGN and (hopeless or last.log > FAR_BETTER):
                     break  # what others disturbed, twice by now, decides nothing by itself
@@ -287,19 +288,18 @@ class ReferencePair:
         self.step_seconds = arm.step_seconds
         return True
 
-    def _calm_round(self, arm: ArmProcess, steps: int) -> PairedRound:
+    def _calm_round(self, arm: ArmProcess, steps: int, load: LoadMeter) -> PairedRound:
         """A round, once more if others disturbed it."""
-        found = self._round(arm, steps)
+        found = self._round(arm, steps, load)
         again = 2 * steps * self.step_seconds
         if found.load <= FOREIGN or self._clock() + again > self._deadline:
             return found
-        return min(found, self._round(arm, steps), key=lambda one: one.load)
+        return min(found, self._round(arm, steps, load), key=lambda one: one.load)
 
-    def _round(self, arm: ArmProcess, steps: int) -> PairedRound:
+    def _round(self, arm: ArmProcess, steps: int, load: LoadMeter) -> PairedRound:
         assert self._base is not None
         both = {"own": arm, "other": self._base}
         turns: dict[str, list[Turn]] = {name: [] for name in both}
-        load = LoadMeter(self._cores)
         for name, found in run_round(both, self._passes(steps), self._draw, load):
             try:
                 turns[name].append(_checked(found))

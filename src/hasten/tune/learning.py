@@ -129,7 +129,9 @@ SLACK = 1.1  # of a training's expected time
 
 
 class Training(Protocol):
-    """One training from its beginning, in a process of its own."""
+    """One training from its beginning, in a process of its own; ``seconds`` its steps took."""
+
+    seconds: float
 
     def loss_at(self, look: int, patience: float) -> float:
         """Train on to that look, counted from 1; its held-out loss. Raises WorkerError."""
