@@ -101,6 +101,7 @@ TIME_USED = "the budget's time for trials was used"
 HOPE = 0.005  # expected gain of the best untried point, below which a study ends
 PATIENT = 6.0  # times the usual trial: what a compiled graph may take, and a hanging process not
 SLACK = 1.15  # of a trial's expected time
+GONE = 0.1  # of the budget before the start (data, other measurements), from which it is told
 
 
 class Search:
@@ -143,7 +144,8 @@ class Search:
         self._objective, self._most, self._found = objective, most, found
         self._budget = budget_seconds
         self._clock = clock
-        self._began = clock() if began is None else began
+        self._started = clock()
+        self._began = self._started if began is None else began
         self._draw, self._say = random.Random(seed), tell
         self._room = room
         self._trial_seconds: list[float] = []
@@ -269,11 +271,14 @@ class Search:
 
     def _afford(self, more: float) -> None:
         """Refuse a budget that doesn't hold what is still to come, one trial and the duel."""
-        least = (self._clock() - self._began) + more + self._trial_time + self.reserve
-        if least > self._budget:
+        before = self._started - self._began
+        least = (self._clock() - self._started) + more + self._trial_time + self.reserve
+        if before + least > self._budget:
+            gone = f", and {words(before)} of it went by before the first start"
             raise InputError(
                 f"budget: {words(self._budget)} is too short: the noise, one trial and a duel take "
                 f"about {words(least / (1 - self._proof_share))} on this job and machine"
+                f"{gone if before > GONE * self._budget else ''}"
             )
 
     @property

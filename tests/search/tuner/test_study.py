@@ -199,6 +199,18 @@ def test_a_budget_that_is_too_short_is_refused_with_the_time_needed(budget: floa
     assert machine.alive == 0
 
 
+def test_time_that_went_by_before_the_start_is_no_time_that_the_job_needs() -> None:
+    machine = Machine(SPACE, seconds)
+    machine.clock.now = 50.0  # data, or a wait for another measurement
+    with pytest.raises(InputError, match=r"take about .*, and 50 s of it went by before") as late:
+        searched(machine, budget=90.0, began=0.0)
+    again = Machine(SPACE, seconds)
+    with pytest.raises(InputError) as short:
+        searched(again, budget=40.0)
+    needed = [str(error.value).partition("take about ")[2][:5] for error in (late, short)]
+    assert needed[0] == needed[1]
+
+
 def test_a_trial_that_hangs_is_given_up_and_the_study_goes_on() -> None:
     slow = {"batch": 8, "fused": True, "dtype": "bf16"}
     machine = Machine(SPACE, lambda s: 1e6 if s == slow else seconds(s))
