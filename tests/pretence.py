@@ -63,8 +63,8 @@ def pretend(
     recipe = folder / "recipe.json"
     recipe.write_text(json.dumps({"arms": told, "log": str(folder / "log")}))
 
-    def spec(plan: Plan) -> WorkerSpec:
-        given = {"recipe": str(recipe), "plan": plan.to_list()}
+    def spec(name: str) -> WorkerSpec:
+        given = {"recipe": str(recipe), "plan": (plans or PLANS)[name].to_list()}
         return WorkerSpec(JOB, given, IMPORTS)
 
     with WorkerPool(folder) as pool:

@@ -20,7 +20,6 @@ from hasten.core.plan import Plan
 from hasten.measure.ablation import Arm
 from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import ExperimentSubject, prepared
-from hasten.measure.turns import Step
 from hasten.measure.workers import WorkerError, WorkerPool, WorkerSpec
 from hasten.progress import SilentProgress
 from hasten.recipe.schema import recipe_from
@@ -93,29 +92,28 @@ def test_winners_are_paired_and_equal_plans_have_one_arm(
 
 
 class Speeds:
-    """Runners with the speed of their micro-batch; 8 records fail."""
+    """Workers with the speed of their micro-batch; 8 records fail."""
 
     def __init__(self, worker: WorkerSpec) -> None:
         own = [t["micro_batch_size"] for t in worker.arguments["plan"]]
         self.size = own[0] if own else 8
 
-    def begin(self, patience: float) -> None:
+    def ready(self, timeout: float) -> None:
         if self.size == 8:
             raise WorkerError("out of memory")
 
-    def steps(self, count: int, patience: float) -> list[Step]:
-        slow = [Step(1.0, 1.0)] * 2  # the first two aren't profiled
-        return [*slow, *[Step(100.0 * {1: 1, 2: 3, 4: 2}[self.size], 1.0)] * (count - 2)]
+    def request(self, op: str, timeout: float, count: int) -> dict[str, Any]:
+        speeds = [1.0, 1.0, *[100.0 * {1: 1, 2: 3, 4: 2}[self.size]] * (count - 2)]
+        return {"steps": [{"tokens": s, "step_seconds": 1.0} for s in speeds]}  # 3 to 5 count
 
-    def end(self, at_once: bool = False) -> None:
+    def close(self, kill: bool = False) -> None:
         pass
 
 
 def test_micro_batches_are_doubled_until_one_fails_and_the_fastest_is_taken(
     subject: ExperimentSubject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(real, "PlanRunner", Speeds)
-    monkeypatch.setattr(WorkerPool, "start", lambda pool, spec, name: spec)
+    monkeypatch.setattr(WorkerPool, "start", lambda pool, spec, name: Speeds(spec))
     found = real._doubled(subject, 60.0, real.Told())
     assert [r["micro_batch"] for r in found["trials"]] == [1, 2, 4, 8]
     assert [r["tokens_per_second"] for r in found["trials"]] == [100.0, 300.0, 200.0, None]

@@ -36,7 +36,7 @@ from hasten.machine import host
 from hasten.measure.ablation import AGAIN, BASELINE, Arm, Design
 from hasten.measure.recipe_experiment import ExperimentSubject, measured, prepared, recipe_worker
 from hasten.measure.statistics import hodges_lehmann
-from hasten.measure.workers import WorkerError, WorkerPool
+from hasten.measure.workers import Worker, WorkerError, WorkerPool
 from hasten.progress import SilentProgress
 from hasten.recipe.build import batch_of, requested_plan
 from hasten.recipe.schema import Recipe, load_recipe, recipe_from
@@ -44,8 +44,7 @@ from hasten.recipe.yaml_reader import read_duration
 from hasten.report.verdicts import floor_of, ratio_between
 from hasten.techniques import CATALOGUE
 from hasten.tune.api import Tuned, tune
-from hasten.tune.duel import judged
-from hasten.tune.runners import PlanRunner
+from hasten.tune.report import judged
 from hasten.tune.subjects import TuneOptions
 
 WITHIN = 0.03  # of each other: what repeated winners are wanted to be
@@ -173,7 +172,7 @@ def _doubled(subject: ExperimentSubject, budget: float, told: Told) -> dict[str,
         plan = _cut(subject, size)
         with WorkerPool(path.parent, subject.known.device) as pool:
             worker = pool.start(recipe_worker(subject, path, plan), f"doubling-{size}")
-            speed, why = _profiled(PlanRunner(worker), left)
+            speed, why = _profiled(worker, left)
         rows.append({"micro_batch": min(size, whole), "tokens_per_second": speed, "why": why})
         told.tell(f"micro-batch {size}: {speed or why}")
         if size >= whole or speed is None:
@@ -195,16 +194,17 @@ def _cut(subject: ExperimentSubject, size: int | None) -> Plan:
     return Plan([*(t for t in subject.plan if t.slot is not Slot.BATCH), *own])
 
 
-def _profiled(runner: PlanRunner, seconds: float) -> tuple[float | None, str | None]:
+def _profiled(worker: Worker, seconds: float) -> tuple[float | None, str | None]:
     """Tokens per second of steps 3 to 5, or why there are none."""
     try:
-        runner.begin(seconds)
-        steps = runner.steps(PROFILED.stop, seconds)[PROFILED]
+        worker.ready(seconds)
+        steps = worker.request("steps", seconds, count=PROFILED.stop)["steps"][PROFILED]
     except WorkerError as error:
-        runner.end(at_once=True)
+        worker.close(kill=True)
         return None, str(error)
-    runner.end()
-    return round(sum(s.items for s in steps) / sum(s.seconds for s in steps), 1), None
+    worker.close()
+    tokens, took = (sum(step[key] for step in steps) for key in ("tokens", "step_seconds"))
+    return round(tokens / took, 1), None
 
 
 def _compared(

@@ -17,6 +17,7 @@ import hasten.cli.demo as module
 from hasten.cli.terminal import print_table
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Arm, Design
+from hasten.measure.budget import GRACE
 from hasten.measure.choose import Choice
 from hasten.recipe.schema import Recipe
 from hasten.recipe.shorthands import catalogue
@@ -181,8 +182,9 @@ def test_a_training_is_asked_to_stop_once_its_time_has_come() -> None:
 
 
 def test_measuring_ends_by_a_deadline_that_counts_from_the_beginning() -> None:
-    assert module.DESIGN.budget_seconds < module.DESIGN.deadline_seconds < module.MEASURING_SECONDS
-    assert module.MEASURING_SECONDS == 300
+    assert module.DESIGN.partial
+    assert module.DESIGN.budget_seconds * (1 + GRACE) == module.LADDER_SECONDS
+    assert module.LADDER_SECONDS < module.MEASURING_SECONDS == 300
     assert module.CHOOSING * (1 + PROOF_SHARE) < 1
     assert module.TRAINING_SECONDS == 120
 

@@ -24,7 +24,7 @@ from hasten.integrations.adapt import facts_of
 from hasten.machine.host import Accelerator
 from hasten.measure import choose as module
 from hasten.measure.ablation import Arm
-from hasten.measure.choose import PLAIN, Choice, choose, kept_choices
+from hasten.measure.choose import PLAIN, Choice, choose, kept_choice, kept_choices
 from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import prepared
 from hasten.progress import SilentProgress
@@ -194,6 +194,9 @@ def test_a_choice_is_kept_for_the_same_job_and_no_other(
 
     again = chosen({**sums, "auto_budget": 50, "max_steps": 10}, tmp_path, never)
     assert (again.source, again.entries) == ("remembered", first.entries)
+    assert kept_choice(recipe_from(sums, "a test"), SilentProgress(), tmp_path) == again
+    other = recipe_from({**sums, "cutoff_len": 24}, "a test")
+    assert kept_choice(other, SilentProgress(), tmp_path) is None
     assert "--fresh races again" in again.why
     for change in ({"cutoff_len": 24}, {"plan": {"auto": {"fidelity": "exact"}}}):
         with pytest.raises(AssertionError, match="raced again"):

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from hasten.errors import InputError
-from hasten.measure import arm_process
+from hasten.machine.processes import LoadMeter
+from hasten.measure import schedule
 from hasten.measure.ablation import Design, with_second_baseline
 from hasten.measure.record import ExperimentRecord, seconds_of
 from hasten.report.findings import report_of
@@ -85,7 +86,7 @@ def test_an_arm_that_fails_in_a_round_is_reported_and_the_rest_goes_on(
 ) -> None:
     def tell(text: str, share: float) -> None:
         hangs = how == "hang" and text == "round 2/4: packed"  # others are given their time
-        monkeypatch.setattr(arm_process, "LEAST_TIMEOUT", 1.0 if hangs else 60.0)
+        monkeypatch.setattr(schedule, "LEAST_TIMEOUT", 1.0 if hangs else 60.0)
 
     told = {"packed": {"rate": 1e6, "fails": {"steps": how}, "after": 2}}  # in its second round
     found = pretend(tmp_path, Design(rounds=4, steps=1, warmup=1), told, tell=tell).arms
@@ -197,7 +198,7 @@ def test_a_disturbed_round_is_done_again_and_both_stay_in_the_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads = iter([0.0, 0.9, *[0.0] * 99])  # the second turn of the first round
-    monkeypatch.setattr(arm_process, "foreign_share", lambda *seen: next(loads))
+    monkeypatch.setattr(LoadMeter, "share", lambda *seen: next(loads))
     found = pretend(tmp_path, Design(rounds=3, steps=1, foreign_load=0.5), plans=TWO)
     assert found.design["redone_rounds"] == 1
     assert [len(arm.rounds) for arm in found.arms] == [3, 3]
@@ -209,7 +210,7 @@ def test_on_a_busy_machine_the_rounds_are_doubled_and_the_least_disturbed_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads = iter([share / 100 for share in range(99, 0, -1)])
-    monkeypatch.setattr(arm_process, "foreign_share", lambda *seen: next(loads))
+    monkeypatch.setattr(LoadMeter, "share", lambda *seen: next(loads))
     found = pretend(tmp_path, Design(rounds=3, steps=1, foreign_load=0.01), plans=TWO)
     assert found.design["redone_rounds"] == 3
     assert len(turns(tmp_path, 2)) == 12
@@ -220,7 +221,7 @@ def test_on_a_busy_machine_the_rounds_are_doubled_and_the_least_disturbed_count(
 def test_rounds_that_are_done_again_leave_the_second_build_its_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arm_process, "foreign_share", lambda *seen: 0.9)
+    monkeypatch.setattr(LoadMeter, "share", lambda *seen: 0.9)
     design = Design(rounds=4, steps=1, builds=2, foreign_load=0.5)
     found = pretend(tmp_path, design, plans=TWO)
     assert log(tmp_path).count("start baseline") == 2
@@ -308,7 +309,7 @@ def test_a_budget_that_ends_before_the_second_group_keeps_the_first(tmp_path: Pa
     )
 
 
-IN_TIME = Design(rounds=6, steps=1, evaluations=2, budget_seconds=240, deadline_seconds=300)
+IN_TIME = Design(rounds=6, steps=1, evaluations=2, budget_seconds=240, partial=True)
 SLOW = {name: {"rate": 5.0} for name in PLANS}  # 2 s a step, as they say: starts are nothing
 
 

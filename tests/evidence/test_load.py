@@ -12,9 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.machine import processes
-from hasten.machine.processes import Instant, foreign_share, look
+from hasten.machine.processes import Instant, LoadMeter, look
 
 SPIN = "import time\nwhile time.process_time() < 0.6: pass"
+
+
+def foreign_share(before: Instant, after: Instant, cores: int) -> float:
+    """What a meter tells of the time between two instants."""
+    instants = iter((before, after))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "look", lambda tree: next(instants))
+        patch.setattr(processes, "tree", list)
+        meter = LoadMeter(cores)
+        meter.lap("a")
+        return meter.share("a")
 
 
 @given(*[st.floats(0, 1e6) for _ in range(6)], st.integers(1, 64))

@@ -18,7 +18,7 @@ from hasten.recipe.prepared_data import gather
 from hasten.recipe.schema import load_recipe, recipe_from
 from hasten.tune import learning_study
 from hasten.tune.learning_study import LearningWishes, learn
-from hasten.tune.runners import RecipeWorkers
+from hasten.tune.recipe_workers import RecipeWorkers
 from hasten.tune.whole_trainings import RecipeTrainings
 
 RECIPE = {

@@ -14,15 +14,17 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity
 from hasten.errors import InputError
 from hasten.machine.environment import World
+from hasten.machine.processes import LoadMeter
 from hasten.measure.ablation import AGAIN, BASELINE, Arm
+from hasten.measure.choose import Choice
 from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import ExperimentSubject, prepared
-from hasten.measure.turns import Runner
+from hasten.measure.schedule import TurnWorker
 from hasten.measure.workers import COLD_START
 from hasten.progress import SilentProgress
 from hasten.recipe.build import requested_plan
 from hasten.recipe.schema import load_recipe, recipe_from
-from hasten.tune import api, bench, subjects
+from hasten.tune import api, subjects
 from hasten.tune.space import Point
 from hasten.tune.subjects import RecipeSubject, TuneOptions
 from material import STDLIB
@@ -41,7 +43,7 @@ RECIPE = {
 @pytest.fixture(autouse=True)
 def _a_calm_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps of these trials are made up; so is what others take of the machine meanwhile."""
-    monkeypatch.setattr(bench, "foreign_share", lambda before, after, cores: 0.0)
+    monkeypatch.setattr(LoadMeter, "share", lambda meter, name: 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +149,7 @@ def test_a_recipe_is_tuned_from_trials_to_its_winner(
     monkeypatch.setattr(api, "prepared", lambda recipe, audience, ranks: given)
     machines: list[Machine] = []
 
-    def start(self: RecipeSubject, point: Point) -> Runner:
+    def start(self: RecipeSubject, point: Point) -> TurnWorker:
         if not machines:
             machines.append(Machine(self.space, lambda s: 0.01, start=0.0))
             machines[0].seconds = lambda s: 0.012 if s["PRECISION"] == "none" else 0.012 / faster
@@ -162,6 +164,19 @@ def test_a_recipe_is_tuned_from_trials_to_its_winner(
     if not better:
         assert "keep the settings" in str(found)
         assert found.settings == {"PRECISION": "none"}
+
+
+def test_plan_auto_starts_from_what_was_chosen_before(
+    given: ExperimentSubject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Choice(["autocast", "fused_adamw"], "remembered", "the fastest of 9 plans")
+    auto = recipe_from({**RECIPE, "output": given.recipe.output, "plan": "auto"}, "test")
+    for found, plan in ((kept, kept.entries), (None, [])):
+        monkeypatch.setattr(api, "kept_choice", lambda recipe, audience, found=found: found)
+        recipe = api._as_chosen(auto, SilentProgress())
+        assert recipe.plan == plan
+        assert (recipe.auto_plan is None) == (found is not None)  # else the first plan is taken
+    assert api._as_chosen(given.recipe, SilentProgress()) is given.recipe
 
 
 def test_a_duel_without_time_proves_nothing_and_loses_nothing(
@@ -266,9 +281,9 @@ def test_a_plan_whose_environment_is_new_is_an_effort_until_it_was_started(
         effort = found.known(0.02, 1e9).effort
         assert effort(likely) == 1.0
         assert effort(other) == COLD_START
-        runner = found.start(other)
+        worker = found.start(other)
         assert effort(other) == 1.0
-        runner.end(at_once=True)
+        worker.close(kill=True)
         new = max(found.space.points(), key=effort)  # all are but two
         assert effort(new) == COLD_START
     assert (tmp_path / "recipe.yaml").is_file()

@@ -23,9 +23,9 @@ from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.write_back import plain_entry
 from hasten.tune.api import Tuned
 from hasten.tune.api import tune as tune_job
-from hasten.tune.duel import says_of
 from hasten.tune.learning_study import Learned, LearningWishes
 from hasten.tune.learning_study import learn as learn_job
+from hasten.tune.report import says_of
 from hasten.tune.samplers import Sampler
 from hasten.tune.study import Objective
 from hasten.tune.subjects import TuneOptions

@@ -22,7 +22,7 @@ from hasten.core.job import share
 from hasten.core.session import Progress, Session, without_loss
 from hasten.core.step import training
 from hasten.core.timing import StepMetrics, data_stall, split, stability
-from hasten.machine import host
+from hasten.machine import processes
 
 # Held-out loss over every trained token of the held-out records, and the user's own metrics.
 
@@ -303,7 +303,7 @@ class Outcome:
             "mfu": meter.mfu(self.model_flops or None, trained),
             "ceiling": asdict(meter) if meter.ceiling else None,
             "peak_memory_bytes": self.peak_memory_bytes,
-            "peak_host_memory_bytes": host.host_memory_peak(),
+            "peak_host_memory_bytes": processes.host_memory_peak(),
             "training_loss": _finite(self.last_loss),
             "held_out_loss": loss,
             "perplexity": math.exp(min(loss, 700.0)) if loss is not None else None,

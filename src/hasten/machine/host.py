@@ -6,7 +6,6 @@ import contextlib
 import os
 import platform
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -16,6 +15,7 @@ from typing import TypeVar
 import psutil
 import torch
 
+from hasten.machine import processes
 from hasten.machine.environment import world
 
 # The memory that Linux's control groups leave this process (admin-guide/cgroup-v2 and -v1).
@@ -139,19 +139,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def host_memory_peak() -> int:
-    """Largest resident size of this process in bytes since start or the last reset."""
-    for line in _lines("/proc/self/status"):
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
 def reset_memory_peak(device: str) -> None:
     """Forget the peaks so far, so that preparing data doesn't count as training (Linux, GPU)."""
     with contextlib.suppress(OSError):  # elsewhere the peak since the process began has to do
@@ -163,7 +150,7 @@ def reset_memory_peak(device: str) -> None:
 def memory_peak(device: str) -> int:
     """Peak bytes on the training device: the allocator's on a GPU, the process's on a CPU."""
     if device.startswith("cpu"):
-        return host_memory_peak()
+        return processes.host_memory_peak()
     return int(torch.accelerator.memory.max_memory_allocated(device))
 
 

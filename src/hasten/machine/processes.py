@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import mmap
 import os
 import signal
@@ -16,7 +17,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,20 @@ def available_bytes(limit_bytes: int) -> int:
     return min(int(psutil.virtual_memory().available), limit_bytes)
 
 
+def host_memory_peak() -> int:
+    """Largest resident size of this process in bytes since start or the last reset."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 # Foreign load: which share of the machine's processor time others took while an arm had its turn.
 #
 # Linux counts processor time in ticks of 10 ms, so a share over a short span is coarse: spans below
@@ -102,6 +117,7 @@ def available_bytes(limit_bytes: int) -> int:
 # side of an instant, count as zero.
 
 SHORTEST_SECONDS = 0.2  # 20 ticks
+TREE_SECONDS = 5.0  # for so long the processes of a meter are taken to be the same
 
 
 @dataclass(frozen=True)
@@ -118,42 +134,40 @@ def look(processes: Sequence[psutil.Process] | None = None) -> Instant:
     return Instant(time.monotonic(), busy_seconds(), tree_seconds(processes))
 
 
-def foreign_share(before: Instant, after: Instant, cores: int) -> float:
-    """What others used between two instants, as a share (0 to 1) of what the cores could give."""
-    return _share(_foreign(before, after), after.wall - before.wall, cores)
-
-
 class LoadMeter:
     """Background load of several who take turns in short slices: each slice is one's own.
+
+    Which processes are ours is looked up now and then, since that reads all of the machine's.
 
     Args:
         cores: that they share.
     """
 
     def __init__(self, cores: int) -> None:
-        self._cores, self._tree = cores, tree()
-        self._last = look(self._tree)
-        self._spans: dict[str, tuple[float, float]] = {}
+        self._cores, self._found = cores, -math.inf
+        self.begin()
 
-    def lap(self, name: str) -> None:
-        """The time since the last lap was this one's."""
+    def begin(self) -> None:
+        """A new round: what was noted is forgotten."""
+        if time.monotonic() - self._found > TREE_SECONDS:
+            self._tree, self._found = tree(), time.monotonic()
+        self._spans: dict[Hashable, tuple[float, float]] = {}
+        self._last = look(self._tree)
+
+    def lap(self, name: Hashable) -> None:
+        """The time since the last lap was this one's; None: nobody's who is asked about."""
         now = look(self._tree)
         span, foreign = self._spans.get(name, (0.0, 0.0))
-        span, foreign = span + now.wall - self._last.wall, foreign + _foreign(self._last, now)
-        self._spans[name], self._last = (span, foreign), now
+        last, self._last = self._last, now
+        others = (now.busy - last.busy) - (now.ours - last.ours)
+        self._spans[name] = span + now.wall - last.wall, foreign + others
 
-    def share(self, name: str) -> float:
+    def share(self, name: Hashable) -> float:
         """What others used during its slices, as a share (0 to 1) of what the cores could give."""
         span, foreign = self._spans.get(name, (0.0, 0.0))
-        return _share(foreign, span, self._cores)
-
-
-def _foreign(before: Instant, after: Instant) -> float:
-    return (after.busy - before.busy) - (after.ours - before.ours)
-
-
-def _share(foreign: float, span: float, cores: int) -> float:
-    return 0.0 if span < SHORTEST_SECONDS else min(max(foreign / (span * cores), 0.0), 1.0)
+        if span < SHORTEST_SECONDS:
+            return 0.0
+        return min(max(foreign / (span * self._cores), 0.0), 1.0)
 
 
 # A supervised rank's pulse, its last words, and its leash: what its supervisor knows of it.

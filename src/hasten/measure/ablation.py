@@ -36,9 +36,10 @@ class Design:
         noise: a second process of the baseline takes turns like an arm.
         foreign_load: a round during which others took more than this share of the machine is done
             again; None: none is.
-        budget_seconds: what the whole may take; None: as long as the rounds need.
-        deadline_seconds: when everything has ended, whatever is measured by then: nobody waits
-            longer for an answer. A budget that is too short is then no reason to refuse.
+        budget_seconds: what the whole may take; None: as long as the rounds need. Nobody waits
+            longer than that and one round more, which is a quarter of it at most.
+        partial: whatever is measured within the budget counts, be it one round of two arms; else
+            a budget that doesn't hold two rounds is refused.
         grouping: which arms are alive together; auto: as many as memory holds.
         eliminate: a race for the fastest: an arm that is surely slower than the first one has no
             further rounds, there are no more once all are decided, and arms end without a proof.
@@ -56,7 +57,7 @@ class Design:
     noise: bool = False
     foreign_load: float | None = None
     budget_seconds: float | None = None
-    deadline_seconds: float | None = None
+    partial: bool = False
     grouping: Grouping = "auto"
     slices: bool = True
     eliminate: bool = False

@@ -22,9 +22,9 @@ What was measured stays: arms that start again, for a second build or after a ki
 dropped nor refused; where no more fits, the experiment ends with the rounds there are. Time that an
 earlier start took for turns that are kept counts. Without a budget it keeps quiet.
 
-Nobody waits for an answer longer than the budget and one round (``arm_process``). With a deadline
-that is the end, and nothing is refused: one round is enough, and arms are asked about before they
-start.
+Nobody waits for an answer longer than the budget and one round, which is a quarter of the budget at
+most. Where partial results count (``Design.partial``), nothing is refused: one round is enough, and
+arms are asked about before they start.
 """
 
 from __future__ import annotations
@@ -33,20 +33,23 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.measure.ablation import Design, Kind
-from hasten.measure.arm_process import ArmProcess
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.rounds import Rounds
-from hasten.recipe.candidates import expected as gain_expected
+from hasten.measure.schedule import ArmProcess
+
+if TYPE_CHECKING:
+    from hasten.core.facts import Facts  # loads torch
 
 FEWEST_ROUNDS = 2  # one says nothing of its own error
 WORTH_ROUNDS = 5  # fewer leave an interval too wide for most effects: rather fewer arms
-FINISH_SECONDS = 2.0  # beside a look and a turn: samples are written, memory is counted
-WORTH_BEFORE_DEADLINE = 3  # rounds with which an arm is worth its place if there is a deadline
+FINISH_SECONDS = 2.0  # beside a look and a turn: a model that is looked at writes samples
+WORTH_IN_PART = 3  # rounds with which an arm is worth its place where partial results count
+GRACE = 0.25  # of a budget: a round that has begun may go on for so long
 STAYS: Kind = "all"  # a kind that is never dropped
 
 
@@ -92,14 +95,16 @@ def require(seconds: float, spent: float, rest: float) -> None:
     """
     if spent + rest > seconds:
         raise InputError(
-            f"budget: {words(seconds)} is too short: two rounds of the baseline and the plan take "
-            f"about {words(spent + rest)} on this job and machine"
+            f"budget: {words(seconds)} is too short: two rounds of the baseline and one more "
+            f"arm take about {words(spent + rest)} on this job and machine"
         )
 
 
 def expected_gain(plan: Plan, known: Facts) -> float:
     """What a plan is expected to gain, as a logarithm: the order in which a budget drops arms."""
-    return math.fsum(gain_expected(technique, known) for technique in plan)
+    from hasten.recipe.candidates import expected  # loads torch
+
+    return math.fsum(expected(technique, known) for technique in plan)
 
 
 def choose(
@@ -179,30 +184,26 @@ class BudgetTracker:
         self.over = False  # nothing more fits
         self.fresh = design.grouping == "fresh"  # every turn pays for a start
         self._round_seconds = 0.0  # of the last round's forecast
-        self._fewest = FEWEST_ROUNDS if design.deadline_seconds is None else 1
+        self._fewest, self._worth = FEWEST_ROUNDS, WORTH_ROUNDS
+        if design.partial:
+            self._fewest, self._worth = 1, WORTH_IN_PART
 
     def left(self) -> float:
         """Seconds until nobody waits for an answer any longer."""
-        design = self._design
-        end = design.deadline_seconds
-        if end is None and design.budget_seconds is not None:
-            end = design.budget_seconds + self._round_seconds
-        return math.inf if end is None else end - self._record.spent
-
-    @property
-    def late(self) -> bool:
-        """Whether the deadline has passed."""
-        return self.left() <= 0
+        budget = self._design.budget_seconds
+        if budget is None:
+            return math.inf
+        return budget + min(self._round_seconds, GRACE * budget) - self._record.spent
 
     def allows(self, name: str, arms: Sequence[ArmProcess]) -> bool:
-        """Whether there is time to start one more arm before the deadline; else it is dropped.
+        """Whether there is time to start one more arm; else it is dropped.
 
         The first two are started in any case: without them there is nothing to compare.
         """
         budget = self._design.budget_seconds
-        if budget is None or self._design.deadline_seconds is None or len(arms) < 2:
+        if budget is None or not self._design.partial or len(arms) < 2:
             return True
-        rounds = min(WORTH_BEFORE_DEADLINE, self._design.rounds)
+        rounds = min(self._worth, self._design.rounds)
         rest = self._costs(arms).of(len(arms) + 1, rounds, looks=1, to_start=1)
         if self._record.spent + rest <= budget or name in self._measured():
             return True
@@ -220,10 +221,11 @@ class BudgetTracker:
         if budget is None or not 1 <= len(arms) <= 2 or len(waiting) < 2:
             return
         costs = self._costs(arms)
+        self._round_seconds = costs.of(arms=2, rounds=1, looks=1, to_start=0)
         least = costs.of(arms=2, rounds=FEWEST_ROUNDS, looks=1, to_start=2 - len(arms))
         if self._measured():
             self.over = self.over or self._record.spent + least > budget
-        elif self._design.deadline_seconds is None:
+        elif not self._design.partial:
             require(budget, self._record.spent, least)
         if len(arms) == 2 and not self.over:
             self._choose(waiting, len(arms), costs)
@@ -243,15 +245,15 @@ class BudgetTracker:
     def out(self, arms: Sequence[ArmProcess], done: int) -> bool:
         """Whether there is no time for one more round after those that are done.
 
-        Two rounds are done whatever they take: one says nothing of its own error. With a deadline
-        it is one.
+        Two rounds are done whatever they take: one says nothing of its own error. Where partial
+        results count it is one.
         """
         budget = self._design.budget_seconds
         if budget is None or not arms:
             return self.over
         rest = self._costs(arms).of(len(arms), rounds=1, looks=1, to_start=0)
         self._round_seconds = rest
-        if done < self._fewest and not self.late:
+        if done < self._fewest and self.left() > 0:
             return self.over
         self.over = self.over or self._record.spent + rest > budget
         return self.over
@@ -262,14 +264,14 @@ class BudgetTracker:
         Raises:
             InputError: the budget was over before the first round.
         """
-        if self._design.deadline_seconds is None and not self._measured():
+        if not self._design.partial and not self._measured():
             raise InputError(
                 f"budget: {words(self._design.budget_seconds or 0.0)} is too short: it was over "
                 "before the first round, since the arms take so long to start on this job and "
                 "machine; give twice as much"
             )
         turned = {e["arm"] for e in self._record.events if e["event"] == "turn"}
-        if self._design.deadline_seconds is not None:
+        if self._design.partial:
             lacking = [name for name in lacking if name != base]  # the report needs one
         for name in lacking:
             if name not in turned:  # its absence leaves the others' last round whole
@@ -312,7 +314,7 @@ class BudgetTracker:
             self._design.rounds,
             rest_of,
             left,
-            WORTH_ROUNDS if self._design.deadline_seconds is None else WORTH_BEFORE_DEADLINE,
+            self._worth,
         )
         for text, arms in choice.dropped:
             more = {} if arms else {"builds": 1}
@@ -332,7 +334,7 @@ class BudgetTracker:
         turn = self._design.steps * statistics.fmean(arm.step_seconds for arm in arms)
         look = max(arm.evaluation_seconds for arm in arms)
         start = statistics.fmean(arm.start_seconds for arm in arms)
-        finish = look + turn + FINISH_SECONDS
+        finish = look + turn + FINISH_SECONDS if self._design.evaluations else 0.0
         if self.fresh:
             return Costs(0.0, start + turn, look, finish)
         return Costs(start, turn, look, finish)

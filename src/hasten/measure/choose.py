@@ -35,6 +35,7 @@ from hasten.data.file_lock import one_measurement, replace_file
 from hasten.errors import InputError
 from hasten.formatting import duration
 from hasten.measure.ablation import Arm, Design, Kind
+from hasten.measure.budget import GRACE
 from hasten.measure.recipe_experiment import (
     ExperimentSubject,
     measured,
@@ -206,6 +207,13 @@ def kept_choices(known: Facts, folder: Path | None = None) -> list[KeptChoice]:
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             _LOG.warning("%s can't be read (%s) and isn't used", path, type(error).__name__)
     return sorted(found, key=lambda kept: kept.date, reverse=True)
+
+
+def kept_choice(recipe: Recipe, audience: Audience, folder: Path | None = None) -> Choice | None:
+    """What was chosen before for a job that says ``plan: auto``; None where nothing is kept."""
+    asked = recipe.auto_plan or AutoPlan()
+    subject = prepared(recipe.model_copy(update={"auto_plan": None}), audience, ranks=True)
+    return _remembered(_path(subject, asked, folder or FOLDER))
 
 
 def choose_by_forecast(
@@ -384,7 +392,7 @@ class _Chooser:
         """Race plans against the first of them; it and the last one are never dropped."""
         kinds: dict[str, Kind] = dict.fromkeys(plans, "ladder")
         kinds |= {next(iter(plans)): "baseline", list(plans)[-1]: "all"}
-        design = replace(RACE, budget_seconds=0.85 * seconds, deadline_seconds=seconds)
+        design = replace(RACE, budget_seconds=seconds / (1 + GRACE), partial=True)
         found = measured(
             self._subject,
             plans,

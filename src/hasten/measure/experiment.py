@@ -2,7 +2,7 @@
 
   1. every arm's process starts, builds, and warms up; one at a time, and only as many as memory
      holds; all do as many steps before the first round as the slowest to settle
-  2. a round gives each arm some steps, in slices or one after the other in an order drawn anew
+  2. a round gives each arm some steps (`hasten.measure.schedule`)
   3. in every arm step k sees the same records, so a round's ratio compares equal work minutes apart
      at most, and a machine that slows down slows all arms of the round
   4. at equal tokens every arm is asked for its held-out loss; at the end, for what its techniques
@@ -26,18 +26,18 @@ import contextlib
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hasten.core.plan import Plan
-from hasten.machine import host, processes
+from hasten.machine import processes
 from hasten.machine.processes import LoadMeter
 from hasten.measure.ablation import Arm, Design, Kind
-from hasten.measure.arm_process import ArmProcess
 from hasten.measure.budget import BudgetTracker
 from hasten.measure.energy import EnergyMeter
 from hasten.measure.record import Event, ExperimentRecord, seconds_of
 from hasten.measure.rounds import Rounds, arms_of
-from hasten.measure.schedule import run_in_slices
+from hasten.measure.schedule import ArmProcess, OutOfTimeError, in_slices, run_round
 from hasten.measure.workers import WorkerError, WorkerPool, WorkerSpec
 
 SHARE = 0.92  # of the memory that is available: caches of the system want some, too
@@ -53,17 +53,19 @@ class Table:
 
     Args:
         pool: starts the workers.
-        spec: the worker of a plan; its job allows ``design.steps_in_all`` steps.
+        spec: the worker of an arm; its job allows ``design.steps_in_all`` steps.
         memory: bytes the arms may use together.
         cores: that they share.
         joules: a counter of the training device's energy; None where none can be read.
+        patience: the longest wait for one reply; None: by the steps seen.
     """
 
     pool: WorkerPool
-    spec: Callable[[Plan], WorkerSpec]
+    spec: Callable[[str], WorkerSpec]
     memory: int
     cores: int
     joules: Callable[[], float | None] = lambda: None
+    patience: float | None = None
 
 
 class Experiment:
@@ -79,7 +81,7 @@ class Experiment:
         expected: Mapping[str, float],
         record: ExperimentRecord,
     ) -> None:
-        self.at, self.plans, self.kinds, self.design = at, plans, kinds, design
+        self.at, self.plans, self.design = at, plans, design
         self.record, self._tell = record, tell
         self.base, self.result = next(iter(plans)), list(plans)[-1]
         self.peaks: dict[str, int] = {}
@@ -141,7 +143,7 @@ class Experiment:
             for name in [name for name in self.plans if name in self.alive]:
                 if self._rounds().complete(name):  # known even if no further build has its time
                     self._finish(name)
-            if self.time.late:
+            if self.time.left() <= 0:
                 for arm in self.alive.values():
                     arm.worker.close(kill=True)  # nobody waits until they have left
 
@@ -195,37 +197,27 @@ class Experiment:
         at_the_end: bool = False,
     ) -> None:
         self._say(f"starting {name}")
-        plan, place = self.plans[name], list(self.plans).index(name)
-        worker = self.at.pool.start(self.at.spec(plan), f"arm-{place}")
+        worker = self.at.pool.start(self.at.spec(name), f"arm-{list(self.plans).index(name)}")
         stack.callback(worker.close)
-        self.alive[name] = ArmProcess(
-            name, worker, number, self.record, self.design, self.time.left
-        )
+        note = partial(self.record.append, cohort=number, arm=name)
+        self.alive[name] = ArmProcess(worker, self.time.left, note, self.at.patience)
+        least, most = self.design.warmup, self.design.longest_warmup
         look = evaluate_first and self.design.evaluations > 0
-        self._attempt(name, lambda arm: arm.begin(look), at_the_end)
+        self._attempt(name, lambda arm: arm.begin(least, most, look=look), at_the_end)
         if name in self.alive and (peak := self.alive[name].peak):
             self.peaks[name] = peak
 
     def _take_turns(self, names: Sequence[str], number: int) -> None:
-        order = random.Random(self.design.seed * 1_000_003 + number)
+        draw = random.Random(self.design.seed * 1_000_003 + number)
         planned = self._lacking(names)
         looks, count = self.design.looks(planned) if planned else set(), 0
         done = len(self._rounds().complete(names[-1]))
+        load = LoadMeter(self.at.cores)
         while self._lacking(names) and not self.time.out(list(self.alive.values()), done):
             count, done = count + 1, done + 1
-            shown = f"{done}/{self._in_all(names[-1])}"
-            drawn = order.sample(list(names), len(names))
-            if self._in_slices():
-                self._say(f"round {shown}")
-                self._round_in_slices(drawn, count)
-                for name in drawn if count in looks else ():
-                    self._attempt(name, lambda arm: arm.evaluate())
-                drawn = []
-            for name in drawn:
-                if self.time.late:
-                    break
-                self._say(f"round {shown}: {name}")
-                self._turn(name, count, look=count in looks)
+            self._round(names, count, draw, load, f"round {done}/{self._in_all(names[-1])}")
+            for name in names if count in looks else ():
+                self._attempt(name, lambda arm: arm.evaluate())
             if not self.alive:
                 return
             if self.design.eliminate and done >= RACED_ROUNDS:
@@ -235,6 +227,33 @@ class Experiment:
         if self.time.over and count and looks and count not in looks:
             for name in names:
                 self._attempt(name, lambda arm: arm.evaluate())
+
+    def _round(
+        self,
+        names: Sequence[str],
+        number: int,
+        draw: random.Random,
+        load: LoadMeter,
+        shown: str,
+    ) -> None:
+        """The turns of these arms, each noted as soon as it has ended."""
+        arms = {name: self.alive[name] for name in names if name in self.alive}
+        if self.design.slices and in_slices(arms.values(), self.at.joules):
+            self._say(shown)
+        turns = run_round(
+            arms,
+            [self.design.steps],
+            draw,
+            load,
+            slices=self.design.slices,
+            joules=self.at.joules,
+            before=lambda name: self._say(f"{shown}: {name}"),
+        )
+        for name, found in turns:
+            if isinstance(found, WorkerError):
+                self._failed(name, found)
+            else:
+                self.alive[name].note("turn", round=number, **found.to_dict())
 
     def _without_slower(self, names: Sequence[str], cohort: int, round_: int) -> list[str]:
         """End the arms that are surely slower than the first one; the names of the others."""
@@ -255,23 +274,6 @@ class Experiment:
             for ratio in found
         )
 
-    def _in_slices(self) -> bool:
-        """Whether turns are cut into slices: then no counter tells whose energy was used."""
-        alive = self.alive.values()
-        sliced = (
-            self.design.slices and len(alive) > 1 and all(arm.worker.can_slice for arm in alive)
-        )
-        return sliced and self.at.joules() is None
-
-    def _round_in_slices(self, names: Sequence[str], number: int) -> None:
-        load = LoadMeter(self.at.cores)
-        turns = {name: self.alive[name] for name in names if name in self.alive}
-        found, failed = run_in_slices(turns, self.design.steps, after=load.lap)
-        for name, error in failed.items():
-            self._failed(name, error)
-        for name, reply in found.items():
-            turns[name].note_turn(number, reply, load.share(name))
-
     def _fresh_round(self, waiting: Sequence[str]) -> None:
         """A round in which every arm is started for its turn and ended after it."""
         number, events = self._next_cohort(), self.record.events
@@ -279,12 +281,12 @@ class Experiment:
         names = list(waiting)
         self.record.append("cohort", cohort=number, members=names, fresh=True)
         done = len(self._rounds().complete(names[-1]))
-        order, seen = random.Random(self.design.seed * 1_000_003 + number), list[ArmProcess]()
-        for name in order.sample(names, len(names)):
+        shown = f"round {done + 1}/{self._in_all(names[-1])}"
+        draw, seen = random.Random(self.design.seed * 1_000_003 + number), list[ArmProcess]()
+        for name in draw.sample(names, len(names)):
             self.alive = {}
-            if name in self.time.dropped or self.time.late:
+            if name in self.time.dropped or self.time.left() <= 0:
                 continue
-            self._say(f"round {done + 1}/{self._in_all(names[-1])}: {name}")
             with contextlib.ExitStack() as stack:
                 unseen = self._unseen(name)
                 self._start(name, number, stack, evaluate_first=unseen)
@@ -292,21 +294,16 @@ class Experiment:
                 seen += self.alive.values()
                 if first:
                     self.time.look(names, seen)
-                self._turn(name, 1, look=unseen)
+                self._round([name], 1, draw, LoadMeter(self.at.cores), shown)
+                if unseen:
+                    self._attempt(name, lambda arm: arm.evaluate())
                 self._finish(name)
         self.time.out(seen, done + 1)
 
-    def _turn(self, name: str, number: int, look: bool) -> None:
-        self._attempt(
-            name, lambda arm: arm.turn(number, self.design.steps, self.at.cores, self.at.joules)
-        )
-        if look:
-            self._attempt(name, lambda arm: arm.evaluate())
-
     def _unseen(self, name: str) -> bool:
-        """Whether an arm's held-out loss after training isn't known yet."""
+        """Whether an arm's held-out loss after training is wanted, and isn't known yet."""
         looks = [e for e in self.record.events if e["event"] == "evaluate" and e["arm"] == name]
-        return not any(e["tokens"] for e in looks)
+        return self.design.evaluations > 0 and not any(e["tokens"] for e in looks)
 
     def _unproven(self) -> list[str]:
         """Arms with all their rounds whose process was killed before it could finish."""
@@ -348,11 +345,10 @@ class Experiment:
 
     def _failed(self, name: str, error: WorkerError, at_the_end: bool = False) -> None:
         arm = self.alive.pop(name)
-        if self.time.late:
+        if isinstance(error, OutOfTimeError):
             self.time.over = True
         else:
-            what = "unfinished" if at_the_end else "failed"
-            self.record.append(what, arm=name, cohort=arm.cohort, why=str(error))
+            arm.note("unfinished" if at_the_end else "failed", why=str(error))
         arm.worker.close(kill=True)
 
     def _without_dropped(self, names: Sequence[str]) -> list[str]:
@@ -375,8 +371,8 @@ class Experiment:
         warmup = max(design.warmup, self._rounds().warmup)  # it goes on until steps take alike
         every = warmup * self.time.builds + rounds * design.steps
         share = done / max(arms * every, 1)
-        if design.deadline_seconds is not None:
-            share = max(share, self.record.spent / design.deadline_seconds)
+        if design.partial and design.budget_seconds is not None:
+            share = max(share, self.record.spent / design.budget_seconds)
         self._tell(text, min(1.0, share))
 
 
@@ -390,7 +386,7 @@ class Measured:
 
 def table(
     pool: WorkerPool,
-    spec: Callable[[Plan], WorkerSpec],
+    spec: Callable[[str], WorkerSpec],
     ranks: int = 1,
     meter: EnergyMeter | None = None,
 ) -> Table:
@@ -399,6 +395,8 @@ def table(
     Arms tell how much their neediest rank uses. Ranks share a processor's memory, and have an
     accelerator each, of which the smallest counts.
     """
+    from hasten.machine import host  # loads torch, which a comparison of loops may do without
+
     here = host.hardware()
     memory = processes.available_bytes(here.memory_limit_bytes) // ranks
     if not pool.on_cpu:

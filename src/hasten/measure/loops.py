@@ -16,26 +16,28 @@ name, so what a script does under ``if __name__ == "__main__"`` isn't done there
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
-import math
-import random
-import statistics
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hasten.core.plan import Plan
 from hasten.data.file_lock import one_measurement
 from hasten.errors import InputError
 from hasten.formatting import span, words
+from hasten.measure.ablation import Arm, Design
+from hasten.measure.experiment import Table, measure_arms
+from hasten.measure.record import ExperimentRecord
 from hasten.measure.statistics import Effect, Interval, paired_ratio, spread, verdict
-from hasten.measure.workers import Worker, WorkerError, WorkerPool, WorkerSpec
+from hasten.measure.workers import WorkerPool, WorkerSpec
 
+PLACES = ("first", "second")
 _LOG = logging.getLogger(__name__)
 Job = str | Callable[[], Callable[[], Any]]
 
@@ -110,7 +112,7 @@ def compare(
         job_a: the factory of the baseline.
         job_b: the factory of what is to be judged.
         rounds: turns of each.
-        steps: of a turn; its value is the median of their items per second.
+        steps: of a turn; its value is that of a middling step (`hasten.measure.rounds`).
         warmup: steps before the first round, not measured.
         seed: of the order of turns.
         names: for the table; the functions' names if left out.
@@ -124,41 +126,42 @@ def compare(
         InputError: a job can't be found, a number can't be, or two rounds don't fit the budget.
         LoopFailedError: a job's process failed.
     """
-    for name, value, least in (("rounds", rounds, 1), ("steps", steps, 1), ("warmup", warmup, 0)):
-        if value < least:
-            raise InputError(f"{name} is {value}; it must be {least} at least")
     if budget_seconds is not None and not budget_seconds > 0:
         raise InputError(f"budget_seconds is {budget_seconds}; it must be more than 0")
     if not 0 <= noise_floor < 1:
         raise InputError(f"noise_floor is {noise_floor}; it is a share from 0 up to 1")
-    references = [reference(job) for job in (job_a, job_b)]
-    called = names or (_name(references[0]), _name(references[1]))
-    found: list[_Turns] = []
-    end = math.inf if budget_seconds is None else time.monotonic() + budget_seconds
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(one_measurement(_LOG.warning, budget_seconds))
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        pool = stack.enter_context(WorkerPool(folder))
-        for place, (name, target) in enumerate(zip(called, references, strict=True)):
-            worker = pool.start(loop_spec(target), f"loop-{place}")
-            found.append(_Turns(name, worker, patience_seconds))
-            found[-1].begin(warmup)
-        order, longest = random.Random(seed), 0.0
-        for done in range(rounds):
-            began = time.monotonic()
-            lacking = began + max(2 - done, 1) * longest - end
-            if lacking > 0 and done >= 2:
-                break
-            if lacking > 0:  # one round tells nothing of its own error
-                raise InputError(
-                    f"budget_seconds: {budget_seconds:g} is too short for two rounds of these "
-                    f"jobs on this machine; they need {math.ceil(lacking)} s more at least"
-                )
-            for loop in order.sample(found, 2):
-                loop.timeout = min(patience_seconds, max(end - began, 1.0) + longest)
-                loop.turn(steps)
-            longest = max(longest, time.monotonic() - began)
-        first, second = (loop.finish() for loop in found)
+    design = Design(
+        rounds=rounds,
+        steps=steps,
+        warmup=warmup,
+        evaluations=0,
+        seed=seed,
+        budget_seconds=budget_seconds,
+    )
+    targets = [reference(job) for job in (job_a, job_b)]
+    called = names or (_name(targets[0]), _name(targets[1]))
+    began = time.monotonic()
+    with (
+        one_measurement(_LOG.warning, budget_seconds),
+        tempfile.TemporaryDirectory() as folder,
+        WorkerPool(Path(folder)) as pool,
+    ):
+        specs = dict(zip(PLACES, map(loop_spec, targets), strict=True))
+        cores = os.cpu_count() or 1
+        at = Table(pool, specs.__getitem__, 0, cores, patience=patience_seconds)
+        record = ExperimentRecord(began=began)
+
+        def check(text: str = "", share: float = 0.0) -> None:
+            """Before every start and turn: without one of them there is nothing to compare."""
+            for event in record.events:
+                if event["event"] == "failed":
+                    name = called[PLACES.index(event["arm"])]
+                    raise LoopFailedError(f"{name}: {event['why']}")
+
+        plans = dict.fromkeys(PLACES, Plan())
+        found = measure_arms(at, plans, design, check, record=record).arms
+        check()
+    first, second = (_loop(name, arm) for name, arm in zip(called, found, strict=True))
     ratio = paired_ratio(first.rounds, second.rounds)
     return Comparison(first, second, ratio, verdict(ratio, noise_floor=noise_floor), unit)
 
@@ -193,47 +196,13 @@ def reference(job: Job) -> str:
 def loop_spec(target: str, settings: Mapping[str, Any] | None = None) -> WorkerSpec:
     """The worker of a loop, whose factory is called with these arguments."""
     given = {"target": target, "paths": sys.path, "settings": dict(settings or {})}
-    return WorkerSpec("loop", given)
+    return WorkerSpec("loop", given, slices=False)  # a loop may wait for what goes on meanwhile
 
 
-@dataclass
-class _Turns:
-    """One job's worker, and what its turns have shown."""
-
-    name: str
-    worker: Worker
-    timeout: float
-    rounds: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    build_seconds: float | None = None
-
-    def begin(self, warmup: int) -> None:
-        """Wait until it is built, and let it warm up."""
-        with self._named():
-            self.build_seconds = self.worker.ready(self.timeout)["seconds"]
-            if warmup:
-                self.worker.request("steps", self.timeout, count=warmup)
-
-    def turn(self, count: int) -> None:
-        """Its steps of a round."""
-        with self._named():
-            steps = self.worker.request("steps", self.timeout, count=count)["steps"]
-        self.rounds.append(statistics.median(items / seconds for items, seconds, _ in steps))
-        self.losses += [loss for *_, loss in steps if loss is not None]
-
-    def finish(self) -> Loop:
-        """What was measured; the process ends."""
-        with self._named():
-            peak = self.worker.request("finish", self.timeout)["peak_memory_bytes"]
-        self.worker.close()
-        return Loop(self.name, tuple(self.rounds), tuple(self.losses), peak, self.build_seconds)
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except WorkerError as error:
-            raise LoopFailedError(f"{self.name}: {error}") from error
+def _loop(name: str, arm: Arm) -> Loop:
+    losses = tuple(step["loss"] for step in arm.steps if step["loss"] is not None)
+    build = arm.startup_seconds.get("build")
+    return Loop(name, tuple(arm.rounds), losses, arm.peak_memory_bytes, build)
 
 
 def _name(target: str) -> str:

@@ -14,7 +14,6 @@ import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,9 +133,10 @@ def measured(
     """The experiment, from its record as far as that goes, with workers of a pool.
 
     A budget counts from ``began`` (`time.monotonic`), or from the call: so the data's preparation
-    and waiting for another measurement on this machine are within it. With a deadline arms are
-    forked: on a busy machine imports alone may take longer than all steps. Of arms for which there
-    is no time, those go first of which least is ``expected``; by their forecasts, if left out.
+    and waiting for another measurement on this machine are within it. Where partial results count
+    arms are forked: on a busy machine imports alone may take longer than all steps. Of arms for
+    which there is no time, those go first of which least is ``expected``; by their forecasts, if
+    left out.
     """
     recipe, known = subject.recipe, subject.known
     if recipe.nproc > 1:
@@ -154,7 +154,6 @@ def measured(
         if fresh:
             (folder / "record.jsonl").unlink(missing_ok=True)
         (folder / "recipe.yaml").write_text(resolved.to_yaml())
-        hurried = design.deadline_seconds is not None
         with contextlib.ExitStack() as stack:
             record = stack.enter_context(ExperimentRecord(folder / "record.jsonl", key, since))
             if record.done:
@@ -163,10 +162,13 @@ def measured(
                 audience.tell(f"going on with {folder}; arms train again from their seed")
             audience.begin()
             path = folder / "recipe.yaml"
-            own = pool or WorkerPool(folder, known.device, fork=hurried, recipe=path)
-            if pool is None:
-                stack.enter_context(own)
-            spec = partial(recipe_worker, subject, path)
+            own = pool or stack.enter_context(
+                WorkerPool(folder, known.device, fork=design.partial, recipe=path)
+            )
+
+            def spec(name: str) -> WorkerSpec:
+                return recipe_worker(subject, path, plans[name])
+
             return measure_arms(
                 table(own, spec, recipe.nproc, subject.meter),
                 plans,

@@ -20,6 +20,7 @@ from typing import Any
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Arm, Design, Kind
 from hasten.measure.record import Event
+from hasten.measure.schedule import peak_of
 from hasten.measure.significance import with_luck
 from hasten.measure.statistics import Interval, paired_ratio
 
@@ -211,11 +212,12 @@ def _curves(arm: Arm, mine: Sequence[Event], ended: Set[int]) -> None:
     for e in longest:
         for step in e.get("steps", ()):
             before += step["tokens"]
-            arm.losses.append((before, step["loss"]))
+            if step["loss"] is not None:
+                arm.losses.append((before, step["loss"]))
         if e["event"] == "evaluate" and e["held_out_loss"] is not None:
             arm.held_out.append((e["tokens"], e["held_out_loss"]))
-    peaks = [step["peak_memory_bytes"] for e in mine for step in e.get("steps", ())]
-    arm.peak_memory_bytes = max(peaks, default=None)
+    told = [e for e in mine if e["event"] == "finish"]  # a loop's
+    arm.peak_memory_bytes = peak_of([*told, *(step for e in mine for step in e.get("steps", ()))])
 
 
 def _tokens(events: Sequence[Event]) -> int:

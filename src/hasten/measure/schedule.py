@@ -1,74 +1,365 @@
-"""How workers take turns within a round: in slices, so that all of them see the same machine.
+"""How workers take turns: each is warmed up, then all do the same steps, round by round.
 
-A machine's speed changes within a second: others work on it, and its clock rate follows heat and
-load. Workers that take whole turns one after the other see different machines. Where workers can be
-stopped within a request, a round is therefore cut into slices: each worker runs for a quarter of a
-second, then the next one goes on with its own steps. A slower worker has longer slices, so that all
-come to the end of the round together.
+  1. a worker's process builds its job, and does steps until two of them take alike
+  2. in a round every worker does so many steps, in an order drawn anew. A round may have several
+     passes: every second one has the order backwards, so that a machine that slows down steadily
+     slows all of them
+  3. a machine's speed changes within a second: others work on it, and its clock rate follows heat
+     and load. Where all workers can be stopped within a request, a pass is therefore cut into
+     slices: each worker runs for a quarter of a second, then the next one goes on with its own
+     steps. A slower worker has longer slices, so that all come to the end together. Elsewhere one
+     worker has its whole turn after the other
+
+A worker may take twenty times as long for a turn as its warm-up's steps took, and a minute at
+least, before it counts as hanging. Of a start nothing is known beforehand; there a long timeout
+holds. Nobody waits beyond a deadline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Generic, Protocol, TypeVar
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
-from hasten.measure.workers import WorkerError
+from hasten.machine.processes import LoadMeter
+from hasten.measure.workers import BUILD_SECONDS, Reply, WorkerError
 
 SLICE_SECONDS = 0.25  # of the fastest worker
+TIMEOUT_FACTOR = 20.0  # a busy machine makes single steps several times slower
+LEAST_TIMEOUT = 60.0  # seconds
+STATIONARY = 1.25  # of the last two steps the slower takes at most so much longer
 Name = TypeVar("Name")
-Result = TypeVar("Result", covariant=True)
 
 
-class Sliced(Protocol, Generic[Result]):
-    """Whoever does a turn in slices, stopped between them."""
+class OutOfTimeError(WorkerError):
+    """The deadline came first; nothing is said of the worker that was asked."""
+
+
+class TurnWorker(Protocol):
+    """What the schedule needs of a worker (`hasten.measure.workers.Worker`)."""
+
+    @property
+    def can_slice(self) -> bool: ...
+
+    def ready(self, timeout: float) -> Reply: ...
+
+    def request(self, op: str, timeout: float, **arguments: Any) -> Reply: ...
+
+    def submit(self, op: str, **arguments: Any) -> None: ...
+
+    def run_for(self, seconds: float) -> Reply | None: ...
+
+    def close(self, kill: bool = False) -> None: ...
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The steps that a worker did in one pass of a round.
+
+    Args:
+        steps: as the worker told of them.
+        seconds: of all of them; None: each step's own seconds count.
+        load: the share of the machine that others took meanwhile.
+        joules: the energy that it used, where a counter tells.
+    """
+
+    steps: Sequence[Mapping[str, Any]]
+    seconds: float | None = None
+    load: float = 0.0
+    joules: float | None = None
+
+    @property
+    def rate(self) -> float:
+        """Items per second of a middling step, or of the turn as a whole."""
+        if self.seconds is not None:
+            return math.fsum(step["tokens"] for step in self.steps) / self.seconds
+        rates = (step["tokens"] / step["step_seconds"] for step in self.steps)
+        return float(statistics.median(rates))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the record of an experiment has it."""
+        whole = {} if self.seconds is None else {"seconds": self.seconds}
+        load = round(self.load, 4)
+        return {"steps": self.steps, "background_load": load, "joules": self.joules, **whole}
+
+
+class ArmProcess:
+    """A worker that takes turns, and what its steps have shown.
+
+    Its methods raise OutOfTimeError where the deadline cuts them off, and WorkerError where the
+    worker fails before it.
+
+    Args:
+        worker: just started.
+        left: seconds until nobody waits any longer.
+        note: is told what it did: an event of `hasten.measure.record`, and its details.
+        patience: the longest wait for a reply; None: it follows from the steps seen.
+        clock: tells the time, in seconds.
+    """
+
+    def __init__(
+        self,
+        worker: TurnWorker,
+        left: Callable[[], float] = lambda: math.inf,
+        note: Callable[..., None] = lambda event, **details: None,
+        patience: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.worker, self._left, self.note = worker, left, note
+        self._patience, self._clock, self._began = patience, clock, clock()
+        self.warm: list[Mapping[str, Any]] = []  # steps before the first round
+        self._graphs: list[int] = []  # compiled, after each of the last requests
+        self.start_seconds = 0.0  # to build and warm up
+        self.evaluation_seconds = 0.0
+        self.cut_off = False  # by the deadline: the reply to an earlier request may be to come
+        self._ahead, self._worked = 0, 0.0  # steps of its turn in slices, seconds worked at them
+        self._last: Sequence[Mapping[str, Any]] = ()  # steps of its last turn
+        self._from_start = False
+
+    def begin(self, least: int, most: int = 0, seconds: float = 0.0, look: bool = False) -> None:
+        """Wait until it is built, and warm it up (`warm_up`); ``look``: `evaluate` before that."""
+        reply = self._within(self.worker.ready, self._patience or BUILD_SECONDS)
+        took = self._clock() - self._began
+        self.note("start", startup_seconds=reply.get("startup_seconds", {}), seconds=took)
+        if look:
+            self.evaluate()
+        self.warm_up(least, most, seconds)
+        self.start_seconds = self._clock() - self._began
+
+    def warm_up(self, least: int, most: int = 0, seconds: float = 0.0) -> None:
+        """Go on to ``least`` steps, and up to ``most`` while it isn't stationary.
+
+        Nor is it warm before its steps took so many seconds together.
+        """
+        began, before, compiling = self._clock(), len(self.warm), 0.0
+        while len(self.warm) < least or (
+            len(self.warm) < most and not (self.stationary and _seconds(self.warm) >= seconds)
+        ):
+            count = 1 if seconds else max(least - len(self.warm), 1)
+            reply = self.ask("steps", BUILD_SECONDS, count=count)
+            self.warm += reply["steps"]
+            compiled = reply.get("compiled") or {"graphs": 0, "seconds": 0.0}
+            self._graphs.append(compiled["graphs"])
+            compiling += compiled["seconds"]
+        if new := self.warm[before:]:
+            took = self._clock() - began
+            self.note("warmup", steps=new, seconds=took, compile_seconds=compiling)
+
+    @property
+    def stationary(self) -> bool:
+        """Whether the last two steps took alike for each slot, and nothing was compiled lately.
+
+        By slot, since padded batches differ in size. The first step never counts: it pays for
+        memory, kernels and the optimizer's state.
+        """
+        last = [s["step_seconds"] / max(s.get("slots", s["tokens"]), 1) for s in self.warm[1:]][-2:]
+        alike = len(last) == 2 and max(last) <= STATIONARY * min(last)
+        return alike and len(set(self._graphs[-2:])) == 1
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step of the warm-up: the median of its latter half."""
+        seconds = [step["step_seconds"] for step in self.warm]
+        return statistics.median(seconds[len(seconds) // 2 :]) if seconds else 0.0
 
     @property
     def pace(self) -> float:
-        """Seconds that a step took lately."""
+        """Seconds of a step in its last turn, for its slices."""
+        seconds = [step["step_seconds"] for step in self._last]
+        return (statistics.median(seconds) if seconds else self.step_seconds) or 1.0
 
-    def order(self, count: int) -> None:
-        """Have so many steps ahead. Raises WorkerError."""
+    @property
+    def peak(self) -> int | None:
+        """The most memory that it has used."""
+        return peak_of(self.warm)
 
-    def go_on(self, seconds: float) -> Result | None:
-        """Work at them for so long at most; the result once all are done. Raises WorkerError."""
+    def again(self) -> None:
+        """Let the next steps begin with the data's first record, if the job can do that.
+
+        Steps differ by what is in their records: two workers are compared at the same ones.
+        """
+        self._from_start = True
+
+    def evaluate(self) -> None:
+        """Its held-out loss as it is now."""
+        began, timeout = self._clock(), BUILD_SECONDS
+        if self.evaluation_seconds:
+            timeout = max(TIMEOUT_FACTOR * self.evaluation_seconds, LEAST_TIMEOUT)
+        found = self.ask("evaluate", timeout)
+        self.evaluation_seconds = max(self.evaluation_seconds, self._clock() - began)
+        self.note("evaluate", tokens=found["tokens"], held_out_loss=found["held_out_loss"])
+
+    def finish(self) -> None:
+        """What its techniques did, and what its model writes; it trains no more."""
+        last = self.ask("finish", BUILD_SECONDS)
+        known = ("acted", "samples", "ledger", "peak_memory_bytes")
+        self.note("finish", **{key: last[key] for key in known if key in last})
+
+    def whole_turn(self, count: int) -> Reply:
+        """So many steps at once."""
+        reply = self.ask("steps", self._timeout(count), **self._wanted(count))
+        self._last = reply["steps"]
+        return reply
+
+    def begin_slices(self, count: int) -> None:
+        """Have so many steps ahead (`go_on`)."""
+        self._ahead, self._worked = count, 0.0
+        self.worker.submit("steps", **self._wanted(count))
+
+    def go_on(self, seconds: float) -> Reply | None:
+        """Work at them for so long at most; the reply once all are done."""
+        began = self._clock()
+        reply: Reply | None = self._within(self.worker.run_for, seconds)
+        self._worked += self._clock() - began
+        if reply is not None:
+            self._last = reply["steps"]
+        elif self._worked > (timeout := self._timeout(self._ahead)):
+            raise WorkerError(f"no answer within {timeout:.0f} s: it hangs")
+        return reply
+
+    def ask(self, op: str, timeout: float, **arguments: Any) -> Reply:
+        """The reply to a request, no longer than the deadline allows."""
+        wait = self._patience or timeout
+        reply: Reply = self._within(lambda s: self.worker.request(op, s, **arguments), wait)
+        return reply
+
+    def _wanted(self, count: int) -> dict[str, Any]:
+        more = {"from_start": True} if self._from_start else {}
+        self._from_start = False
+        return {"count": count, **more}
+
+    def _timeout(self, count: int) -> float:
+        """How long so many steps may take before the worker counts as hanging."""
+        if self._patience is not None or not self.warm:
+            return self._patience or BUILD_SECONDS
+        slowest: float = max(step["step_seconds"] for step in self.warm)
+        return max(TIMEOUT_FACTOR * (count * self.step_seconds + slowest), LEAST_TIMEOUT)
+
+    def _within(self, act: Callable[[float], Any], seconds: float) -> Any:
+        left = self._left()
+        try:
+            if left > 0:
+                return act(min(seconds, left))
+        except WorkerError:
+            if self._left() > 0:  # else it was cut off by the end of time, and didn't fail
+                raise
+        self.cut_off = True
+        raise OutOfTimeError("the budget is used up")
 
 
-def run_in_slices(
-    workers: Mapping[Name, Sliced[Result]],
-    count: int,
-    slice_seconds: float = SLICE_SECONDS,
-    after: Callable[[Name], None] = lambda name: None,
-) -> tuple[dict[Name, Result], dict[Name, WorkerError]]:
-    """All do so many steps at the same time, in slices.
+def run_round(
+    arms: Mapping[Name, ArmProcess],
+    passes: Sequence[int],
+    draw: random.Random,
+    load: LoadMeter,
+    *,
+    slices: bool = True,
+    joules: Callable[[], float | None] = lambda: None,
+    before: Callable[[Name], None] = lambda name: None,
+) -> Iterator[tuple[Name, Turn | WorkerError]]:
+    """One round: every arm does the same steps.
 
     Args:
-        workers: in the order in which they begin.
-        count: steps of each.
-        slice_seconds: of the fastest.
-        after: is told whose slice has just ended.
+        arms: who takes part.
+        passes: the steps of each pass.
+        draw: draws the order.
+        load: notes what others take of the machine in each arm's turns.
+        slices: cut passes into slices, where all arms can be stopped and no energy is counted.
+        joules: a counter of the energy used; None where none can be read.
+        before: is told whose whole turn begins.
 
-    Returns:
-        The result of each that came to its end, and the failure of each that didn't.
+    Yields:
+        Each arm's turns as they end, pass by pass, or its failure, after which it has no more.
     """
-    share = slice_seconds / min((worker.pace for worker in workers.values()), default=1.0)
-    left, begun = dict(workers), set[Name]()
-    found: dict[Name, Result] = {}
-    failed: dict[Name, WorkerError] = {}
+    load.begin()
+    order = draw.sample(list(arms), len(arms))
+    sliced = slices and in_slices(arms.values(), joules)
+    for count in passes:
+        going = {name: arms[name] for name in order}
+        if sliced:
+            turns = _in_slices(going, count, load)
+        else:
+            turns = _one_by_one(going, count, load, joules, before)
+        for name, found in turns:
+            if isinstance(found, WorkerError):
+                order.remove(name)
+            yield name, found
+        order.reverse()
+
+
+def in_slices(arms: Collection[ArmProcess], joules: Callable[[], float | None]) -> bool:
+    """Whether their turns are cut into slices: then no counter tells whose energy was used."""
+    return len(arms) > 1 and all(arm.worker.can_slice for arm in arms) and joules() is None
+
+
+def _in_slices(
+    arms: Mapping[Name, ArmProcess], count: int, load: LoadMeter
+) -> Iterator[tuple[Name, Turn | WorkerError]]:
+    """All turns of a pass, once the last one has ended: so nobody's reply is still to come."""
+    share = SLICE_SECONDS / min((arm.pace for arm in arms.values()), default=1.0)
+    seconds = {name: share * arm.pace for name, arm in arms.items()}
+    found: dict[Name, Reply | WorkerError] = {}
+    left, begun = list(arms), set[Name]()
+    load.lap(None)
     while left:
-        for name, worker in tuple(left.items()):
+        for name in left:
             try:
                 if name not in begun:
                     begun.add(name)
-                    worker.order(count)
-                result = worker.go_on(share * worker.pace)
+                    arms[name].begin_slices(count)
+                reply = arms[name].go_on(seconds[name])
+                if reply is not None:
+                    found[name] = reply
             except WorkerError as error:
-                failed[name] = error
-                del left[name]
-                continue
+                found[name] = error
             finally:
-                after(name)
-            if result is not None:
-                found[name] = result
-                del left[name]
-        left = dict(reversed(left.items()))
-    return found, failed
+                load.lap(name)
+        left = [name for name in reversed(left) if name not in found]
+    for name, ended in found.items():
+        if isinstance(ended, WorkerError):
+            yield name, ended
+        else:
+            yield name, _turn(ended, load.share(name))
+
+
+def _one_by_one(
+    arms: Mapping[Name, ArmProcess],
+    count: int,
+    load: LoadMeter,
+    joules: Callable[[], float | None],
+    before: Callable[[Name], None],
+) -> Iterator[tuple[Name, Turn | WorkerError]]:
+    for name, arm in arms.items():
+        before(name)
+        joules()  # a gap since the last turn, in which others started, ends here
+        energy = joules()
+        load.lap(None)
+        try:
+            reply = arm.whole_turn(count)
+        except WorkerError as error:
+            yield name, error
+            if isinstance(error, OutOfTimeError):
+                return  # nobody else has time either
+            continue
+        after = joules()
+        load.lap(name)
+        used = None if energy is None or after is None else after - energy
+        yield name, _turn(reply, load.share(name), used)
+
+
+def _turn(reply: Reply, load: float, joules: float | None = None) -> Turn:
+    return Turn(reply["steps"], reply.get("turn_seconds"), load, joules)
+
+
+def peak_of(steps: Sequence[Mapping[str, Any]]) -> int | None:
+    """The largest peak of memory that these steps tell of."""
+    peaks = (step.get("peak_memory_bytes") for step in steps)
+    return max((peak for peak in peaks if peak is not None), default=None)
+
+
+def _seconds(steps: Sequence[Mapping[str, Any]]) -> float:
+    return math.fsum(step["step_seconds"] for step in steps)

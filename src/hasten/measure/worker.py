@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hasten.errors import InputError
 from hasten.machine import environment
-from hasten.machine.processes import count_stops, end_with_parent
+from hasten.machine.processes import count_stops, end_with_parent, host_memory_peak
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -301,7 +301,7 @@ def loop_job(arguments: Mapping[str, Any], serve: Serve) -> int:
 class LoopJob:
     """A step function of the user's own.
 
-    Requests: ``steps`` with ``count``: items, seconds and loss of each; ``finish``: peak memory.
+    Requests: ``steps`` with ``count``, whose items are called tokens; ``finish``: peak memory.
     """
 
     def __init__(self, target: str, settings: Mapping[str, Any]) -> None:
@@ -310,16 +310,28 @@ class LoopJob:
         self._seconds = time.perf_counter() - began
 
     def ready(self) -> Reply:
-        return {"seconds": self._seconds}
+        return {"startup_seconds": {"build": self._seconds}}
 
     def handle(self, op: str, arguments: Mapping[str, Any]) -> Reply:
         if op == "steps":
-            return {"steps": [timed(self._step) for _ in range(arguments["count"])]}
+            return {"steps": [self._timed() for _ in range(arguments["count"])]}
         if op == "finish":
-            from hasten.machine import host
-
-            return {"peak_memory_bytes": host.memory_peak(host.default_device())}
+            return {"acted": [], "samples": [], "peak_memory_bytes": memory_peak()}
         raise ValueError(f"unknown request {op!r}")
+
+    def _timed(self) -> Reply:
+        items, seconds, loss = timed(self._step)
+        speed = {"step_seconds": seconds, "tokens_per_second": items / seconds}
+        return {"tokens": items, "loss": loss, **speed}
+
+
+def memory_peak() -> int:
+    """Peak bytes of the loop's device; a loop that hasn't loaded torch needn't do so for this."""
+    if "torch" not in sys.modules:
+        return host_memory_peak()
+    from hasten.machine import host
+
+    return host.memory_peak(host.default_device())
 
 
 def build_loop(target: str, settings: Mapping[str, Any] | None = None) -> Callable[[], Any]:

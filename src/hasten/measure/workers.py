@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from hasten.errors import InputError
 from hasten.machine import environment, processes
@@ -65,12 +65,7 @@ Reply = dict[str, Any]
 
 
 class WorkerError(RuntimeError):
-    """A worker died, didn't reply in time, or reported an error; the message says why.
-
-    ``source`` is the worker.
-    """
-
-    source: object = None
+    """A worker died, didn't reply in time, or reported an error; the message says why."""
 
     @property
     def out_of_memory(self) -> bool:
@@ -86,12 +81,15 @@ class WorkerSpec:
         arguments: of the job; plain values.
         environ: environment variables of its processes, beside this process's own.
         ranks: processes.
+        slices: whether it may be stopped within a request; nothing that it waits for goes on
+            meanwhile.
     """
 
     job: str
     arguments: Mapping[str, Any]
     environ: Mapping[str, str] = field(default_factory=dict)
     ranks: int = 1
+    slices: bool = True
 
     def to_json(self, clock: Path | None = None) -> str:
         """For the worker's program; ``clock`` is the file of `_StoppedTime`."""
@@ -156,10 +154,11 @@ class WorkerPool:
                 for rank in range(len(ranks))
             ]
             clock = None
-            if self.on_cpu and spec.ranks == 1 and hasattr(signal, "SIGSTOP"):
+            sliced = self.on_cpu and spec.ranks == 1 and spec.slices
+            if sliced and hasattr(signal, "SIGSTOP"):
                 clock = stack.enter_context(_StoppedTime(self.folder))
             told = spec.to_json(None if clock is None else clock.path)
-            group: _Processes = _Spawned(told)
+            group: _Spawned | _Forked = _Spawned(told)
             if self.forks and spec.ranks == 1:
                 group = _Forked(told, self._server(spec.environ))
             members = _started(group, [{**rank, **spec.environ} for rank in ranks], logs)
@@ -201,7 +200,7 @@ class Worker:
     def __init__(
         self,
         name: str,
-        group: _Processes,
+        group: _Spawned | _Forked,
         members: Sequence[_Member],
         clock: _StoppedTime | None,
         files: contextlib.ExitStack,
@@ -295,7 +294,7 @@ class Worker:
     def _reply(self, timeout: float) -> Reply:
         found = self._heard_within(timeout)
         if found is None:
-            raise self._error(f"no answer within {timeout:.0f} s: {self._silent()}")
+            raise WorkerError(f"no answer within {timeout:.0f} s: {self._silent()}")
         return merge_replies(found)
 
     def _heard_within(self, seconds: float) -> list[Reply] | None:
@@ -329,7 +328,7 @@ class Worker:
     def _failure(self, heard: dict[int, Reply | str]) -> WorkerError:
         """Of ranks that fail together the one to name: killed ones before those that complain."""
         if len(self._members) == 1:
-            return self._error(str(heard[0]))
+            return WorkerError(str(heard[0]))
         failed = [rank for rank, reply in heard.items() if isinstance(reply, str)]
         until = time.monotonic() + SETTLE_SECONDS
         while len(heard) < len(self._members) and self._hear(heard, until):
@@ -338,12 +337,7 @@ class Worker:
         codes = {rank: self._group.wait(rank, 0.0) or 0 for rank in failed}
         killed = [rank for rank, code in codes.items() if code < 0 and code != CONSEQUENCE]
         cause = (killed or failed)[0]
-        return self._error(f"rank {cause}: {heard[cause]}")
-
-    def _error(self, reason: str) -> WorkerError:
-        error = WorkerError(reason)
-        error.source = self
-        return error
+        return WorkerError(f"rank {cause}: {heard[cause]}")
 
     def _last_words(self, rank: int) -> str:
         """How a process ended."""
@@ -416,22 +410,6 @@ class _StoppedTime:
             self._since = None
 
 
-class _Processes(Protocol):
-    """The processes of one worker."""
-
-    def add(self, environ: Mapping[str, str], pipes: tuple[int, int], log: IO[bytes]) -> None:
-        """Start one more, with the pipes of requests and of replies."""
-
-    def signal(self, name: str) -> None:
-        """Signal all of them and what they have started, where the system can."""
-
-    def wait(self, rank: int, seconds: float) -> int | None:
-        """The exit code of one (a signal's number negative); None: it hasn't ended by then."""
-
-    def reap(self) -> None:
-        """Wait until all have ended, after SIGKILL."""
-
-
 class _Spawned:
     """Processes of the interpreter; the first one leads the process group of all."""
 
@@ -439,6 +417,7 @@ class _Spawned:
         self._spec, self._all = spec, list[subprocess.Popen[bytes]]()
 
     def add(self, environ: Mapping[str, str], pipes: tuple[int, int], log: IO[bytes]) -> None:
+        """Start one more, with the pipes of requests and of replies."""
         self._all.append(
             subprocess.Popen(
                 [sys.executable, *PROGRAM, self._spec, *map(str, pipes)],
@@ -452,6 +431,7 @@ class _Spawned:
         )
 
     def signal(self, name: str) -> None:
+        """Signal all of them and what they have started, where the system can."""
         # A process that hasn't been waited for keeps the group's number from being used again.
         number = getattr(signal, name, None)
         if number is not None and any(process.returncode is None for process in self._all):
@@ -459,17 +439,19 @@ class _Spawned:
                 os.killpg(self._all[0].pid, number)
 
     def wait(self, rank: int, seconds: float) -> int | None:
+        """The exit code of one (a signal's number negative); None: it hasn't ended by then."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._all[rank].wait(timeout=seconds)
         return None
 
     def reap(self) -> None:
+        """Wait until all have ended, after SIGKILL."""
         for process in self._all:
             process.wait()
 
 
 class _Forked:
-    """One process, forked by a fork server."""
+    """One process, forked by a fork server; as `_Spawned`."""
 
     def __init__(self, spec: str, server: _ForkServer) -> None:
         self._spec, self._server, self._number = json.loads(spec), server, -1
@@ -558,7 +540,7 @@ class _ForkServer:
 
 
 def _started(
-    group: _Processes, environs: Sequence[Mapping[str, str]], logs: Sequence[IO[bytes]]
+    group: _Spawned | _Forked, environs: Sequence[Mapping[str, str]], logs: Sequence[IO[bytes]]
 ) -> list[_Member]:
     """Start a process for each rank."""
     found: list[_Member] = []

@@ -29,6 +29,7 @@ from hasten.report.runs import number, read_object
 NAME = "bundle.json"
 LARGEST = 64 << 20  # bytes of one file, unpacked
 MOST_FILES = 16
+FORMER = ("deadline_seconds",)  # keys of a design in bundles of before: no budget is taken over
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,12 @@ class Bundle:
         Raises:
             InputError: the design has a key or value that this version doesn't know.
         """
+        stored = {key: value for key, value in self.design.items() if key not in FORMER}
         known = {f.name for f in fields(Design)}
-        other = sorted(set(self.design) - known)
+        other = sorted(set(stored) - known)
         if other:
             raise InputError(f"the bundle's design has {other[0]!r}, which this version lacks")
-        values = {**self.design, "budget_seconds": None}
+        values = {**stored, "budget_seconds": None}
         try:
             return Design(**(values | ({"rounds": rounds} if rounds else {})))
         except TypeError as error:

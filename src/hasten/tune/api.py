@@ -22,15 +22,15 @@ from typing import Any
 from hasten.data.file_lock import one_measurement, one_writer, replace_file
 from hasten.errors import InputError
 from hasten.machine import host
+from hasten.measure.choose import kept_choice
 from hasten.measure.loops import Job, reference
 from hasten.measure.recipe_experiment import prepared
 from hasten.measure.record import ExperimentRecord, key_of
 from hasten.progress import Audience, SilentProgress
-from hasten.recipe.schema import Recipe
+from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.yaml_reader import read_duration
 from hasten.tune.bench import ReferencePair
-from hasten.tune.duel import is_fit, winner_of
-from hasten.tune.report import document, lead, page, proven
+from hasten.tune.report import document, is_fit, lead, page, proven, winner_of
 from hasten.tune.samplers import Proposer, proposer_of
 from hasten.tune.space import Point, of_values
 from hasten.tune.study import Search, Study
@@ -92,7 +92,7 @@ def tune(
     if isinstance(job, Recipe | Path) or (isinstance(job, str) and _is_yaml(job)):
         if space is not None:
             raise InputError("space: a recipe's knobs come from its techniques; leave it out")
-        recipe = job if isinstance(job, Recipe) else Path(job)
+        recipe = _as_chosen(job if isinstance(job, Recipe) else load_recipe(Path(job)), audience)
         subject = RecipeSubject(prepared(recipe, audience, ranks=True), wishes, audience, prove)
     else:
         if space is None:
@@ -101,6 +101,18 @@ def tune(
             raise InputError("objective: of a loop only its speed is known; leave it at tokens")
         subject = LoopSubject(reference(job), of_values(space), Path(folder), wishes)
     return _Tuning(subject, seconds, wishes, audience, began).run()
+
+
+def _as_chosen(recipe: Recipe, audience: Audience) -> Recipe:
+    """With ``plan: auto``: the plan that was chosen before for this job, where one is kept.
+
+    Without one, `prepared` takes the first plan.
+    """
+    kept = None if recipe.auto_plan is None else kept_choice(recipe, audience)
+    if kept is None:
+        return recipe
+    audience.tell(f"{kept.sentence}; the study starts from there")
+    return recipe.model_copy(update={"plan": kept.entries, "auto_plan": None})
 
 
 class _Tuning:

@@ -1,12 +1,12 @@
 """Where points are measured: each in a process of its own, taking turns with one that stays alive.
 
 At first that one is the start's. A point's process is started, warmed up, and then takes turns with
-it, in an order drawn anew each round; what counts is the ratio within a round, so a machine that
-slows down slows both. A point that is far better, and needs no more memory, takes the start's
-place: the next ones don't wait for slow turns any more, and are compared with what they have to
-beat. First the start is measured against a second copy of itself: what differs between them is
-noise. A round that others disturbed is done once more. Where the process that stays fails beside a
-point, or is cut off, it is started anew for the next one.
+it (`hasten.measure.schedule`); what counts is the ratio within a pass, so a machine that slows down
+slows both. A point that is far better, and needs no more memory, takes the start's place: the next
+ones don't wait for slow turns any more, and are compared with what they have to beat. First the
+start is measured against a second copy of itself: what differs between them is noise. A round that
+others disturbed is done once more. Where the process that stays fails beside a point, or is cut
+off, it is started anew for the next one. At the end the best few take turns among themselves.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 from hasten.errors import InputError
-from hasten.machine.processes import foreign_share, look
-from hasten.measure.turns import (
-    Beside,
-    Measurement,
+from hasten.machine.processes import LoadMeter
+from hasten.measure.elimination import MOST_ROUNDS, eliminate
+from hasten.measure.schedule import (
+    ArmProcess,
     OutOfTimeError,
-    Runner,
-    State,
-    Step,
-    Turns,
-    rate,
+    Turn,
+    TurnWorker,
+    peak_of,
+    run_round,
 )
 from hasten.measure.workers import WorkerError
 from hasten.tune.space import Point
@@ -38,24 +39,59 @@ HOPELESS = 0.15  # below the best after one round, as a logarithm: no second rou
 FAR_BETTER = 0.4  # than the process that stays: takes its place
 FOREIGN = 0.35  # share of the machine that others may take in a round that isn't done again
 LEAST_NOISE = 0.005
+WARMUP, MOST_WARMUP = 2, 8  # steps before a round
+SHORT = 1.0  # seconds of a warm-up at least, and of a round: short steps are the more
+LONG, FEWEST_STEPS = 2.5, 2  # seconds beyond which a round has fewer steps, and how few
+MOST_TIMES = 4  # as many steps for short ones
+PASSES = 4  # of a round: a machine's speed changes within a second, so turns are short and many
+
+State = Literal["ok", "out of memory", "failed"]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What came of a point: logarithms of its rate over the start's, by round, and its peak."""
+
+    state: State
+    logs: tuple[float, ...] = ()
+    memory: float | None = None
+    rate: float | None = None
+    seconds: float = 0.0
+    load: float = 0.0
+    why: str | None = None
+
+    @property
+    def value(self) -> float | None:
+        return statistics.median(self.logs) if self.logs else None
+
+
+@dataclass(frozen=True)
+class PairedRound:
+    """A point's part of a round: its rate over the other's as a logarithm, its rate and peak, and
+    the share of the machine that others took."""
+
+    log: float
+    rate: float
+    memory: float | None
+    load: float
 
 
 class ReferencePair:
     """The process that stays, and whoever is measured beside it.
 
     Args:
-        start: starts the process of a point.
+        start: starts the worker of a point.
         first: the point to which all are compared.
         cores: of the machine, for the share that others take.
-        steps: of a round.
+        steps: of a round; several times as many where they are short, fewer where they are long.
         seed: of the order of turns.
-        clock: tells the time, in seconds.
-        together: steps that no turn parts.
+        clock: tells the time, in seconds; deadlines are by it.
+        together: steps that no turn parts, since ranks may exchange once in so many.
     """
 
     def __init__(
         self,
-        start: Callable[[Point], Runner],
+        start: Callable[[Point], TurnWorker],
         first: Point,
         cores: int,
         steps: int = 4,
@@ -63,12 +99,11 @@ class ReferencePair:
         clock: Callable[[], float] = time.monotonic,
         together: int = 1,
     ) -> None:
-        self.start, self._first, self._cores = start, first, cores
-        self.turns = Turns(steps, clock, together)
-        self.draw, self._clock = random.Random(seed), clock
-        self._base: Runner | None = None  # the process that stays
+        self._start, self._first, self._cores = start, first, cores
+        self._steps, self._together = steps, together
+        self._draw, self._clock, self._deadline = random.Random(seed), clock, math.inf
+        self._base: ArmProcess | None = None  # the process that stays
         self.beside, self.above = first, 0.0  # its point, and the logarithm over the start's rate
-        self._count = steps  # of its rounds
         self.start_seconds = 0.0  # of the first process, to build and warm up
         self.step_seconds = 0.0  # of the process that stays
         self.memory: float | None = None  # its peak
@@ -80,22 +115,11 @@ class ReferencePair:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """End the process that stays."""
+    def close(self, kill: bool = False) -> None:
+        """End the process that stays, ``kill`` at once; `measure` starts another."""
         if self._base is not None:
-            self._base.end()
+            self._base.worker.close(kill=kill)
             self._base = None
-
-    def _drop(self) -> None:
-        """End it at once; `measure` starts another."""
-        if self._base is not None:
-            self._base.end(at_once=True)
-            self._base = None
-
-    def ready(self, deadline: float) -> None:
-        """Have a process that stays (see `open`)."""
-        if self._base is None:
-            self.open(deadline)
 
     def open(self, deadline: float) -> None:
         """Start the process that stays: the start's, or what took its place.
@@ -104,26 +128,26 @@ class ReferencePair:
             InputError: it fails, or its steps are no numbers.
             OutOfTimeError: it isn't ready by the deadline.
         """
-        began = self._clock()
-        self._base = self.start(self.beside)
+        self._deadline = deadline
+        base = self._base = self._arm(self.beside)
         try:
-            warm = self.turns.warmed(self._base, deadline)
-        except WorkerError as error:
-            if self.beside != self._first:
-                self._drop()
-                self.beside, self.above = self._first, 0.0
-                self.open(deadline)
-                return
-            raise InputError(f"tune: the job fails as it is, before any change: {error}") from error
+            self._warm_up(base)
         except OutOfTimeError:
-            self._drop()
+            self.close(kill=True)
             raise
-        self.step_seconds = statistics.median(s.seconds for s in warm[-2:])
-        self._count = self.turns.length(warm)
+        except WorkerError as error:
+            if self.beside == self._first:
+                raise InputError(
+                    f"tune: the job fails as it is, before any change: {error}"
+                ) from error
+            self.close(kill=True)
+            self.beside, self.above = self._first, 0.0
+            self.open(deadline)
+            return
+        self.step_seconds = base.step_seconds
         if self.beside == self._first:
-            self.start_seconds = self._clock() - began
-            self.rate = statistics.median(s.items / s.seconds for s in warm[-2:])
-            self.memory = max((s.memory for s in warm if s.memory), default=None)
+            self.start_seconds = base.start_seconds
+            self.rate, self.memory = Turn(base.warm[-2:]).rate, base.peak
 
     def noise(self, deadline: float, enough: float = math.inf) -> float:
         """Standard deviation of a round's ratio between two copies of the start, a logarithm.
@@ -155,104 +179,172 @@ class ReferencePair:
             InputError: the start's process failed beside an earlier point, and now by itself.
             OutOfTimeError: the deadline came before the first round was over.
         """
-        self.ready(deadline)
-        began = self._clock()
-        runner, logs, above = self.start(point), list[float](), self.above
-        memory, rates, loads = None, list[float](), list[float]()
+        self._deadline = deadline
+        if self._base is None:
+            self.open(deadline)
+        assert self._base is not None
+        began, arm, above = self._clock(), self._arm(point), self.above
+        found: list[PairedRound] = []
         whole = False
         try:
-            warm = self.turns.warmed(runner, deadline)
-            memory = max((s.memory for s in warm if s.memory), default=None)
-            count = min(self.turns.length(warm), self._count)
-            self._same_records(runner)
-            while len(logs) < rounds and self._clock() < deadline:
-                found, load = self._calm_round(runner, count, deadline)
-                logs.append(above + found.log)
-                rates.append(found.rate)
-                loads.append(load)
-                memory = max((m for m in (memory, found.memory) if m), default=None)
-                if load <= FOREIGN and (logs[-1] < best - HOPELESS or found.log > FAR_BETTER):
+            self._warm_up(arm)
+            steps = min(self._length(arm), self._length(self._base))
+            arm.again()  # both begin with the first records
+            self._base.again()
+            load = LoadMeter(self._cores)
+            while len(found) < rounds and self._clock() < deadline:
+                found.append(last := self._calm_round(arm, steps, load))
+                hopeless = above + last.log < best - HOPELESS
+                if last.load <= FOREIGN and (hopeless or last.log > FAR_BETTER):
                     break  # what others disturbed, twice by now, decides nothing by itself
-                if len(logs) >= 2 and self._clock() > enough:
+                if len(found) >= 2 and self._clock() > enough:
                     break
             whole = True
+        except OutOfTimeError:
+            if not found:
+                raise  # else the rounds that were over count
         except WorkerError as error:
             state: State = "out of memory" if error.out_of_memory else "failed"
             return Measurement(state, seconds=self._clock() - began, why=str(error))
-        except OutOfTimeError:
-            if not logs:
-                raise  # else the rounds that were over count
         finally:
-            if not (whole and self._takes_over(runner, point, logs, memory, warm)):
-                runner.end(at_once=not whole)
-        if not logs:
+            if not (whole and self._takes_over(arm, point, found)):
+                arm.worker.close(kill=not whole)
+        if not found:
             raise OutOfTimeError
         return Measurement(
             "ok",
-            tuple(logs),
-            memory,
-            statistics.median(rates),
+            tuple(above + one.log for one in found),
+            _peak(arm, found),
+            statistics.median(one.rate for one in found),
             self._clock() - began,
-            max(loads),
+            max(one.load for one in found),
         )
 
-    def _same_records(self, runner: Runner) -> None:
-        """Both begin with the first: a step of others takes longer, or less long."""
-        assert self._base is not None  # `measure` has opened it
-        runner.again()
-        self._base.again()
+    def side_by_side(
+        self, values: Mapping[Point, float], deadline: float, rounds: int = MOST_ROUNDS
+    ) -> dict[Point, tuple[float, ...]]:
+        """The points' processes, all alive at once, take turns until one is left or time is up.
 
-    def _takes_over(
-        self,
-        runner: Runner,
-        point: Point,
-        logs: Sequence[float],
-        memory: float | None,
-        warm: Sequence[Step],
-    ) -> bool:
-        """Let a runner stay in the place of the one that stayed, where it is far better.
+        The process that stays ends. See `eliminate`; ``values`` are what trials say of each.
+
+        Returns:
+            None of a point that failed to start, and of nobody where the time wasn't enough.
+        """
+        self.close()
+        self._deadline = deadline
+        arms = {point: self._arm(point) for point in values}
+        try:
+            for point, arm in tuple(arms.items()):  # all are being built meanwhile
+                try:
+                    self._warm_up(arm)
+                except OutOfTimeError:
+                    return {}
+                except WorkerError:
+                    arms.pop(point).worker.close(kill=True)
+            for arm in arms.values():
+                arm.again()  # all at the same records from here on
+            passes = self._passes(min(map(self._length, arms.values()), default=self._together))
+            found = eliminate(arms, values, passes, self._draw, self._cores, rounds)
+            return {point: logs for point, logs in found.items() if logs}
+        finally:
+            for arm in arms.values():
+                arm.worker.close(kill=True)
+
+    def _arm(self, point: Point) -> ArmProcess:
+        return ArmProcess(
+            self._start(point), lambda: self._deadline - self._clock(), clock=self._clock
+        )
+
+    def _warm_up(self, arm: ArmProcess) -> None:
+        """Built, and its steps alike: a compiled graph takes some until it runs."""
+        arm.begin(WARMUP, MOST_WARMUP, SHORT)
+        _checked(Turn(arm.warm))
+
+    def _length(self, arm: ArmProcess) -> int:
+        """Steps of a round, after a warm-up: of long ones fewer, since more rounds say more."""
+        one = statistics.median(float(step["step_seconds"]) for step in arm.warm[-2:])
+        times = min(max(math.ceil(SHORT / (self._steps * one)), 1), MOST_TIMES)
+        fewest = max(FEWEST_STEPS, self._together, round(LONG / one))
+        return times * min(self._steps, fewest)
+
+    def _passes(self, count: int) -> list[int]:
+        """The steps of a round, dealt to the turns of its passes."""
+        units = count // self._together
+        most = min(PASSES, units)
+        return [self._together * (units * (n + 1) // most - units * n // most) for n in range(most)]
+
+    def _takes_over(self, arm: ArmProcess, point: Point, found: list[PairedRound]) -> bool:
+        """Let an arm stay in the place of the one that stayed, where it is far better.
 
         One with a larger peak doesn't: there would be less for those that are measured beside it.
         """
+        memory = _peak(arm, found)
         larger = memory is not None and self.memory is not None and memory > self.memory
-        if larger or not logs or statistics.median(logs) - self.above < FAR_BETTER:
+        gain = statistics.median(one.log for one in found) if found else -math.inf
+        if larger or gain < FAR_BETTER:
             return False
         self.close()
-        self._base, self.beside, self.above = runner, point, statistics.median(logs)
-        self._count = self.turns.length(warm)
-        self.step_seconds = statistics.median(s.seconds for s in warm[-2:])
+        self._base, self.beside, self.above = arm, point, self.above + gain
+        self.step_seconds = arm.step_seconds
         return True
 
-    def _calm_round(self, runner: Runner, count: int, deadline: float) -> tuple[Beside, float]:
-        """A round, once more if others disturbed it, and the share that they took."""
-        found = self._round(runner, count, deadline)
-        if found[1] <= FOREIGN or self._clock() + 2 * self._count * self.step_seconds > deadline:
+    def _calm_round(self, arm: ArmProcess, steps: int, load: LoadMeter) -> PairedRound:
+        """A round, once more if others disturbed it."""
+        found = self._round(arm, steps, load)
+        again = 2 * steps * self.step_seconds
+        if found.load <= FOREIGN or self._clock() + again > self._deadline:
             return found
-        return min(found, self._round(runner, count, deadline), key=lambda f: f[1])
+        return min(found, self._round(arm, steps, load), key=lambda one: one.load)
 
-    def _round(self, runner: Runner, count: int, deadline: float) -> tuple[Beside, float]:
-        before = look()
-        found = self._turns_of_both(runner, count, deadline)
-        own = [step for mine, _ in found for step in mine]
-        beside = Beside(
-            statistics.median(math.log(rate(mine) / rate(other)) for mine, other in found),
-            rate(own),
-            max((s.memory for s in own if s.memory), default=None),
+    def _round(self, arm: ArmProcess, steps: int, load: LoadMeter) -> PairedRound:
+        assert self._base is not None
+        both = {"own": arm, "other": self._base}
+        turns: dict[str, list[Turn]] = {name: [] for name in both}
+        for name, found in run_round(both, self._passes(steps), self._draw, load):
+            try:
+                turns[name].append(_checked(found))
+            except WorkerError as error:
+                if self._base.cut_off:  # it would answer late, for another turn
+                    self.close(kill=True)
+                raise error if name == "own" else self._failed_beside(error) from None
+        pairs = zip(turns["own"], turns["other"], strict=True)
+        every = [step for turn in turns["own"] for step in turn.steps]
+        return PairedRound(
+            statistics.median(math.log(own.rate / other.rate) for own, other in pairs),
+            statistics.median(turn.rate for turn in turns["own"]),
+            peak_of(every),
+            max(map(load.share, both)),
         )
-        return beside, foreign_share(before, look(), self._cores)
 
-    def _turns_of_both(self, runner: Runner, count: int, deadline: float) -> list[list[list[Step]]]:
-        """By pass; the one that stays, cut off, would answer late, for another turn."""
-        assert self._base is not None  # `measure` has opened it
-        try:
-            return self.turns.round((runner, self._base), count, deadline, self.draw)
-        except WorkerError as error:
-            if error.source is not self._base:
-                raise
-            self._drop()
-            first = self.beside == self._first
-            who = "the start's process" if first else "the process it was compared with"
-            raise WorkerError(f"{who} failed beside it: {error}") from error
-        except OutOfTimeError:
-            self._drop()
-            raise
+    def _failed_beside(self, error: WorkerError) -> WorkerError:
+        if isinstance(error, OutOfTimeError):
+            return error
+        self.close(kill=True)
+        first = self.beside == self._first
+        who = "the start's process" if first else "the process it was compared with"
+        return WorkerError(f"{who} failed beside it: {error}")
+
+
+def turn_steps(most: int, step_seconds: float, together: int = 1) -> int:
+    """Steps of a turn of the duel, about a second of the start: short turns see one machine."""
+    if step_seconds <= 0:
+        return most
+    return max(together, min(most, math.ceil(SHORT / step_seconds)))
+
+
+def _peak(arm: ArmProcess, found: list[PairedRound]) -> float | None:
+    peaks = [arm.peak, *(one.memory for one in found)]
+    return max((peak for peak in peaks if peak), default=None)
+
+
+def _checked(turn: Turn | WorkerError) -> Turn:
+    """The turn, if there is one, and each of its steps can be counted."""
+    if isinstance(turn, WorkerError):
+        raise turn
+    for step in turn.steps:
+        loss, items, seconds = step.get("loss"), step["tokens"], step["step_seconds"]
+        if loss is not None and not math.isfinite(loss):
+            raise WorkerError("its loss is not a finite number")
+        if not (math.isfinite(items) and items > 0 and seconds > 0):
+            raise WorkerError(f"a step did {items} items, and a speed needs some")
+    return turn

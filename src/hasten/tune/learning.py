@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hasten.errors import InputError
 from hasten.measure.budget import words
 from hasten.measure.record import ExperimentRecord
+from hasten.measure.schedule import OutOfTimeError
 from hasten.measure.statistics import Interval, paired_ratio
-from hasten.measure.turns import OutOfTimeError
 from hasten.measure.workers import WorkerError
 from hasten.tune.space import Point, Space
 
@@ -129,7 +129,9 @@ SLACK = 1.1  # of a training's expected time
 
 
 class Training(Protocol):
-    """One training from its beginning, in a process of its own."""
+    """One training from its beginning, in a process of its own; ``seconds`` its steps took."""
+
+    seconds: float
 
     def loss_at(self, look: int, patience: float) -> float:
         """Train on to that look, counted from 1; its held-out loss. Raises WorkerError."""

@@ -13,30 +13,19 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.measure.ablation import BASELINE, Arm
 from hasten.measure.workers import WorkerError
-from hasten.tune.duel import judged
+from hasten.tune.learning import Training
+from hasten.tune.report import judged
 from hasten.tune.space import Point
 
 LOOKS = 10
 FEWEST_RACES, MOST_RACES = 3, 8
 SLACK = 1.1
-
-
-class Timed(Protocol):
-    """One training from its beginning that knows how long its own steps took."""
-
-    seconds: float
-
-    def loss_at(self, look: int, patience: float) -> float:
-        """Train on to that look, counted from 1; its held-out loss. Raises WorkerError."""
-
-    def end(self, at_once: bool = False) -> None:
-        """End the process; harmless when it has ended."""
 
 
 @dataclass
@@ -62,7 +51,7 @@ class LossCurve:
 
 
 def races(
-    begin: Callable[[Point, int], Timed],
+    begin: Callable[[Point, int], Training],
     first: Point,
     leaders: Sequence[Point],
     deadline: float,
@@ -108,7 +97,7 @@ def races(
 
 
 def _race(
-    begin: Callable[[Point, int], Timed],
+    begin: Callable[[Point, int], Training],
     points: Sequence[Point],
     seed: int,
     looks: int,
@@ -118,7 +107,7 @@ def _race(
 ) -> list[LossCurve] | None:
     """A curve for each point; None where the deadline came first."""
     curves = [LossCurve() for _ in points]
-    alive: dict[int, Timed] = {}
+    alive: dict[int, Training] = {}
     try:
         for place, point in enumerate(points):
             alive[place] = begin(point, seed)

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from hasten.tune.duel import says_of
+from hasten.measure.ablation import Arm
+from hasten.report.verdicts import floor_of, head, idle, judge, ratio_to
 from hasten.tune.space import Space
 from hasten.tune.study import Study
 
@@ -51,6 +52,7 @@ def document(
         "objective": study.objective,
         "noise": round(study.noise, 5),
         "ended": study.ended,
+        "next": [space.changes(point) for point in study.next],
         "space": [
             {"name": d.name, "values": [_plain(v) for v in d.values], "needs": _plain(d.needs)}
             for d in space.dimensions
@@ -75,6 +77,52 @@ def document(
     }
 
 
+def judged(arms: Sequence[Arm]) -> dict[str, Any]:
+    """The duel as the study's JSON has it; places of ``rows`` follow the arms."""
+    words = judge(arms)
+    rows = []
+    for arm, said in zip(arms, words, strict=True):
+        ratio = ratio_to(arm, arms[0])
+        rows.append(
+            {
+                "name": arm.name,
+                "verdict": said.verdict,
+                "quality": said.quality,
+                "p_value": said.p_value,
+                "ratio": None if ratio is None else ratio.summary(),
+                "rounds": arm.rounds,
+                "peak_memory_bytes": arm.peak_memory_bytes,
+                "failed": arm.failed,
+                "idle": idle(arm),
+            }
+        )
+    return {"noise_floor": round(floor_of(arms), 4), "arms": rows}
+
+
+def is_fit(row: Mapping[str, Any]) -> bool:
+    """Whether an arm could be taken if it is better: it ran, its model isn't worse, as proven."""
+    bad = head(row["verdict"]) == "failed" or head(row.get("quality")) == "worse"
+    return not bad and row.get("refused") is None
+
+
+def says_of(row: Mapping[str, Any]) -> str:
+    """An arm's verdict in words, with what else speaks against it."""
+    words = [row["verdict"]]
+    words += [f"quality {row['quality']}"] if head(row.get("quality")) == "worse" else []
+    words += [f"not taken: {row['refused']}"] if row.get("refused") is not None else []
+    return "; ".join(words)
+
+
+def winner_of(rows: Sequence[dict[str, Any]]) -> int | None:
+    """The place of the arm with the largest ratio among those that are better beyond doubt."""
+    better = [
+        i
+        for i, row in enumerate(rows)
+        if head(row["verdict"]) == "helped" and row["ratio"]["median"] is not None and is_fit(row)
+    ]
+    return max(better, key=lambda i: rows[i]["ratio"]["median"], default=None)
+
+
 def lead(found: Mapping[str, Any]) -> str:
     """The result in a sentence or two."""
     states = [t["state"] for t in found["trials"]]
@@ -83,6 +131,8 @@ def lead(found: Mapping[str, Any]) -> str:
     said += f", {gone} out of memory" if gone else ""
     said += f", {failed} failed" if failed else ""
     said += f"; {found['ended']}."
+    if upcoming := found.get("next"):
+        said += f" A larger budget would try: {'; or '.join(map(_words, upcoming))}."
     winner = found["winner"]
     if winner is None and found["duel"] and not proven(found):
         why = found["duel"]["arms"][2]["verdict"].partition(": ")[2]
@@ -94,10 +144,14 @@ def lead(found: Mapping[str, Any]) -> str:
     span = f"{ratio['median']:.3f}×"
     if ratio["low"] is not None:
         span += f" [{ratio['low']:.3f}, {ratio['high']:.3f}]"
-    changed = ", ".join(f"{k}={v}" for k, v in winner["changes"].items())
+    changed = _words(winner["changes"])
     lost = ", ".join(winner.get("idle", ()))
     left_out = f" {lost} did not act in the measured plan and is left out." if lost else ""
     return f"{span} {winner['of']} with {changed}.{left_out} {said}"
+
+
+def _words(changes: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in changes.items())
 
 
 def proven(found: Mapping[str, Any]) -> bool:
@@ -138,7 +192,7 @@ def _final(arms: Sequence[Mapping[str, Any]]) -> str:
         return ""
     rows = []
     for arm in arms:
-        changed = ", ".join(f"{k}={v}" for k, v in arm["changes"].items())
+        changed = _words(arm["changes"])
         rounds = arm["rounds"]
         rows.append((changed, f"{statistics.median(rounds):.3f}", str(len(rounds))))
     return "<h2>Final</h2>" + _table(("what differs from the start", "ratio", "turns"), rows)
@@ -148,7 +202,7 @@ def _trials(trials: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for number, t in enumerate(trials, start=1):
         ratio = "" if t["log_rate"] is None else f"{math.exp(t['log_rate']):.3f}"
-        changed = ", ".join(f"{k}={v}" for k, v in t["changes"].items()) or "as the start"
+        changed = _words(t["changes"]) or "as the start"
         rows.append((str(number), changed, ratio, t["why"] or t["state"]))
     return _table(("trial", "what differs from the start", "ratio", "state"), rows)
 

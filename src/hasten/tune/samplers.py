@@ -27,7 +27,7 @@ import numpy as np
 
 from hasten.core.plan import did_you_mean
 from hasten.errors import InputError
-from hasten.measure.turns import State
+from hasten.tune.bench import State
 from hasten.tune.space import Point, Space
 from hasten.tune.surrogate import Belief, Failures, below, expected_improvement
 
@@ -169,6 +169,15 @@ class Own:
             return 0.0
         worth = np.where(self._risks(left) <= self._allowed, self._worth(left), 0.0)
         return float(worth.max())
+
+    def promising(self, count: int) -> list[Point]:
+        """The untried points of which most is expected, the best one first."""
+        left = self._left()
+        if not left:
+            return []
+        risk = self._risks(left)
+        worth = np.where(risk <= self._allowed, self._worth(left) * (1 - risk), 0.0)
+        return [left[i] for i in np.argsort(-worth, kind="stable")[:count] if worth[i] > 0]
 
     def expected(self, point: Point) -> float:
         """What was expected of a point before anything was measured, as such a logarithm."""

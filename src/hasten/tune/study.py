@@ -19,10 +19,10 @@ from typing import Any, Literal, get_args
 
 from hasten.errors import InputError
 from hasten.measure.budget import words
+from hasten.measure.elimination import ordered
 from hasten.measure.record import ExperimentRecord
-from hasten.measure.turns import Measurement, OutOfTimeError
-from hasten.tune.bench import ReferencePair
-from hasten.tune.final import ordered, side_by_side
+from hasten.measure.schedule import OutOfTimeError
+from hasten.tune.bench import Measurement, ReferencePair
 from hasten.tune.samplers import OF_MEDIAN, Own, Proposer, Tried
 from hasten.tune.space import Point, Space
 from hasten.tune.surrogate import blamed
@@ -49,6 +49,7 @@ class Study:
     step_seconds: float = 0.0  # of the start
     expected: Callable[[Point], float] = lambda point: 0.0  # of a point's value, beforehand
     ended: str = ""
+    next: list[Point] = field(default_factory=list)  # what a larger budget would try
 
     def leaders(self, count: int = LEADERS) -> list[Point]:
         """The best points that are better than the start by what was measured, best first.
@@ -94,9 +95,13 @@ DUEL_STARTS = 3.5  # starts of a process that a duel needs at least, its first r
 FINAL_HOPE = 0.3  # below the best, as a logarithm: no finalist, whose turns would be long
 FINAL_PASSES = 4  # fewer decide nothing
 FEWEST = 5  # trials before a study may end early
+LEAST_TRIALS = 2  # for which a small budget leaves out the final, and shortens the duel
+NEXT = 2  # points that are named where the budget ended the trials
+TIME_USED = "the budget's time for trials was used"
 HOPE = 0.005  # expected gain of the best untried point, below which a study ends
 PATIENT = 6.0  # times the usual trial: what a compiled graph may take, and a hanging process not
 SLACK = 1.15  # of a trial's expected time
+GONE = 0.1  # of the budget before the start (data, other measurements), from which it is told
 
 
 class Search:
@@ -139,7 +144,8 @@ class Search:
         self._objective, self._most, self._found = objective, most, found
         self._budget = budget_seconds
         self._clock = clock
-        self._began = clock() if began is None else began
+        self._started = clock()
+        self._began = self._started if began is None else began
         self._draw, self._say = random.Random(seed), tell
         self._room = room
         self._trial_seconds: list[float] = []
@@ -171,6 +177,8 @@ class Search:
         for row in self._earlier():
             self._take(study, proposer, row)
         study.ended = self._trials(study, proposer)
+        if study.ended == TIME_USED:
+            study.next = _upcoming(proposer)
         if not study.rows:
             self._afford(0.0)  # the machine has slowed down since: say what it takes now
             raise InputError("tune: there is nothing to try: every other setting is refused")
@@ -207,7 +215,7 @@ class Search:
         self._tell(f"the best {len(points)} side by side")
         values = {t.point: t.value for t in study.tried if t.value is not None}
         finalists = {point: values[point] for point in points}
-        found = side_by_side(self._bench, finalists, self._end - self.reserve)
+        found = self._bench.side_by_side(finalists, self._end - self.reserve)
         study.final = {p: logs for p, logs in found.items() if len(logs) >= FINAL_PASSES}
         rows = [{"settings": self._space.settings(p), "logs": logs} for p, logs in found.items()]
         self._record.append("final", arms=rows)
@@ -221,6 +229,22 @@ class Search:
     def reserve(self) -> float:
         """Seconds that are kept for the duel."""
         return max(self._proof_share * self._budget, DUEL_STARTS * self._bench.start_seconds)
+
+    def _kept(self, study: Study) -> float:
+        """Seconds that the next trial leaves for what comes after the trials.
+
+        As long as nothing is better than the start, nothing is sure to come: then half of the
+        duel's part is kept, should the last trial be the first that is better.
+        """
+        least = DUEL_STARTS * self._bench.start_seconds
+        if self._objective == "time-to-loss":
+            return self.reserve
+        if len(study.rows) < LEAST_TRIALS:
+            return least
+        better = len(study.leaders(2))
+        if not better:
+            return max(least, self.reserve / 2)
+        return self.reserve + (self._final_seconds if better > 1 else 0.0)
 
     @property
     def _final_seconds(self) -> float:
@@ -247,11 +271,14 @@ class Search:
 
     def _afford(self, more: float) -> None:
         """Refuse a budget that doesn't hold what is still to come, one trial and the duel."""
-        least = (self._clock() - self._began) + more + self._trial_time + self.reserve
-        if least > self._budget:
+        before = self._started - self._began
+        least = (self._clock() - self._started) + more + self._trial_time + self.reserve
+        if before + least > self._budget:
+            gone = f", and {words(before)} of it went by before the first start"
             raise InputError(
                 f"budget: {words(self._budget)} is too short: the noise, one trial and a duel take "
                 f"about {words(least / (1 - self._proof_share))} on this job and machine"
+                f"{gone if before > GONE * self._budget else ''}"
             )
 
     @property
@@ -260,13 +287,12 @@ class Search:
 
     def _trials(self, study: Study, proposer: Proposer) -> str:
         """Try until something ends it; what did."""
-        kept = self.reserve + self._final_seconds
         while True:
-            done = len(study.rows)
+            done, kept = len(study.rows), self._kept(study)
             if self._most is not None and done >= self._most:
                 return f"{done} trials were done"
             if self.left - self._trial_time < kept:
-                return "the budget's time for trials was used"
+                return TIME_USED
             if done >= FEWEST and isinstance(proposer, Own) and proposer.promise() < HOPE:
                 return f"no untried point is expected to gain more than {100 * HOPE:g} %"
             point = proposer.ask()
@@ -283,7 +309,7 @@ class Search:
                 found = self._bench.measure(point, min(end, patience), best)
             except OutOfTimeError:
                 if end <= patience:
-                    return "the budget's time for trials was used"
+                    return TIME_USED
                 spent = self._clock() - asked
                 found = Measurement("failed", seconds=spent, why="given up: far too slow")
             else:
@@ -336,6 +362,13 @@ class Search:
     def _tell(self, text: str) -> None:
         used = (self._clock() - self._began) / self._budget
         self._say(text, min(used, 1.0))
+
+
+def _upcoming(proposer: Proposer) -> list[Point]:
+    if isinstance(proposer, Own):
+        return proposer.promising(NEXT)
+    point = proposer.ask()
+    return [] if point is None else [point]
 
 
 def _row(space: Space, point: Point, found: Measurement) -> dict[str, Any]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,21 +16,22 @@ from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
 from hasten.errors import InputError
 from hasten.machine import host, processes
-from hasten.measure.ablation import AGAIN, BASELINE, Design, check_turns
-from hasten.measure.experiment import SHARE
+from hasten.measure.ablation import AGAIN, BASELINE, Design, Kind, check_turns
+from hasten.measure.experiment import SHARE, Measured, measure_arms, table
 from hasten.measure.loops import loop_spec
 from hasten.measure.recipe_experiment import ExperimentSubject as Subject_
 from hasten.measure.recipe_experiment import measured
-from hasten.measure.turns import Runner, duel_steps
-from hasten.measure.workers import WorkerPool
+from hasten.measure.schedule import TurnWorker
+from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.progress import Audience
 from hasten.recipe.build import batch_of, mixed_layouts
 from hasten.recipe.schema import Recipe
 from hasten.recipe.shorthands import catalogue
 from hasten.recipe.suggest import recipe_text
-from hasten.tune.duel import duel, judged
+from hasten.tune.bench import turn_steps
 from hasten.tune.race import LOOKS, races
-from hasten.tune.runners import LoopRunner, PlanRunner, RecipeWorkers
+from hasten.tune.recipe_workers import RecipeWorkers
+from hasten.tune.report import judged
 from hasten.tune.samplers import Beforehand, Sampler, check_sampler
 from hasten.tune.space import Point, Space, plan_space
 from hasten.tune.study import OBJECTIVES, Objective
@@ -101,8 +101,8 @@ class TuneTarget(Protocol):
     def known(self, noise: float, memory: float | None) -> Beforehand:
         """What is known before the first trial, now that the start was measured."""
 
-    def start(self, point: Point) -> Runner:
-        """The process of a point."""
+    def start(self, point: Point) -> TurnWorker:
+        """The worker of a point."""
 
     def duel(
         self,
@@ -111,7 +111,7 @@ class TuneTarget(Protocol):
         step_seconds: float,
         tell: Callable[[str], None],
     ) -> dict[str, Any]:
-        """The duel's rows (`tune.duel.judged`): the start, again, then the leaders.
+        """The duel's rows (`tune.report.judged`): the start, again, then the leaders.
 
         Args:
             seconds: that there are for it.
@@ -133,7 +133,7 @@ class TuneTarget(Protocol):
 Prove = Callable[[Subject_, Plan], Sequence[str]]
 RACERS = 2  # leaders in a race of whole trainings, beside the start
 FINISH = 0.9  # of the time that is left goes into the duel; the rest is for its end
-LOAD = 0.35  # share of the machine that others may take in a round of the duel
+DUEL = Design(rounds=20, warmup=2, longest_warmup=8, evaluations=0, noise=True, foreign_load=0.35)
 
 
 class RecipeSubject:
@@ -164,7 +164,7 @@ class RecipeSubject:
             wishes.only,
             mixed_layouts(recipe.nproc),
         )
-        self.space = dataclasses.replace(self._plans.space, refuse=self._refused)
+        self.space = replace(self._plans.space, refuse=self._refused)
         self.folder = Path(recipe.output) / "studies"
         self.title = f"Tuning of {recipe.model}"
         self.about = {
@@ -209,8 +209,8 @@ class RecipeSubject:
 
         return Beforehand(self._plans.gain, peak, limit, noise, self._effort)
 
-    def start(self, point: Point) -> Runner:
-        return PlanRunner(self._workers.start(self._plans.plan(point)))
+    def start(self, point: Point) -> TurnWorker:
+        return self._workers.start(self._plans.plan(point))
 
     def _effort(self, point: Point) -> float:
         return self._workers.effort(self._plans.plan(point))
@@ -228,42 +228,21 @@ class RecipeSubject:
         """
         if self._wishes.objective == "time-to-loss":
             return self._races(leaders, seconds, tell)
-        base = self._plans.plan(self.space.start)
-        choices = {f"choice {n}": self._plans.plan(p) for n, p in enumerate(leaders, start=1)}
-        # The budget drops the second baseline last, and never the last arm, which is the result.
-        ordered = dict(reversed(choices.items()))
-        plans: dict[str, Plan] = {BASELINE: base, AGAIN: base, **ordered}
-        kinds: dict[str, Any] = {BASELINE: "baseline", AGAIN: "again"}
-        kinds |= dict.fromkeys(choices, "other")
-        design = Design(
-            rounds=20,
-            steps=duel_steps(self._wishes.steps, step_seconds, self.together),
-            warmup=2,
-            longest_warmup=8,
-            evaluations=1,
-            seed=self._wishes.seed,
-            noise=True,
-            foreign_load=LOAD,
-            budget_seconds=max(FINISH * seconds, 1.0),
-        )
-        try:
-            found = measured(
+        steps = turn_steps(self._wishes.steps, step_seconds, self.together)
+        design = replace(DUEL, steps=steps, seed=self._wishes.seed, evaluations=1)
+
+        def measure(points: Mapping[str, Point], kinds: Mapping[str, Kind]) -> Measured:
+            return measured(
                 self._given,
-                plans,
+                {name: self._plans.plan(point) for name, point in points.items()},
                 kinds,
-                design,
+                _within(design, seconds),
                 self._wishes.fresh,
                 _Quietly(self._audience, tell),
                 self._workers.pool,
             )
-        except InputError as error:  # the budget left no room for two rounds
-            reason = f"no duel: {error}"
-            names = [BASELINE, AGAIN, *choices]
-            return {"noise_floor": None, "arms": [_unmeasured(name, reason) for name in names]}
-        rows = judged(found.arms)
-        by_name = {row["name"]: row for row in rows["arms"]}
-        every = [by_name.get(n) or _unmeasured(n) for n in (BASELINE, AGAIN, *choices)]
-        return {**rows, "arms": every, "design": found.design}
+
+        return _duel(self.space.start, leaders, measure)
 
     def _races(
         self, leaders: Sequence[Point], seconds: float, tell: Callable[[str], None]
@@ -369,6 +348,36 @@ def _bounds(recipe: Recipe) -> dict[str, tuple[float, float]]:
     }
 
 
+def _within(design: Design, seconds: float) -> Design:
+    return replace(design, budget_seconds=max(FINISH * seconds, 1.0))
+
+
+def _duel(
+    start: Point,
+    leaders: Sequence[Point],
+    measure: Callable[[Mapping[str, Point], Mapping[str, Kind]], Measured],
+) -> dict[str, Any]:
+    """The rows of an experiment on the start, the start again, and the leaders.
+
+    The budget drops the second baseline last, and never the last arm, which is the result.
+    """
+    choices = {f"choice {n}": point for n, point in enumerate(leaders, start=1)}
+    points = {BASELINE: start, AGAIN: start, **dict(reversed(choices.items()))}
+    kinds: dict[str, Kind] = {BASELINE: "baseline", AGAIN: "again"}
+    names = [BASELINE, AGAIN, *choices]
+    try:
+        found = measure(points, {**dict.fromkeys(choices, "other"), **kinds})
+        if (why := found.arms[0].failed) is not None:
+            raise InputError(f"the job as it is failed: {why}")
+    except InputError as error:  # or the budget left no room for two rounds
+        reason = f"no duel: {error}"
+        return {"noise_floor": None, "arms": [_unmeasured(name, reason) for name in names]}
+    rows = judged(found.arms)
+    by_name = {row["name"]: row for row in rows["arms"]}
+    every = [by_name.get(name) or _unmeasured(name) for name in names]
+    return {**rows, "arms": every, "design": found.design}
+
+
 def _unmeasured(name: str, why: str = "no time for it") -> dict[str, Any]:
     return {
         "name": name,
@@ -425,9 +434,11 @@ class LoopSubject:
         limit = SHARE * processes.available_bytes(host.hardware().memory_limit_bytes)
         return Beforehand(limit=limit, noise=noise)
 
-    def start(self, point: Point) -> Runner:
-        spec = loop_spec(self._target, self.space.settings(point))
-        return LoopRunner(self._pool.start(spec, f"worker-{next(self._numbers)}"))
+    def start(self, point: Point) -> TurnWorker:
+        return self._pool.start(self._spec(point), f"worker-{next(self._numbers)}")
+
+    def _spec(self, point: Point) -> WorkerSpec:
+        return loop_spec(self._target, self.space.settings(point))
 
     def duel(
         self,
@@ -436,11 +447,18 @@ class LoopSubject:
         step_seconds: float,
         tell: Callable[[str], None],
     ) -> dict[str, Any]:
-        deadline, wishes = time.monotonic() + seconds, self._wishes
-        arms = duel(
-            self.start, self.space.start, leaders, deadline, wishes.steps, wishes.seed, tell
-        )
-        return judged(arms)
+        design = replace(DUEL, steps=self._wishes.steps, seed=self._wishes.seed)
+
+        def measure(points: Mapping[str, Point], kinds: Mapping[str, Kind]) -> Measured:
+            at = table(self._pool, lambda name: self._spec(points[name]))
+            plans = dict.fromkeys(points, Plan())
+
+            def show(text: str, share: float) -> None:
+                tell(f"duel: {text}")
+
+            return measure_arms(at, plans, _within(design, seconds), show, kinds=kinds)
+
+        return _duel(self.space.start, leaders, measure)
 
     def refusal(self, point: Point) -> str | None:
         return None

@@ -20,7 +20,7 @@ from hasten.recipe.build import batch_of, job_of, warmup_steps
 from hasten.recipe.prepared_data import gather
 from hasten.recipe.schema import Recipe
 from hasten.tune.learning import LOOKS
-from hasten.tune.runners import RecipeWorkers
+from hasten.tune.recipe_workers import RecipeWorkers
 from hasten.tune.space import Dimension, Point, Space
 
 RATE, WARMUP = "learning_rate", "warmup_share"

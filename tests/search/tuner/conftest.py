@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hasten.tune import bench
+from hasten.machine.processes import LoadMeter
 
 
 @pytest.fixture(autouse=True)
 def _a_calm_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "foreign_share", lambda before, after, cores: 0.0)
+    monkeypatch.setattr(LoadMeter, "share", lambda meter, name: 0.0)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
 
-from hasten.measure.turns import Parts, Step
 from hasten.measure.workers import WorkerError
 from hasten.tune.space import Point, Space
 
@@ -70,22 +70,48 @@ class Machine:
 
 
 class Simulated:
+    """A worker (`hasten.measure.schedule.TurnWorker`)."""
+
     def __init__(self, machine: Machine, settings: dict[str, Any]) -> None:
         self.machine, self.settings, self.ended = machine, settings, False
+        self.can_slice = machine.parts
         self.cut_off = False
         self.step = 0  # in the data
-        self.parts: Parts | None = InParts(self) if machine.parts else None
+        self.count, self.left, self.worked = 0, 0.0, 0.0  # of a turn in slices
 
-    def begin(self, patience: float) -> None:
-        self._pass(self.machine.start_seconds, patience)
+    def ready(self, timeout: float) -> dict[str, Any]:
+        self._pass(self.machine.start_seconds, timeout)
         if why := self.machine.fails(self.settings):
             raise WorkerError(why)
         if self.machine.memory(self.settings) > self.machine.limit:
             raise WorkerError("the process ended with code -9: killed for want of memory")
+        return {}
 
-    def steps(self, count: int, patience: float) -> list[Step]:
-        assert not self.cut_off, "its answer to an earlier order is still to come"
-        return [self.step_of(self._pass(self.need(), patience)) for _ in range(count)]
+    def request(self, op: str, timeout: float, **arguments: Any) -> dict[str, Any]:
+        assert not self.cut_off, "its answer to an earlier request is still to come"
+        assert op == "steps"
+        self._place(arguments)
+        return {"steps": self.steps(arguments["count"], timeout)}
+
+    def steps(self, count: int, timeout: float) -> list[dict[str, Any]]:
+        return [self.step_of(self._pass(self.need(), timeout)) for _ in range(count)]
+
+    def submit(self, op: str, **arguments: Any) -> None:
+        assert not self.count, "its answer to an earlier request is still to come"
+        self._place(arguments)
+        self.count, self.worked = arguments["count"], 0.0
+        self.left = sum(self.need() for _ in range(self.count))
+
+    def run_for(self, seconds: float) -> dict[str, Any] | None:
+        assert self.count
+        before = self.machine.done
+        took, done = self.machine.work(self.left, seconds)
+        self.worked += took
+        self.left -= self.machine.done - before
+        if not done:
+            return None
+        count, self.count = self.count, 0
+        return {"steps": [self.step_of(self.worked / count) for _ in range(count)]}
 
     def need(self) -> float:
         """Seconds of the next step, on a machine that nothing slows."""
@@ -93,46 +119,28 @@ class Simulated:
         self.step += 1
         return seconds * (1 + self.machine.noise * self.machine.draw.gauss(0, 1))
 
-    def step_of(self, seconds: float) -> Step:
+    def step_of(self, seconds: float) -> dict[str, Any]:
         machine, own = self.machine, self.settings
-        return Step(100.0, seconds, machine.memory(own), machine.finite(own))
+        loss = 1.0 if machine.finite(own) else math.nan
+        return step(100.0, seconds, loss=loss, peak_memory_bytes=machine.memory(own))
 
-    def again(self) -> None:
-        self.step = 0
-
-    def end(self, at_once: bool = False) -> None:
+    def close(self, kill: bool = False) -> None:
         self.machine.alive -= not self.ended
         self.ended = True
 
-    def _pass(self, seconds: float, patience: float) -> float:
+    def _place(self, arguments: dict[str, Any]) -> None:
+        if arguments.get("from_start"):
+            self.step = 0
+
+    def _pass(self, seconds: float, timeout: float) -> float:
         """The seconds that it took: as many if nothing slows the machine."""
-        took, done = self.machine.work(seconds, patience)
+        took, done = self.machine.work(seconds, timeout)
         if not done:
             self.cut_off = True
             raise WorkerError("no answer in time: it hangs")
         return took
 
 
-class InParts:
-    """A turn that is stopped and goes on."""
-
-    def __init__(self, runner: Simulated) -> None:
-        self.runner, self.pace = runner, runner.machine.seconds(runner.settings)
-        self.count, self.left, self.worked = 0, 0.0, 0.0
-
-    def order(self, count: int) -> None:
-        assert not self.count, "its answer to an earlier order is still to come"
-        self.count, self.worked = count, 0.0
-        self.left = sum(self.runner.need() for _ in range(count))
-
-    def go_on(self, seconds: float) -> list[Step] | None:
-        assert self.count
-        before = self.runner.machine.done
-        took, done = self.runner.machine.work(self.left, seconds)
-        self.worked += took
-        self.left -= self.runner.machine.done - before
-        if not done:
-            return None
-        count, self.count = self.count, 0
-        self.pace = self.worked / count
-        return [self.runner.step_of(self.pace) for _ in range(count)]
+def step(items: float, seconds: float, **more: Any) -> dict[str, Any]:
+    """A step as a worker tells of it."""
+    return {"tokens": items, "step_seconds": seconds, **more}

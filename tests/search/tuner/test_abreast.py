@@ -1,4 +1,4 @@
-"""Turns in parts on a machine that is made up: what they share, and who dies within one."""
+"""Turns in slices on a machine that is made up: what they share, and who dies within one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from hasten.measure.turns import PART, OutOfTimeError, Step, Turns
+from hasten.machine.processes import LoadMeter
+from hasten.measure.schedule import SLICE_SECONDS, ArmProcess, OutOfTimeError, Turn, run_round
 from hasten.measure.workers import WorkerError
 from hasten.tune.bench import ReferencePair
 from hasten.tune.space import Point, of_values
-from search.tuner.simulated import InParts, Machine, Simulated
+from search.tuner.simulated import Machine, Simulated
 
 SPACE = of_values({"batch": [1, 2, 4], "fused": [False, True]})
 KILLED = "the process ended with code -9: killed, most likely for want of memory"
@@ -42,33 +43,51 @@ def test_turns_in_parts_share_what_slows_the_machine_within_a_step(ratio: float)
     assert exact < inexact / 2
 
 
-class Noting(InParts):
+class Noting(Simulated):
     """Notes who works, and for how long at most."""
 
-    def __init__(self, runner: Simulated, notes: list[tuple[bool, float]]) -> None:
-        super().__init__(runner)
-        self.notes = notes
+    notes: list[tuple[bool, float]]
 
-    def go_on(self, seconds: float) -> list[Step] | None:
-        self.notes.append((self.runner.settings["fused"], seconds))
-        return super().go_on(seconds)
+    def run_for(self, seconds: float) -> dict[str, Any] | None:
+        self.notes.append((self.settings["fused"], seconds))
+        return super().run_for(seconds)
 
 
-def test_parts_go_to_and_fro_and_are_the_longer_the_slower_one_is() -> None:
-    machine = Machine(SPACE, lambda s: 1.0 if s["fused"] else 4.0)
-    notes: list[tuple[bool, float]] = []
-    runners = [machine.start(SPACE.point({"batch": 1, "fused": f})) for f in (True, False)]
-    for runner in runners:
-        runner.parts = Noting(runner, notes)
-    turns = Turns(1, machine.clock)
-    ((quick, slow),) = turns.round(runners, 1, 1e6, random.Random(0))
-    assert (quick[0].seconds, slow[0].seconds) == pytest.approx((1.0, 4.0))
+def test_slices_go_to_and_fro_and_are_the_longer_the_slower_one_is() -> None:
+    machine = Machine(SPACE, lambda s: 1.0 if s["fused"] else 4.0, parts=True)
+    notes = Noting.notes = []
+    arms = {}
+    for fused in (True, False):
+        arms[fused] = ArmProcess(Noting(machine, {"batch": 1, "fused": fused}), clock=machine.clock)
+        arms[fused].begin(2)
+    found = dict(run_round(arms, [1], random.Random(0), LoadMeter(2)))
+    rates = [turn.rate for turn in found.values() if isinstance(turn, Turn)]
+    assert sorted(rates) == pytest.approx([25.0, 100.0])
     who = [fused for fused, _ in notes]
-    assert len(who) == 2 * round(1.0 / PART)
-    assert who[::2] == [not w for w in who[1::2]]  # one part of each
+    assert len(who) == 2 * round(1.0 / SLICE_SECONDS)
+    assert who[::2] == [not w for w in who[1::2]]  # one slice of each
     assert who[1:-1:2] == who[2::2]  # the one who was last begins
-    assert {seconds for fused, seconds in notes if fused} == {PART}
-    assert {seconds for fused, seconds in notes if not fused} == {4 * PART}
+    assert {seconds for fused, seconds in notes if fused} == {SLICE_SECONDS}
+    assert {seconds for fused, seconds in notes if not fused} == {4 * SLICE_SECONDS}
+
+
+def test_every_second_pass_has_the_order_backwards_and_a_failure_ends_its_own_turns_alone() -> None:
+    machine = Machine(SPACE, lambda s: 1.0)
+    points = SPACE.points()[:3]
+    arms = {p: ArmProcess(machine.start(p), clock=machine.clock) for p in points}
+    for arm in arms.values():
+        arm.begin(1)
+    turns = list(run_round(arms, [1, 2], random.Random(0), LoadMeter(2)))
+    order = [point for point, _ in turns]
+    assert set(order[:3]) == set(points)
+    assert order[3:] == order[2::-1]
+    assert [len(t.steps) for _, t in turns if isinstance(t, Turn)] == [1] * 3 + [2] * 3
+    bad = order[1]
+    machine.seconds = lambda s: 1e6 if s == SPACE.settings(bad) else 1.0
+    turns = list(run_round(arms, [1, 1], random.Random(0), LoadMeter(2)))
+    assert [point for point, _ in turns].count(bad) == 1
+    assert [isinstance(t, WorkerError) for p, t in turns if p == bad] == [True]
+    assert len(turns) == 5
 
 
 class Brittle(Machine):
@@ -81,22 +100,18 @@ class Brittle(Machine):
     def start(self, point: Point) -> Simulated:
         self.started.append(point)
         self.alive += 1
-        found = Simulated(self, self.space.settings(point))
-        if found.settings == self.victim:
-            found.parts = Dying(found, self)
-        return found
+        settings = self.space.settings(point)
+        return (Dying if settings == self.victim else Simulated)(self, settings)
 
 
-class Dying(InParts):
-    def __init__(self, runner: Simulated, machine: Brittle) -> None:
-        super().__init__(runner)
-        self.machine = machine
+class Dying(Simulated):
+    machine: Brittle
 
-    def go_on(self, seconds: float) -> list[Step] | None:
+    def run_for(self, seconds: float) -> dict[str, Any] | None:
         beside = any(self.machine.space.settings(p)["fused"] for p in self.machine.started)
         if self.machine.harm and beside and self.worked:
             raise WorkerError(KILLED)
-        return super().go_on(seconds)
+        return super().run_for(seconds)
 
 
 @pytest.mark.parametrize("seed", range(4))

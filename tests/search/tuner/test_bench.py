@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hasten.machine.processes import LoadMeter
 from hasten.measure.record import ExperimentRecord
-from hasten.measure.turns import PASSES, OutOfTimeError, Step, Turns, duel_steps
+from hasten.measure.schedule import ArmProcess, OutOfTimeError
 from hasten.measure.workers import WorkerError
-from hasten.tune.bench import ReferencePair
+from hasten.tune.bench import PASSES, ReferencePair, turn_steps
 from hasten.tune.samplers import Tried
 from hasten.tune.space import Point, of_values
 from hasten.tune.study import Search
-from search.tuner.simulated import Machine, Simulated
+from search.tuner.simulated import Machine, Simulated, step
 
 SPACE = of_values({"batch": [1, 2, 4], "fused": [False, True]})
 HUNGRY = {"batch": 4, "fused": True}
@@ -44,17 +45,17 @@ class Victim(Simulated):
         self.dead = False
         machine.hungry += settings == HUNGRY
 
-    def steps(self, count: int, patience: float) -> list[Step]:
+    def steps(self, count: int, timeout: float) -> list[dict[str, Any]]:
         first = self.settings == SPACE.settings(SPACE.start)
         self.dead = self.dead or (first and self.machine.hungry > 0)
         if self.dead:
             raise WorkerError(KILLED)
-        return super().steps(count, patience)
+        return super().steps(count, timeout)
 
-    def end(self, at_once: bool = False) -> None:
+    def close(self, kill: bool = False) -> None:
         if not self.ended and self.settings == HUNGRY:
             self.machine.hungry -= 1
-        super().end(at_once)
+        super().close(kill)
 
 
 class InOrder:
@@ -153,7 +154,7 @@ def test_a_round_that_others_disturbed_does_not_decide_by_itself(
     monkeypatch: pytest.MonkeyPatch, load: float, rounds: int
 ) -> None:
     """Else a lucky one puts a point in the start's place, and all later ones are wrong by it."""
-    monkeypatch.setattr("hasten.tune.bench.foreign_share", lambda *seen: load)
+    monkeypatch.setattr(LoadMeter, "share", lambda *seen: load)
     best, worst = SPACE.point({"batch": 4, "fused": True}), SPACE.point({"batch": 2})
     machine = Machine(SPACE, fast)
     with ReferencePair(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
@@ -168,8 +169,8 @@ def test_a_point_that_needs_more_memory_does_not_stay() -> None:
     with ReferencePair(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
         bench.open(1e6)
         bench.measure(best, 1e6)
-        machine.seconds = lambda s: 1e3 if s == SPACE.settings(SPACE.start) else fast(s)
-        assert bench.measure(near, 1e6).seconds > 2e3  # a turn of the start
+        machine.seconds = lambda s: 100.0 if s == SPACE.settings(SPACE.start) else fast(s)
+        assert bench.measure(near, 1e6).seconds > 200.0  # a turn of the start
 
 
 @pytest.mark.parametrize(
@@ -183,9 +184,9 @@ def test_a_round_has_short_turns_and_the_more_steps_where_they_are_short(
     counts = []
 
     class Counted(Simulated):
-        def steps(self, count: int, patience: float) -> list[Step]:
+        def steps(self, count: int, timeout: float) -> list[dict[str, Any]]:
             counts.append(count)
-            return super().steps(count, patience)
+            return super().steps(count, timeout)
 
     def start(point: Point) -> Simulated:
         machine.alive += 1
@@ -205,7 +206,7 @@ def test_when_the_one_that_stays_dies_it_is_started_anew_and_else_the_start() ->
         bench.open(1e6)
         assert bench.measure(best, 1e6).state == "ok"
         for starts_again in (True, False):
-            bench._drop()  # as after a failure beside a point
+            bench.close(kill=True)  # as after a failure beside a point
             if not starts_again:
                 machine.fails = lambda s: "gone" if s == SPACE.settings(best) else None
             found = bench.measure(near, 1e6)
@@ -227,15 +228,22 @@ def test_the_noise_is_measured_no_longer_than_is_given_to_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "count"), [(0.01, 16), (0.1, 12), (0.3, 4), (0.8, 3), (2.0, 2), (60.0, 2)]
+    ("seconds", "count"), [(0.01, 16), (0.1, 12), (0.3, 4), (0.8, 3), (2.0, 2), (60.0, 2)]
 )
 def test_a_turn_is_neither_too_short_to_tell_nor_longer_than_it_must_be(
-    step: float, count: int
+    seconds: float, count: int
 ) -> None:
-    turns = Turns(4, lambda: 0.0)
-    assert turns.length([Step(1.0, 99.0), Step(1.0, step), Step(1.0, step)]) == count
-    assert Turns(4, lambda: 0.0, together=4).length([Step(1.0, 60.0)] * 2) == 4
-    assert Turns(1, lambda: 0.0).length([Step(1.0, 60.0)] * 2) == 1
+    assert length([99.0, seconds, seconds], steps=4) == count
+    assert length([60.0] * 2, steps=4, together=4) == 4
+    assert length([60.0] * 2, steps=1) == 1
+
+
+def length(warm: list[float], **design: int) -> int:
+    """The steps of a round after a warm-up whose steps took so many seconds."""
+    machine = Machine(SPACE, lambda s: 1.0)
+    arm = ArmProcess(machine.start(SPACE.start))
+    arm.warm = [step(1.0, seconds) for seconds in warm]
+    return ReferencePair(machine.start, SPACE.start, 2, **design)._length(arm)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -251,7 +259,9 @@ def test_a_machine_that_slows_down_steadily_slows_both_alike(seed: int) -> None:
 def test_passes_deal_all_steps_of_a_round_and_part_none_that_belong_together(
     units: int, together: int
 ) -> None:
-    passes = Turns(4, lambda: 0.0, together).passes(together * units)
+    machine = Machine(SPACE, lambda s: 1.0)
+    pair = ReferencePair(machine.start, SPACE.start, 2, together=together)
+    passes = pair._passes(together * units)
     assert sum(passes) == together * units
     assert all(n >= together and n % together == 0 for n in passes)
     assert len(passes) == min(PASSES, units)  # as many as there can be
@@ -271,7 +281,7 @@ def test_both_do_the_same_records_in_each_turn() -> None:
             assert found.logs == pytest.approx([math.log(1.2)] * 3)
 
 
-@pytest.mark.parametrize(("step", "steps"), [(0.01, 4), (0.3, 4), (0.4, 3), (1.0, 1), (60.0, 1)])
-def test_a_turn_of_the_duel_takes_about_a_second_of_the_start(step: float, steps: int) -> None:
-    assert duel_steps(4, step) == steps
-    assert duel_steps(4, step, together=4) == 4  # no exchange of ranks is parted
+@pytest.mark.parametrize(("seconds", "steps"), [(0.01, 4), (0.3, 4), (0.4, 3), (1.0, 1), (60.0, 1)])
+def test_a_turn_of_the_duel_takes_about_a_second_of_the_start(seconds: float, steps: int) -> None:
+    assert turn_steps(4, seconds) == steps
+    assert turn_steps(4, seconds, together=4) == 4  # no exchange of ranks is parted

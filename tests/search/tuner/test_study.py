@@ -10,7 +10,7 @@ import pytest
 
 from hasten.errors import InputError
 from hasten.measure.record import ExperimentRecord
-from hasten.measure.turns import OutOfTimeError
+from hasten.measure.schedule import OutOfTimeError
 from hasten.tune.bench import ReferencePair
 from hasten.tune.report import document, lead, page
 from hasten.tune.samplers import Beforehand, Own, Shuffled, Tried
@@ -199,6 +199,18 @@ def test_a_budget_that_is_too_short_is_refused_with_the_time_needed(budget: floa
     assert machine.alive == 0
 
 
+def test_time_that_went_by_before_the_start_is_no_time_that_the_job_needs() -> None:
+    machine = Machine(SPACE, seconds)
+    machine.clock.now = 50.0  # data, or a wait for another measurement
+    with pytest.raises(InputError, match=r"take about .*, and 50 s of it went by before") as late:
+        searched(machine, budget=90.0, began=0.0)
+    again = Machine(SPACE, seconds)
+    with pytest.raises(InputError) as short:
+        searched(again, budget=40.0)
+    needed = [str(error.value).partition("take about ")[2][:5] for error in (late, short)]
+    assert needed[0] == needed[1]
+
+
 def test_a_trial_that_hangs_is_given_up_and_the_study_goes_on() -> None:
     slow = {"batch": 8, "fused": True, "dtype": "bf16"}
     machine = Machine(SPACE, lambda s: 1e6 if s == slow else seconds(s))
@@ -313,3 +325,35 @@ def test_the_page_draws_and_escapes(tmp_path: Path) -> None:
     assert "<i>" not in text
     assert text.count("<svg") == 2
     assert "keep the settings" in lead(found)
+
+
+def test_a_small_budget_is_spent_as_long_as_nothing_is_better() -> None:
+    """Of a duel that has nobody to fight with, little is kept."""
+    machine = Machine(SPACE, lambda s: 1.0, noise=0.05)
+    machine.seconds = lambda s: 1.0 if s == SPACE.settings(SPACE.start) else 1.1
+    study = searched(machine, budget=150.0, proposer=any_order)
+    assert study.ended == "the budget's time for trials was used"
+    assert not study.leaders()
+    assert machine.clock.now > 0.7 * 150
+    assert len(study.rows) >= 2
+
+
+def test_two_changes_are_tried_before_a_final_takes_its_share() -> None:
+    machine = Machine(SPACE, seconds, noise=0.01)
+    study = searched(machine, budget=105.0)
+    assert len(study.rows) >= 2
+    assert machine.clock.now + 3.5 * 5.0 <= 105.0  # a duel has the time to start
+
+
+def test_what_a_larger_budget_would_try_is_named() -> None:
+    study = searched(Machine(SPACE, seconds, noise=0.01), budget=130.0)
+    found = document(study, SPACE, None, None, {}, {"title": "t"})
+    assert 1 <= len(found["next"]) <= 2
+    tried = [row["changes"] for row in study.rows]
+    assert not [changes for changes in found["next"] if changes in tried]
+    first = ", ".join(f"{k}={v}" for k, v in found["next"][0].items())
+    assert f"A larger budget would try: {first}" in lead(found)
+    whole = searched(Machine(SPACE, seconds, noise=0.01))
+    assert whole.ended != "the budget's time for trials was used"
+    assert "larger budget" not in lead(document(whole, SPACE, None, None, {}, {"title": "t"}))
+    assert lead({k: v for k, v in found.items() if k != "next"})  # a study of before

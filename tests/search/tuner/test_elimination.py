@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from hasten.measure.elimination import FEWEST, MOST_ROUNDS, behind, leading, ordered
 from hasten.tune.bench import ReferencePair
-from hasten.tune.final import FEWEST, MOST_ROUNDS, behind, leading, ordered, side_by_side
 from hasten.tune.space import Point, of_values
 from search.tuner.simulated import Machine
 
@@ -26,7 +26,7 @@ def seconds(s: dict[str, Any]) -> float:
 def raced(machine: Machine, points: list[Point]) -> dict[Point, tuple[float, ...]]:
     with ReferencePair(machine.start, SPACE.start, 2, steps=1, clock=machine.clock) as bench:
         bench.open(1e6)
-        found = side_by_side(bench, dict.fromkeys(points, 0.0), 1e6)
+        found = bench.side_by_side(dict.fromkeys(points, 0.0), 1e6)
     assert machine.alive == 0
     return found
 
@@ -140,7 +140,7 @@ def test_a_finalist_that_dies_is_left_out_and_the_others_go_on() -> None:
         bench.open(1e6)
         points = [SPACE.point({**first, **change}) for change in ({"batch": 8}, best)]
         machine.fails = lambda s: "gone" if s == best else None
-        found = side_by_side(bench, {points[0]: 0.3, points[1]: 0.9}, 1e6)
+        found = bench.side_by_side({points[0]: 0.3, points[1]: 0.9}, 1e6)
     assert list(found) == points[:1]
     assert found[points[0]] == pytest.approx([0.3] * len(found[points[0]]))  # on its trial's level
     assert machine.alive == 0
@@ -151,5 +151,5 @@ def test_a_final_without_time_decides_nothing() -> None:
     with ReferencePair(machine.start, SPACE.start, 2, clock=machine.clock) as bench:
         bench.open(1e6)
         points = [p for p in SPACE.points() if p != SPACE.start][:3]
-        assert side_by_side(bench, dict.fromkeys(points, 0.0), machine.clock.now + 12.0) == {}
+        assert bench.side_by_side(dict.fromkeys(points, 0.0), machine.clock.now + 12.0) == {}
     assert machine.alive == 0

@@ -1,0 +1,115 @@
+"""Which of several workers is the fastest: they take turns, and who is surely behind leaves.
+
+The best of many short measurements is in part luck. Here all do the same steps in each pass: what
+slows a pass, or makes it long, does so for all of them, and what counts is the difference within a
+pass. Whoever is behind the leader beyond doubt leaves, and the others have the more rounds for it
+(racing: Maron and Moore 1994, "Hoeffding Races").
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from hasten.machine.processes import LoadMeter
+from hasten.measure.schedule import ArmProcess, run_round
+from hasten.measure.statistics import hodges_lehmann, student_quantile
+from hasten.measure.workers import WorkerError
+
+MOST_ROUNDS = 60
+FEWEST = 6  # passes before anybody leaves
+BEHIND = 0.002  # chance that an equal is as far behind; it is asked after every round
+Name = TypeVar("Name")
+Logs = Mapping[Name, Sequence[float]]  # of each pass: the logarithm of a rate
+
+
+def eliminate(
+    arms: dict[Name, ArmProcess],
+    values: Mapping[Name, float],
+    passes: Sequence[int],
+    draw: random.Random,
+    cores: int,
+    rounds: int = MOST_ROUNDS,
+) -> dict[Name, tuple[float, ...]]:
+    """The arms take turns until one is left, or time is up.
+
+    Args:
+        arms: warmed up; those that leave are closed, and removed.
+        values: what is known of each beforehand, the logarithm of its rate over some reference's.
+        passes: the steps of each pass of a round.
+        draw: draws the order.
+        cores: of the machine.
+        rounds: at most.
+
+    Returns:
+        By arm such a logarithm for each pass that it was in, on the level of those values. A round
+        in which somebody fails, or the deadline comes, is the last one, and doesn't count.
+    """
+    found: dict[Name, list[float]] = {name: [] for name in arms}
+    load = LoadMeter(cores)
+    for _ in range(rounds):
+        if len(arms) < 2 and all(len(found[name]) >= FEWEST for name in arms):
+            break
+        level = statistics.fmean(values[name] for name in arms)
+        rates: dict[Name, list[float]] = {name: [] for name in arms}
+        for name, turn in run_round(arms, passes, draw, load):
+            if isinstance(turn, WorkerError):
+                return {name: tuple(logs) for name, logs in found.items()}
+            rates[name].append(math.log(turn.rate))
+        for logs in zip(*rates.values(), strict=True):
+            middle = statistics.fmean(logs)
+            for name, log in zip(rates, logs, strict=True):
+                found[name].append(level + log - middle)
+        for name in behind({name: found[name] for name in arms}):
+            arms.pop(name).worker.close(kill=True)
+    return {name: tuple(logs) for name, logs in found.items()}
+
+
+def behind(logs: Logs[Name]) -> list[Name]:
+    """Of arms that were in the same passes those that are slower than the first beyond doubt."""
+    first, *others = leading(logs)
+    count = len(logs[first])
+    if count < FEWEST:
+        return []
+    far = student_quantile(1 - BEHIND, count - 1)
+    return [name for name in others if _slower(logs[first], logs[name], far)]
+
+
+def ordered(logs: Logs[Name], expected: Callable[[Name], float]) -> list[Name]:
+    """As `leading`, but of the first's equals that one leads of which most was expected beforehand.
+
+    The first among equals is the luckiest. Equal is who isn't slower by more than a standard error
+    (the rule of Breiman et al. 1984, "Classification and Regression Trees", for the size of trees).
+    """
+    found = leading(logs)
+    rounds = len(logs[found[0]]) if found else 0
+    if rounds < FEWEST:
+        return found
+    beside = [name for name in found if len(logs[name]) == rounds]
+    equals = [name for name in beside if not _slower(logs[found[0]], logs[name], 1.0)]
+    best = max(equals, key=expected)  # the first of several
+    return [best, *(name for name in found if name != best)]
+
+
+def leading(logs: Logs[Name]) -> list[Name]:
+    """The arms, best first: who was in more passes, then by the passes that all of these share.
+
+    A pass's own speed is taken out: it is that of the machine at that time.
+    """
+    places: dict[Name, tuple[int, float]] = {}
+    for name, own in logs.items():
+        count = len(own)
+        beside = [other for other in logs.values() if len(other) >= count]
+        middle = [statistics.fmean(other[i] for other in beside) for i in range(count)]
+        gaps = [a - b for a, b in zip(own, middle, strict=True)]
+        places[name] = count, hodges_lehmann(gaps) if gaps else 0.0
+    return sorted(logs, key=lambda name: places[name], reverse=True)
+
+
+def _slower(first: Sequence[float], other: Sequence[float], far: float) -> bool:
+    """Whether the other is behind by more than so many standard errors."""
+    gaps = [a - b for a, b in zip(first, other, strict=True)]
+    return statistics.fmean(gaps) > far * statistics.stdev(gaps) / math.sqrt(len(gaps))
