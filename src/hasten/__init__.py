@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hasten.core.plan import Plan
     from hasten.core.technique import Technique
     from hasten.errors import InputError
+    from hasten.integrations.gradual import gradual_optimize
     from hasten.integrations.mixed_precision import GradScaler, autocast
     from hasten.integrations.optimized_trainer import OptimizedTrainer
     from hasten.integrations.speed_up import speed_up
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from hasten.parts.nn.fused_functions import fused_linear_relu
     from hasten.parts.nn.inference import optimize_for_inference
     from hasten.parts.nn.recompute import checkpoint_sequential
-    from hasten.report.speedup import gradual_optimize
     from hasten.training.run import train
 
 _HOMES = {
@@ -63,7 +63,7 @@ _HOMES = {
     "collate_fn": "hasten.parts.data.collate",
     "fused_linear_relu": "hasten.parts.nn.fused_functions",
     "get_peft_model": "peft",
-    "gradual_optimize": "hasten.report.speedup",
+    "gradual_optimize": "hasten.integrations.gradual",
     "monitor_performance": "hasten.machine.performance",
     "optimize_for_inference": "hasten.parts.nn.inference",
     "speed_up": "hasten.integrations.speed_up",

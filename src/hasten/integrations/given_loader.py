@@ -102,7 +102,7 @@ class GivenLoader:
                 count = min(_of_all(mine)) if self._world.size > 1 else mine
             if not count:
                 break
-            growing.joined.append(count)
+            growing.takes(count)
             yield [row for batch in ahead[:count] for row in batch]
             del ahead[:count]
         if ahead:

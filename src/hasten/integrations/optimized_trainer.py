@@ -147,13 +147,22 @@ class OptimizedTrainer:
                 f"{folder} holds checkpoints of an earlier run; say resume=True to go on from "
                 "them, or give another checkpoint_dir"
             )
-        known = self._facts()
+        known = facts_of(self.model)
         _say_what_is_here(cloud_config, known)
         model, plan = _bare(self.model, known.world.is_main), self._whole_plan(folder, known)
         with process_group(known.world, known.device):
             loader = GivenLoader(train_loader, known.world, deal, self.accum_steps)
             job = self._job(model, loader, epochs, known)
             return self._train(self._prepared(job, plan, known, folder, loader), loader, resume)
+
+    def session(self, train_loader: Iterable[Any], known: Facts, epochs: int) -> Session:
+        """A training that somebody else steps; in the process group, where there are ranks.
+
+        Every rank trains all that its loader gives.
+        """
+        loader = GivenLoader(train_loader, known.world, deal=False)
+        job = self._job(_bare(self.model, False), loader, epochs, known)
+        return assemble(self._prepared(job, self._whole_plan(None, known), known, None, loader))
 
     def _prepared(
         self, job: Job, plan: Plan, known: Facts, folder: Path | None, loader: GivenLoader
@@ -196,19 +205,9 @@ class OptimizedTrainer:
             max_grad_norm=self.max_grad_norm,
             device=known.device,
             seed=torch.initial_seed() % 2**31,
-            terms=_terms(self.optimizer),
+            terms=_terms(self.optimizer)
+            | ({"accum_steps": self.accum_steps} if self.accum_steps > 1 else {}),
         )
-
-    def _facts(self) -> Facts:
-        parameters = sum(p.numel() for p in self.model.parameters())
-        device = next((str(p.device) for p in self.model.parameters()), "cpu")
-        here = ModelFacts(type(self.model).__name__, parameters)
-        known = replace(facts.seen_at_start(), device=device, model=here)
-        if not (dist.is_available() and dist.is_initialized()):
-            return known
-        # A group that stands already decides: a script may have numbered its ranks by itself.
-        joined = replace(known.world, rank=dist.get_rank(), size=dist.get_world_size())
-        return replace(known, world=joined)
 
     def _whole_plan(self, folder: Path | None, known: Facts) -> Plan:
         more: list[Technique] = []
@@ -275,6 +274,19 @@ class OptimizedTrainer:
             "resumed_from": str(found) if found else None,
             "world_size": setup.facts.world.size,
         }
+
+
+def facts_of(model: nn.Module) -> Facts:
+    """What is known before such a model trains here."""
+    parameters = sum(p.numel() for p in model.parameters())
+    device = next((str(p.device) for p in model.parameters()), "cpu")
+    here = ModelFacts(type(model).__name__, parameters)
+    known = replace(facts.seen_at_start(), device=device, model=here)
+    if not (dist.is_available() and dist.is_initialized()):
+        return known
+    # A group that stands already decides: a script may have numbered its ranks by itself.
+    joined = replace(known.world, rank=dist.get_rank(), size=dist.get_world_size())
+    return replace(known, world=joined)
 
 
 def _epoch_losses(steps: Sequence[StepMetrics]) -> dict[int, float]:

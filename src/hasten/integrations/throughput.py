@@ -55,7 +55,7 @@ def benchmark(
         chosen = optimizer or torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
 
         def step(batch: Any) -> int:
-            loss_of(model, _moved(batch, device), loss_fn).backward()
+            loss_of(model, moved(batch, device), loss_fn).backward()
             chosen.step()
             chosen.zero_grad()
             _wait(device)
@@ -122,7 +122,7 @@ def _doubt(found: Interval, rate: float) -> str:
     return f" (95 %: {low:.2f} to {high:.2f})"
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
+def moved(batch: Any, device: torch.device) -> Any:
     return each_tensor(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 

@@ -249,6 +249,11 @@ class AdaptiveCut:
         self._epoch, self.joined = epoch, []
         return list(done)
 
+    def takes(self, batches: int) -> None:
+        """The next step is so many batches of a loader."""
+        self.joined.append(batches)
+        self.larger += batches > 1
+
     def __call__(self, engine: Engine, batch: StepBatch) -> tuple[Tensor, StepBatch]:
         """Smaller micro-batches after each attempt that ran out of memory; loss sum, what ran."""
         batch = replace(batch, micro_batches=self._below_ceiling(batch.micro_batches))

@@ -331,7 +331,6 @@ class DynamicBatchSampler(Sampler[list[int]]):
             raise ValueError(f"rank is {rank}; it must lie in 0..{world_size - 1} (world_size - 1)")
         self.lengths = record_lengths(dataset) if lengths is None else np.asarray(lengths, np.int64)
         self._records = _within(self.lengths, max_tokens, too_long)
-        self.too_long = too_long
         self.max_tokens, self.shuffle, self.seed = max_tokens, shuffle, seed
         self.rank, self.world_size = rank, world_size
         self.drop_last, self.padded = drop_last, padded
@@ -389,16 +388,14 @@ class DynamicBatchSampler(Sampler[list[int]]):
 
     def _identity(self) -> dict[str, Any]:
         return {
-            "records": len(self.lengths),
-            "tokens": int(self.lengths.sum()),
+            "records": len(self._records),
+            "tokens": int(self.lengths[self._records].sum()),
             "max_tokens": self.max_tokens,
             "shuffle": self.shuffle,
             "seed": self.seed,
             "world_size": self.world_size,
             "drop_last": self.drop_last,
             "padded": self.padded,
-            # A state of before there was a choice is one without such records.
-            **({"too_long": self.too_long} if len(self._records) < len(self.lengths) else {}),
         }
 
     def _plan(self) -> Batches:
