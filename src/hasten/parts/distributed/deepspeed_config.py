@@ -182,13 +182,18 @@ INSIDE: Mapping[str, Mapping[str, Fate]] = {
         ),
     },
 }
-OFFLOAD = frozenset(
-    (
-        *("device", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "nvme_path"),
-        *("pipeline_read", "pipeline_write", "fast_init", "ratio", "cpuadam_cores_perc"),
-        "super_offload",
-    )
-)
+OFFLOAD: Mapping[str, Fate] = {
+    "device": (HONOURED, "fsdp2: offload"),
+    "pin_memory": (HONOURED, "pinned on a GPU; not needed on a processor"),
+    "ratio": (IGNORED, "all of it is offloaded"),
+    **dict.fromkeys(
+        (
+            *("buffer_count", "buffer_size", "max_in_cpu", "nvme_path", "pipeline_read"),
+            *("pipeline_write", "fast_init", "cpuadam_cores_perc", "super_offload"),
+        ),
+        _INNER,
+    ),
+}
 
 
 AUTO = "auto"
@@ -547,6 +552,9 @@ def _rows(config: Mapping[str, Any]) -> Iterator[DeepSpeedKey]:
             continue
         for name, item in value.items():
             yield _row(f"{key}.{name}", name, item, inside[name])
+            if name in ("offload_optimizer", "offload_param") and isinstance(item, Mapping):
+                for part, given in item.items():
+                    yield _row(f"{key}.{name}.{part}", part, given, OFFLOAD[part])
 
 
 def _row(key: str, name: str, value: Any, fate: tuple[str, str]) -> DeepSpeedKey:
@@ -560,6 +568,8 @@ def _row(key: str, name: str, value: Any, fate: tuple[str, str]) -> DeepSpeedKey
             return DeepSpeedKey(key, REFUSED, reason)
     if name == "overlap_comm" and value is False:
         return DeepSpeedKey(key, IGNORED, "FSDP2 and DDP always overlap")
+    if name == "pin_memory" and value is False:
+        return DeepSpeedKey(key, IGNORED, "memory that a GPU copies from is always pinned")
     return DeepSpeedKey(key, kind, words)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hasten.recipe.importers import sharding
 from hasten.recipe.importers.draft import Draft, Handler, drafted, half, named, needless, unmapped
 
 NAME = "accelerate"
@@ -73,7 +74,7 @@ KEYS: dict[str, Handler] = {
     "mixed_precision": precision,
     "downcast_bf16": needless("for TPUs"),
     "use_cpu": lambda d, k, v: d.say(k, "device", "cpu") if v else d.note(k, "needless", "off"),
-    "fsdp_config": needless("full shards, wrapped by layer (layout: fsdp2)"),
+    "fsdp_config": sharding.config(lambda given: given.get("distributed_type") == "FSDP"),
     "deepspeed_config": deepspeed,
     "dynamo_backend": dynamo,
     "dynamo_config": dynamo,

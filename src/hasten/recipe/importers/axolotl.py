@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hasten.recipe.importers import sharding
 from hasten.recipe.importers.draft import (
     TRAINING,
     Draft,
@@ -122,13 +123,6 @@ def writer(name: str) -> Handler:
     return handle
 
 
-def sharded(draft: Draft, key: str, value: Any) -> None:
-    if value:
-        draft.say(key, "layout", "fsdp2")
-    else:
-        draft.note(key, "needless", "it is off")
-
-
 KEYS: dict[str, Handler] = TRAINING | {
     "base_model": named("model"),
     "base_model_config": needless("the config lies with the model"),
@@ -188,8 +182,9 @@ KEYS: dict[str, Handler] = TRAINING | {
     "wandb_log_model": unmapped("hasten uploads nothing"),
     "mlflow_tracking_uri": writer("mlflow"),
     "use_tensorboard": writer("tensorboard"),
-    "fsdp": sharded,
-    "fsdp_config": needless("full shards, wrapped by layer (layout: fsdp2)"),
+    "fsdp": sharding.words,
+    "fsdp_config": sharding.config(lambda given: True),
+    "fsdp_version": needless("fsdp2 is PyTorch's second one"),
     "special_tokens": unmapped("the tokenizer's own tokens are used"),
     "tokens": unmapped("the tokenizer gets no new tokens"),
     "early_stopping_patience": named("patience", int),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hasten.recipe.importers import sharding
 from hasten.recipe.importers.draft import (
     TRAINING,
     Draft,
@@ -56,7 +57,8 @@ KEYS: dict[str, Handler] = TRAINING | {
     "lora_alpha": named("lora_alpha", int),
     "lora_dropout": named("lora_dropout", float),
     "lora_target_modules": named("lora_targets"),
-    "fsdp": lambda d, k, v: d.say(k, "layout", "fsdp2") if v else None,
+    "fsdp": sharding.words,
+    "fsdp_config": sharding.config(lambda given: bool(given.get("fsdp"))),
     "bf16_full_eval": needless("evaluation has the format of training"),
     "torch_compile": switch("compiled"),
     "optim_args": unmapped("the optimizer has no further arguments"),
