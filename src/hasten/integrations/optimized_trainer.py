@@ -126,7 +126,7 @@ class OptimizedTrainer:
         each rank its own. What has ``set_epoch``, a sampler or a data set, is told each epoch.
 
         Args:
-            cloud_config: the machines meant; where they are more than are here, the run uses
+            cloud_config: the machines meant, which planning and launching take; the run uses
                 what is here and says so.
             checkpoint_dir: the whole state is kept there at the end of each epoch.
             resume: go on from the newest checkpoint of ``checkpoint_dir``, if there is one.
@@ -346,8 +346,14 @@ def _say_what_grew(given: int, steps: Sequence[StepMetrics]) -> None:
 
 def _say_what_is_here(cloud: CloudConfig | None, known: Facts) -> None:
     here = max(known.world.size, len(known.hardware.accelerators), 1)
-    if cloud is not None and cloud.devices > here:
+    if cloud is None or not known.world.is_main:
+        return
+    if cloud.devices > here:
         print(
             f"cloud_config asks for {cloud.devices} devices and this machine has {here}: training "
             "on what is here. `hasten launch` writes the files that start a recipe on a cluster"
         )
+    print(
+        f"cloud_config: {cloud.topology} is for planning; training takes the network that is here, "
+        f"and network_priority {cloud.network_priority} changes nothing"
+    )
