@@ -2,7 +2,8 @@
 
     python scripts/run_tests.py            # make test
     python scripts/run_tests.py --long     # make test-long: full counts, too, and slow tests thrice
-    python scripts/run_tests.py --data     # only what reads the files that HASTEN_TEST_DATA names
+    python scripts/run_tests.py --data     # only tests of the files that HASTEN_TEST_DATA names and
+                                           # of the articles' code that HASTEN_TEST_ARTICLES names
 
 Tests with the mark ``timing`` judge seconds: they run alone in the second group, and one that fails
 there is repeated once. Both groups run, whatever the first one finds. The end names each failure
@@ -42,8 +43,9 @@ def main() -> int:
     for path in (LAST_FAILED, REASONS):
         path.unlink(missing_ok=True)
     began = time.monotonic()
-    chosen = "data" if options.data else "(long or not long)" if options.long else "not long"
-    data = with_mark("data") if options.data else []
+    chosen = "(long or not long)" if options.long else "not long"
+    chosen = "(data or articles)" if options.data else chosen
+    data = [*with_mark("data"), *with_mark("articles")] if options.data else []
     codes = [pytest(*side_by_side(), "-m", f"{chosen} and not timing", *data, *rest)]
     if not options.data:
         codes.append(alone(f"{chosen} and timing", rest or with_mark("timing")))

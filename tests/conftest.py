@@ -108,14 +108,18 @@ def _waits(file: Path) -> bool:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What waits begins first, then what is slow: no worker is idle at the end. Tests of data
-    may skip."""
+    and of the articles may skip."""
     marks = ("waits", "slow")
     items.sort(key=lambda item: [item.get_closest_marker(mark) is None for mark in marks])
-    if not os.environ.get("HASTEN_TEST_DATA"):
-        no_data = pytest.mark.skip(reason="HASTEN_TEST_DATA names no folder with the real records")
-        for item in items:
-            if item.get_closest_marker("data"):
-                item.add_marker(no_data)
+    for mark, variable, what in (
+        ("data", "HASTEN_TEST_DATA", "the real records"),
+        ("articles", "HASTEN_TEST_ARTICLES", "the articles' code"),
+    ):
+        if not os.environ.get(variable):
+            absent = pytest.mark.skip(reason=f"{variable} names no folder with {what}")
+            for item in items:
+                if item.get_closest_marker(mark):
+                    item.add_marker(absent)
 
 
 @pytest.fixture(autouse=True, scope="module")

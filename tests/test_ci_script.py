@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
 ROOT = Path(__file__).parents[1]
 MAKE = """#!/bin/sh
-echo "make $1 data=$HASTEN_TEST_DATA home=$HOME" >> "$PLACE/calls"
+echo "make $1 data=$HASTEN_TEST_DATA articles=$HASTEN_TEST_ARTICLES home=$HOME" >> "$PLACE/calls"
 [ "$1" = test ] && echo "failed: tests/test_a.py::test_b: assert 1 == 2"
 case " $BROKEN " in *" $1 "*) exit 2 ;; esac
 exit 0
@@ -30,7 +30,8 @@ def ci(folder: Path, broken: str) -> tuple[int, list[str], str]:
     project = folder / "project"
     (project / ".ci").mkdir(parents=True)
     shutil.copy(ROOT / ".ci" / "run", project / ".ci" / "run")
-    (folder / "shared" / "data").mkdir(parents=True)
+    for name in ("data", "articles"):
+        (folder / "shared" / name).mkdir(parents=True)
     for path, text in ((folder / "bin/make", MAKE), (project / ".venv/bin/python", PYTHON)):
         path.parent.mkdir(parents=True)
         path.write_text(text)
@@ -51,9 +52,11 @@ def test_all_parts_run_and_their_seconds_are_printed(tmp_path: Path) -> None:
     assert [line.split()[2] for line in said[-5:]] == [
         *("install", "lint", "docs", "real-records", "suite")
     ]
-    assert f"make test-data data={tmp_path / 'shared' / 'data'} home={os.environ['HOME']}" in calls
+    shared = tmp_path / "shared"
+    known = f"data={shared / 'data'} articles={shared / 'articles'}"
+    assert f"make test-data {known} home={os.environ['HOME']}" in calls
     suite = next(line for line in calls.splitlines() if line.startswith("make test "))
-    assert "data= " in suite, "a newcomer has no such folder"
+    assert "data= articles= " in suite, "a newcomer has no such folders"
     assert not suite.endswith(f"home={os.environ['HOME']}"), "nor any cache"
 
 

@@ -35,8 +35,34 @@ def _host(rank: int) -> str:
 
 def everything(world: World) -> dict[str, Any]:
     """All jobs for four ranks: a start takes longer than what they do."""
-    jobs = (every_way, other_formats, large, pieces, by_codec, measured, given)
+    jobs = (every_way, other_formats, large, pieces, by_codec, measured, given, begun)
     return {job.__name__: job(world) for job in jobs}
+
+
+def begun(world: World) -> dict[str, Any]:
+    """All-reduces that are begun and waited for, dropped, or followed by one that waits."""
+    collective = TopoAwareCollective("gloo", "ethernet", way="flat", host=_host(world.rank))
+    mine = [values(world.rank, 300 + n) for n in range(3)]
+    works = [collective.all_reduce(tensor, "mean", async_op=True) for tensor in mine]
+    works[2].wait()
+    dropped = values(world.rank, 50)
+    collective.all_reduce(dropped, async_op=True)
+    before = values(world.rank, 60)
+    work = collective.all_reduce(before, "max", async_op=True)
+    collective.all_reduce(torch.ones(3))
+    return {
+        "done": all(w.is_completed() for w in [*works, work]),
+        "bits": [_bits(t) for t in [*mine, dropped, before]],
+        "errors": [
+            float(
+                (t.double() - sum(values(r, len(t), torch.float64) for r in range(4)) / n)
+                .abs()
+                .max()
+            )
+            for t, n in zip([*mine, dropped], (4, 4, 4, 1), strict=True)
+        ],
+        "max": bool((before == torch.stack([values(r, 60) for r in range(4)]).amax(0)).all()),
+    }
 
 
 def every_way(world: World) -> dict[str, Any]:

@@ -12,21 +12,31 @@ from typing import TYPE_CHECKING, Any
 from hasten import _moved
 
 if TYPE_CHECKING:
+    from peft import LoraConfig, get_peft_model
+
+    from hasten.cli.hardware import check_hardware
     from hasten.core.job import Job
     from hasten.core.plan import Plan
     from hasten.core.technique import Technique
     from hasten.errors import InputError
+    from hasten.integrations.gradual import gradual_optimize
+    from hasten.integrations.mixed_precision import GradScaler, autocast
     from hasten.integrations.optimized_trainer import OptimizedTrainer
     from hasten.integrations.speed_up import speed_up
+    from hasten.integrations.throughput import benchmark
     from hasten.launch.cluster import CloudConfig
+    from hasten.machine.performance import monitor_performance
     from hasten.parts.checkpoint import SmartCheckpointer
     from hasten.parts.comm.collectives import TopoAwareCollective
     from hasten.parts.comm.gradient_compressor import GradientCompressor
+    from hasten.parts.data.collate import collate_fn
     from hasten.parts.data.dynamic_batch import DynamicBatcher, DynamicBatchSampler
     from hasten.parts.data.prefetch import SmartPrefetcher
     from hasten.parts.distributed.pipeline.model import AsyncPipeline
+    from hasten.parts.distributed.pipeline.pipedream import PipeDream
     from hasten.parts.nn.fused_functions import fused_linear_relu
-    from hasten.report.speedup import gradual_optimize
+    from hasten.parts.nn.inference import optimize_for_inference
+    from hasten.parts.nn.recompute import checkpoint_sequential
     from hasten.training.run import train
 
 _HOMES = {
@@ -34,17 +44,28 @@ _HOMES = {
     "CloudConfig": "hasten.launch.cluster",
     "DynamicBatchSampler": "hasten.parts.data.dynamic_batch",
     "DynamicBatcher": "hasten.parts.data.dynamic_batch",
+    "GradScaler": "hasten.integrations.mixed_precision",
     "GradientCompressor": "hasten.parts.comm.gradient_compressor",
     "InputError": "hasten.errors",
     "Job": "hasten.core.job",
+    "LoraConfig": "peft",
     "OptimizedTrainer": "hasten.integrations.optimized_trainer",
+    "PipeDream": "hasten.parts.distributed.pipeline.pipedream",
     "Plan": "hasten.core.plan",
     "SmartCheckpointer": "hasten.parts.checkpoint",
     "SmartPrefetcher": "hasten.parts.data.prefetch",
     "Technique": "hasten.core.technique",
     "TopoAwareCollective": "hasten.parts.comm.collectives",
+    "autocast": "hasten.integrations.mixed_precision",
+    "benchmark": "hasten.integrations.throughput",
+    "check_hardware": "hasten.cli.hardware",
+    "checkpoint_sequential": "hasten.parts.nn.recompute",
+    "collate_fn": "hasten.parts.data.collate",
     "fused_linear_relu": "hasten.parts.nn.fused_functions",
-    "gradual_optimize": "hasten.report.speedup",
+    "get_peft_model": "peft",
+    "gradual_optimize": "hasten.integrations.gradual",
+    "monitor_performance": "hasten.machine.performance",
+    "optimize_for_inference": "hasten.parts.nn.inference",
     "speed_up": "hasten.integrations.speed_up",
     "train": "hasten.training.run",
 }
@@ -54,17 +75,28 @@ __all__ = [
     "CloudConfig",
     "DynamicBatchSampler",
     "DynamicBatcher",
+    "GradScaler",
     "GradientCompressor",
     "InputError",
     "Job",
+    "LoraConfig",
     "OptimizedTrainer",
+    "PipeDream",
     "Plan",
     "SmartCheckpointer",
     "SmartPrefetcher",
     "Technique",
     "TopoAwareCollective",
+    "autocast",
+    "benchmark",
+    "check_hardware",
+    "checkpoint_sequential",
+    "collate_fn",
     "fused_linear_relu",
+    "get_peft_model",
     "gradual_optimize",
+    "monitor_performance",
+    "optimize_for_inference",
     "speed_up",
     "train",
 ]

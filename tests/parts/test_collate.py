@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from hasten.parts.data.collate import (
     IGNORED,
     TokenRecord,
     aligned_labels,
+    collate_fn,
     packed,
     padded,
     token_record,
@@ -133,3 +135,17 @@ def test_a_record_of_one_token_asks_nothing() -> None:
 def test_labels_are_what_the_next_position_holds() -> None:
     record = token_record([10, 11, 12, 13], [True, False, True, True])
     assert aligned_labels(record).tolist() == [IGNORED, 12, 13, IGNORED]
+
+
+def test_the_articles_records_are_padded_behind_each() -> None:
+    rows = [(torch.tensor([1, 2, 3]), torch.tensor([4])), (torch.tensor([5]), torch.tensor([6, 7]))]
+    named = [{"input": one, "target": two} for one, two in rows]
+    for batch in (rows, named):
+        inputs, targets = collate_fn(batch, padding=9, target_padding=-100)
+        assert inputs.tolist() == [[1, 2, 3], [5, 9, 9]]
+        assert targets.tolist() == [[4, -100], [6, 7]]
+    assert collate_fn(rows)[0].tolist() == [[1, 2, 3], [5, 0, 0]]
+    with pytest.raises(ValueError, match=r"record 1 .* it has text"):
+        collate_fn([rows[0], {"text": "a"}])
+    with pytest.raises(ValueError, match="no records"):
+        collate_fn([])

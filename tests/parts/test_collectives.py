@@ -44,6 +44,15 @@ def test_each_way_gives_the_sum_and_the_same_bits_on_every_rank(four: Any) -> No
         assert all(other[key][1] == value[1] for other in found), key
 
 
+def test_what_is_begun_is_there_after_wait_and_what_is_dropped_at_once(four: Any) -> None:
+    ranks = four("begun")
+    for found in ranks:
+        assert found["done"]
+        assert found["max"]
+        assert max(found["errors"]) < 2e-6
+        assert found["bits"] == ranks[0]["bits"]
+
+
 def test_other_formats_and_shapes_travel_too(four: Any) -> None:
     for found in four("other_formats"):
         assert found["whole"] == [6 + 4 * i for i in range(7)]

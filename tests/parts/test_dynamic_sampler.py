@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -64,14 +65,16 @@ def test_a_resumed_epoch_goes_on_where_it_stopped(lengths: list[int], data: Any)
     sampler.set_epoch(3)
     whole = list(sampler)
     stop = data.draw(st.integers(0, len(whole)))
+    sampler.set_epoch(3)
     iterator = iter(sampler)
     before = [next(iterator) for _ in range(stop)]
     again = DynamicBatchSampler(None, 60, lengths=lengths, seed=1)
     again.load_state_dict(sampler.state_dict(batches_done=stop))
     again.set_epoch(3)
-    assert before + list(again) == whole
-    assert list(again) == whole  # the next pass begins at the beginning
     assert len(again) == len(whole)
+    assert before + list(again) == whole
+    again.set_epoch(3)
+    assert list(again) == whole  # the next pass begins at the beginning
 
 
 def test_the_position_counts_the_batches_that_were_handed_out() -> None:
@@ -98,11 +101,22 @@ def test_a_hundred_thousand_records_come_once_with_little_padding_and_even_ranks
 def test_epochs_differ_and_each_repeats_exactly() -> None:
     sampler = DynamicBatchSampler(None, 100, lengths=list(range(1, 50)))
     first = list(sampler)
+    sampler.set_epoch(0)
     assert list(sampler) == first
     sampler.set_epoch(1)
     assert list(sampler) != first
     sampler.set_epoch(0)
     assert list(sampler) == first
+
+
+def test_a_pass_after_a_whole_one_has_the_next_epoch_s_order() -> None:
+    told, untold = (DynamicBatchSampler(None, 100, lengths=range(1, 50)) for _ in range(2))
+    for epoch in range(3):
+        told.set_epoch(epoch)
+        assert list(untold) == list(told)
+    begun = DynamicBatchSampler(None, 100, lengths=range(1, 50))
+    first = next(iter(begun))
+    assert next(iter(begun)) == first  # a pass that was left begins anew
 
 
 def test_without_shuffling_records_keep_their_order() -> None:
@@ -118,15 +132,36 @@ def test_lengths_come_from_the_records() -> None:
     assert record_lengths([r.input_ids.tolist() for r in data]).tolist() == expected
 
 
-@pytest.mark.parametrize("record", [([1, 2], [3]), 7, {"text": "a"}])
+def test_lengths_come_from_the_articles_records() -> None:
+    class Row:
+        tokens = (1, 2, 3)
+
+    two = torch.ones(2)
+    data = [{"input": two, "target": two}, {"inputs": [1] * 3}, Row(), (two, torch.ones(9))]
+    assert record_lengths(data).tolist() == [2, 3, 3, 2]
+
+
+@pytest.mark.parametrize("record", [(torch.ones(2, 2), [3]), 7, {"text": "a"}, ("ab", 1)])
 def test_a_record_without_a_length_is_named(record: Any) -> None:
     with pytest.raises(ValueError, match=r"record 1 .* give lengths="):
         DynamicBatchSampler([[1, 2], record])
 
 
-def test_a_record_beyond_the_budget_is_named() -> None:
+def test_a_record_beyond_the_budget_is_alone_or_refused_or_left_out_and_said() -> None:
+    lengths = [3, 70, 90, 4]
+    with pytest.warns(UserWarning, match="2 records have more .* longest 90, and are a batch each"):
+        alone = DynamicBatchSampler(None, 64, lengths=lengths)
+    batches = sorted(map(sorted, alone))
+    assert batches in ([[0, 3], [1], [2]], [[0], [1], [2], [3]])
+    with pytest.warns(UserWarning, match="are left out"):
+        dropped = DynamicBatchSampler(None, 64, lengths=lengths, too_long="drop")
+    assert sorted(i for batch in dropped for i in batch) == [0, 3]
     with pytest.raises(ValueError, match="record 1 has 70 tokens, more than max_tokens=64"):
-        DynamicBatchSampler(None, 64, lengths=[3, 70, 90])
+        DynamicBatchSampler(None, 64, lengths=lengths, too_long="error")
+    with pytest.raises(ValueError, match="too_long is 'cut'; give alone, error, drop"):
+        DynamicBatchSampler(None, 64, lengths=lengths, too_long="cut")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="records=2 and this sampler 4"):
+        alone.load_state_dict(dropped.state_dict())
 
 
 def test_an_impossible_rank_and_a_strange_state_are_refused() -> None:
@@ -142,5 +177,6 @@ def test_it_feeds_a_data_loader_with_workers() -> None:
     sampler = DynamicBatchSampler(data, 120, seed=2)
     loader = DataLoader(data, batch_sampler=sampler, collate_fn=padded, num_workers=2)  # type: ignore[arg-type, var-annotated]
     shapes = [tuple(batch["input_ids"].shape) for batch in loader]
+    sampler.set_epoch(0)
     assert len(loader) == len(shapes)
     assert shapes == [(len(b), max(data[i].length for i in b)) for b in sampler]

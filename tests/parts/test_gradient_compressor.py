@@ -287,3 +287,19 @@ def test_memory_of_another_method_or_model_is_refused() -> None:
     d.load_state_dict(c.state_dict())
     with pytest.raises(ValueError, match="of another model"):
         d.compress(torch.ones(11), "w")
+
+
+def test_a_minimum_that_keeps_everything_whole_is_said_once() -> None:
+    layer = torch.nn.Linear(20, 64)
+    layer(torch.randn(8, 20)).square().mean().backward()
+    compressor = GradientCompressor(communication_backend=None)
+    compressor.compress(layer.weight.grad)
+    with pytest.warns(UserWarning, match=r"compression_ratio=0.05 acts on .* 4096 .* has 1280"):
+        compressor.synchronize_gradients(layer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compressor.compress(layer.weight.grad)
+        compressor.synchronize_gradients(layer)
+        other = GradientCompressor(communication_backend=None, minimum=0)
+        other.compress(layer.weight.grad)
+        other.synchronize_gradients(layer)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
+import hasten
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.parts.nn.recompute import BlockRecompute, chosen, decoder_blocks, saved_bytes
 from tiny import ARCHITECTURES, VOCABULARY, tiny_config
@@ -258,7 +259,57 @@ def test_settings_that_make_no_sense_are_refused(mode: dict[str, Any], message: 
 
 
 def test_a_model_without_enough_blocks_is_refused() -> None:
-    with pytest.raises(ValueError, match="no list of two or more blocks"):
+    with pytest.raises(ValueError, match="no two blocks of one class"):
         BlockRecompute()(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="has 4 blocks"):
         BlockRecompute(segments=5)(model("llama"))
+
+
+class Attributes(nn.Module):
+    """Blocks that are attributes, beside a child of another class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block1, self.block2, self.block3 = (
+            nn.Sequential(nn.Linear(6, 6), nn.GELU()) for _ in range(3)
+        )
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.block3(self.block2(self.block1(x))))
+        return found
+
+
+@pytest.mark.parametrize(
+    ("blocks", "passes"), [(None, 3), (["block1", "block3"], 2), (["block2.0"], 1)]
+)
+def test_blocks_may_be_attributes_or_named(blocks: list[str] | None, passes: int) -> None:
+    module, x = Attributes(), torch.randn(4, 6)
+    expected = torch.autograd.grad(module(x).square().mean(), list(module.parameters()))
+    recompute = BlockRecompute(blocks=blocks)
+    recompute(module)
+    found = torch.autograd.grad(module(x).square().mean(), list(module.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert recompute.passes == passes
+
+
+def test_a_block_that_is_not_there_is_named() -> None:
+    with pytest.raises(ValueError, match=r"blocks has 'block9'.*children are block1, block2"):
+        BlockRecompute(blocks=["block9"])(Attributes())
+
+
+def test_checkpoint_sequential_leaves_every_layer_its_gradient() -> None:
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Dropout()) for _ in range(4)))
+    x = torch.randn(3, 6)  # data: it asks for no gradient
+    torch.manual_seed(1)
+    expected = torch.autograd.grad(layers(x).square().mean(), list(layers.parameters()))
+    torch.manual_seed(1)
+    out = hasten.checkpoint_sequential(layers, 2, x)
+    found = torch.autograd.grad(out.square().mean(), list(layers.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    with pytest.raises(ValueError, match="leaves most layers"):
+        hasten.checkpoint_sequential(layers, 2, x, use_reentrant=True)
+    torch.manual_seed(1)
+    out = hasten.checkpoint_sequential(layers, 2, x, preserve_rng_state=False)
+    other = torch.autograd.grad(out.square().mean(), list(layers.parameters()))
+    assert not torch.equal(other[0], expected[0])  # dropout fell on other places the second time

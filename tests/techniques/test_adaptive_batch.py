@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from adaptive_rank_jobs import PLACES, SmallMemory
-from hasten import DynamicBatcher, OptimizedTrainer
 from hasten.core.layout import OneProcess
 from hasten.core.session import Session
 from hasten.core.step import training
@@ -165,25 +163,3 @@ def test_each_rank_finds_its_own_size_in_a_checkpoint(two_ranks: list[Any]) -> N
     for rank in two_ranks:
         assert rank["resumed"] == rank["learnt"]
     assert two_ranks[0]["learnt"] != two_ranks[1]["learnt"]
-
-
-@pytest.mark.parametrize("switch", [True, DynamicBatcher(4, 64), AdaptiveBatch(4, 64)])
-def test_the_articles_switch_leaves_training_as_it_was(switch: Any) -> None:
-    x, y = torch.randn(24, 5).double(), torch.randint(0, 3, (24,))
-    weights = []
-    for dynamic in (switch, False):
-        torch.manual_seed(0)
-        model = nn.Linear(5, 3).double()
-        trainer = OptimizedTrainer(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.3),
-            nn.CrossEntropyLoss(),
-            dynamic_batch=dynamic,
-        )
-        trainer.train([(x[:12], y[:12]), (x[12:], y[12:])], epochs=3)
-        weights.append(model.weight.detach().clone())
-        if dynamic and dynamic is not True:
-            assert trainer.switches["dynamic_batch"] == (
-                "adaptive_batch(initial_size=4, max_size=64)"
-            )
-    torch.testing.assert_close(*weights, rtol=1e-10, atol=1e-12)

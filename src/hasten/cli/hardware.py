@@ -178,13 +178,41 @@ def hardware(
     found, speed = machine(), _speed(disk) if measure else "not measured"
     kernels = ways.figures_here(here.device) if measure else ways.kept_figures(here.device)
     if as_json:
-        told = {**asdict(here.hardware), **found, "versions": host.versions()}
-        told["disk_speed"] = asdict(speed) if isinstance(speed, DiskSpeed) else None
-        told["kernels"] = None if kernels is None else asdict(kernels)
-        if rates is not None:
-            told["rates"] = rates.to_dict()
-        print(json.dumps(told, indent=1))
+        print(json.dumps(_as_data(here, found, speed, rates, kernels), indent=1))
         return
+    _print_lines(here, found, speed, rates, kernels)
+
+
+def check_hardware() -> dict[str, Any]:
+    """Print what ``hasten hardware`` prints, the disk's speed apart; what ``--json`` has."""
+    here, found, speed = facts.seen_at_start(), machine(), "not measured"
+    kernels = ways.kept_figures(here.device)
+    _print_lines(here, found, speed, None, kernels)
+    return _as_data(here, found, speed, None, kernels)
+
+
+def _as_data(
+    here: Facts,
+    found: dict[str, Any],
+    speed: DiskSpeed | str,
+    rates: MachineRates | None,
+    kernels: Figures | None,
+) -> dict[str, Any]:
+    told = {**asdict(here.hardware), **found, "versions": host.versions()}
+    told["disk_speed"] = asdict(speed) if isinstance(speed, DiskSpeed) else None
+    told["kernels"] = None if kernels is None else asdict(kernels)
+    if rates is not None:
+        told["rates"] = rates.to_dict()
+    return told
+
+
+def _print_lines(
+    here: Facts,
+    found: dict[str, Any],
+    speed: DiskSpeed | str,
+    rates: MachineRates | None,
+    kernels: Figures | None,
+) -> None:
     for name, text in _lines(here, found, speed, rates):
         print(f"{name:<{WIDTH}} {text}")
     if kernels is None:
@@ -207,7 +235,7 @@ def _lines(
     here: Facts, found: dict[str, Any], speed: DiskSpeed | str, rates: MachineRates | None
 ) -> Iterator[tuple[str, str]]:
     known = here.hardware
-    yield "processor", known.cpu
+    yield "CPU", known.cpu
     yield "cores", f"{known.usable_cores} usable, {known.physical_cores} physical"
     sets = ", ".join(known.instruction_sets) or "none of those that matter"
     yield "instruction sets", sets
@@ -257,7 +285,7 @@ def _gpus(
             yield "datasheet", f"{row.bf16 / 1e12:.4g} TFLOP/s in bf16 ({row.source})"
     if not accelerators:
         seen = len(found["gpus"])
-        yield "accelerators", f"none for PyTorch, {seen} for the driver" if seen else "none"
+        yield "GPUs", f"none for PyTorch, {seen} for the driver" if seen else "none"
     if found["driver"] is not None:
         yield "driver", found["driver"]
     for index, gpu in enumerate(found["gpus"]):

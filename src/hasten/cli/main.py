@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -276,6 +276,7 @@ def merge(
 def run() -> None:
     """Run the command and turn what a user got wrong into one sentence and exit code 2."""
     try:
+        _refuse_other_flags(sys.argv[1:])
         app()
     except InputError as error:
         _say(error)
@@ -290,6 +291,22 @@ def run() -> None:
         if not _told(error):
             raise
         sys.exit(1)
+
+
+def _refuse_other_flags(words: list[str]) -> None:
+    """Raise InputError where ``hasten train`` is given the flags of another trainer's script."""
+    if words[:1] != ["train"]:
+        return
+    whole: Any = typer.main.get_command(app)
+    known = {option for p in whole.commands["train"].params for option in p.opts} | {"--help"}
+    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+    strange = [flag for flag in flags if "_" in flag and flag.replace("_", "-") not in known]
+    if strange:
+        shown_ones = ", ".join(flag for flag in flags if flag not in known)
+        raise InputError(
+            f"these look like another trainer's flags ({shown_ones}); hasten train takes a recipe: "
+            "put them in a YAML file and `hasten import` it"
+        )
 
 
 def _say(error: Exception) -> None:

@@ -161,6 +161,8 @@ class AdaptiveBatch(Technique):
     """Micro-batches as large as the memory allows; one that doesn't fit is redone in smaller ones.
 
     The records of a step, and so its loss and gradient, stay what they are: only the cut changes.
+    With ``grow`` the batches of a user's own loader are joined to larger steps as well, which is
+    another training.
     """
 
     slot = Slot.BATCH
@@ -173,6 +175,7 @@ class AdaptiveBatch(Technique):
     max_size: int = setting(512, "records of a micro-batch at most, counted so")
     growth_factor: float = setting(1.2, "how much a micro-batch grows where there is head-room")
     memory_threshold: float = setting(0.8, "share of the memory that a step may use")
+    grow: bool = setting(False, "join batches of a loader of your own to larger steps")
 
     def __post_init__(self) -> None:
         def nothing() -> tuple[float, float]:
@@ -183,7 +186,15 @@ class AdaptiveBatch(Technique):
 
     @property
     def fidelity(self) -> Fidelity:
-        return Fidelity.ROUNDING
+        return Fidelity.LOSSY if self.grow else Fidelity.ROUNDING
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        if not self.grow or not facts.records.count:
+            return ()
+        return (
+            "grow joins the batches of a loader of your own, and here a step has "
+            "global_batch_size records: raise that, and leave grow out",
+        )
 
     def apply(self, setup: Setup) -> None:
         longest = max(setup.facts.records.longest, 1)
@@ -204,10 +215,11 @@ class AdaptiveBatch(Technique):
         found = session.setup.attempt
         if not isinstance(found, AdaptiveCut):
             return Proof(False, "steps are not cut by memory")
+        larger = f"; {found.larger} steps of several batches" if self.grow else ""
         return Proof(
-            found.passes > found.steps > 0,
+            found.steps > 0 and (found.passes > found.steps or found.larger > 0),
             f"{found.passes} passes in {found.steps} steps, {found.redone} redone, "
-            f"micro-batch of {found.room.size} slots after {found.room.changes} changes",
+            f"micro-batch of {found.room.size} slots after {found.room.changes} changes{larger}",
         )
 
 
@@ -224,9 +236,23 @@ class AdaptiveCut:
     def __init__(self, setup: Setup, room: Headroom) -> None:
         self.setup, self.room = setup, room
         self.steps = self.passes = self.redone = 0
+        self.larger = 0  # steps that were joined of several batches of a loader
+        self.joined: list[int] = []  # batches of each step of the epoch, where a loader joins them
+        self._epoch = -1  # that ``joined`` is of
 
     def cut(self, records: Sequence[Any]) -> list[list[Any]]:
         return cut.by_slots(records, [_length(r) for r in records], self.room.size)
+
+    def begin_epoch(self, epoch: int) -> list[int]:
+        """How many batches each step had that this epoch has had already; it begins anew."""
+        done = self.joined if epoch == self._epoch else []
+        self._epoch, self.joined = epoch, []
+        return list(done)
+
+    def takes(self, batches: int) -> None:
+        """The next step is so many batches of a loader."""
+        self.joined.append(batches)
+        self.larger += batches > 1
 
     def __call__(self, engine: Engine, batch: StepBatch) -> tuple[Tensor, StepBatch]:
         """Smaller micro-batches after each attempt that ran out of memory; loss sum, what ran."""
@@ -287,13 +313,15 @@ class AdaptiveCut:
         mine = torch.zeros(world.size, 3, dtype=torch.float64)
         mine[world.rank] = torch.tensor([room.size, room.good, room.ceiling])
         rows = self.setup.layout.everywhere(mine).tolist()
-        return {"rooms": [[int(v) for v in row] for row in rows]}
+        rooms = [[int(v) for v in row] for row in rows]
+        return {"rooms": rooms, "epoch": self._epoch, "joined": list(self.joined)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with this rank's size; with the smallest, if the number of ranks has changed."""
         world, rooms = self.setup.facts.world, state["rooms"]
         row = rooms[world.rank] if len(rooms) == world.size else min(rooms)
         self.room.load_state_dict(dict(zip(("size", "good", "ceiling"), row, strict=True)))
+        self._epoch, self.joined = state.get("epoch", -1), list(state.get("joined", ()))
 
 
 def _length(record: Any) -> int:

@@ -17,6 +17,10 @@ All ranks take rank 0's plan: it is made once, at the first call, and broadcast;
 given different settings are an error on all of them. Results have the same bits on all ranks. On
 NCCL, which finds rings, trees and rank order itself, nothing is replaced: only a codec between
 hosts changes the way. Calls come from one thread at a time, in the same order on all ranks.
+
+    works = [collective.all_reduce(p.grad, "mean", async_op=True) for p in parameters]
+    for work in works:
+        work.wait()                           # each gradient is ready after its own
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -49,6 +53,7 @@ from hasten.parts.comm.collective_plan import (
 from hasten.parts.comm.groups import Groups
 from hasten.parts.comm.rank_check import CollectiveError, explained
 from hasten.parts.comm.topology import Topology, host_name
+from hasten.parts.comm.work_queue import WorkQueue
 
 if TYPE_CHECKING:
     from hasten.parts.comm.codecs import Codec
@@ -104,10 +109,12 @@ class TopoAwareCollective:
         self._hosts: list[str] = []
         self._subject = ""
         self._failed: CollectiveError | None = None
+        self._queue = WorkQueue()
 
     @property
     def topology(self) -> Topology:
         """Hosts and links as the plan knows them; all ranks ask, or none."""
+        self.wait_all()
         return self._prepared().topology
 
     def all_reduce(
@@ -115,17 +122,34 @@ class TopoAwareCollective:
         tensor: Tensor,
         op: str = "sum",
         *,
+        async_op: bool = False,
         route: Route | None = None,
         memory: ErrorMemory | None = None,
         name: str = "",
-    ) -> Tensor:
+    ) -> Any:
         """Reduce over all ranks in place, and return the tensor.
 
         ``op`` is sum, mean, max or min. ``route`` is another way than the plan's, the same on all
         ranks; max and min go flat. With ``memory``, what a codec between hosts leaves out is
         added at the next call of the same ``name``.
+
+        With ``async_op`` it returns a :class:`CollectiveWork` at once; the tensor is ready after
+        its ``wait()``. Works run one after the other, in the order of the calls. One that nobody
+        keeps is waited for where it is dropped.
         """
         _check_op(op, tensor)
+        if async_op:
+            return self._queue.put(lambda: self._all_reduce(tensor, op, route, memory, name))
+        self.wait_all()
+        return self._all_reduce(tensor, op, route, memory, name)
+
+    def wait_all(self) -> None:
+        """Wait for all works that were started; an error of a work nobody waited for is raised."""
+        self._queue.wait_all()
+
+    def _all_reduce(
+        self, tensor: Tensor, op: str, route: Route | None, memory: ErrorMemory | None, name: str
+    ) -> Tensor:
         plan = self._prepared()
         if plan.topology.ranks > 1 and tensor.numel():
             route = route or self._route(plan, tensor.numel())
@@ -143,6 +167,7 @@ class TopoAwareCollective:
         """
         if op not in ("sum", "mean"):
             raise ValueError(f"op is {op!r}; reduce_scatter knows sum and mean")
+        self.wait_all()
         topology = self._prepared().topology
         _check_pieces(tensor, topology.ranks)
         if topology.ranks == 1:
@@ -164,6 +189,7 @@ class TopoAwareCollective:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """All ranks' tensors, flat and end to end, by rank; they have one size, and no codec."""
+        self.wait_all()
         topology = self._prepared().topology
         flat = tensor.reshape(-1)
         if topology.ranks == 1:
@@ -184,6 +210,7 @@ class TopoAwareCollective:
 
     def explain(self) -> str:
         """Hosts, links, what each way costs for 1 KB, 1 MB and 25 MB, and what was chosen, why."""
+        self.wait_all()
         return collective_plan.explanation(self._prepared(), self.settings)
 
     def _route(self, plan: CollectivePlan, numbers: int) -> Route:
@@ -245,6 +272,7 @@ class TopoAwareCollective:
 
     def prepare(self) -> None:
         """Agree on the plan and open the groups; all ranks call it, or their first collective."""
+        self.wait_all()
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self._groups_of(self._prepared().topology)
 

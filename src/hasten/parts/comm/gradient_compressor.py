@@ -171,6 +171,8 @@ class GradientCompressor:
         self._whole: Attached | None = None  # diloco, stream, auto
         self._meeting = Meeting(self._settings, timeout_seconds, self.communication_backend)
         self._in_order: InOrder | None = None
+        self._largest = 0  # numbers of the largest tensor that ``compress`` had in this step
+        self._told = False  # that all were too small
         self._names: dict[int, str] = {}  # by id: a reference to DDP would never be freed
 
     def settings(self) -> dict[str, Any]:
@@ -249,6 +251,7 @@ class GradientCompressor:
                 gradient alone.
         """
         self._settings.takes_gradients("compress()", alone=True)
+        self._largest = max(self._largest, tensor.numel())
         start = self.steps < self._settings.dense_steps or tensor.numel() < self._settings.minimum
         return tensor if start else self._locally.compress(tensor, name)
 
@@ -270,6 +273,20 @@ class GradientCompressor:
         if self._meeting.ranks is not None:
             self._exchange(gradients.buckets_of(parameters, alone), self._meeting.ranks, alone)
         self._locally.settle(not self._travel.spoiled)
+        self._tell_of_small_ones()
+
+    def _tell_of_small_ones(self) -> None:
+        """Once, where ``compress`` had tensors and all were below the minimum."""
+        if 0 < self._largest < self._settings.minimum and not self._told:
+            self._told = True
+            how = f"compression_ratio={self._settings.ratio:g} acts"
+            warnings.warn(
+                f"{how if self._settings.method == 'topk' else self._settings.method + ' acts'} on "
+                f"gradients of {self._settings.minimum} numbers or more; the largest here has "
+                f"{self._largest}, so all travel in full: give minimum=0",
+                stacklevel=4,
+            )
+        self._largest = 0
 
     def _exchange(self, buckets: list[list[gradients.Named]], ranks: Ranks, alone: bool) -> None:
         """All buckets leave before the first is waited for."""

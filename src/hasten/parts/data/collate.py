@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 
 class TokenRecord(NamedTuple):
@@ -98,6 +99,41 @@ def packed(records: Sequence[TokenRecord]) -> dict[str, Any]:
 
 def _row(pieces: Sequence[NDArray[np.int64]]) -> Tensor:
     return torch.from_numpy(np.concatenate(pieces)).unsqueeze(0)
+
+
+# Records of the articles' form, {'input', 'target'} or pairs of tensors of uneven length.
+
+
+def collate_fn(
+    batch: Sequence[Any], *, padding: float = 0, target_padding: float = 0
+) -> tuple[Tensor, Tensor]:
+    """Inputs and targets (records, longest, ...), filled behind each record.
+
+    Raises:
+        ValueError: a record is neither a mapping with ``input`` and ``target`` nor a pair.
+    """
+    if not batch:
+        raise ValueError("there are no records to lay out")
+    pairs = [_pair(record, index) for index, record in enumerate(batch)]
+    inputs, targets = (list(column) for column in zip(*pairs, strict=True))
+    return (
+        pad_sequence(inputs, batch_first=True, padding_value=padding),
+        pad_sequence(targets, batch_first=True, padding_value=target_padding),
+    )
+
+
+def _pair(record: Any, index: int) -> tuple[Tensor, Tensor]:
+    if isinstance(record, Mapping) and "input" in record and "target" in record:
+        found = record["input"], record["target"]
+    elif isinstance(record, tuple | list) and len(record) == 2:
+        found = record[0], record[1]
+    else:
+        has = ", ".join(map(str, record)) if isinstance(record, Mapping) else type(record).__name__
+        raise ValueError(
+            f"record {index} of the batch needs 'input' and 'target', or must be a pair of them; "
+            f"it has {has}"
+        )
+    return torch.as_tensor(found[0]), torch.as_tensor(found[1])
 
 
 # Cut a step's records into micro-batches of at most so many records, or so many slots.

@@ -16,7 +16,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -282,6 +282,7 @@ def _here() -> torch.device:
 
 POOL = 8192  # records sorted together: enough for equal rows, few enough for new company each epoch
 Batches = list[list[int]]
+TooLong = Literal["alone", "error", "drop"]
 
 
 class DynamicBatchSampler(Sampler[list[int]]):
@@ -292,16 +293,22 @@ class DynamicBatchSampler(Sampler[list[int]]):
     only where each batch is a single record already are the first ones repeated. With
     ``drop_last`` the surplus batches, at most ``world_size - 1``, are left out instead.
 
+    A pass that begins after one that ended has the next epoch's order, as if ``set_epoch`` had been
+    called; all ranks do alike.
+
     Args:
         dataset: read for its length, and for lengths: its ``lengths``, else each record's
-            ``input_ids``, else ``len(record)``. Not read if ``lengths`` is given.
+            ``input_ids``, ``input``, ``inputs`` or ``tokens``, else ``len(record)``; of a tuple,
+            its first member. Not read if ``lengths`` is given.
         max_tokens: budget of one batch.
         lengths: tokens of each record.
         shuffle: a new order each epoch; without it records keep their order.
         padded: a batch costs its longest record x its number of records; else its sum of tokens.
+        too_long: a record above the budget is "alone" in its batch, an "error", or left out:
+            "drop". With the first and the last a warning names how many there are.
 
     Raises:
-        ValueError: a record exceeds the budget (the first such is named), or has no length.
+        ValueError: a record has no length, or exceeds the budget and may not.
     """
 
     def __init__(
@@ -316,35 +323,43 @@ class DynamicBatchSampler(Sampler[list[int]]):
         world_size: int = 1,
         drop_last: bool = False,
         padded: bool = True,
+        too_long: TooLong = "alone",
     ) -> None:
+        if too_long not in get_args(TooLong):
+            raise ValueError(f"too_long is {too_long!r}; give {', '.join(get_args(TooLong))}")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}; it must lie in 0..{world_size - 1} (world_size - 1)")
         self.lengths = record_lengths(dataset) if lengths is None else np.asarray(lengths, np.int64)
-        _check(self.lengths, max_tokens)
+        self._records = _within(self.lengths, max_tokens, too_long)
         self.max_tokens, self.shuffle, self.seed = max_tokens, shuffle, seed
         self.rank, self.world_size = rank, world_size
         self.drop_last, self.padded = drop_last, padded
         self.epoch = 0
         self._done = 0  # batches handed out in this epoch
         self._start = 0  # where the next iteration begins
+        self._ended = False  # this epoch's batches were handed out
         self._planned: tuple[int, Batches] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch; naming the current one again keeps a resumed position."""
         if epoch != self.epoch:
             self.epoch, self._done, self._start = epoch, 0, 0
+        self._ended = False
 
     def __len__(self) -> int:
         """Batches of this rank in the whole epoch, the same on every rank."""
         return len(self._plan()) // self.world_size
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self._ended:
+            self.set_epoch(self.epoch + 1)
         mine = self._plan()[self.rank :: self.world_size]
         start, self._start = self._start, 0
         self._done = start
         for batch in mine[start:]:
             self._done += 1
             yield list(batch)
+        self._ended = True
 
     def state_dict(self, batches_done: int | None = None) -> dict[str, Any]:
         """Where the epoch stands.
@@ -368,13 +383,13 @@ class DynamicBatchSampler(Sampler[list[int]]):
                 f"the sampler's state has {wrong[0]}={state['plan'].get(wrong[0])!r} and this "
                 f"sampler {here[wrong[0]]!r}; resume with the settings it was saved with"
             )
-        self.epoch = int(state["epoch"])
+        self.epoch, self._ended = int(state["epoch"]), False
         self._done = self._start = int(state["batches_done"])
 
     def _identity(self) -> dict[str, Any]:
         return {
-            "records": len(self.lengths),
-            "tokens": int(self.lengths.sum()),
+            "records": len(self._records),
+            "tokens": int(self.lengths[self._records].sum()),
             "max_tokens": self.max_tokens,
             "shuffle": self.shuffle,
             "seed": self.seed,
@@ -391,10 +406,10 @@ class DynamicBatchSampler(Sampler[list[int]]):
 
     def _make_plan(self) -> Batches:
         if not self.shuffle:
-            order = np.arange(len(self.lengths))
+            order = self._records
             return self._even(_cut(order, self.lengths, self.max_tokens, self.padded))
         draw = np.random.default_rng([self.seed, self.epoch])
-        order = draw.permutation(len(self.lengths))
+        order = draw.permutation(self._records)
         if self.padded:
             order = _sorted_in_pools(order, self.lengths)
         batches = _cut(order, self.lengths, self.max_tokens, self.padded)
@@ -434,32 +449,53 @@ def record_lengths(dataset: Any) -> NDArray[np.int64]:
     return np.asarray([_length(dataset[i], i) for i in range(len(dataset))], np.int64)
 
 
+LENGTH_KEYS = ("input_ids", "input", "inputs", "tokens")
+
+
 def _length(record: Any, index: int) -> int:
-    if isinstance(record, Mapping) and "input_ids" in record:
-        return len(record["input_ids"])
-    ids = getattr(record, "input_ids", None)
-    if ids is not None:
-        return len(ids)
-    columns = isinstance(record, tuple) and any(hasattr(part, "__len__") for part in record)
-    if columns or isinstance(record, Mapping) or not hasattr(record, "__len__"):
-        raise ValueError(
-            f"record {index} is a {type(record).__name__} and doesn't say how many tokens it has; "
-            "give lengths="
-        )
-    return len(record)
+    for key in LENGTH_KEYS:
+        found = record.get(key) if isinstance(record, Mapping) else getattr(record, key, None)
+        if found is not None and _has_length(found):
+            return len(found)
+    if isinstance(record, tuple) and record:
+        first = record[0]
+        if _has_length(first) and getattr(first, "ndim", 1) == 1 and not isinstance(first, str):
+            return len(first)
+        if not any(_has_length(part) for part in record):
+            return len(record)  # the tokens themselves
+    elif not isinstance(record, Mapping) and _has_length(record):
+        return len(record)
+    raise ValueError(
+        f"record {index} is a {type(record).__name__} and doesn't say how many tokens it has: "
+        f"there is no {', '.join(LENGTH_KEYS)} with a length; give lengths="
+    )
 
 
-def _check(lengths: NDArray[np.int64], max_tokens: int) -> None:
-    too_long = np.flatnonzero(lengths > max_tokens)
-    if len(too_long):
-        index = int(too_long[0])
-        raise ValueError(
-            f"record {index} has {lengths[index]} tokens, more than max_tokens={max_tokens} "
-            f"({len(too_long)} such records, the longest {lengths.max()}); raise max_tokens or "
-            "cut the records"
-        )
+def _has_length(value: Any) -> bool:
+    return hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
+
+
+def _within(lengths: NDArray[np.int64], max_tokens: int, too_long: TooLong) -> NDArray[np.int64]:
+    """The records that are trained."""
     if len(lengths) and lengths.min() < 1:
         raise ValueError(f"record {int(lengths.argmin())} is empty; leave it out")
+    over = np.flatnonzero(lengths > max_tokens)
+    if not len(over):
+        return np.arange(len(lengths))
+    if too_long == "error":
+        index = int(over[0])
+        raise ValueError(
+            f"record {index} has {lengths[index]} tokens, more than max_tokens={max_tokens} "
+            f"({len(over)} such records, the longest {lengths.max()}); raise max_tokens or "
+            "cut the records"
+        )
+    done = "are left out" if too_long == "drop" else "are a batch each"
+    warnings.warn(
+        f"{len(over)} records have more than max_tokens={max_tokens} tokens, the longest "
+        f"{lengths.max()}, and {done}",
+        stacklevel=3,
+    )
+    return np.flatnonzero(lengths <= max_tokens) if too_long == "drop" else np.arange(len(lengths))
 
 
 def _sorted_in_pools(order: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -31,7 +31,7 @@ HONOURED, IGNORED, REFUSED = "honoured", "ignored", "refused"
 _KEYS = json.loads(Path(__file__).with_name("deepspeed_keys.json").read_text(encoding="utf-8"))
 TOP: Mapping[str, Sequence[str]] = _KEYS["top"]  # of each key its fate, and as what or why
 INSIDE: Mapping[str, Mapping[str, Sequence[str]]] = _KEYS["inside"]
-OFFLOAD: Sequence[str] = _KEYS["offload"]
+OFFLOAD: Mapping[str, Sequence[str]] = _KEYS["offload"]
 
 
 # Reading, checking, filling.
@@ -390,6 +390,9 @@ def _rows(config: Mapping[str, Any]) -> Iterator[DeepSpeedKey]:
             continue
         for name, item in value.items():
             yield _row(f"{key}.{name}", name, item, inside[name])
+            if name in ("offload_optimizer", "offload_param") and isinstance(item, Mapping):
+                for part, given in item.items():
+                    yield _row(f"{key}.{name}.{part}", part, given, OFFLOAD[part])
 
 
 def _row(key: str, name: str, value: Any, fate: Sequence[str]) -> DeepSpeedKey:
@@ -403,6 +406,8 @@ def _row(key: str, name: str, value: Any, fate: Sequence[str]) -> DeepSpeedKey:
             return DeepSpeedKey(key, REFUSED, reason)
     if name == "overlap_comm" and value is False:
         return DeepSpeedKey(key, IGNORED, "FSDP2 and DDP always overlap")
+    if name == "pin_memory" and value is False:
+        return DeepSpeedKey(key, IGNORED, "memory that a GPU copies from is always pinned")
     return DeepSpeedKey(key, kind, words)
 
 

@@ -18,8 +18,9 @@ Forwards are bound to the blocks of this one model; ``remove()`` takes them off 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint_sequential as torch_checkpoint_sequential
 
 Forward = Callable[..., Any]
 
@@ -34,8 +36,11 @@ Forward = Callable[..., Any]
 def decoder_blocks(module: nn.Module) -> list[nn.Module]:
     """The members of the list of alike modules with the most parameters: the layers of a model.
 
+    In a model without such a list, children of one class that are attributes (``block1``,
+    ``block2``) are one.
+
     Raises:
-        ValueError: there is no list of two or more modules of one class.
+        ValueError: there are no two modules of one class beside each other.
     """
     lists = [
         list(found)
@@ -44,19 +49,81 @@ def decoder_blocks(module: nn.Module) -> list[nn.Module]:
         and len(found) > 1
         and len({type(member) for member in found}) == 1
     ]
+    lists = lists or [alike for found in module.modules() for alike in _alike_children(found)]
     if not lists:
         raise ValueError(
-            "the model has no list of two or more blocks of one class, so nothing can be "
-            "recomputed block by block; leave recomputation out"
+            "the model has no two blocks of one class beside each other, so nothing can be "
+            "recomputed block by block; name them with blocks=, or leave recomputation out"
         )
     return max(lists, key=lambda members: sum(_parameters(m) for m in members))
 
 
+def _alike_children(module: nn.Module) -> list[list[nn.Module]]:
+    """Children that are attributes, by class, where a class has two or more with parameters."""
+    if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+        return []
+    kinds: dict[type[nn.Module], list[nn.Module]] = {}
+    for child in module.children():
+        if _parameters(child):
+            kinds.setdefault(type(child), []).append(child)
+    return [members for members in kinds.values() if len(members) > 1]
+
+
+def _named_blocks(names: tuple[str, ...], module: nn.Module) -> list[nn.Module]:
+    """The modules of these names.
+
+    Raises:
+        ValueError: the model has no module of a name.
+    """
+    known = dict(module.named_modules())
+    wrong = [name for name in names if name not in known]
+    if wrong or not names:
+        there = ", ".join(name for name, _ in module.named_children())
+        raise ValueError(
+            f"blocks has {wrong[0] if wrong else 'no name'!r}, which this model has no module for; "
+            f"its children are {there}"
+        )
+    return [known[name] for name in names]
+
+
+def checkpoint_sequential(
+    functions: nn.Sequential | Sequence[Forward],
+    segments: int,
+    input: Any,
+    use_reentrant: bool = False,
+    *,
+    preserve_rng_state: bool = True,
+) -> Any:
+    """``torch.utils.checkpoint.checkpoint_sequential``, without reentrance.
+
+    With it, and data as the input, the layers of all segments but the last get no gradient.
+
+    Raises:
+        ValueError: ``use_reentrant`` was asked for.
+    """
+    if use_reentrant:
+        raise ValueError(
+            "use_reentrant=True leaves most layers without a gradient where the input is data; "
+            "leave it out, or take torch.utils.checkpoint.checkpoint_sequential"
+        )
+    return torch_checkpoint_sequential(
+        functions, segments, input, use_reentrant=False, preserve_rng_state=preserve_rng_state
+    )
+
+
 class BlockRecompute:
-    """Recomputes a model's blocks; called with the model it puts itself in place."""
+    """Recomputes a model's blocks; called with the model it puts itself in place.
+
+    ``blocks`` are names of modules of the model, in their order, in the place of those that
+    :func:`decoder_blocks` finds.
+    """
 
     def __init__(
-        self, segments: int | None = None, budget: float | None = None, offload: bool = False
+        self,
+        segments: int | None = None,
+        budget: float | None = None,
+        offload: bool = False,
+        blocks: Sequence[str] | None = None,
     ) -> None:
         if sum((segments is not None, budget is not None, offload)) > 1:
             raise ValueError("give segments, budget or offload, one of them at most")
@@ -65,7 +132,10 @@ class BlockRecompute:
         if budget is not None and not 0 <= budget <= 1:
             raise ValueError(f"budget is {budget}; it is a share, from 0 to 1")
         self.segments, self.budget, self.offload = segments, budget, offload
-        self.among = decoder_blocks  # finds the blocks; where a rank has some layers alone, another
+        # Finds the blocks; where a rank has some layers alone, it is another.
+        self.among: Callable[[nn.Module], list[nn.Module]] = decoder_blocks
+        if blocks is not None:
+            self.among = partial(_named_blocks, tuple(blocks))
         self.blocks: list[nn.Module] = []
         self.passes = 0  # block passes that kept nothing, or kept it on the host
         self.recomputed: set[int] = set()  # blocks (or first blocks of segments) by position

@@ -9,7 +9,7 @@ Nothing in such a file is executed, and a file without one of the marks of a for
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,14 @@ from typing import Any
 import yaml
 
 from hasten.errors import InputError
-from hasten.recipe.importers import accelerate, axolotl, llama_factory, training_arguments
+from hasten.parts.distributed.deepspeed_config import enabled, read_config
+from hasten.recipe.importers import (
+    accelerate,
+    axolotl,
+    llama_factory,
+    sharding,
+    training_arguments,
+)
 from hasten.recipe.importers.draft import Draft, ImportedKey, refuse_other_training
 from hasten.recipe.yaml_reader import check_keys, one_line, read_yaml_file
 
@@ -92,7 +99,37 @@ def read(path: Path, ranks: int = 1) -> Imported:
         )
     refuse_other_training(path, given)
     draft: Draft = best.draft_of(given, ranks)
+    sharding.settled(draft)
+    one_format(draft, path.parent)
     return _finished(best.NAME, draft, ranks)
+
+
+def one_format(draft: Draft, folder: Path) -> None:
+    """Where the DeepSpeed file says a number format, the plan's own is its, or contradicts it.
+
+    A file that isn't there yet is read with the recipe, which refuses two formats.
+    """
+    file = draft.values.get("deepspeed")
+    entry = next((e for e in draft.plan if isinstance(e, dict) and "autocast" in e), None)
+    paths = [Path(str(file)), folder / str(file)]
+    there = next((path for path in paths if path.is_file()), None)
+    if entry is None or file is None or there is None:
+        return
+    try:
+        config = read_config(there)
+        own = next((name for name in ("fp16", "bf16") if enabled(config, name) is True), None)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    if own is None:
+        return
+    draft.plan.remove(entry)
+    draft.values["on_obstacle"] = "skip"  # as beside a plan: see _finished
+    asked = entry["autocast"]["dtype"]
+    for index, row in enumerate(draft.rows):
+        if row.words == "plan: autocast":
+            same = replace(row, words=f"in {file}")
+            other = replace(row, fate="contradicts", words=f"{file} says {own}, which is kept")
+            draft.rows[index] = same if asked == own else other
 
 
 def _finished(name: str, draft: Draft, ranks: int) -> Imported:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hasten.recipe.importers import sharding
 from hasten.recipe.importers.draft import (
     Draft,
     Handler,
@@ -64,6 +65,7 @@ KEYS: dict[str, Handler] = table("accelerate") | {
     "num_machines": machines,
     "mixed_precision": precision,
     "use_cpu": lambda d, k, v: d.say(k, "device", "cpu") if v else d.note(k, "needless", "off"),
+    "fsdp_config": sharding.config(lambda given: given.get("distributed_type") == "FSDP"),
     "deepspeed_config": deepspeed,
     "dynamo_backend": dynamo,
     "dynamo_config": dynamo,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hasten.recipe.importers import sharding
 from hasten.recipe.importers.draft import (
     TRAINING,
     Draft,
@@ -110,6 +111,7 @@ KEYS: dict[str, Handler] = (
         "wandb_project": implied("log_to", ["wandb"]),
         "mlflow_tracking_uri": implied("log_to", ["mlflow"]),
         "use_tensorboard": implied("log_to", ["tensorboard"]),
-        "fsdp": implied("layout", "fsdp2"),
+        "fsdp": sharding.words,
+        "fsdp_config": sharding.config(lambda given: True),
     }
 )

@@ -42,7 +42,11 @@ class Draft:
     why: dict[str, str] = field(default_factory=dict)  # recipe key -> source key, for comments
 
     def note(self, key: str, fate: Fate, words: str) -> None:
-        text = " ".join(repr(self.given.get(key)).split())
+        self.row(key, self.given.get(key), fate, words)
+
+    def row(self, key: str, value: Any, fate: Fate, words: str) -> None:
+        """A row for a part of a key's value."""
+        text = " ".join(repr(value).split())
         shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
         self.rows.append(ImportedKey(key, shown, fate, words))
 

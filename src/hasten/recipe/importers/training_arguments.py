@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hasten.recipe.importers import sharding
 from hasten.recipe.importers.draft import (
     TRAINING,
     Draft,
@@ -40,6 +41,7 @@ KEYS: dict[str, Handler] = (
         "packing": packing,
         "padding_free": packing,
         "use_peft": implied("finetuning_type", "lora"),
-        "fsdp": implied("layout", "fsdp2"),
+        "fsdp": sharding.words,
+        "fsdp_config": sharding.config(lambda given: bool(given.get("fsdp"))),
     }
 )

@@ -1,4 +1,4 @@
-"""Every snippet in this folder runs as a reader would run it: in a fresh folder, as a script."""
+"""hasten's own examples with the articles' classes, run as scripts; none is an article's block."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ def test_the_appendix_example_runs_and_learns(
     here = not Autocast().obstacles(facts.seen_at_start())
     losses = summary["epoch_losses"]
     assert losses[2] < losses[0]
-    assert summary["steps"] == 24
+    assert summary["steps"] < 24  # of 8 batches an epoch: larger steps, which is said
     assert summary["switches"] == {
         "compress_gradients": "off",  # with one rank no gradient travels
         "mixed_precision": "autocast" if here else "off",  # a processor may have no bf16 products
-        "dynamic_batch": "adaptive_batch",
+        "dynamic_batch": "adaptive_batch(grow=True)",
     }
+    assert summary["acted"]["dynamic_batch"]["acted"]
+    assert summary["records_per_step"]["most"] > 32
     assert not summary["acted"]["compress_gradients"]["acted"]
     assert summary["acted"]["mixed_precision"]["acted"] == here
     assert "quantised" not in [switch["technique"] for switch in summary["plan"]]
@@ -39,11 +41,10 @@ def test_the_appendix_example_runs_and_learns(
     assert "32 devices" in out
     assert "hasten launch" in out
     assert "with one rank no gradient travels" in out
-    assert sorted(p.name for p in Path("checkpoints").iterdir()) == [
-        "step-00000008",
-        "step-00000016",
-        "step-00000024",
-    ]
+    assert "the learning rate stays as it is" in out
+    kept = sorted(p.name for p in Path("checkpoints").iterdir())
+    assert len(kept) == 3  # one an epoch
+    assert kept[-1] == f"step-{summary['steps']:08d}"
 
 
 def test_the_dynamic_batch_example_trains_on_every_record_and_stays_in_its_budget() -> None:

@@ -1,0 +1,334 @@
+"""A user's loader: each rank's own batches of it, epoch by epoch, as micro-batches.
+
+(1) a plain ``DataLoader`` is dealt out: it is built again around torch's DistributedSampler
+=> (2) whoever has ``set_epoch`` is told the epoch => (3) a step takes one batch, ``accum_steps`` of
+them, or as many as memory allows => (4) a batch becomes rows, which BATCH may cut => (5) rows
+become a micro-batch.
+
+A loader that can't be dealt out is taken as it is. If it gives two ranks the same first batch,
+they would do each other's work again, and the run is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
+
+from hasten.core.job import Counts, MicroBatch
+from hasten.errors import InputError
+from hasten.machine.environment import World
+from hasten.parts.data.prefetch import each_tensor
+from hasten.techniques.batch import AdaptiveCut
+
+COLUMNS = (Tensor, Mapping, tuple, list)  # what a batch is made of
+
+
+class BatchRow(NamedTuple):
+    """One record of a loader's batch: where it is, without a copy."""
+
+    batch: Any
+    row: int
+    rows: int
+    number: int  # of the batch: a loader may give one object again
+
+
+class GivenLoader:
+    """This rank's batches of a loader. On several ranks it is built inside the process group.
+
+    Args:
+        deal: share the records out; False: every rank trains all that its loader gives.
+        accum_steps: batches of a step.
+    """
+
+    def __init__(
+        self, loader: Iterable[Any], world: World, deal: bool, accum_steps: int = 1
+    ) -> None:
+        self._loader, self._world, self._deal = loader, world, deal
+        self._accum_steps = accum_steps
+        self.growing: AdaptiveCut | None = None  # joins batches as far as memory allows
+        self.first_size = 0  # records of the loader's first batch
+        self._alike = deal and world.size > 1  # the first batches are still to be compared
+        self._repeated = 0  # records of an epoch that come a second time
+        if self._alike and isinstance(loader, DataLoader) and _is_plain(loader):
+            self._share_out(loader)
+        self._told = _with_set_epoch(self._loader)
+
+    def epoch(self, number: int) -> Iterator[list[BatchRow]]:
+        """The rows of each step of an epoch.
+
+        Raises:
+            InputError: two ranks get the same first batch.
+        """
+        for one in self._told:
+            one.set_epoch(number)
+        source = iter(self._loader)
+        first = list(itertools.islice(source, 1))
+        self._compare(first)
+        self.first_size = sum(map(records_in, first))
+        batches = map(_rows, itertools.count(), itertools.chain(first, source))
+        if self.growing is not None:
+            yield from self._joined(self.growing, number, batches)
+            return
+        while group := list(itertools.islice(batches, self._accum_steps)):
+            yield [row for batch in group for row in batch]
+
+    def _joined(
+        self, growing: AdaptiveCut, epoch: int, batches: Iterator[list[BatchRow]]
+    ) -> Iterator[list[BatchRow]]:
+        """Steps of as many batches as memory allows, the same number on every rank."""
+        ahead: list[list[BatchRow]] = []
+        done = growing.begin_epoch(epoch)
+        while True:
+            if done:  # a run that is resumed in an epoch takes its steps as they were
+                count = done.pop(0)
+                ahead += itertools.islice(batches, count - len(ahead))
+            else:
+                mine = _fitting(growing, ahead, batches)
+                count = min(_of_all(mine)) if self._world.size > 1 else mine
+            if not count:
+                break
+            growing.takes(count)
+            yield [row for batch in ahead[:count] for row in batch]
+            del ahead[:count]
+        if ahead:
+            raise InputError(
+                f"rank {self._world.rank} has more batches than another rank; give all ranks as "
+                "many, or leave dynamic_batch out"
+            )
+
+    def of_the_data(self, records: int, epochs: int) -> int:
+        """How many of the ``records`` that all ranks trained in so many epochs differ."""
+        return records - self._repeated * epochs if self._deal else records // self._world.size
+
+    def _share_out(self, loader: DataLoader[Any]) -> None:
+        world, batches = self._world, loader.batch_sampler
+        data: Any = loader.dataset
+        assert isinstance(batches, BatchSampler)  # it is plain
+        sampler, size, drop_last = batches.sampler, batches.batch_size, batches.drop_last
+        shuffled = isinstance(sampler, RandomSampler)
+        draw = getattr(sampler, "generator", None) or loader.generator
+        seed = draw.initial_seed() if draw else torch.initial_seed()
+        every = _of_all((_fingerprint(data), seed % 2**31))
+        if len({mark for mark, _ in every}) > 1:
+            if world.is_main:
+                print(f"{world.size} ranks have different data sets: each trains its own, whole")
+            return
+        part = DistributedSampler(data, world.size, world.rank, shuffled, seed=every[0][1])
+        self._loader = DataLoader(
+            data,
+            size,
+            sampler=part,
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            drop_last=drop_last,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+            in_order=loader.in_order,
+        )
+        self._alike = False
+        cut = drop_last and len(part) % size  # a repeated record is its rank's last one
+        self._repeated = 0 if cut else part.total_size - len(data)
+        if world.is_main:
+            print(
+                f"{world.size} ranks: each trains {len(part)} of {len(data)} records an epoch, "
+                f"{size} at a time ({size * world.size} a step)"
+            )
+
+    def _compare(self, first: list[Any]) -> None:
+        if not self._alike:
+            return
+        self._alike = False
+        found = [mark for rank in _of_all([*map(_digest, first)]) for mark in rank]
+        if len(set(found)) < len(found):
+            raise InputError(
+                "every rank gets the same records from this loader; give it a DistributedSampler "
+                "(or DynamicBatchSampler(rank=, world_size=)), or say deal=False to train them all "
+                "on every rank"
+            )
+
+
+def _rows(number: int, batch: Any) -> list[BatchRow]:
+    size = records_in(batch)
+    return [BatchRow(batch, index, size, number) for index in range(size)]
+
+
+def _fitting(
+    growing: AdaptiveCut, ahead: list[list[BatchRow]], batches: Iterator[list[BatchRow]]
+) -> int:
+    """How many batches the next step could take; they are put into ``ahead``."""
+    room = growing.room
+    count = total = 0
+    while True:
+        if len(ahead) == count:
+            ahead += itertools.islice(batches, 1)
+        if len(ahead) == count:
+            break
+        size = len(ahead[count])
+        if not count and not room.ceiling:
+            room.reach(size)  # without the switch the loader's batch would be trained whole
+        # Without a known limit a step is filled up, so that its passes can grow; with one it fits.
+        full = total >= room.size or (room.ceiling and total + size > room.size)
+        if count and (full or total + size > room.most or not _alike(ahead[0], ahead[count])):
+            break
+        count, total = count + 1, total + size
+    return count
+
+
+def _alike(one: list[BatchRow], other: list[BatchRow]) -> bool:
+    """Whether two batches can be one: their tensors agree in all sides but the first."""
+    return bool(_form(one[0].batch, one[0].rows) == _form(other[0].batch, other[0].rows))
+
+
+def _form(value: Any, whole: int) -> Any:
+    if isinstance(value, Tensor):
+        return value.dtype, value.device, value.ndim > 0, tuple(value.shape[1:])
+    if isinstance(value, Mapping):
+        return {name: _form(column, whole) for name, column in value.items()}
+    if isinstance(value, tuple | list):
+        return list if _is_list_of_records(value, whole) else [_form(v, whole) for v in value]
+    return value
+
+
+def _is_list_of_records(value: Sequence[Any], whole: int) -> bool:
+    """Texts, of which ``DataLoader`` makes a list."""
+    return len(value) == whole and not any(isinstance(v, COLUMNS) for v in value)
+
+
+def _is_plain(loader: DataLoader[Any]) -> bool:
+    """Whether it takes each record of its data set once, in order or at random, in batches."""
+    if type(loader) is not DataLoader or type(loader.batch_sampler) is not BatchSampler:
+        return False
+    sampler = loader.batch_sampler.sampler
+    whole = type(sampler) is RandomSampler and not sampler.replacement
+    if whole and sampler.num_samples != len(sampler.data_source):
+        return False
+    return (whole or type(sampler) is SequentialSampler) and not _with_set_epoch(loader)
+
+
+def _with_set_epoch(loader: Iterable[Any]) -> list[Any]:
+    """The loader and what it takes its records from, as far as they want to know the epoch."""
+    batches = getattr(loader, "batch_sampler", None)
+    places = [loader, batches, getattr(loader, "sampler", None), getattr(batches, "sampler", None)]
+    places.append(getattr(loader, "dataset", None))
+    found = {id(one): one for one in places if callable(getattr(one, "set_epoch", None))}
+    return list(found.values())
+
+
+def _fingerprint(data: Any) -> str:
+    """What tells data sets apart that were cut for each rank; a reader's own class isn't read."""
+    marks: list[Any] = [len(data), getattr(data, "_fingerprint", None)]  # Hugging Face's datasets
+    if isinstance(data, Subset):
+        marks += [list(data.indices), _fingerprint(data.dataset)]
+    elif isinstance(data, TensorDataset | list | tuple) and len(data):
+        marks.append(_digest(data[0]))
+    return hashlib.blake2b(repr(marks).encode()).hexdigest()
+
+
+def _digest(batch: Any) -> str:
+    """The same for batches whose tensors are equal."""
+    found = hashlib.blake2b()
+
+    def add(tensor: Tensor) -> Tensor:
+        plain = tensor.detach().cpu().contiguous().reshape(-1)
+        found.update(plain.view(torch.uint8).numpy().tobytes())
+        return tensor
+
+    each_tensor(batch, add)
+    return found.hexdigest()
+
+
+def _of_all(mine: Any) -> list[Any]:
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def records_in(batch: Any) -> int:
+    if isinstance(batch, Tensor):
+        return int(batch.shape[0]) if batch.ndim else 1
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    for value in values if isinstance(values, Iterable) else ():
+        if isinstance(value, COLUMNS):
+            return records_in(value)
+    raise InputError(f"the loader gave a {type(batch).__name__} without a tensor in it")
+
+
+def micro_batch(rows: Sequence[BatchRow], count: Callable[[Any], int] | None) -> MicroBatch:
+    """The loader's batch as it is, or the rows that a micro-batch takes of one or several."""
+    parts, sizes = [], []
+    for _, group in itertools.groupby(rows, key=lambda row: row.number):
+        taken = list(group)
+        part, whole = taken[0].batch, taken[0].rows
+        if len(taken) < whole:
+            part = _select(part, torch.tensor([row.row for row in taken]), whole)
+        parts.append(part)
+        sizes.append(len(taken))
+    batch = parts[0] if len(parts) == 1 else _join(parts, sizes)
+    weight = len(rows) if count is None else int(count(batch))
+    inputs, named, target = split(batch)
+    given = {"inputs": inputs, "named": named, "target": target, "weight": weight}
+    return MicroBatch(given, Counts(len(rows), len(rows), len(rows), weight))
+
+
+def by_batch(rows: Sequence[BatchRow]) -> list[list[BatchRow]]:
+    """A micro-batch for each of the loader's batches."""
+    return [list(group) for _, group in itertools.groupby(rows, key=lambda row: row.number)]
+
+
+def _select(value: Any, rows: Tensor, whole: int) -> Any:
+    """These rows of all that has one for each of the ``whole`` batch's records."""
+    if isinstance(value, Tensor):
+        return value.index_select(0, rows.to(value.device))
+    if isinstance(value, Mapping):
+        return {k: _select(v, rows, whole) for k, v in value.items()}
+    if isinstance(value, tuple | list):
+        if _is_list_of_records(value, whole):
+            return [value[row] for row in rows.tolist()]
+        return [_select(v, rows, whole) for v in value]
+    return value
+
+
+def _join(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Batches of one form end to end; ``sizes`` are their records."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(parts))
+    if isinstance(first, Mapping):
+        return {name: _join([part[name] for part in parts], sizes) for name in first}
+    if isinstance(first, tuple | list):
+        if _is_list_of_records(first, sizes[0]):
+            return [record for part in parts for record in part]
+        return [_join(column, sizes) for column in zip(*parts, strict=True)]
+    return first
+
+
+def split(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """(positional inputs, named inputs, target) of a loader's batch."""
+    if isinstance(batch, Mapping) and "labels" in batch:
+        return (), {k: v for k, v in batch.items() if k != "labels"}, batch["labels"]
+    if isinstance(batch, tuple | list) and len(batch) >= 2:
+        return tuple(batch[:-1]), {}, batch[-1]
+    raise InputError(
+        "a batch must be (inputs, target) or a dictionary with 'labels'; "
+        f"the loader gave a {type(batch).__name__}"
+    )

@@ -1,0 +1,297 @@
+"""``gradual_optimize``: one switch more at a time, and only what pays is kept.
+
+For a recipe it is :func:`hasten.report.speedup.gradual_optimize`. For a model and a loader:
+
+  1. batches are drawn from the loader once; the last of them are held out
+  2. for each technique two copies of model and optimizer train on the same batches, one with what
+     was kept so far, one with the technique as well; they take turns, a round of some steps each
+  3. it is kept by the rules of :func:`hasten.report.speedup.decide`: surely faster, seen to act,
+     and the held-out loss not worse after the same records
+  4. the model itself trains an epoch with what was kept
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hasten.core.facts import Facts
+from hasten.core.plan import Plan
+from hasten.core.slot import Slot
+from hasten.core.step import training
+from hasten.core.technique import Technique
+from hasten.errors import InputError
+from hasten.integrations.given_loader import GivenLoader, records_in, split
+from hasten.integrations.optimized_trainer import USUAL, OptimizedTrainer, facts_of
+from hasten.integrations.throughput import loss_of, moved
+from hasten.launch.ranks import process_group
+from hasten.measure.ablation import Arm
+from hasten.parts.distributed.pipeline.runtime import usual_loss
+from hasten.report.speedup import Climb, Rung, by_gain, climb
+from hasten.report.speedup import gradual_optimize as of_recipe
+
+SWITCHES = {
+    Slot.PRECISION: "mixed_precision",
+    Slot.WIRE: "compress_gradients",
+    Slot.BATCH: "dynamic_batch",
+}
+HELD_OUT = 0.2  # of the batches that were drawn
+KINDS = "gradual_optimize takes a recipe, or a model and its loader"
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class GradualResult:
+    """What was kept and why; printed, it is a table.
+
+    ``trainer`` goes on with what was kept, and ``summary`` is that of the epoch it has trained.
+    """
+
+    climb: Climb
+    trainer: OptimizedTrainer = field(repr=False)
+    summary: dict[str, Any] = field(repr=False)
+
+    def __str__(self) -> str:
+        return str(self.climb)
+
+
+def gradual_optimize(
+    job: Any,
+    dataloader: Iterable[Any] | None = None,
+    *,
+    loss_fn: Loss | None = None,
+    optimizer: Optimizer | None = None,
+    techniques: Sequence[Technique] | None = None,
+    order: Literal["slots", "gain"] = "slots",
+    rounds: int = 8,
+    steps: int = 4,
+    **experiment: Any,
+) -> Any:
+    """Switch techniques on one at a time, measure each, keep what pays.
+
+    With a recipe (or its path) it returns a :class:`~hasten.report.speedup.Climb` and takes
+    ``order`` and the further arguments of :func:`hasten.report.speedup.gradual_optimize`.
+
+    Args:
+        job: a model, which is trained one epoch with what was kept; or a recipe, or its path.
+        dataloader: gives (inputs, target) pairs, or dictionaries with ``labels`` and a ``loss_fn``.
+        loss_fn: ``loss_fn(output, target)``, a mean over records; cross-entropy for a target of
+            whole numbers and the mean squared error for others, if left out.
+        optimizer: over the model's parameters; AdamW if left out.
+        techniques: of the slots PRECISION, WIRE and BATCH; mixed precision, compressed gradients
+            and growing batches, if left out.
+        order: in that of the list, or by the gain each has alone, which is measured first.
+        rounds, steps: rounds of a comparison, and batches of a round.
+
+    Returns:
+        A :class:`GradualResult` for a model.
+
+    Raises:
+        TypeError: something else was given.
+        InputError: the loader has too few batches, or a technique no switch takes.
+    """
+    if isinstance(job, nn.Module) and dataloader is not None and not experiment:
+        settings = _Settings(loss_fn, techniques, order, rounds, steps)
+        return _of_model(job, dataloader, optimizer, settings)
+    other = (loss_fn, optimizer, techniques) != (None, None, None) or (rounds, steps) != (8, 4)
+    if isinstance(job, str | Path | BaseModel) and dataloader is None and not other:
+        return of_recipe(job, order=order, **experiment)  # type: ignore[arg-type]  # it checks
+    raise TypeError(KINDS)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    loss_fn: Loss | None
+    techniques: Sequence[Technique] | None
+    order: str
+    rounds: int
+    steps: int
+
+
+def _of_model(
+    model: nn.Module, loader: Iterable[Any], optimizer: Optimizer | None, settings: _Settings
+) -> GradualResult:
+    if settings.rounds < 2 or settings.steps < 1:
+        raise InputError("gradual_optimize needs rounds=2 and steps=1 at least")
+    known = facts_of(model)
+    if optimizer is None:
+        _say(known, "AdamW(lr=0.001) is used; give optimizer= for another")
+        optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    with process_group(known.world, known.device), torch.random.fork_rng():
+        measured = _Comparison(model, optimizer, loader, settings, known)
+        found = _climbed(measured, known, settings)
+        kept: dict[str, Any] = {SWITCHES[t.slot]: t for t in found.plan}
+        trainer = OptimizedTrainer(model, optimizer, measured.loss_fn, **kept)
+        return GradualResult(found, trainer, trainer.train(loader, epochs=1))
+
+
+def _climbed(measured: _Comparison, known: Facts, settings: _Settings) -> Climb:
+    asked = settings.techniques
+    candidates = [USUAL[name] for name in SWITCHES.values()] if asked is None else list(asked)
+    skipped = []
+    for technique in list(candidates):
+        if technique.slot not in SWITCHES:
+            raise InputError(
+                f"{technique} decides {technique.slot.name}; a trainer of your own model takes "
+                f"techniques of {', '.join(slot.name for slot in SWITCHES)}"
+            )
+        reasons = technique.obstacles(known)
+        if technique.slot is Slot.WIRE and known.world.size == 1:
+            reasons = ("with one rank no gradient travels",)
+        if reasons:
+            skipped.append(Rung(str(technique), None, False, reasons[0]))
+            candidates.remove(technique)
+    if settings.order == "gain" and len(candidates) > 1:
+        alone = [measured(Plan(), Plan([t]))[1] for t in candidates]
+        candidates = by_gain(candidates, [Arm("baseline", Plan()), *alone])
+    found = climb(candidates, measured)
+    rungs = [replace(r, why=r.why.replace(" tokens", " records")) for r in found.rungs]
+    return replace(found, rungs=(*rungs, *skipped))
+
+
+class _Comparison:
+    """Two plans on copies of model and optimizer, round by round on the same batches."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loader: Iterable[Any],
+        settings: _Settings,
+        known: Facts,
+    ) -> None:
+        self.known, self._model, self._optimizer = known, model, optimizer
+        wanted = (settings.rounds + 1) * settings.steps
+        given = GivenLoader(loader, known.world, deal=True)
+        most = int(wanted / (1 - HELD_OUT)) + 1
+        drawn = [rows[0].batch for rows in itertools.islice(given.epoch(0), most)]
+        held = max(1, int(len(drawn) * HELD_OUT))
+        if len(drawn) < 2:
+            raise InputError(
+                f"the loader gives {len(drawn)} batch(es); one to train on and one to hold out "
+                "are the least"
+            )
+        self._trained, self._held_out = drawn[:-held], drawn[-held:]
+        self._rounds = settings.rounds
+        self._batches = _Rounds(self._trained, settings.steps)
+        self.loss_fn = settings.loss_fn or self._usual()
+
+    def __call__(self, before: Plan, after: Plan) -> tuple[Arm, Arm]:
+        """The arms of the plan so far, and of the plan with one technique more."""
+        copies = [self._copy(plan) for plan in (before, after)]
+        rates: list[list[float]] = [[], []]
+        for number in range(self._rounds + 1):  # the first warms up
+            for side in (0, 1) if number % 2 else (1, 0):
+                rates[side].append(copies[side].round(self._batches.records(number)))
+        found = [
+            Arm(
+                "so far" if plan is before else "wider",
+                plan,
+                rounds=rate[1:],
+                held_out=[(trained.records, trained.loss(self._held_out, self.loss_fn))],
+                acted=trained.acted(plan),
+            )
+            for plan, trained, rate in zip((before, after), copies, rates, strict=True)
+        ]
+        for trained in copies:
+            trained.close()
+        return tuple(self._agreed(found))  # type: ignore[return-value]  # there are two
+
+    def _usual(self) -> Loss:
+        _, named, target = split(self._trained[0])
+        if named:
+            raise InputError(
+                "batches are dictionaries; give loss_fn=, a function of (output, labels)"
+            )
+        loss, name = usual_loss(target)
+        _say(self.known, f"no loss_fn was given, so {name} is taken")
+        return loss
+
+    def _copy(self, plan: Plan) -> _Copy:
+        model, optimizer = copy.deepcopy((self._model, self._optimizer))
+        switches: dict[str, Any] = {SWITCHES[t.slot]: t for t in plan}
+        trainer = OptimizedTrainer(model, optimizer, self.loss_fn, **switches)
+        return _Copy(trainer, self._batches, self.known)
+
+    def _agreed(self, arms: list[Arm]) -> list[Arm]:
+        """What the first rank measured: all decide alike."""
+        if self.known.world.size > 1:
+            dist.broadcast_object_list(arms, src=0)
+        return arms
+
+
+class _Rounds:
+    """The batches of each round, an epoch each; they begin anew where there are too few."""
+
+    def __init__(self, batches: Sequence[Any], steps: int) -> None:
+        self._batches, self._steps, self._number = batches, steps, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._number = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._of(self._number))
+
+    def records(self, number: int) -> int:
+        return sum(map(records_in, self._of(number)))
+
+    def _of(self, number: int) -> list[Any]:
+        first = number * self._steps
+        return [self._batches[i % len(self._batches)] for i in range(first, first + self._steps)]
+
+
+class _Copy:
+    """A copy of model and optimizer under a plan, trained round by round."""
+
+    def __init__(self, trainer: OptimizedTrainer, batches: _Rounds, known: Facts) -> None:
+        self._ranks = known.world.size
+        self.session = trainer.session(batches, known, epochs=2**31)
+        self._steps = training(self.session)
+        self.records = 0
+
+    def round(self, records: int) -> float:
+        """Records per second of the next round, which has so many on this rank."""
+        done, seconds = 0, 0.0
+        while done < records * self._ranks:
+            metrics = next(self._steps)
+            done, seconds = done + metrics.records, seconds + metrics.step_seconds
+        self.records += done
+        return done / seconds
+
+    def loss(self, batches: Sequence[Any], loss_fn: Loss) -> float:
+        """The mean over held-out records, of all ranks."""
+        model, device = self.session.model, torch.device(self.session.setup.job.device)
+        sums = torch.zeros(2, dtype=torch.float64)
+        was_training = model.training
+        model.eval()
+        with torch.no_grad():
+            for batch in batches:
+                found: Any = loss_of(model, moved(batch, device), loss_fn)
+                size = records_in(batch)
+                pair = found if isinstance(found, tuple) else (found * size, size)
+                sums += torch.tensor([float(value) for value in pair], dtype=torch.float64)
+        model.train(was_training)
+        total, count = self.session.setup.layout.sum(sums).tolist()
+        return float(total / count) if count else float("nan")
+
+    def acted(self, plan: Plan) -> list[dict[str, Any]]:
+        return [{"technique": t.name(), **asdict(t.probe(self.session))} for t in plan]
+
+    def close(self) -> None:
+        del self._steps  # it ends, and with it what surrounds its steps
+        self.session.finish()
+
+
+def _say(known: Facts, words: str) -> None:
+    if known.world.is_main:
+        print(f"gradual_optimize: {words}")

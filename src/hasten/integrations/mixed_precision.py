@@ -1,0 +1,106 @@
+"""``autocast`` and ``GradScaler`` for a loop of your own: torch's, in the format that pays here.
+
+    scaler = GradScaler()
+    with autocast():
+        loss = criterion(model(data), target)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+The format is bf16 where the device multiplies it, fp16 on a GPU without bf16, and float32 where
+either would be slower. Only fp16 needs a loss scale.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from dataclasses import replace
+
+import torch
+
+from hasten.core import facts
+from hasten.techniques.precision import Autocast
+
+
+def autocast(
+    device_type: str | None = None,
+    dtype: torch.dtype | None = None,
+    enabled: bool = True,
+    cache_enabled: bool | None = None,
+) -> torch.autocast:
+    """``torch.autocast`` of the default device, as a context or a decorator.
+
+    Args:
+        device_type: as torch's; the accelerator, or "cpu" without one, if left out.
+        dtype: as torch's; the format that pays on that device if left out.
+
+    Where 16 bits don't pay, products stay in float32, and that is said once.
+    """
+    kind = _device_kind(device_type)
+    if dtype is None:
+        dtype, why = format_of(kind)
+        if dtype is None and enabled:
+            _say(f"autocast: products stay in float32: {why}")
+    elif enabled and dtype is torch.float16 and format_of(kind)[0] is not torch.float16:
+        _say(
+            "autocast: fp16 was asked for; hasten.GradScaler() scales nothing on this device, so "
+            "take GradScaler(dtype=torch.float16) beside it"
+        )
+    if dtype is None:
+        return torch.autocast(kind, enabled=False)
+    return torch.autocast(kind, dtype, enabled, cache_enabled)
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` of the default device, off where the format needs no loss scale.
+
+    Args:
+        dtype: the format of the region beside it; that of ``autocast()`` if left out.
+        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        kind = _device_kind(device)
+        wanted = format_of(kind)[0] if dtype is None else dtype
+        super().__init__(
+            kind,
+            init_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            enabled and wanted is torch.float16,
+        )
+
+
+@functools.cache
+def format_of(kind: str) -> tuple[torch.dtype | None, str]:
+    """The 16-bit format that pays on a kind of device, or None and why there is none."""
+    known = facts.seen_at_start()
+    found: list[str] = []
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        reasons = Autocast(name).obstacles(replace(known, device=kind))
+        if not reasons:
+            return dtype, ""
+        found.append(reasons[0])
+    return None, found[0]
+
+
+def _device_kind(given: str | None) -> str:
+    found: str = torch.device(facts.seen_at_start().device if given is None else given).type
+    return found
+
+
+@functools.cache  # once for each text
+def _say(words: str) -> None:
+    warnings.warn(words, stacklevel=3)

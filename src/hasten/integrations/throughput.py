@@ -1,0 +1,156 @@
+"""``benchmark``: how many samples per second a model trains, from a loop over the user's loader."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hasten.errors import InputError
+from hasten.integrations.given_loader import records_in, split
+from hasten.measure.statistics import Interval, spread
+from hasten.parts.data.prefetch import each_tensor
+from hasten.parts.distributed.pipeline.runtime import usual_loss
+
+WARMUP_STEPS = 2  # the first steps allocate and compile
+BLOCKS = 10  # of steps, whose speeds tell how sure the result is
+
+
+def benchmark(
+    model: nn.Module,
+    loader: Iterable[Any],
+    epochs: int = 1,
+    *,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    optimizer: Optimizer | None = None,
+) -> float:
+    """Samples per second of training steps, data loading included; printed with its interval.
+
+    Two steps on the first batch warm up. Weights, gradients, the optimizer's state and the random
+    state are put back. Ranks of a process group measure together; the result is their sum.
+
+    Args:
+        model: trained on the device it is on.
+        loader: gives (inputs, target) pairs, or dictionaries with ``labels``.
+        loss_fn: ``loss_fn(output, target)``; the model's own where its output has a ``loss``, else
+            cross-entropy for a target of whole numbers and the mean squared error for others.
+        optimizer: over the model's parameters; AdamW if left out.
+
+    Raises:
+        InputError: the loader is empty.
+        ValueError: a target has no usual loss, so that ``loss_fn`` is needed.
+    """
+    if epochs < 1:
+        raise InputError(f"epochs is {epochs}; give 1 at least")
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with _put_back(model, optimizer, device):
+        chosen = optimizer or torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+
+        def step(batch: Any) -> int:
+            loss_of(model, moved(batch, device), loss_fn).backward()
+            chosen.step()
+            chosen.zero_grad()
+            _wait(device)
+            return records_in(batch)
+
+        samples, seconds = _timed(step, loader, epochs)
+    return _told(samples, seconds)
+
+
+def loss_of(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None) -> Tensor:
+    """The mean loss of a batch on the model's device."""
+    inputs, named, target = split(batch)
+    if loss_fn is None and named:
+        found = getattr(model(*inputs, **named, labels=target), "loss", None)
+        if not isinstance(found, Tensor):
+            raise InputError("the model returns no loss for a batch with labels; give loss_fn=")
+        return found
+    output = model(*inputs, **named)
+    return (loss_fn or usual_loss(target)[0])(output, target)
+
+
+def _timed(
+    step: Callable[[Any], int], loader: Iterable[Any], epochs: int
+) -> tuple[list[int], list[float]]:
+    """Samples and seconds of each step."""
+    samples, seconds = [], []
+    first = next(iter(loader), None)
+    if first is None:
+        raise InputError("the loader gave no batch")
+    for _ in range(WARMUP_STEPS):
+        step(first)
+    began = time.perf_counter()
+    for batch in itertools.chain.from_iterable(itertools.repeat(loader, epochs)):
+        samples.append(step(batch))
+        seconds.append(time.perf_counter() - began)
+        began = time.perf_counter()
+    if not samples:
+        raise InputError("the loader gave batches once and none in a second pass; give a list")
+    return samples, seconds
+
+
+def _told(samples: list[int], seconds: list[float]) -> float:
+    """The rate of all ranks, printed by the first."""
+    size = max(len(samples) // BLOCKS, 1)
+    starts = range(0, len(samples) - size + 1, size)
+    blocks = [sum(samples[i : i + size]) / sum(seconds[i : i + size]) for i in starts]
+    mine = (sum(samples) / sum(seconds), blocks)
+    ranks: list[Any] = [mine]
+    if dist.is_available() and dist.is_initialized():
+        ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+    rate = float(sum(one for one, _ in ranks))
+    found = spread([float(sum(block)) for block in zip(*(b for _, b in ranks), strict=False)])
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        among = f" on {len(ranks)} ranks" if len(ranks) > 1 else ""
+        print(f"throughput: {rate:.2f} samples/sec{among}{_doubt(found, rate)}")
+    return rate
+
+
+def _doubt(found: Interval, rate: float) -> str:
+    if found.rounds < 2:
+        return " (one step: nothing is known of its spread)"
+    low, high = min(found.low, rate), max(found.high, rate)
+    return f" (95 %: {low:.2f} to {high:.2f})"
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    return each_tensor(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _wait(device: torch.device) -> None:
+    """A step ends when the device has done its work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+@contextmanager
+def _put_back(
+    model: nn.Module, optimizer: Optimizer | None, device: torch.device
+) -> Iterator[None]:
+    weights = copy.deepcopy(model.state_dict())
+    state = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
+    gradients = [(p, p.grad) for p in model.parameters()]
+    was_training = model.training
+    model.train()
+    for parameter, _ in gradients:
+        parameter.grad = None
+    devices = [] if device.type == "cpu" else [device]
+    try:
+        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+            yield
+    finally:
+        model.load_state_dict(weights)
+        if optimizer is not None and state is not None:
+            optimizer.load_state_dict(state)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        model.train(was_training)

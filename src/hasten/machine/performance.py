@@ -1,0 +1,77 @@
+"""``monitor_performance``: what this machine is doing, a line at a time, beside anybody's loop."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Sequence
+from typing import TextIO
+
+import psutil
+
+from hasten.machine.gpu import Gpus
+
+SHORTEST_SECONDS = 0.05  # from line to line
+
+
+def monitor_performance(
+    interval: float = 1, seconds: float | None = None, file: TextIO | None = None
+) -> None:
+    """Print a line per interval: utilisation, memory and temperature, mean ± deviation over GPUs.
+
+    Without a GPU they are the processor's. It ends after ``seconds``, or with Ctrl-C; in a thread
+    of your own, with the program (``threading.Thread(target=monitor_performance, daemon=True)``).
+
+    Args:
+        interval: seconds from line to line.
+        file: where lines go; the standard output if left out.
+
+    Raises:
+        ValueError: the interval is too short.
+    """
+    if interval < SHORTEST_SECONDS:
+        raise ValueError(f"interval is {interval:g} s; give {SHORTEST_SECONDS:g} s at least")
+    gpus = Gpus()
+    totals = [one.memory_bytes for one in gpus.descriptions()]
+    psutil.cpu_percent()  # the first answer is of no span
+    ends = None if seconds is None else time.monotonic() + seconds
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            left = interval if ends is None else min(interval, ends - time.monotonic())
+            if left <= 0:
+                return
+            time.sleep(left)
+            print(_gpu_line(gpus, totals) if len(gpus) else _cpu_line(), file=file, flush=True)
+
+
+def _gpu_line(gpus: Gpus, totals: Sequence[int | None]) -> str:
+    found = gpus.readings()
+    held = [
+        100 * one.memory_used_bytes / total
+        for one, total in zip(found, totals, strict=True)
+        if one.memory_used_bytes is not None and total
+    ]
+    busy = [100 * one.utilisation for one in found if one.utilisation is not None]
+    warm = [one.temperature for one in found if one.temperature is not None]
+    return (
+        f"GPU utilisation: {_spread(busy, '%')} | memory: {_spread(held, '%')} | "
+        f"temperature: {_spread(warm, '°C')}"
+    )
+
+
+def _cpu_line() -> str:
+    there = hasattr(psutil, "sensors_temperatures")  # not on every system
+    sensors = psutil.sensors_temperatures() if there else {}
+    warm = [one.current for several in sensors.values() for one in several if one.current]
+    return (
+        f"CPU utilisation: {psutil.cpu_percent():.1f}% | memory: "
+        f"{psutil.virtual_memory().percent:.1f}% | temperature: {_spread(warm, '°C')}"
+    )
+
+
+def _spread(values: Sequence[float], unit: str) -> str:
+    if not values:
+        return "not known"
+    mean = f"{statistics.fmean(values):.1f}{unit}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.pstdev(values):.1f}"

@@ -1,0 +1,114 @@
+"""PipeDream: an ``nn.Sequential`` over the devices of one process, called like the model itself.
+
+    model = PipeDream(model, num_worker=4, chunks=8, checkpoint="always")
+    loss = criterion(model(x), y)
+    loss.backward()
+
+A batch goes in ``chunks`` pieces from stage to stage. On accelerators a pass is only queued, so
+stages work on different pieces at the same time (Huang et al., GPipe, arXiv:1811.06965). Several
+processes take :class:`~hasten.parts.distributed.pipeline.model.AsyncPipeline`, whose schedules
+order the backward passes as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.utils.checkpoint import checkpoint as recomputed
+
+from hasten.parts.distributed.pipeline.model import devices
+from hasten.parts.distributed.pipeline.runtime import CHECKPOINTS
+from hasten.parts.distributed.pipeline.stages import Layers, balanced, ranges
+
+
+class PipeDream(nn.Module):
+    """``forward(x)`` returns what the whole model returns, on the device of its last stage.
+
+    The model itself is ``module``; its parameters and their names are unchanged. Layers that look
+    at a whole batch (BatchNorm) see a piece of it.
+
+    Args:
+        model: cut between its children, so that the slowest stage is as fast as can be.
+        num_worker, num_workers: stages; as many as there are accelerators if left out.
+        chunks: pieces of a batch; fewer where it has fewer rows.
+        checkpoint: "always": a stage keeps the inputs of a piece alone and computes the rest again
+            in the backward pass; "except_last": so for all pieces but the last; "never".
+
+    Raises:
+        ValueError: the model can't be cut so, a setting makes no sense, or there are several ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_worker: int | None = None,
+        chunks: int = 1,
+        checkpoint: str = "never",
+        *,
+        num_workers: int | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Sequential):
+            raise ValueError(
+                f"PipeDream cuts an nn.Sequential, and this is a {type(model).__name__}; "
+                "AsyncPipeline cuts causal language models too"
+            )
+        if num_worker is not None and num_workers is not None:
+            raise ValueError("num_worker and num_workers are the same setting; give one of them")
+        if chunks < 1 or checkpoint not in CHECKPOINTS:
+            raise ValueError(
+                f"chunks is {chunks} and checkpoint {checkpoint!r}; give 1 at least, and one of "
+                f"{', '.join(CHECKPOINTS)}"
+            )
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            ranks = dist.get_world_size()
+            raise ValueError(
+                f"PipeDream has all its stages in one process, and there are {ranks} ranks; take "
+                f"AsyncPipeline(stages={ranks})"
+            )
+        self.module, self.chunks, self.checkpoint = model, chunks, checkpoint
+        place = next((p.device for p in model.parameters()), torch.device("cpu"))
+        asked = num_workers if num_worker is None else num_worker
+        there = torch.accelerator.device_count() if place.type != "cpu" else 1
+        sizes = balanced(Layers(model).costs()[0], there if asked is None else asked)
+        local = devices(len(sizes), place)
+        self.stages = tuple(
+            (local[index % len(local)], tuple(span)) for index, span in enumerate(ranges(sizes))
+        )
+        for device, span in self.stages:
+            for layer in span:
+                model[layer].to(device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs of all rows of ``x``, in their order.
+
+        Raises:
+            ValueError: the model returns something else than a tensor.
+        """
+        pieces = x.chunk(self.chunks) if len(x) else (x,)
+        found = [
+            self._through(piece, index + 1 == len(pieces)) for index, piece in enumerate(pieces)
+        ]
+        if not all(isinstance(out, Tensor) for out in found):
+            kind = type(found[0]).__name__
+            raise ValueError(f"PipeDream joins tensors, and this model returns a {kind}")
+        return torch.cat(found)
+
+    def _through(self, hidden: Tensor, last: bool) -> Tensor:
+        again = self.checkpoint == "always" or (self.checkpoint == "except_last" and not last)
+        for device, span in self.stages:
+            hidden = hidden.to(device, non_blocking=True)
+            if again and torch.is_grad_enabled():
+                hidden = recomputed(self._run, span, hidden, use_reentrant=False)
+            else:
+                hidden = self._run(span, hidden)
+        return hidden
+
+    def _run(self, span: Sequence[int], hidden: Tensor) -> Tensor:
+        assert isinstance(self.module, nn.Sequential)  # checked when it was built
+        for layer in span:
+            hidden = self.module[layer](hidden)
+        return hidden

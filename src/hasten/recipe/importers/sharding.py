@@ -1,0 +1,148 @@
+"""What other trainers say of FSDP: the words of ``fsdp`` and every key of ``fsdp_config``.
+
+Strategies are those of PyTorch's ``ShardingStrategy``, as words and as accelerate's numbers:
+https://huggingface.co/docs/accelerate/usage_guides/fsdp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hasten.recipe.importers.draft import Draft
+
+FULL, KEPT, NONE = "full_shard", "shard_grad_op", "no_shard"
+NUMBERS = {
+    "1": FULL,
+    "2": KEPT,
+    "3": NONE,
+    "4": "hybrid_shard",
+    "5": "hybrid_shard_zero2",
+}
+COPIES = "one sharded copy a host is `fsdp2: {replicas: N}` in the plan, N being the hosts"
+BY_LAYER = "blocks are sharded one by one (layout: fsdp2)"
+WHOLE = "weights are saved whole, and read on any number of ranks"
+ALWAYS = "fsdp2 does it"
+ONE_BUILDS = "one rank of a host builds the model and sends the others their part"
+NEEDLESS = {
+    "auto_wrap": BY_LAYER,
+    "auto_wrap_policy": BY_LAYER,
+    "transformer_layer_cls_to_wrap": BY_LAYER,
+    "min_num_params": BY_LAYER,
+    "wrap_policy": BY_LAYER,
+    "backward_prefetch": ALWAYS,
+    "backward_prefetch_policy": ALWAYS,
+    "forward_prefetch": ALWAYS,
+    "limit_all_gathers": ALWAYS,
+    "use_orig_params": ALWAYS,
+    "sync_module_states": ONE_BUILDS,
+    "cpu_ram_efficient_loading": ONE_BUILDS,
+    "state_dict_type": WHOLE,
+    "final_state_dict_type": WHOLE,
+    "version": "fsdp2 is PyTorch's second one",
+}
+
+
+def words(draft: Draft, key: str, value: Any) -> None:
+    """``fsdp: "shard_grad_op offload auto_wrap"``, as text or list; true: full shards."""
+    if value in (True, "true"):
+        value = FULL
+    asked = value.replace(",", " ").split() if isinstance(value, str) else list(value or ())
+    if not asked:
+        draft.note(key, "needless", "it is off")
+        return
+    draft.say(key, "layout", "fsdp2")
+    for word in asked:
+        name = str(word).lower()
+        if name == "offload":
+            _set(draft, f"{key}: {word}", word, "offload", True)
+        elif name in NEEDLESS:
+            draft.row(f"{key}: {word}", word, "needless", NEEDLESS[name])
+        else:
+            _strategy(draft, f"{key}: {word}", word)
+
+
+def config(is_on: Callable[[Mapping[str, Any]], bool]) -> Callable[[Draft, str, Any], None]:
+    """The handler of ``fsdp_config``: a row for each of its keys.
+
+    Args:
+        is_on: whether a configuration asks for FSDP at all.
+    """
+
+    def handle(draft: Draft, key: str, value: Any) -> None:
+        found = value if isinstance(value, Mapping) else {}
+        if not found or not is_on(draft.given):
+            draft.note(key, "needless", "it is off")
+            return
+        if draft.values.get("layout") is None:
+            draft.say(key, "layout", "fsdp2")
+        for name, item in found.items():
+            _key(draft, f"{key}.{name}", str(name).removeprefix("fsdp_"), item)
+
+    return handle
+
+
+def settled(draft: Draft) -> None:
+    """Once all keys were read: settings of fsdp2 stand in the plan, in the place of the layout."""
+    if "fsdp2" in draft.techniques and draft.values.get("layout") == "fsdp2":
+        del draft.values["layout"]
+    elif "fsdp2" in draft.techniques:  # NO_SHARD: replicas
+        draft.plan = [e for e in draft.plan if not (isinstance(e, dict) and "fsdp2" in e)]
+
+
+def _key(draft: Draft, key: str, name: str, value: Any) -> None:
+    if name == "sharding_strategy" or (name == "reshard_after_forward" and _is_word(value)):
+        _strategy(draft, key, value)
+    elif name == "reshard_after_forward":
+        _set(draft, key, value, "reshard", bool(value))
+    elif name in ("offload_params", "cpu_offload"):
+        if value in (True, "true"):
+            _set(draft, key, value, "offload", True)
+        else:
+            draft.row(key, value, "needless", "it is off")
+    elif name == "activation_checkpointing":
+        if value in (True, "true"):
+            if "recompute" not in draft.techniques:
+                draft.plan.append("recompute")
+            draft.row(key, value, "mapped", "plan: recompute")
+        else:
+            draft.row(key, value, "needless", "it is off")
+    elif name in NEEDLESS:
+        draft.row(key, value, "needless", NEEDLESS[name])
+    elif value in (None, False, 0, "", "none"):
+        draft.row(key, value, "needless", "it is off")
+    else:
+        draft.row(key, value, "unmapped", "hasten doesn't know this key")
+
+
+def _is_word(value: Any) -> bool:
+    return not isinstance(value, bool) and str(value).lower() not in ("true", "false")
+
+
+def _strategy(draft: Draft, key: str, value: Any) -> None:
+    name = NUMBERS.get(str(value), str(value).lower())
+    if name == FULL:
+        _set(draft, key, value, "reshard", True)
+    elif name == KEPT:
+        _set(draft, key, value, "reshard", False)
+    elif name == NONE:
+        draft.values["layout"], draft.why["layout"] = "ddp", key
+        draft.row(key, value, "mapped", "layout: ddp, whole replicas")
+    elif name.startswith("hybrid"):
+        draft.row(key, value, "unmapped", COPIES)
+    else:
+        draft.row(key, value, "unmapped", f"there is no way of sharding {value!r}")
+
+
+def _set(draft: Draft, key: str, value: Any, name: str, wanted: bool) -> None:
+    """A setting of fsdp2; one that was said before is kept."""
+    entry = next((e for e in draft.plan if isinstance(e, dict) and "fsdp2" in e), None)
+    if entry is None:
+        entry = {"fsdp2": {}}
+        draft.plan.append(entry)
+    settings = entry["fsdp2"]
+    if settings.setdefault(name, wanted) != wanted:
+        words = f"another key has already made {name} {settings[name]!r}, which is kept"
+        draft.row(key, value, "contradicts", words)
+        return
+    draft.row(key, value, "mapped", f"fsdp2: {name}: {str(wanted).lower()}")
