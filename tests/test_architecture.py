@@ -42,7 +42,7 @@ NEVER: dict[str, set[str]] = {
     "tune": {"planner"},
 }
 # One module may import more: it uses what is kept of earlier races.
-BESIDES: dict[str, set[str]] = {"integrations/speed_up.py": {"recipe", "measure"}}
+BESIDES: dict[str, set[str]] = {"integrations/speed_up.py": {"recipe"}}
 PARTS = ("kernels", "data", "nn", "optim", "checkpoint", "comm", "distributed")  # layers, too
 # Room -> libraries beyond the standard one; a room that isn't here: any that the project has.
 MAY_USE: dict[str, set[str]] = {
