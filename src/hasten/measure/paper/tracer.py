@@ -41,6 +41,8 @@ SIZED_BY_NUMBERS = frozenset(
     {*("nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount")}
     | {*("repeat_interleave", "equal", "is_nonzero", "argwhere")}
 )
+# One for the process: what libraries keep on the device from one session is met in the next.
+FAKES = FakeTensorMode(allow_non_fake_inputs=True)
 Key = tuple[str, str, str]  # quantity, part of the step, name
 
 
@@ -64,7 +66,6 @@ class Tracer(TorchDispatchMode):
         super().__init__()
         self.device = device
         self.documents = tuple(documents)
-        self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self.live = self.peak = 0
         self.devices: set[str] = set()  # that tensors lay on
         self.messages: dict[Message, int] = {}
@@ -134,7 +135,7 @@ class Tracer(TorchDispatchMode):
         known = _with_numbers(func, args, kwargs)
         # Fakes in the place of the host's tensors, or FakeTensorMode would compute with them.
         given = tree_map_only(Tensor, self._faked, (args, kwargs))
-        with self.fakes:
+        with FAKES:
             if name in ("nonzero", "masked_select") and known is None:
                 return self._longest(name, args[0])
             out = func(*given[0], **given[1])
@@ -150,7 +151,7 @@ class Tracer(TorchDispatchMode):
     def _faked(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor
-        with self.fakes:
+        with FAKES:
             return torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
             )
