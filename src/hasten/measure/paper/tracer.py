@@ -36,6 +36,7 @@ KEPT_NUMBERS = 4096  # of a tensor whose values are known on the device
 ALIGNMENT = 512  # bytes; the allocator's unit
 PACKAGE = str(Path(__file__).parents[2])
 HERE = str(Path(__file__).parent)
+EXCHANGED = frozenset({"allreduce_", "broadcast_", "allgather_", "_allgather_base_"})
 # Operators whose result's size depends on numbers: the host waits for them.
 SIZED_BY_NUMBERS = frozenset(
     {*("nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount")}
@@ -117,6 +118,7 @@ class Tracer(TorchDispatchMode):
         if not fakes and not _asks_for_device(kwargs):
             return func(*args, **kwargs)  # the host's own
         if space == "c10d":
+            _exchange_numbers(func, name, args, kwargs, tensors)
             return func(*args, **kwargs)
         if name == "_local_scalar_dense":
             self.synchronised("item")
@@ -344,6 +346,36 @@ def _forget(func: Any, args: Any) -> None:
     """What was written to isn't known any more, under none of its views."""
     written = [a for a, s in zip(args, func._schema.arguments, strict=False) if s.is_write]
     for tensor in tree_leaves(written):
-        known = getattr(tensor, "known", None)
-        if known is not None:
-            _stale.add(known.untyped_storage())
+        _forget_one(tensor)
+
+
+def _forget_one(tensor: Any) -> None:
+    known = getattr(tensor, "known", None)
+    if known is not None:
+        _stale.add(known.untyped_storage())
+
+
+def _exchange_numbers(func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
+    """Send numbers that all ranks know by way of the host; where one doesn't, none is known after.
+
+    Every rank of the group comes here with tensors of the same sizes.
+    """
+    if name not in EXCHANGED or any(t.numel() > KEPT_NUMBERS for t in tensors):
+        for tensor in tensors:
+            _forget_one(tensor)
+        return
+    import torch.distributed as dist
+
+    numbers = [numbers_of(t) if isinstance(t, FakeTensor) else t for t in tensors]
+    group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
+    known = torch.tensor([float(all(n is not None for n in numbers))])
+    least = dist.AllreduceOptions()
+    least.reduceOp = dist.ReduceOp.MIN
+    group.allreduce([known], least).wait()
+    if not known.item():
+        for tensor in tensors:
+            _forget_one(tensor)
+        return
+    sent = func(*tree_map_only(FakeTensor, numbers_of, args), **kwargs)
+    work = sent[-1] if isinstance(sent, tuple) else sent
+    dist.Work.unbox(work).wait()

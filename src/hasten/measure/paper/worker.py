@@ -55,13 +55,14 @@ def answer(device: PaperDevice, values: Mapping[str, Any], whole: bool) -> dict[
         place = Path(folder)
         numbers = [_forked(device, values, whole, rank, count, place) for rank in range(count)]
         try:
-            _wait(numbers)
+            _wait(numbers, place)
         finally:
             for number in numbers:
                 _end(number)
         found = [_read(place / f"{rank}.json", rank) for rank in range(count)]
-    refused = next((one for one in found if "counts" not in one), None)
-    return refused or {"ranks": found}
+    wrong = [one for one in found if "counts" not in one]
+    # A rank that was ended for another's failure has nothing to say.
+    return min(wrong, key=lambda one: "ended" in one, default={"ranks": found})
 
 
 def _forked(
@@ -78,6 +79,7 @@ def _forked(
         return number
     found: dict[str, Any]
     try:
+        import faulthandler; faulthandler.dump_traceback_later(50)
         from hasten.measure.paper.rank import trace_rank
 
         found = trace_rank(device, values, whole, rank, count, place)
@@ -93,12 +95,16 @@ def _forked(
     os._exit(0)
 
 
-def _wait(numbers: list[int]) -> None:
-    """Until all have ended, or the time is up."""
+def _wait(numbers: list[int], place: Path) -> None:
+    """Until all have ended, one of them without a trace, or the time is up."""
     until = time.monotonic() + RANK_SECONDS
     waiting = set(numbers)
     while waiting and time.monotonic() < until:
-        waiting -= {n for n in waiting if os.waitpid(n, os.WNOHANG)[0]}
+        ended = {n for n in waiting if os.waitpid(n, os.WNOHANG)[0]}
+        waiting -= ended
+        # The others would wait for messages of a rank that failed.
+        if ended and any("counts" not in json.loads(f.read_text()) for f in place.glob("*.json")):
+            return
         time.sleep(0.01)
 
 
@@ -114,7 +120,7 @@ def _read(path: Path, rank: int) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:
-        return {"failed": f"rank {rank} ended, or hung, without a trace"}
+        return {"failed": f"rank {rank} hung, or ended without a trace", "ended": True}
     return found
 
 
