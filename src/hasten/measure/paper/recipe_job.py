@@ -66,12 +66,13 @@ class PaperRecords(Sequence[TokenRecord]):
 
 
 class OnDevice:
-    """Builds a model on the device, where it takes no memory; a skeleton as ever."""
+    """Builds a model on the device, where it takes no memory.
+
+    It knows no skeleton: ranks that would be sent weights build them, too.
+    """
 
     def __init__(self, build: Any, device: str) -> None:
         self._build, self._device = build, device
-        if hasattr(build, "skeleton"):
-            self.skeleton = build.skeleton
 
     def __call__(self) -> nn.Module:
         with torch.device(self._device):

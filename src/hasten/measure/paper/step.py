@@ -21,6 +21,7 @@ from hasten.measure.paper.tracer import Key, Message, Tracer
 
 PEAK, BETWEEN_STEPS, TOKENS = ("peak", "", ""), ("between_steps", "", ""), ("tokens", "", "")
 MODEL_FLOPS = ("model_flops", "", "")
+WARM_UP = 2  # steps: in the first an optimizer makes its state, in the second DDP its buckets
 FEW_PASSES = 3  # a step of so many is traced as it is
 
 
@@ -47,13 +48,13 @@ class MarkedClock:
         self._inner.mark(part)
 
 
-def traced(build: Callable[[], Session], tracer: Tracer, steps: int = 1) -> Traced:
-    """Build a session, run ``steps`` to warm up, and count one more."""
+def traced(build: Callable[[], Session], tracer: Tracer) -> Traced:
+    """Build a session, warm up, and count the next step."""
     with _watching(tracer), tracer:
         session = build()
         session.setup.clock = MarkedClock(tracer, session.setup.clock)
         running = training(session)
-        for _ in range(steps):
+        for _ in range(WARM_UP):
             next(running)
         between = tracer.live
         tracer.clear()
