@@ -26,16 +26,31 @@ FREE = frozenset(
 )
 # Kernels of operators that take several (aten/src/ATen/native/cuda, and profiles of others).
 KERNELS = {
-    **{"nonzero": 4, "sort": 6, "argsort": 6, "topk": 2, "cumsum": 2, "histc": 3, "bincount": 4},
-    **{"index_put": 6, "index_put_": 6, "_index_put_impl_": 6, "embedding_dense_backward": 8},
-    **{"masked_select": 5, "_unique2": 8, "linalg_vector_norm": 2, "_grouped_mm": 2},
-    **{"native_layer_norm_backward": 2, "_fused_rms_norm_backward": 2, "rms_norm_backward": 2},
-    **{"_varlen_attn_backward": 3, "_flash_attention_backward": 3},
+    "nonzero": 4,
+    "sort": 6,
+    "argsort": 6,
+    "topk": 2,
+    "cumsum": 2,
+    "histc": 3,
+    "bincount": 4,
+    "index_put": 6,
+    "index_put_": 6,
+    "_index_put_impl_": 6,
+    "embedding_dense_backward": 8,
+    "masked_select": 5,
+    "_unique2": 8,
+    "linalg_vector_norm": 2,
+    "_grouped_mm": 2,
+    "native_layer_norm_backward": 2,
+    "_fused_rms_norm_backward": 2,
+    "rms_norm_backward": 2,
+    "_varlen_attn_backward": 3,
+    "_flash_attention_backward": 3,
     "_scaled_dot_product_flash_attention_backward": 3,
     "_scaled_dot_product_efficient_attention_backward": 3,
     "_scaled_dot_product_cudnn_attention_backward": 3,
 }
-# Of a multi-tensor kernel: numbers of a chunk, chunks and tensors of a launch (MultiTensorApply.cuh).
+# Numbers of a multi-tensor kernel's chunk; chunks and tensors of a launch (MultiTensorApply.cuh).
 CHUNK, CHUNKS, TENSORS = 65536, 320, 48
 OVERWRITES = frozenset({"zero_", "fill_", "copy_", "random_", "normal_", "uniform_", "bernoulli_"})
 TAKES = frozenset({"embedding", "index_select", "index", "gather"})  # reads what it gives, no more
@@ -64,7 +79,7 @@ def cost(func: Any, args: Any, kwargs: Any, out: Any, documents: Sequence[int]) 
 
 def touched(tensor: Tensor) -> int:
     """Bytes of a tensor that lie in memory: an expanded dimension counts once."""
-    count = tensor.element_size()
+    count: int = tensor.element_size()
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride or not size else 1
     return count
@@ -101,7 +116,7 @@ def _launches(name: str, args: Any) -> int:
     if not lists:
         return 1
     chunks = sum(ceil(t.numel() / CHUNK) for t in lists[0])
-    several = max(ceil(chunks / CHUNKS), ceil(len(lists[0]) / TENSORS))
+    several: int = max(ceil(chunks / CHUNKS), ceil(len(lists[0]) / TENSORS))
     return several + (name == "_foreach_norm")  # partial sums are added up by another
 
 
@@ -132,9 +147,9 @@ def _attention(name: str, given: list[Tensor], documents: Sequence[int]) -> floa
     """Two products over half of the pairs; five in the backward pass (arXiv:2307.08691, 3.1)."""
     backward = "backward" in name
     query, key, value = given[1:4] if backward else given[:3]
-    width = query.shape[-1] + value.shape[-1]
+    width: int = query.shape[-1] + value.shape[-1]
     if query.dim() == 3:  # rows of all documents one after another: (rows, heads, width)
-        pairs = query.shape[1] * sum(n * n for n in documents) / 2
+        pairs: float = query.shape[1] * sum(n * n for n in documents) / 2
     else:  # (records, heads, rows, width)
         pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] / 2
     return 2.0 * pairs * width * (2.5 if backward else 1.0)

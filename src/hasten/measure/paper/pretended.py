@@ -142,7 +142,8 @@ def _index(device: Any) -> int:
     if isinstance(device, int):
         return device
     found = None if device is None else torch.device(device).index
-    return torch.accelerator.current_device_index() if found is None else found
+    here: int = torch.accelerator.current_device_index()
+    return here if found is None else found
 
 
 def _stream_kind() -> type:
@@ -227,7 +228,7 @@ class _TritonFinder:
 
 def _pretend_triton() -> None:
     if importlib.util.find_spec("triton") is None:
-        sys.meta_path.append(_TritonFinder())  # type: ignore[arg-type]
+        sys.meta_path.append(_TritonFinder())
 
 
 @contextlib.contextmanager

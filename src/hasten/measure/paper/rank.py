@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 import hasten.techniques  # noqa: F401  # imported before ranks are forked
-from hasten.core import facts
 from hasten.launch.ranks import process_group, rank_environment
-from hasten.machine import environment
+from hasten.machine import environment, host
 from hasten.measure.paper.node import Meeting, pretend_groups
 from hasten.measure.paper.recipe_job import PaperRecipe
 from hasten.measure.paper.roofline import PaperDevice
@@ -43,9 +42,9 @@ def trace_rank(
         environment.take_over(rank_environment(rank, count, place, threads=1))
         meeting = pretend_groups()
     torch.set_num_threads(1)
-    here = facts.default_device()
+    here = host.default_device()
     timeout = datetime.timedelta(seconds=LINK_SECONDS)
-    with process_group(facts.world(), here, timeout):
+    with process_group(environment.world(), here, timeout):
         paper = PaperRecipe(recipe_from(dict(values), "recipe"))
         found = _RecipeTrace(device, paper, whole)
         counts = found.counts()

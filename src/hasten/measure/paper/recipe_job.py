@@ -34,7 +34,7 @@ from hasten.recipe.prepared_data import Note, PreparedData
 from hasten.recipe.schema import Recipe
 
 STEPS = 4  # of records; a trace takes two of them
-NOT_WANTED = {"resume": "never", "log_to": [], "auto_plan": None, "ceiling": "auto"}
+NOT_WANTED: Mapping[str, Any] = {"resume": "never", "log_to": [], "auto_plan": None, "ceiling": "auto"}
 
 
 class PaperTokenizer:
@@ -135,9 +135,7 @@ class PaperRecipe:
         return self._sized(layers, records, {"plan": self.plan.to_list()})
 
     @contextmanager
-    def _sized(
-        self, layers: int, records: int, more: Mapping[str, Any]
-    ) -> Iterator[SizedRecipe]:
+    def _sized(self, layers: int, records: int, more: Mapping[str, Any]) -> Iterator[SizedRecipe]:
         with tempfile.TemporaryDirectory(prefix="hasten-paper-") as folder:
             config = {**self.config, "num_hidden_layers": layers}
             if config.get("layer_types"):
@@ -147,9 +145,15 @@ class PaperRecipe:
             (model / "config.json").write_text(json.dumps(config, default=str))
             changes = {
                 **NOT_WANTED,
-                **{"model": str(model), "from_scratch": True, "device": "cuda"},
-                **{"global_batch_size": records, "global_batch_tokens": None},
-                **{"output": folder, "max_steps": 10**6, "epochs": None, "max_tokens": None},
+                "model": str(model),
+                "from_scratch": True,
+                "device": "cuda",
+                "global_batch_size": records,
+                "global_batch_tokens": None,
+                "output": folder,
+                "max_steps": 10**6,
+                "epochs": None,
+                "max_tokens": None,
                 **more,
             }
             yield SizedRecipe(self.recipe.model_copy(update=changes))

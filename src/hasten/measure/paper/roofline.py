@@ -1,7 +1,7 @@
-"""Seconds that a device's datasheet allows for a call: the longest of computing, moving, launching.
+"""Seconds that a device allows for a call: the longest of computing, moving and launching.
 
-The rates are those of `hasten.machine.accelerators`, as far as well-made kernels reach them. Nothing
-here was measured on a device, so a time is a lower bound and tokens per second an upper one.
+The rates are those of `hasten.machine.accelerators`, as far as well-made kernels reach them.
+Nothing here was measured on a device: a time is a lower bound, tokens per second an upper one.
 """
 
 from __future__ import annotations
@@ -24,19 +24,51 @@ HOST_CALL_SECONDS = 6e-6  # Python, autograd and the launch of an operator
 HOST_VIEW_SECONDS = 2e-6  # of an operator that launches nothing
 # Compute capability by the beginning of a device's name; Triton's kernels want 8.0 or later.
 CAPABILITIES = {
-    **{"v100": (7, 0), "t4": (7, 5), "a100": (8, 0), "a800": (8, 0), "a6000": (8, 6)},
-    **{"a40": (8, 6), "a10": (8, 6), "rtx3090": (8, 6), "l40s": (8, 9), "l4": (8, 9)},
-    **{"l20": (8, 9), "rtx4090": (8, 9), "h20": (9, 0), "h100": (9, 0), "h200": (9, 0)},
-    **{"h800": (9, 0), "gh200": (9, 0), "b200": (10, 0), "gb200": (10, 0)},
-    **{"b300": (10, 3), "gb300": (10, 3)},
+    "v100": (7, 0),
+    "t4": (7, 5),
+    "a100": (8, 0),
+    "a800": (8, 0),
+    "a6000": (8, 6),
+    "a40": (8, 6),
+    "a10": (8, 6),
+    "rtx3090": (8, 6),
+    "l40s": (8, 9),
+    "l4": (8, 9),
+    "l20": (8, 9),
+    "rtx4090": (8, 9),
+    "h20": (9, 0),
+    "h100": (9, 0),
+    "h200": (9, 0),
+    "h800": (9, 0),
+    "gh200": (9, 0),
+    "b200": (10, 0),
+    "gb200": (10, 0),
+    "b300": (10, 3),
+    "gb300": (10, 3),
 }
 # FLOP/s of products in float32 outside of tensor cores, which torch takes unless it is told
 # otherwise. From datasheets, recalled; of others a sixteenth of the peak in half formats.
 SINGLE_FLOPS = {
-    **{"a100": 19.5e12, "a800": 19.5e12, "h100": 67e12, "h200": 67e12, "h800": 67e12},
-    **{"gh200": 67e12, "h20": 44e12, "h100-pcie": 51e12, "a6000": 38.7e12, "a40": 37.4e12},
-    **{"a10": 31.2e12, "l4": 30.3e12, "l40s": 91.6e12, "l20": 59.8e12, "rtx3090": 35.6e12},
-    **{"rtx4090": 82.6e12, "b200": 75e12, "gb200": 80e12, "b300": 75e12, "gb300": 80e12},
+    "a100": 19.5e12,
+    "a800": 19.5e12,
+    "h100": 67e12,
+    "h200": 67e12,
+    "h800": 67e12,
+    "gh200": 67e12,
+    "h20": 44e12,
+    "h100-pcie": 51e12,
+    "a6000": 38.7e12,
+    "a40": 37.4e12,
+    "a10": 31.2e12,
+    "l4": 30.3e12,
+    "l40s": 91.6e12,
+    "l20": 59.8e12,
+    "rtx3090": 35.6e12,
+    "rtx4090": 82.6e12,
+    "b200": 75e12,
+    "gb200": 80e12,
+    "b300": 75e12,
+    "gb300": 80e12,
 }
 
 

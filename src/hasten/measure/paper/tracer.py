@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hasten.measure.paper.operators import Cost, cost
-from hasten.measure.paper.roofline import PaperDevice
+from hasten.measure.paper.operators import cost
+from hasten.measure.paper.roofline import Cost, PaperDevice
 
 FORWARD, BACKWARD, OPTIMIZER, BETWEEN = "forward", "backward", "optimizer", "between"
 PARTS = (FORWARD, BACKWARD, OPTIMIZER, BETWEEN)
@@ -102,9 +102,7 @@ class Tracer(TorchDispatchMode):
         """The host waited for the device."""
         self._count("syncs", f"{_where()} {what}", 1)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(_desugars(kind) for kind in types):
             return NotImplemented  # a DTensor's operator comes again with its local tensors
@@ -117,6 +115,8 @@ class Tracer(TorchDispatchMode):
             self._note_message(name, tensors)
         if not fakes and not _asks_for_device(kwargs):
             return func(*args, **kwargs)  # the host's own
+        if name == "record_stream":
+            return None  # of the allocator
         if space == "c10d":
             _exchange_numbers(func, name, args, kwargs, tensors)
             return func(*args, **kwargs)
@@ -147,7 +147,7 @@ class Tracer(TorchDispatchMode):
             return out
         for fake, number in zip(tree_leaves(out), tree_leaves(known), strict=False):
             if isinstance(fake, FakeTensor) and isinstance(number, Tensor):
-                fake.known = number  # type: ignore[attr-defined]
+                fake.known = number
         return out
 
     def _faked(self, tensor: Tensor) -> Tensor:
@@ -300,7 +300,9 @@ def _asks_not_to_wait(name: str, args: Any, kwargs: Any) -> bool:
 # Numbers that are known on the device. Beside a fake lie its numbers on the host; a view of the one
 # is a view of the other, so that what is written in place is seen through all views.
 
-_stale: weakref.WeakSet[Any] = weakref.WeakSet()  # storages on the host that no longer tell the truth
+_stale: weakref.WeakSet[Any] = (
+    weakref.WeakSet()
+)  # storages on the host that no longer tell the truth
 
 
 def numbers_of(tensor: FakeTensor) -> Tensor | None:

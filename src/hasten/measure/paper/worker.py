@@ -79,7 +79,6 @@ def _forked(
         return number
     found: dict[str, Any]
     try:
-        import faulthandler; faulthandler.dump_traceback_later(70)
         from hasten.measure.paper.rank import trace_rank
 
         found = trace_rank(device, values, whole, rank, count, place)

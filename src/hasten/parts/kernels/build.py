@@ -88,7 +88,9 @@ def built_against_torch(source: Path, folder: Path | None = None) -> Built:
     It belongs to the installed torch alone, and is compiled again for another.
     """
     package = importlib.util.find_spec("torch")
-    home = Path((package and package.submodule_search_locations or ["torch"])[0])
+    assert package is not None  # hasten depends on it
+    assert package.submodule_search_locations is not None
+    home = Path(package.submodule_search_locations[0])
     flags = ("-O1", "-std=c++20", "-fPIC", "-w", f"-I{home / 'include'}")
     libraries = (f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{home / 'lib'}")
     depends = (str(home), metadata.version("torch"))
