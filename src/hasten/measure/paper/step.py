@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -92,8 +93,9 @@ def extrapolated(
 
 @contextlib.contextmanager
 def _watching(tracer: Tracer) -> Iterator[None]:
-    """Tell the tracer of what doesn't come to it by itself: calls of modules, storages, waits."""
+    """Tell the tracer of what doesn't come to it: calls of modules, storages, waits, threads."""
     call, resize = torch.nn.Module.__call__, torch.UntypedStorage.resize_
+    run = threading.Thread.run
     accelerator: Any = torch.accelerator
     cuda: Any = torch.cuda
     module: Any = torch.nn.Module
@@ -115,10 +117,16 @@ def _watching(tracer: Tracer) -> Iterator[None]:
     def synchronise(*_: Any, **__: Any) -> None:
         tracer.synchronised("synchronize")
 
+    def run_traced(self: Any) -> None:
+        with tracer:
+            run(self)
+
     module.__call__, storage.resize_ = called, resized
+    thread: Any = threading.Thread
+    thread.run = run_traced
     accelerator.synchronize = cuda.synchronize = synchronise
     try:
         yield
     finally:
-        module.__call__, storage.resize_ = call, resize
+        module.__call__, storage.resize_, thread.run = call, resize, run
         accelerator.synchronize = cuda.synchronize = waits

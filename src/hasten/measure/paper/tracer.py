@@ -144,6 +144,8 @@ class Tracer(TorchDispatchMode):
         if known is None:
             if func._schema.is_mutable:
                 _forget(func, args)
+            if name == "all" and isinstance(out, FakeTensor):
+                out.holds = True  # who asks whether all numbers are good hears yes
             return out
         for fake, number in zip(tree_leaves(out), tree_leaves(known), strict=False):
             if isinstance(fake, FakeTensor) and isinstance(number, Tensor):
@@ -312,11 +314,13 @@ def numbers_of(tensor: FakeTensor) -> Tensor | None:
 
 
 def _number(tensor: FakeTensor) -> Any:
-    """What the host is told when it asks: the number where it is known, else 1 (False)."""
+    """What the host is told: the number where it is known, else 1; of a flag that nothing is wrong."""
     known = numbers_of(tensor)
     if known is not None:
         return known.item()
-    return False if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
+    if tensor.dtype is torch.bool:
+        return getattr(tensor, "holds", False)
+    return 1.0 if tensor.is_floating_point() else 1
 
 
 def _with_numbers(func: Any, args: Any, kwargs: Any) -> Any:
