@@ -179,7 +179,7 @@ WHOLE_MODELS = {
         *(Budget(5, 903, 340, 98.3), Budget(1, 190, 130, 97)),
     ),
 }
-# Layouts and wires of a pretended node of eight: what joins the plan, syncs of a step (bound, goal).
+# Layouts and wires on a node of eight: what joins the plan, syncs of a step (bound, goal).
 LAYOUTS: dict[str, tuple[tuple[Any, ...], int, int]] = {
     "ddp": (("ddp",), 11, 2),
     "fsdp2": (("fsdp2",), 18, 2),

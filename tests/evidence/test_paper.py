@@ -1,4 +1,4 @@
-"""Steps on a GPU that isn't there: budgets of syncs and launches, and a node's ranks each on its own.
+"""Steps on a GPU that isn't there: budgets of syncs and launches, and a node's eight ranks.
 
 The toy recipes and the node of eight are traced by one process, which imports once. Whole models
 and further layouts have the mark ``long``.
@@ -7,7 +7,7 @@ and further layouts have the mark ``long``.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -47,12 +47,12 @@ def traced(recipes: Mapping[str, Recipe]) -> dict[str, PaperTrace]:
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, PaperTrace]]:
+def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PaperTrace]:
     folder = tmp_path_factory.mktemp("paper")
     recipes = {name: toy(folder / name, **keys) for name, keys in TOYS.items()}
     for name in ("ddp", "fsdp2"):
         recipes[name] = on_a_node(folder / name, name)
-    yield traced(recipes)
+    return traced(recipes)
 
 
 def on_a_node(folder: Path, layout: str) -> Recipe:

@@ -31,7 +31,7 @@ class _QuietLogger:
         return None
 
 
-class Meeting:
+class AskedGroup:
     """What this rank asked of the process group when it met the others."""
 
     def __init__(self) -> None:
@@ -40,9 +40,9 @@ class Meeting:
         self.current_device = ""
 
 
-def pretend_groups() -> Meeting:
+def pretend_groups() -> AskedGroup:
     """Let process groups of this process be those of a pretended node."""
-    meeting = Meeting()
+    meeting = AskedGroup()
     module: Any = dist
     begin, group, name = dist.init_process_group, dist.new_group, dist.get_backend
 

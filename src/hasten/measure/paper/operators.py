@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from hasten.measure.paper.roofline import ATTENTION, FP8, HALF, SINGLE, Cost
+from hasten.measure.paper.roofline import ATTENTION, FP8, HALF, SINGLE, CallCost
 
-NOTHING = Cost()
+NOTHING = CallCost()
 # No kernel: memory that is only reserved, or only looked at.
 FREE = frozenset(
     {*("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh")}
@@ -57,7 +57,7 @@ TAKES = frozenset({"embedding", "index_select", "index", "gather"})  # reads wha
 PUTS = frozenset({"scatter_add_", "scatter_", "index_add_", "index_copy_", "index_fill_"})
 
 
-def cost(func: Any, args: Any, kwargs: Any, out: Any, documents: Sequence[int]) -> Cost:
+def cost(func: Any, args: Any, kwargs: Any, out: Any, documents: Sequence[int]) -> CallCost:
     """Of a call and its result.
 
     Args:
@@ -70,7 +70,7 @@ def cost(func: Any, args: Any, kwargs: Any, out: Any, documents: Sequence[int]) 
     if name in FREE or (made and not writes and _is_view(func)) or not (given or made):
         return NOTHING
     launches = _launches(name, args)
-    return Cost(
+    return CallCost(
         launches,
         _moved(func, name, args, given, made),
         *_flops(func, name, args, kwargs, out, given, documents),

@@ -34,7 +34,12 @@ from hasten.recipe.prepared_data import Note, PreparedData
 from hasten.recipe.schema import Recipe
 
 STEPS = 4  # of records; a trace takes two of them
-NOT_WANTED: Mapping[str, Any] = {"resume": "never", "log_to": [], "auto_plan": None, "ceiling": "auto"}
+NOT_WANTED: Mapping[str, Any] = {
+    "resume": "never",
+    "log_to": [],
+    "auto_plan": None,
+    "ceiling": "auto",
+}
 
 
 class PaperTokenizer:
@@ -103,8 +108,9 @@ class PaperRecipe:
 
     @property
     def fewest_layers(self) -> int:
-        """So many, and one more, tell of all others; a model of several kinds needs all."""
-        if len(set(self.config.get("layer_types") or [])) > 1:
+        """So many, and one more, tell of all others; where layers differ it takes all of them."""
+        kinds = set(self.config.get("layer_types") or [])
+        if len(kinds) > 1 or CUT_BY_LAYERS & {t.name() for t in self.plan}:
             return self.layers
         return 2 + int(self.config.get("first_k_dense_replace") or 0)
 

@@ -72,7 +72,7 @@ SINGLE_FLOPS = {
 }
 
 
-class Cost(NamedTuple):
+class CallCost(NamedTuple):
     """What a call takes; ``unit`` says whose FLOP/s bound it."""
 
     launches: int = 0
@@ -94,7 +94,7 @@ class PaperDevice:
     units: int
     source: str
 
-    def seconds(self, cost: Cost) -> float:
+    def seconds(self, cost: CallCost) -> float:
         """The least time of a call."""
         return max(
             cost.flops / self.rates[cost.unit],

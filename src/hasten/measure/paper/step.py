@@ -18,7 +18,7 @@ import torch
 from hasten.core.session import Session
 from hasten.core.step import training
 from hasten.core.timing import Clock, StepMetrics
-from hasten.measure.paper.tracer import Key, Message, Tracer
+from hasten.measure.paper.tracer import Key, RankMessage, Tracer
 
 PEAK, BETWEEN_STEPS, TOKENS = ("peak", "", ""), ("between_steps", "", ""), ("tokens", "", "")
 MODEL_FLOPS = ("model_flops", "", "")
@@ -32,7 +32,7 @@ class Traced:
 
     counts: Mapping[Key, float]
     devices: frozenset[str]
-    messages: Mapping[Message, int]
+    messages: Mapping[RankMessage, int]
 
 
 class MarkedClock:
@@ -51,7 +51,8 @@ class MarkedClock:
 
 def traced(build: Callable[[], Session], tracer: Tracer) -> Traced:
     """Build a session, warm up, and count the next step."""
-    with _watching(tracer), tracer:
+    # On the device's own thread torch.tensor(.., device="cuda") would ask for memory.
+    with _watching(tracer), torch.autograd.set_multithreading_enabled(False), tracer:
         session = build()
         session.setup.clock = MarkedClock(tracer, session.setup.clock)
         running = training(session)

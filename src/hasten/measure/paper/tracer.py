@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hasten.measure.paper.operators import cost
-from hasten.measure.paper.roofline import Cost, PaperDevice
+from hasten.measure.paper.roofline import CallCost, PaperDevice
 
 FORWARD, BACKWARD, OPTIMIZER, BETWEEN = "forward", "backward", "optimizer", "between"
 PARTS = (FORWARD, BACKWARD, OPTIMIZER, BETWEEN)
@@ -47,7 +47,7 @@ FAKES = FakeTensorMode(allow_non_fake_inputs=True)
 Key = tuple[str, str, str]  # quantity, part of the step, name
 
 
-class Message(NamedTuple):
+class RankMessage(NamedTuple):
     """One kind of message between ranks."""
 
     operation: str
@@ -69,7 +69,7 @@ class Tracer(TorchDispatchMode):
         self.documents = tuple(documents)
         self.live = self.peak = 0
         self.devices: set[str] = set()  # that tensors lay on
-        self.messages: dict[Message, int] = {}
+        self.messages: dict[RankMessage, int] = {}
         self.counts: dict[Key, float] = defaultdict(float)
         self._pending: dict[Key, float] = defaultdict(float)
         self._sizes: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
@@ -200,9 +200,10 @@ class Tracer(TorchDispatchMode):
         if name in SIZED_BY_NUMBERS and not kwargs.get("output_size"):
             self.synchronised(name)
         elif name in ("index", "index_put", "index_put_", "_index_put_impl_"):
-            masks = (i for i in args[1] if i is not None)
-            if any(i.dtype in (torch.bool, torch.uint8) for i in masks):
-                self.synchronised("index by a mask")
+            indices = (i for i in args[1] if i is not None)
+            masked = any(i.dtype in (torch.bool, torch.uint8) for i in indices)
+            if masked and not (len(args) > 2 and args[2].numel() == 1 and args[2].is_cpu):
+                self.synchronised("index by a mask")  # but for one number, which is masked_fill
         source = args[1] if name == "copy_" else args[0] if name == "_to_copy" else None
         if source is None or isinstance(source, FakeTensor):
             return
@@ -217,7 +218,7 @@ class Tracer(TorchDispatchMode):
             if isinstance(tensor, FakeTensor):
                 self._allocated(tensor)
         name = func._schema.name.split("::")[1]
-        found: Cost = cost(func, args, kwargs, out, self.documents)
+        found: CallCost = cost(func, args, kwargs, out, self.documents)
         if not found.launches:
             self._count("views", "", 1)
             return
@@ -239,7 +240,7 @@ class Tracer(TorchDispatchMode):
     def _note_message(self, name: str, tensors: list[Tensor]) -> None:
         if not tensors:
             return
-        key = Message(name, str(tensors[0].device), _where())
+        key = RankMessage(name, str(tensors[0].device), _where())
         size = sum(t.numel() * t.element_size() for t in tensors)
         self.messages[key] = self.messages.get(key, 0) + size
 
@@ -314,7 +315,7 @@ def numbers_of(tensor: FakeTensor) -> Tensor | None:
 
 
 def _number(tensor: FakeTensor) -> Any:
-    """What the host is told: the number where it is known, else 1; of a flag that nothing is wrong."""
+    """What the host is told: the number where it is known, else 1; flags say that all is well."""
     known = numbers_of(tensor)
     if known is not None:
         return known.item()

@@ -67,18 +67,19 @@ def built(*names: str, folder: Path | None = None) -> Built:
     ``folder`` keeps it for the next process: by default ``.cache/hasten/kernels`` in the user's
     home, or a temporary folder of this process where that can't be written, or by others too.
     """
+    return _built(_kernels(*names), folder or FOLDER)
+
+
+def _kernels(*names: str) -> _Target:
     # Two OpenMP runtimes in one process would each keep threads and let them spin against each
     # other: link the one that torch has loaded.
     runtime = _loaded("libgomp")
-    return _built(
-        _Target(
-            name="-".join(names),
-            sources=tuple(SOURCES / f"{name}.cpp" for name in names),
-            flags=_flags(),
-            libraries=(runtime or "-fopenmp",),
-            depends=(*(h.read_text() for h in sorted(SOURCES.glob("*.h"))), str(runtime)),
-        ),
-        folder or FOLDER,
+    return _Target(
+        name="-".join(names),
+        sources=tuple(SOURCES / f"{name}.cpp" for name in names),
+        flags=_flags(),
+        libraries=(runtime or "-fopenmp",),
+        depends=(*(h.read_text() for h in sorted(SOURCES.glob("*.h"))), str(runtime)),
     )
 
 
