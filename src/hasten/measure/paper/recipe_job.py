@@ -40,6 +40,7 @@ NOT_WANTED: Mapping[str, Any] = {
     "auto_plan": None,
     "ceiling": "auto",
 }
+CUT_BY_LAYERS = frozenset({"pipeline", "hybrid"})  # layouts that deal out whole layers
 
 
 class PaperTokenizer:
