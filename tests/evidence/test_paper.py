@@ -59,7 +59,7 @@ def steps(answers: dict[str, PaperTrace | InputError]) -> dict[str, PaperTrace]:
 
 
 def on_a_node(folder: Path, layout: str) -> Recipe:
-    return toy(folder, nproc=RANKS, plan=["packed", *LAYOUTS[layout][0]])
+    return toy(folder, nproc=RANKS, passes=1, plan=["packed", *LAYOUTS[layout][0]])
 
 
 def step(steps: Mapping[str, PaperTrace], name: str) -> RankTrace:
@@ -171,7 +171,7 @@ def test_a_whole_model_keeps_its_budget(whole: WholeModel, tmp_path: Path) -> No
     found = traced({"whole": whole.recipe(tmp_path / "model")})["whole"]
     assert isinstance(found, PaperTrace), found
     rank, bound = found.ranks[0], whole.bound
-    assert rank.by_name("syncs", "forward", "backward") == {}
+    assert sum(rank.by_name("syncs", "forward", "backward").values()) <= whole.inside
     assert rank.total("syncs") <= bound.syncs, rank.by_name("syncs")
     assert rank.total("launches") / rank.layers / rank.passes <= bound.launches
     assert rank.total("bytes") / found.tokens / 1e6 <= bound.megabytes

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import gc
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import hasten.techniques  # noqa: F401  # imported before ranks are forked
 from hasten.launch.ranks import process_group, rank_environment
 from hasten.machine import environment, host
 from hasten.measure.paper.node import AskedGroup, pretend_groups
@@ -17,9 +18,29 @@ from hasten.measure.paper.recipe_job import PaperRecipe
 from hasten.measure.paper.roofline import PaperDevice
 from hasten.measure.paper.step import Traced, extrapolated, traced
 from hasten.measure.paper.tracer import Key, Tracer
+from hasten.models.load import count_parameters, read_config
 from hasten.recipe.schema import recipe_from
 
+# Imported before ranks are forked, in the place of once in each of them.
+PRELOADED = (
+    *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
+    *("peft", "hasten.techniques"),
+)
 LINK_SECONDS = 120.0  # a rank waits so long for the others
+
+
+def preload(values: Mapping[str, Any]) -> None:
+    """Import what ranks of the recipe need, its model's code included.
+
+    Raises:
+        InputError: the recipe or its model's config can't be used.
+    """
+    for name in PRELOADED:
+        importlib.import_module(name)
+    paper = PaperRecipe(recipe_from(dict(values), "recipe"))
+    with paper.few_layers() as few:
+        count_parameters(read_config(few.model))
+    gc.freeze()
 
 
 def trace_rank(

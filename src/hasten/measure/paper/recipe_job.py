@@ -137,6 +137,12 @@ class PaperRecipe:
         with self.sized(self.layers, self.records) as whole:
             return whole.passes()
 
+    @contextmanager
+    def few_layers(self) -> Iterator[Recipe]:
+        """The recipe with a model of few layers, for a look."""
+        with self._sized(2, 1, {}) as few:
+            yield few.recipe
+
     def sized(self, layers: int, records: int) -> AbstractContextManager[SizedRecipe]:
         """The recipe with so many layers, and records of a step."""
         return self._sized(layers, records, {"plan": self.plan.to_list()})

@@ -48,9 +48,13 @@ def main() -> None:
 
 def answer(device: PaperDevice, values: Mapping[str, Any], whole: bool) -> dict[str, Any]:
     """The traces of a recipe's ranks, or why there are none."""
-    import hasten.measure.paper.rank  # noqa: F401  # once, before processes are forked
+    from hasten.measure.paper.rank import preload
 
     count = int(values.get("nproc") or 1)
+    try:
+        preload(values)
+    except InputError as error:
+        return {"refused": str(error)}
     with tempfile.TemporaryDirectory(prefix="hasten-paper-") as folder:
         place = Path(folder)
         numbers = [_forked(device, values, whole, rank, count, place) for rank in range(count)]
