@@ -1650,7 +1650,35 @@ RECIPE: tuple[Fault, ...] = (
     ),
 )
 
-FAULTS: tuple[Fault, ...] = (*CORE, *PARTS, *EVIDENCE, *DATA, *RECIPE)
+# What only a GPU would show: each waits for the device, or computes on another rank's.
+DEVICE: tuple[Fault, ...] = (
+    Fault(
+        name="a-rank-stays-on-the-first-gpu",
+        kind="missing call",
+        file="launch/ranks.py",
+        old="        torch.cuda.set_device(device)\n",
+        new="        pass\n",
+        tests=("tests/evidence/test_paper.py",),
+    ),
+    Fault(
+        name="the-loss-looks-at-its-labels",
+        kind="hidden wait",
+        file="parts/nn/losses.py",
+        old="kept = labels.flatten() != IGNORED\n",
+        new="kept = labels.flatten() != IGNORED\n        kept.sum().item()\n",
+        tests=("tests/evidence/test_paper.py",),
+    ),
+    Fault(
+        name="a-batch-blocks-the-host",
+        kind="hidden wait",
+        file="core/job.py",
+        old="value.to(device, non_blocking=True)",
+        new="value.to(device)",
+        tests=("tests/evidence/test_paper.py",),
+    ),
+)
+
+FAULTS: tuple[Fault, ...] = (*CORE, *PARTS, *EVIDENCE, *DATA, *RECIPE, *DEVICE)
 
 if __name__ == "__main__":
     sys.exit(main())

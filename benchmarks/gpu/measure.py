@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpu.memory import estimate
+from gpu.memory import predicted
 from gpu.results import Found, summary, write
 from gpu.rows import Choice, Row
 from gpu.work import Arm, Work
@@ -153,7 +153,7 @@ def first_that_fits(
     limit = device_memory(device)
     for choice in row.arms[arm]:
         words = [str(t) for t in choice.techniques(row.batch)]
-        guess = estimate(row, choice, limit if device != "cpu" else 0)
+        guess = predicted(row, choice, limit if device != "cpu" else 0)
         line: Found = {"arm": arm, "plan": words, "estimate_bytes": guess.to_dict()}
         tried.append(line)
         if guess.total > SHARE * limit:

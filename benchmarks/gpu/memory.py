@@ -1,6 +1,7 @@
-"""How much of a device a choice will take, before anything is built: an estimate with its terms.
+"""How much of a device a choice will take, before anything is built.
 
-Bytes per weight go by the techniques in the plan; activations by what a block of a Llama keeps for
+Where the choice was traced on paper (`gpu.on_paper`) it is the peak of live tensors found there;
+elsewhere an estimate with its terms. Bytes per weight go by the techniques in the plan; activations by what a block of a Llama keeps for
 its backward pass with fused layers: (hidden) the input of each norm and of each group of products,
 (heads) query, key and value before and after the rotary embedding and what attention gives back,
 (between) gate, up and their product.
@@ -8,7 +9,9 @@ its backward pass with fused layers: (hidden) the input of each norm and of each
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from gpu.rows import Choice, Row, Shape
@@ -19,6 +22,7 @@ from hasten.techniques.optimizer import CompactAdamW
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.recompute import Recompute
 
+PEAKS = Path(__file__).with_name("paper_peaks.json")  # bytes by row and choice
 RESERVE = 3e9  # the driver's context, workspaces of libraries
 FRAGMENTS = 1.03  # what the allocator can't use of what it holds
 LOGITS = 4  # times a chunk: it, and what becomes of it
@@ -44,8 +48,43 @@ class Estimate:
         return {**asdict(self), "total": self.total}
 
 
+@dataclass(frozen=True)
+class OnPaper:
+    """Bytes of live tensors at the peak of a traced step."""
+
+    peak: float
+
+    @property
+    def total(self) -> float:
+        return FRAGMENTS * self.peak + RESERVE
+
+    def to_dict(self) -> dict[str, float]:
+        return {"on_paper": self.peak, "total": self.total}
+
+
+def kept_peaks() -> dict[str, dict[str, float]]:
+    """What was traced, by row and choice."""
+    found: dict[str, dict[str, float]] = json.loads(PEAKS.read_text()) if PEAKS.exists() else {}
+    return found
+
+
+def choice_key(row: Row, choice: Choice) -> str:
+    """Names a choice of a row in the file of peaks."""
+    plan = ", ".join(str(technique) for technique in choice.techniques(row.batch))
+    return f"{plan}; {choice.weights}, {choice.records} x {row.length}"
+
+
+def predicted(row: Row, choice: Choice, memory: int = 0) -> OnPaper | Estimate:
+    """The peak of a choice on its device: from paper where it is known, else estimated.
+
+    ``memory``: bytes of the GPU; 0: on a processor.
+    """
+    peak = kept_peaks().get(row.name, {}).get(choice_key(row, choice))
+    return estimate(row, choice, memory) if peak is None else OnPaper(peak)
+
+
 def estimate(row: Row, choice: Choice, memory: int = 0) -> Estimate:
-    """The peak of a choice in bytes, on a GPU of so many; 0: on a processor."""
+    """The peak of a choice by arithmetic, in bytes, on a GPU of so many; 0: on a processor."""
     found: dict[type, Any] = {type(t): t for t in choice.plan}
     weights = parameters(row.shape)
     lora, compact = found.get(LoRA), found.get(CompactAdamW)

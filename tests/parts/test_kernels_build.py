@@ -117,8 +117,9 @@ def test_a_library_is_built_once_and_found_again(
 @needs_compiler
 def test_the_name_is_the_same_in_every_process() -> None:
     code = (
-        "from hasten.parts.kernels.build import _key, COMPILERS\n"
-        "import shutil; print(_key(next(filter(None, map(shutil.which, COMPILERS))), ('rows',)))"
+        "from hasten.parts.kernels.build import _kernels, _key, COMPILERS\n"
+        "import shutil; compiler = next(filter(None, map(shutil.which, COMPILERS)))\n"
+        "print(_key(compiler, _kernels('rows')))"
     )
     names = {
         subprocess.check_output(

@@ -230,8 +230,16 @@ def plan(
         str, typer.Option(help="how it is wired: dgx_h100, dgx_a100, fat_tree, ethernet ...")
     ] = "single_node",
     gpu: Annotated[
-        str, typer.Option(help="the device, or a .json file of its figures or of hasten bench")
+        str,
+        typer.Option(
+            "--gpu",
+            "--device",
+            help="the device, or a .json file of its figures or of hasten bench",
+        ),
     ] = "",
+    paper: Annotated[
+        bool, typer.Option("--paper", help="count a step of the recipe on that device, without it")
+    ] = False,
     nodes: Annotated[int, typer.Option(help="hosts")] = 1,
     gpus_per_node: Annotated[int, typer.Option(help="devices in each")] = 8,
     memory: Annotated[
@@ -286,12 +294,15 @@ def plan(
     ] = None,
 ) -> None:
     """Say whether a job fits, in which layout, how long it takes and what it costs."""
-    from hasten.cli.plan import evaluation
+    from hasten.cli.plan import evaluation, step_on_paper
     from hasten.cli.plan import plan as command
     from hasten.planner.inputs import PlanOptions
 
     if evaluate is not None:
         evaluation(evaluate, json_out)
+        return
+    if paper:
+        step_on_paper(model, overrides or [], gpu, json_out)
         return
     lists = {"calibrate": calibrate or [], "why": why or [], "what_if": what_if or []}
     wishes = chosen(PlanOptions, locals(), **lists)

@@ -11,6 +11,8 @@ from textwrap import indent
 from typing import Any
 
 from hasten.errors import InputError
+from hasten.measure.paper import table as paper
+from hasten.measure.paper.request import on_paper
 from hasten.models.architecture import Architecture
 from hasten.planner import advice, reasons, text
 from hasten.planner.accuracy import evaluate
@@ -31,6 +33,7 @@ from hasten.planner.planning import ClusterPlan
 from hasten.planner.planning import plan as search
 from hasten.planner.text import page, write
 
+PAPER_DEVICE = "h100"  # where none is named
 NEAREST = 5  # rejected layouts that are shown
 LISTED = 60  # and that the file lists
 
@@ -121,6 +124,21 @@ def evaluation(path: Path, out: Path | None) -> None:
     print(text.evaluation_text(found))
     if out is not None:
         write(out, json.dumps(found, indent=1, allow_nan=False) + "\n")
+
+
+def step_on_paper(
+    name: str | None, overrides: Sequence[str], device: str, out: Path | None
+) -> None:
+    """Count a step of the recipe on a device that isn't here, print it, and write it if asked."""
+    recipe = recipe_of(name or "", overrides)
+    if recipe is None:
+        raise InputError(
+            "--paper counts a step of a recipe: hasten plan --paper recipe.yaml --device h100"
+        )
+    trace = on_paper(recipe, device or PAPER_DEVICE)
+    print(paper.table(trace, str(name), recipe.cutoff_len))
+    if out is not None:
+        write(out, json.dumps(paper.to_dict(trace), indent=1, allow_nan=False) + "\n")
 
 
 def to_dict(found: ClusterPlan, price: PerHour | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import ctypes
 import fnmatch
 import functools
 import hashlib
+import importlib.util
 import os
 import shutil
 import stat
@@ -23,6 +24,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "cpu"
@@ -47,6 +49,17 @@ class Built:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class _Target:
+    """What a library is made of."""
+
+    name: str
+    sources: tuple[Path, ...]
+    flags: tuple[str, ...]
+    libraries: tuple[str, ...]
+    depends: tuple[str, ...]  # what else decides the machine code
+
+
 @functools.cache
 def built(*names: str, folder: Path | None = None) -> Built:
     """The library of the named source files, compiled if nobody has compiled it here before.
@@ -54,14 +67,47 @@ def built(*names: str, folder: Path | None = None) -> Built:
     ``folder`` keeps it for the next process: by default ``.cache/hasten/kernels`` in the user's
     home, or a temporary folder of this process where that can't be written, or by others too.
     """
+    return _built(_kernels(*names), folder or FOLDER)
+
+
+def _kernels(*names: str) -> _Target:
+    # Two OpenMP runtimes in one process would each keep threads and let them spin against each
+    # other: link the one that torch has loaded.
+    runtime = _loaded("libgomp")
+    return _Target(
+        name="-".join(names),
+        sources=tuple(SOURCES / f"{name}.cpp" for name in names),
+        flags=_flags(),
+        libraries=(runtime or "-fopenmp",),
+        depends=(*(h.read_text() for h in sorted(SOURCES.glob("*.h"))), str(runtime)),
+    )
+
+
+def built_against_torch(source: Path, folder: Path | None = None) -> Built:
+    """The library of a C++ file that uses torch's headers, loaded before torch is imported.
+
+    It belongs to the installed torch alone, and is compiled again for another.
+    """
+    package = importlib.util.find_spec("torch")
+    assert package is not None  # hasten depends on it
+    assert package.submodule_search_locations is not None
+    home = Path(package.submodule_search_locations[0])
+    flags = ("-O1", "-std=c++20", "-fPIC", "-w", f"-I{home / 'include'}")
+    libraries = (f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{home / 'lib'}")
+    depends = (str(home), metadata.version("torch"))
+    target = _Target(source.stem, (source,), flags, libraries, depends)
+    return _built(target, folder or FOLDER)
+
+
+def _built(target: _Target, folder: Path) -> Built:
     compiler = next((found for c in COMPILERS if (found := shutil.which(c))), None)
     if compiler is None:
         return Built(None, f"no C++ compiler was found ({', '.join(COMPILERS)}): install one")
-    with _opened(folder or FOLDER) as place:
-        name = f"{'-'.join(names)}-{_key(compiler, names)}.so"
+    with _opened(folder) as place:
+        name = f"{target.name}-{_key(compiler, target)}.so"
         file = _whole(name, place)
         if file is None:
-            complaint = _compile(compiler, [SOURCES / f"{n}.cpp" for n in names], name, place)
+            complaint = _compile(compiler, target, name, place)
             file = _whole(name, place)
             if complaint or file is None:
                 complaint = complaint or f"{name} is not what was written"
@@ -88,12 +134,12 @@ def _keep_few(name: str, folder: int) -> None:
             os.unlink(old, dir_fd=folder)  # a process that has it loaded keeps it
 
 
-def _compile(compiler: str, sources: list[Path], name: str, folder: int) -> str:
+def _compile(compiler: str, target: _Target, name: str, folder: int) -> str:
     """The compiler's complaint, or nothing when the library is in the open folder."""
     try:
         with tempfile.TemporaryDirectory(prefix="hasten-building-") as building:
             library = Path(building) / name
-            for command in _commands(compiler, sources, library):
+            for command in _commands(compiler, target, library):
                 found = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
                 if found.returncode:
                     lines = [line for line in found.stderr.splitlines() if "error" in line]
@@ -117,16 +163,14 @@ def _put(content: bytes, name: str, folder: int) -> None:
     os.replace(part, name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
-def _commands(compiler: str, sources: list[Path], library: Path) -> list[list[str]]:
-    objects = [library.with_name(f"{source.stem}.o") for source in sources]
+def _commands(compiler: str, target: _Target, library: Path) -> list[list[str]]:
+    objects = [library.with_name(f"{source.stem}.o") for source in target.sources]
     commands = [
-        [compiler, *_flags(), "-c", str(source), "-o", str(target)]
-        for source, target in zip(sources, objects, strict=True)
+        [compiler, *target.flags, "-c", str(source), "-o", str(file)]
+        for source, file in zip(target.sources, objects, strict=True)
     ]
-    # Two OpenMP runtimes in one process would each keep threads and let them spin against each
-    # other: link the one that torch has loaded.
-    runtime = _loaded("libgomp") or "-fopenmp"
-    return [*commands, [compiler, "-shared", *map(str, objects), runtime, "-o", str(library)]]
+    linked = [compiler, "-shared", *map(str, objects), *target.libraries, "-o", str(library)]
+    return [*commands, linked]
 
 
 def _whole(name: str, folder: int) -> int | None:
@@ -160,14 +204,14 @@ def _flags() -> tuple[str, ...]:
     return (*FLAGS, WIDE) if "avx512f" in processor_flags() else FLAGS
 
 
-def _key(compiler: str, names: tuple[str, ...]) -> str:
-    """Of everything the machine code depends on: sources, compiler, flags, processor, runtime."""
+def _key(compiler: str, target: _Target) -> str:
+    """Of everything the machine code depends on: sources, compiler, flags, processor, libraries."""
     digest = hashlib.sha256()
-    for source in sorted([*(SOURCES / f"{n}.cpp" for n in names), *SOURCES.glob("*.h")]):
+    for source in target.sources:
         digest.update(source.read_bytes())
     stamp = Path(compiler).resolve().stat()
-    digest.update(repr((compiler, stamp.st_size, stamp.st_mtime_ns, _flags())).encode())
-    digest.update(repr((sorted(processor_flags()), _loaded("libgomp"))).encode())
+    digest.update(repr((compiler, stamp.st_size, stamp.st_mtime_ns, target.flags)).encode())
+    digest.update(repr((sorted(processor_flags()), target.libraries, target.depends)).encode())
     return digest.hexdigest()[:16]
 
 

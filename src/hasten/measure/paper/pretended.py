@@ -1,0 +1,242 @@
+"""A process that believes in a CUDA device: the guard, and what `torch.cuda` says about the device.
+
+`begin` comes before torch is imported. It changes torch for the whole process, so it is for a
+process that traces and does nothing else. Tensors on the host are real; tensors on the device are
+fakes with a shape, a format and no memory (`hasten.measure.paper.tracer`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from hasten.errors import InputError
+from hasten.measure.paper.roofline import PaperDevice
+from hasten.parts.kernels.build import built_against_torch
+
+if TYPE_CHECKING:
+    import torch
+
+GUARD = Path(__file__).with_name("guard.cpp")
+
+
+def begin(device: PaperDevice, count: int = 1) -> None:
+    """Let this process have ``count`` such devices.
+
+    Raises:
+        InputError: torch is a build for GPUs, or the guard can't be compiled.
+    """
+    if "torch" in sys.modules:
+        raise RuntimeError("the pretended device has to be there before torch is imported")
+    guard = built_against_torch(GUARD)
+    if guard.library is None:
+        raise InputError(f"a step can't be traced on paper: {guard.reason}")
+    guard.library.paper_devices(count)
+    import torch
+
+    if torch.version.cuda or torch.version.hip:
+        raise InputError(
+            "a step is traced on paper with the CPU build of torch, and this is a build for GPUs: "
+            "pip install torch --index-url https://download.pytorch.org/whl/cpu in another venv"
+        )
+    # torch.tensor(.., device="cuda") asks the device for memory, unless it begins on the host.
+    torch._C._set_only_lift_cpu_tensors(True)
+    _answer_for_cuda(device, count)
+    _answer_for_accelerators(count)
+    _move_by_replacing()
+    _pretend_triton()
+
+
+def _answer_for_cuda(device: PaperDevice, count: int) -> None:
+    import torch
+
+    cuda: Any = torch.cuda
+    major, minor = device.capability
+    properties = SimpleNamespace(
+        name=f"{device.name} (on paper)",
+        total_memory=device.memory_bytes,
+        major=major,
+        minor=minor,
+        uuid="paper",
+        multi_processor_count=device.units,
+        warp_size=32,
+    )
+    version: Any = torch.version
+    version.cuda = "13.0"
+    answers: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,
+        "_lazy_call": lambda call, **_: call(),
+        "device_count": lambda: count,
+        "current_device": torch.accelerator.current_device_index,
+        "set_device": _set_device,
+        "device": torch.accelerator.device_index,
+        "_exchange_device": _exchange_device,
+        "_maybe_exchange_device": _exchange_device,
+        "get_device_properties": lambda _=None: properties,
+        "get_device_capability": lambda _=None: device.capability,
+        "get_device_name": lambda _=None: properties.name,
+        "is_bf16_supported": lambda *_, **__: True,
+        "is_current_stream_capturing": lambda: False,
+        "mem_get_info": lambda _=None: (device.memory_bytes, device.memory_bytes),
+        "empty_cache": lambda: None,
+        "ipc_collect": lambda: None,
+        "max_memory_allocated": lambda _=None: 0,
+        "memory_allocated": lambda _=None: 0,
+        "reset_peak_memory_stats": lambda _=None: None,
+        "get_rng_state": lambda _=None: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda *_: None,
+        "default_generators": tuple(torch.Generator(f"cuda:{index}") for index in range(count)),
+        "Stream": _stream_kind(),
+        "Event": _event_kind(),
+        "current_stream": torch.accelerator.current_stream,
+        "default_stream": torch.accelerator.current_stream,
+        "stream": lambda stream: stream or contextlib.nullcontext(),
+        "set_stream": lambda stream: None,
+        "synchronize": torch.accelerator.synchronize,
+    }
+    for name, answer in answers.items():
+        setattr(cuda, name, answer)
+
+
+def _answer_for_accelerators(count: int) -> None:
+    import torch
+
+    accelerator: Any = torch.accelerator
+    memory: Any = torch.accelerator.memory
+    accelerator.is_available = lambda: True
+    accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
+    accelerator.device_count = lambda: count
+    for place in (accelerator, memory):
+        for name in ("max_memory_allocated", "memory_allocated", "memory_reserved"):
+            setattr(place, name, lambda *_: 0)
+        for name in ("reset_peak_memory_stats", "empty_cache", "reset_accumulated_memory_stats"):
+            setattr(place, name, lambda *_: None)
+
+
+def _set_device(device: Any) -> None:
+    import torch
+
+    torch.accelerator.set_device_index(_index(device))
+
+
+def _exchange_device(index: int) -> int:
+    import torch
+
+    before: int = torch.accelerator.current_device_index()
+    if index >= 0:
+        torch.accelerator.set_device_index(index)
+    return before
+
+
+def _index(device: Any) -> int:
+    import torch
+
+    if isinstance(device, int):
+        return device
+    found = None if device is None else torch.device(device).index
+    here: int = torch.accelerator.current_device_index()
+    return here if found is None else found
+
+
+def _stream_kind() -> type:
+    """The class that stands for `torch.cuda.Stream`; its work is over at once."""
+    import torch
+
+    class PaperStream(torch.Stream):
+        def __new__(cls, device: Any = None, priority: int = 0, **_: Any) -> Any:
+            where = torch.device("cuda", _index(device))
+            return super().__new__(cls, where, priority=priority)
+
+    return PaperStream
+
+
+def _event_kind() -> type:
+    """The class that stands for `torch.cuda.Event`."""
+    import torch
+
+    class PaperEvent(torch.Event):
+        def __new__(cls, enable_timing: bool = False, **_: Any) -> Any:
+            return super().__new__(cls, "cuda", enable_timing=enable_timing)
+
+    return PaperEvent
+
+
+def _move_by_replacing() -> None:
+    """`nn.Module.to` can't swap a parameter's tensor for a fake: put a new parameter there.
+
+    Multi-tensor kernels and their users ask for the exact type of a tensor, which a fake hasn't.
+    """
+    import torch
+    from torch.nn.utils import clip_grad
+
+    def to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        moved: dict[int, torch.nn.Parameter] = {}  # tied weights stay tied
+        for part in module.modules():
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    wide = dtype if buffer.is_floating_point() else None
+                    part._buffers[name] = buffer.to(device=device, dtype=wide)
+            for name, weight in part._parameters.items():
+                if weight is None:
+                    continue
+                if id(weight) not in moved:
+                    moved[id(weight)] = _moved_parameter(weight, device, dtype)
+                part._parameters[name] = moved[id(weight)]
+        return module
+
+    module: Any = torch.nn.Module
+    module.to = to
+    clip: Any = clip_grad
+    clip._has_foreach_support = lambda tensors, device: True
+
+
+def _moved_parameter(weight: Any, device: Any, dtype: Any) -> Any:
+    import torch
+
+    wide = dtype if weight.is_floating_point() else None
+    value = weight.detach().to(device=device, dtype=wide)
+    if value.device == weight.device and value.dtype == weight.dtype:
+        return weight
+    return torch.nn.Parameter(value, weight.requires_grad)
+
+
+class _NoTriton(importlib.machinery.ModuleSpec):
+    """Says that Triton is installed; a GPU machine has it, and fakes never run its kernels."""
+
+
+class _TritonFinder:
+    """Finds a Triton that can't be imported."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        return _NoTriton(name, self) if name == "triton" else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: Any) -> Any:
+        raise ImportError("Triton is on paper only")
+
+    def exec_module(self, module: Any) -> None:
+        raise ImportError("Triton is on paper only")
+
+
+def _pretend_triton() -> None:
+    if importlib.util.find_spec("triton") is None:
+        sys.meta_path.append(_TritonFinder())
+
+
+@contextlib.contextmanager
+def replaced(place: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
+    """Inside, an attribute is another."""
+    before = getattr(place, name)
+    setattr(place, name, value)
+    try:
+        yield
+    finally:
+        setattr(place, name, before)

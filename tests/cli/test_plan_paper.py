@@ -1,0 +1,77 @@
+"""``hasten plan --paper`` as a user types it; what it counts is tested in ``tests/evidence``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hasten.cli.main import app
+from hasten.errors import InputError
+from paper_recipes import toy
+
+pytestmark = pytest.mark.cold
+needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(toy(tmp_path / "model").to_yaml())
+    return str(path)
+
+
+def complaint(*words: str) -> str:
+    result = CliRunner().invoke(app, ["plan", "--paper", *words])
+    assert isinstance(result.exception, InputError), result.output
+    said = str(result.exception)
+    assert "\n" not in said
+    return said
+
+
+@needs_compiler
+@pytest.mark.timeout(300)
+def test_a_recipe_is_counted_for_a_device_that_is_not_here(recipe: str, tmp_path: Path) -> None:
+    out = tmp_path / "paper.json"
+    words = ["plan", "--paper", recipe, "--device", "rtx4090", "--json", str(out)]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    first, *_, last = result.output.strip().splitlines()
+    assert "on paper, rtx4090: counted without a GPU, nothing was measured" in first
+    assert last.startswith("assumed: products at 135 TFLOP/s in bf16")
+    assert "upper bound" in last
+    for word in ("forward", "backward", "optimizer", "syncs", "peak", "_varlen_attn_backward"):
+        assert word in result.output
+    found = json.loads(out.read_text())
+    assert found["kind"] == "hasten plan on paper"
+    assert found["peak_bytes"] > found["between_steps_bytes"] > 0
+    assert found["parts"]["forward"]["syncs"] == 0
+    assert sum(row["launches"] for row in found["operators"].values()) == sum(
+        part["launches"] for part in found["parts"].values()
+    )
+    assert found["assumptions"]
+
+
+def test_what_is_no_recipe_is_refused() -> None:
+    said = complaint("deepseek-llm-7b", "--device", "h100")
+    assert said == (
+        "--paper counts a step of a recipe: hasten plan --paper recipe.yaml --device h100"
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "part"), [("h10", "take one of h100"), ("mi300x", "on paper there are a100-40gb")]
+)
+def test_a_device_without_figures_is_refused(recipe: str, device: str, part: str) -> None:
+    assert part in complaint(recipe, "--device", device)
+
+
+def test_a_machine_without_a_compiler_says_so(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = complaint(recipe, "--device", "h100")
+    assert said.startswith("a step can't be traced on paper: no C++ compiler was found (c++")

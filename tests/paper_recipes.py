@@ -1,0 +1,188 @@
+"""Recipes that are traced on paper, and what a step of each may take.
+
+A bound is what the code took when it was last lowered, never to be raised without a reason in
+docs/log.md; a goal is what the design allows. Both are of one rank.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hasten.recipe.schema import Recipe, recipe_from
+
+FUSED = ("packed", "document_attention", "fused_layers", "labelled_token_loss")
+MASTERS = (*FUSED, "bf16_master_weights")
+SMALL_MOMENTS = {"compact_adamw": {"moments": "int8"}}
+_NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False}
+TOY: dict[str, Any] = {
+    **_NO_TOKENS,
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 500,
+    "max_position_embeddings": 256,
+}
+LLAMA_3_8B: dict[str, Any] = {
+    **_NO_TOKENS,
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+}
+QWEN_2_5_7B: dict[str, Any] = {
+    **_NO_TOKENS,
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+}
+ONE_BILLION: dict[str, Any] = {
+    **_NO_TOKENS,
+    "model_type": "llama",
+    "hidden_size": 1792,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 14,
+    "vocab_size": 102400,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+}
+V2_LITE: dict[str, Any] = {
+    **_NO_TOKENS,
+    "model_type": "deepseek_v2",
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 102400,
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "head_dim": 64,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+
+
+def paper_recipe(folder: Path, config: dict[str, Any], **keys: Any) -> Recipe:
+    """A recipe on a model of which there is only the config, in a new folder."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    usual = {"dataset": "stdlib", "max_steps": 10, "from_scratch": True, "output": str(folder)}
+    return recipe_from({"model": str(folder), **usual, **keys}, str(folder))
+
+
+def toy(folder: Path, records: int = 2, **keys: Any) -> Recipe:
+    """Two passes of ``records`` short records on each rank, all weights learn."""
+    ranks = keys.get("nproc", 1)
+    cut = {"accumulate": {"micro_batch_size": records}}
+    layers = keys.pop("layers", 2)
+    passes = keys.pop("passes", 2)
+    plan = [*keys.pop("plan", MASTERS), cut]
+    batch = ranks * passes * records
+    usual = {"cutoff_len": 48, "global_batch_size": batch, "plan": plan}
+    return paper_recipe(folder, {**TOY, "num_hidden_layers": layers}, **{**usual, **keys})
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Of a step: syncs, launches per layer and pass, MB moved a token, GB at the peak."""
+
+    syncs: int
+    launches: float
+    megabytes: float
+    gigabytes: float
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """A model of full size, and what it may take."""
+
+    config: dict[str, Any]
+    length: int
+    records: int  # of a pass
+    plan: tuple[Any, ...]
+    bound: Budget
+    goal: Budget
+    keys: tuple[tuple[str, Any], ...] = ()
+    inside: int = 0  # syncs inside passes that are known and not mended yet
+
+    def recipe(self, folder: Path) -> Recipe:
+        """With steps of 32,768 tokens."""
+        plan = [*self.plan, {"accumulate": {"micro_batch_size": self.records}}]
+        batch = 32768 // self.length
+        keys = {"cutoff_len": self.length, "global_batch_size": batch, **dict(self.keys)}
+        return paper_recipe(folder, self.config, plan=plan, **keys)
+
+
+_LORA = (("finetuning_type", "lora"), ("lora_targets", "all-linear"), ("from_scratch", False))
+WHOLE_MODELS = {
+    "lora-llama-3-8b": WholeModel(
+        *(LLAMA_3_8B, 4096, 4, MASTERS),
+        *(Budget(5, 178, 89, 97.4), Budget(1, 110, 66, 91)),
+        _LORA,
+    ),
+    "lora-qwen-2.5-7b": WholeModel(
+        *(QWEN_2_5_7B, 4096, 4, MASTERS),
+        *(Budget(5, 184, 86, 95.8), Budget(1, 115, 63, 89)),
+        _LORA,
+    ),
+    "qlora-llama-3-8b": WholeModel(
+        *(LLAMA_3_8B, 2048, 1, MASTERS),
+        *(Budget(7125, 249, 340, 17.5), Budget(1, 115, 63, 18)),
+        (*_LORA, ("lora_base", "nf4")),
+        inside=7120,  # from_nf4 sends its levels to the device anew in each call
+    ),
+    "full-8b": WholeModel(
+        *(LLAMA_3_8B, 4096, 4, (*MASTERS, SMALL_MOMENTS, "recompute")),
+        *(Budget(5, 706, 211, 106.6), Budget(1, 130, 80, 105)),
+    ),
+    "full-8b-fp8": WholeModel(
+        *(LLAMA_3_8B, 8192, 2, (*FUSED, "float8", SMALL_MOMENTS, "recompute")),
+        *(Budget(5, 1197, 570, 95.7), Budget(1, 170, 110, 95)),
+    ),
+    "full-1b": WholeModel(
+        *(ONE_BILLION, 4096, 4, MASTERS),
+        *(Budget(5, 167, 25.4, 35.0), Budget(1, 70, 14, 38)),
+    ),
+    "lora-v2-lite": WholeModel(
+        *(V2_LITE, 4096, 2, (*MASTERS, {"experts_implementation": {"kind": "grouped_mm"}})),
+        *(Budget(5, 242, 79.4, 64.7), Budget(1, 150, 60, 60)),
+        _LORA,
+    ),
+    "full-v2-lite": WholeModel(
+        *(V2_LITE, 4096, 2),
+        (*FUSED, {"experts_implementation": {"kind": "grouped_mm"}}, SMALL_MOMENTS, "recompute"),
+        *(Budget(5, 903, 340, 98.3), Budget(1, 190, 130, 97)),
+    ),
+}
+# Layouts and wires on a node of eight: what joins the plan, syncs of a step (bound, goal).
+LAYOUTS: dict[str, tuple[tuple[Any, ...], int, int]] = {
+    "ddp": (("ddp",), 11, 2),
+    "fsdp2": (("fsdp2",), 18, 2),
+}
