@@ -19,9 +19,10 @@ from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.measure.ablation import Arm, Design
 from hasten.measure.experiment import measure_arms, table
-from hasten.measure.recipe_experiment import environment
+from hasten.measure.recipe_experiment import prepared, recipe_worker
 from hasten.measure.statistics import paired_ratio
-from hasten.recipe.prepare import ready
+from hasten.measure.workers import WorkerPool
+from hasten.progress import SilentProgress
 from hasten.recipe.schema import Recipe
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import Accumulate
@@ -74,12 +75,13 @@ def measured(name: str, dataset: str, folder: Path, design: Design, batch: int) 
         warmup_steps=4,
         output=str(folder),
     )
-    known, _, _ = ready(recipe, lambda text: None, None)
+    subject = prepared(recipe, SilentProgress())
     path = folder / "data" / "arms.yaml"
     path.write_text(recipe.to_yaml())
     plans = {arm: Plan(techniques) for arm, techniques in ARMS.items()}
-    at = table(path, lambda plan: environment(plan, known), folder / "data")
-    arms = measure_arms(at, plans, design).arms
+    with WorkerPool(folder / "data", subject.known.device) as pool:
+        at = table(pool, lambda name: recipe_worker(subject, path, plans[name]))
+        arms = measure_arms(at, plans, design).arms
     return [_row(name, arm, arms[0]) for arm in arms]
 
 

@@ -27,7 +27,7 @@ def real(
     with tempfile.TemporaryDirectory() as place:
         recipe = resolved_recipe(Path(place), design.steps_in_all)
         with WorkerPool(Path(place)) as pool:
-            at = table(pool, lambda plan: worker(recipe, plan, STEADY))
+            at = table(pool, lambda name: worker(recipe, plans[name], STEADY))
             arms = measure_arms(at, plans, design, kinds=kinds).arms
     for arm in arms:
         if arm.failed is not None:

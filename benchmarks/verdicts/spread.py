@@ -20,7 +20,7 @@ from hasten.core.plan import Plan
 from hasten.machine import memory
 from hasten.measure.ablation import Arm, Design, Kind
 from hasten.measure.experiment import measure_arms, table
-from hasten.measure.workers import WorkerPool
+from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.techniques.allocator import TUNABLE, Allocator
 from verdicts.job import WARM_UP, resolved_recipe
 from verdicts.planted_trial import worker
@@ -50,9 +50,12 @@ def spreads(builds: int, rounds: int, steps: int) -> dict[str, Spread]:
     with tempfile.TemporaryDirectory() as place:
         recipe = resolved_recipe(Path(place), design.steps_in_all)
         with WorkerPool(Path(place)) as pool:
-            at = table(
-                pool, lambda plan: worker(recipe, plan, ENVIRON if plan == plain else STEADY)
-            )
+
+            def spec(name: str) -> WorkerSpec:
+                environ = ENVIRON if plans[name] == plain else STEADY
+                return worker(recipe, plans[name], environ)
+
+            at = table(pool, spec)
             arms = measure_arms(at, plans, design, kinds=roles).arms
     for arm in arms:
         if arm.failed is not None:

@@ -106,8 +106,9 @@ def measured(recipe: Path) -> dict[str, Arm]:
 
     environ = {"OMP_NUM_THREADS": "1"}
 
-    def spec(plan: Plan) -> WorkerSpec:
-        return WorkerSpec("recipe", {"recipe": str(recipe), "plan": plan.to_list()}, environ)
+    def spec(name: str) -> WorkerSpec:
+        given = {"recipe": str(recipe), "plan": PLANS[name].to_list()}
+        return WorkerSpec("recipe", given, environ)
 
     # The arm to be killed is found by its command line.
     with warm.cold(), WorkerPool(recipe.parent) as pool:

@@ -88,6 +88,7 @@ class Experiment:
         self.alive: dict[str, ArmProcess] = {}
         self.time = BudgetTracker(design, kinds, expected, record)
         self.fresh = design.grouping == "fresh"
+        self._read = 0  # events of the record that `_rounds` knows
 
     def run(self) -> None:
         """Measure until no arm lacks a round."""
@@ -107,7 +108,11 @@ class Experiment:
     # What the record says
 
     def _rounds(self) -> Rounds:
-        return Rounds(self.record.events, self.base, self.design)
+        """Read anew where something was noted since: it is asked for many times in each turn."""
+        if self._read < len(self.record.events):
+            self._known = Rounds(self.record.events, self.base, self.design)
+            self._read = len(self.record.events)
+        return self._known
 
     def _waiting(self) -> list[str]:
         """Arms that lack rounds, the baseline first and the result next; the rest as listed."""
