@@ -22,7 +22,7 @@ from hasten.errors import InputError
 from hasten.integrations import lightning as lightning_host
 from hasten.integrations.adapt import facts_of
 from hasten.integrations.batches import sizes
-from hasten.integrations.speed_up import WATCHED_STEPS
+from hasten.integrations.speed_up import WATCHED_STEPS, SpeedNote
 from hasten.machine.environment import World
 from hasten.machine.ways import Gain
 from hasten.measure import choose
@@ -255,6 +255,48 @@ def test_in_lightning_they_join_when_fit_is_called(monkeypatch: pytest.MonkeyPat
     assert fitted == [(module, other)]
     with pytest.raises(InputError, match="give fit the module and a torch DataLoader"):
         hasten.speed_up(Trainer(), plan=[Packed()]).fit(module)
+
+
+def test_in_lightning_a_race_of_the_module_s_model_and_the_loader_s_data_decides(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    choices: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Module(torch.nn.Module):
+        def __init__(self, model: torch.nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.strategy = SimpleNamespace(root_device=torch.device("cpu"))
+            self.callbacks: list[Any] = []
+
+        def fit(self, model: Any, train_dataloaders: Any = None) -> None: ...
+
+    Trainer.__module__ = "lightning.pytorch.trainer.trainer"
+    theirs, seen = trainer_of(tmp_path), []
+    kept_race(theirs, choices)
+
+    def with_techniques(trainer: Any, given: Any, batches: Any, plan: Any) -> Any:
+        seen.append([t.name() for t in plan])
+        return given, batches
+
+    def check(trainer: Any, module: Any, loader: Any, plan: Any) -> None:
+        if plan[-1].slot not in lightning_host.HOST.offers:
+            raise InputError(f"{plan[-1].name()}: Lightning doesn't")
+
+    monkeypatch.setattr(lightning_host, "with_techniques", with_techniques)
+    monkeypatch.setattr(lightning_host, "check", check)
+    monkeypatch.setattr(lightning_host, "step_evidence", lambda note: note)
+    model: Any = theirs.model
+    loader: Any = DataLoader(theirs.train_dataset, 8)  # type: ignore[arg-type]
+    trainer = hasten.speed_up(Trainer())
+    trainer.fit(Module(model), loader)
+    assert seen == [["packed", "document_attention"]]
+    assert isinstance(trainer.callbacks[0], SpeedNote)
+    assert ": about 3.00 times its speed; not here: " in said(caplog)[0]
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("lightning"), reason="needs lightning")

@@ -178,6 +178,21 @@ def test_a_slow_machine_gets_smaller_inputs_and_the_fewest_rounds() -> None:
     assert max(machine.turns[6][1]) == pytest.approx(max(LENGTHS) / 2, abs=2)  # of the first round
 
 
+def test_an_operation_that_runs_out_of_memory_is_told_of_and_the_others_are_timed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fits(x: Tensor, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+        if x.numel() > 100:
+            raise torch.OutOfMemoryError("no memory for it\nand more")
+        return (2 * x,)
+
+    large = Operation("large", "byte", draw, DOUBLED.formula, DOUBLED.work)
+    mine = [KernelWay(large, "fits", torch.float32, fits, 1e-5), RIGHT]
+    assert set(time_ways(mine, prove(mine))) == {RIGHT.key}
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == "large can't be timed on this machine: no memory for it"
+
+
 def test_the_interval_of_the_median_holds_it_as_often_as_it_says() -> None:
     chance = random.Random(2)
     for count in (6, 9, 12):
