@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hasten.techniques.batch import Accumulate, AdaptiveBatch
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast
 from hasten.techniques.wire.compress import Half
+from ranks import on_ranks
 
 
 class Costly(nn.Module):
@@ -105,6 +107,23 @@ def test_the_order_may_follow_the_gain_alone(monkeypatch: pytest.MonkeyPatch) ->
     more = {"techniques": [first, second], "rounds": 2, "steps": 1}
     gradual_optimize(Costly(), batches(8), order="gain", **more)
     assert [list(plan) for plan in asked[:3]] == [[first], [second], [second]]
+
+
+@pytest.mark.slow
+def test_two_ranks_decide_alike_and_train_together(tmp_path: Path) -> None:
+    one, two = on_ranks("gradual_rank_jobs:everything", tmp_path)
+    assert one["gradual"]["rungs"] == two["gradual"]["rungs"]
+    assert len(one["gradual"]["rungs"]) == 2
+    assert all(rung["ratio"] is not None for rung in one["gradual"]["rungs"])
+    assert one["gradual"]["weights"] == two["gradual"]["weights"]
+    assert one["gradual"]["records"] == {"least": 8, "mean": 8, "most": 8}
+    assert one["rate"]["rate"] == two["rate"]["rate"] > 0
+    assert "samples/sec on 2 ranks" in one["rate"]["said"]
+    assert not two["rate"]["said"]
+    assert one["grown"] == two["grown"]
+    assert one["grown"]["most"] > 4
+    assert one["grown"]["all"] == 2 * 96
+    assert "take AsyncPipeline(stages=2)" in one["pipe"]
 
 
 def test_calls_of_wrong_kinds_are_refused() -> None:

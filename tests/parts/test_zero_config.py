@@ -226,3 +226,14 @@ def test_the_keys_are_deep_speed_s_own() -> None:
     assert names(precision_config.DeepSpeedFP16Config) <= set(INSIDE["fp16"])
     assert names(precision_config.DeepSpeedBF16Config) <= set(INSIDE["bf16"])
     assert set(INSIDE) <= set(TOP)
+
+
+def test_keys_inside_an_offload_have_rows_of_their_own() -> None:
+    inner = {"device": "cpu", "pin_memory": True, "ratio": 1.0, "buffer_count": 4}
+    found = mapped({"zero_optimization": {"stage": 3, "offload_optimizer": inner}}, Known())
+    rows = {row.key.rpartition("offload_optimizer.")[2]: row for row in found.rows}
+    assert set(inner) <= set(rows)
+    assert rows["pin_memory"].fate == "honoured"
+    assert "not needed on a processor" in rows["pin_memory"].words
+    off = mapped({"zero_optimization": {"offload_param": {"pin_memory": False}}}, Known())
+    assert [row.fate for row in off.rows if row.key.endswith("pin_memory")] == ["ignored"]
