@@ -283,7 +283,7 @@ def test_a_compiled_model_keeps_them_in_one_graph(monkeypatch: pytest.MonkeyPatc
     assert far(compiled(ids, use_cache=False).logits, expected.double()) <= 2e-5
 
 
-# Bytes of a thread that may lie outside of its registers: Ada and the smaller Ampere have the fewest.
+# Bytes of a thread that may lie outside of its registers, of which Ada has the fewest.
 OUTSIDE = {"norm back 16384": 96}
 
 
