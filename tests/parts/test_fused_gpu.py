@@ -283,7 +283,8 @@ def test_a_compiled_model_keeps_them_in_one_graph(monkeypatch: pytest.MonkeyPatc
     assert far(compiled(ids, use_cache=False).logits, expected.double()) <= 2e-5
 
 
-OUTSIDE = {"norm back 16384": 32}  # bytes of a thread that may lie outside of its registers
+# Bytes of a thread that may lie outside of its registers, of which Ada has the fewest.
+OUTSIDE = {"norm back 16384": 96}
 
 
 @pytest.mark.slow

@@ -90,18 +90,31 @@ def test_a_kernel_that_mixes_up_its_inputs_is_found(
     assert "off by" in checked(kernel_named(name), SMALL, "cpu").why
 
 
-def test_kernels_are_tried_before_a_run_is_ready(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class TriedError(Exception):
+    """The kernels are tried here."""
+
+
+class JobError(Exception):
+    """The job is made here."""
+
+
+@pytest.mark.parametrize(("ranks", "first"), [(1, TriedError), (2, JobError)])
+def test_kernels_are_tried_before_a_job_is_made(
+    ranks: int, first: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[str] = []
-    monkeypatch.setattr(
-        prepare, "check_kernels", lambda known, tell: seen.append(known.model.architecture)
-    )
-    recipe = Recipe.model_validate(small(tmp_path))
-    prepare.ready(recipe, lambda text: None)
-    assert seen == ["llama"]
-    prepare.ready(recipe, lambda text: None, ranks=2)
-    assert seen == ["llama"], "ranks that are about to be started do so themselves"
+    """But not for ranks that are about to be started: they do so themselves."""
+
+    def raises(error: type[Exception]) -> Any:
+        def stop(*given: Any, **more: Any) -> None:
+            raise error
+
+        return stop
+
+    monkeypatch.setattr(prepare, "gather", lambda *given: None)
+    monkeypatch.setattr(prepare, "check_kernels", raises(TriedError))
+    monkeypatch.setattr(prepare, "job_of", raises(JobError))
+    with pytest.raises(first):
+        prepare.ready(Recipe.model_validate(small(tmp_path)), lambda text: None, ranks=ranks)
 
 
 class Child:
@@ -114,9 +127,10 @@ class Child:
         script = Path(__file__).parents[1] / "planted_kernels.py"
         self.command = (sys.executable, str(script), str(plan))
         self.folder = folder / "kept"
+        self.kernel_seconds = 6.0 if "hangs" in faults.values() else 100.0
 
     def verdicts(self, names: tuple[str, ...] = ("swiglu", "plain_norm"), **more: Any) -> Any:
-        limits = Limits(120.0, 6.0)
+        limits = Limits(120.0, self.kernel_seconds)
         return kept_or_tried(
             names,
             SMALL,
@@ -217,15 +231,15 @@ def test_sizes_are_the_models_own() -> None:
 def on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Child:
     """As ``check_kernels`` sees a GPU: the child computes on the processor all the same."""
     child = Child(tmp_path, {"swiglu": "wrong"})
-    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(gpu_check, "COMMAND", child.command)
     monkeypatch.setattr(gpu_check, "names_on", lambda device: ["swiglu", "fused_adamw"])
     monkeypatch.setattr(host, "accelerator_words", lambda device: "NVIDIA H100 (9.0)")
     usual = gpu_check.kept_or_tried
 
-    def here(names: Any, sizes: Any, device: str, gpu: str, *, again: bool) -> Any:
+    def here(names: Any, sizes: Any, device: str, gpu: str, tell: Any, *, again: bool) -> Any:
         assert device == "cuda:1"
-        return usual(names, SMALL, "cpu", gpu, again=again, command=child.command)
+        more = {"folder": child.folder, "command": child.command}
+        return usual(names, SMALL, "cpu", gpu, tell, again=again, **more)
 
     monkeypatch.setattr(gpu_check, "kept_or_tried", here)
     return child
@@ -237,17 +251,21 @@ def test_a_run_hears_of_what_is_refused_and_a_processor_of_nothing(on_a_gpu: Chi
     assert check_kernels(known, told.append) == []
     found = check_kernels(replace(known, device="cuda:1"), told.append)
     assert [v.kernel for v in found if v.good] == ["fused_adamw"]
-    (sentence,) = told
+    begins, sentence = told
+    assert begins == "trying 2 kernels on NVIDIA H100 (9.0), once for it and these versions"
     assert sentence.startswith("swiglu isn't used on NVIDIA H100 (9.0): float32: off by 0.1 of")
     assert sentence.endswith("torch's silu and product run, which move 5 numbers for 3")
     assert refused.is_refused("swiglu")
+    told.clear()
+    check_kernels(replace(known, device="cuda:1"), told.append)
+    assert told == [sentence], "the verdict was kept"
 
 
 @needs_triton
 def test_doctor_tells_of_each_kernel(on_a_gpu: Child, capsys: pytest.CaptureFixture[str]) -> None:
     checks = doctor._Checks()
     doctor._gpu(replace(job_facts(language_job()), device="cuda:1"), checks)
-    refusal, good = capsys.readouterr().out.splitlines()
+    _, refusal, good = capsys.readouterr().out.splitlines()
     assert refusal.startswith("ok   gpu kernels  swiglu isn't used on NVIDIA H100 (9.0): ")
     assert good == "ok   gpu kernels  agree with float64 on NVIDIA H100 (9.0): fused_adamw"
     assert not checks.failed, "a run goes on without the kernel"

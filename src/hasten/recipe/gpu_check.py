@@ -65,14 +65,16 @@ def check_kernels(known: Facts, tell: Tell, *, again: bool = False) -> list[Verd
     Ranks of a machine take turns, and all but the first of each kind of GPU find its verdicts.
 
     Args:
-        tell: is told a sentence for each kernel that is refused.
+        tell: is told a sentence for each kernel that is refused, and before any is tried.
         again: try once more what was refused before.
     """
     if not known.on_gpu:
         return []
     sizes, name = sizes_of(known.model), host.accelerator_words(known.device)
     names = names_on(known.device)
-    verdicts = kept_or_tried(names, sizes, known.device, name, again=again)
+    if not names:
+        return []
+    verdicts = kept_or_tried(names, sizes, known.device, name, tell, again=again)
     for sentence in apply(verdicts, name):
         tell(sentence)
     if len(verdicts) < len(names):
@@ -132,6 +134,7 @@ def kept_or_tried(
     sizes: Sizes,
     device: str,
     gpu: str,
+    tell: Tell = lambda text: None,
     *,
     again: bool = False,
     folder: Path = FOLDER,
@@ -148,6 +151,8 @@ def kept_or_tried(
             kept = _read(place / f"{key}.json")
             known = {v.kernel: v for v in kept if v.good or not again}
             missing = [name for name in names if name not in known]
+            if missing:
+                tell(f"trying {len(missing)} kernels on {gpu}, once for it and these versions")
             for verdict in tried(missing, sizes, device, command, limits or Limits()):
                 known[verdict.kernel] = verdict
             if missing:
