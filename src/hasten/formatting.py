@@ -8,7 +8,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -96,6 +96,13 @@ def span(value: Mapping[str, float | None], unit: str) -> str:
         return words(value["median"], unit)
     ends = (words(end, unit).rstrip("×") for end in (low, high))
     return f"{words(value['median'], unit)} [{', '.join(ends)}]"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Columns side by side."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _milliseconds(count: float) -> str:

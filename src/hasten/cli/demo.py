@@ -25,8 +25,8 @@ from hasten.formatting import duration, span
 from hasten.machine import host
 from hasten.measure.ablation import Design, Which
 from hasten.recipe.schema import Recipe
-from hasten.report.gains import fastest_of_equal_quality, recipe_plan
-from hasten.report.page import write_report
+from hasten.report.gains import fastest_of_equal_quality
+from hasten.report.page import recipe_plan, write_report
 from hasten.report.schema import read_report
 from hasten.report.speedup import ablate
 from hasten.training.run import train

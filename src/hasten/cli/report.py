@@ -11,7 +11,7 @@ from typing import Any
 from hasten.cli.terminal import Display
 from hasten.core.plan import Plan
 from hasten.errors import InputError
-from hasten.formatting import duration, size, span
+from hasten.formatting import aligned, duration, size, span
 from hasten.machine import host
 from hasten.measure.recipe_experiment import measured, prepared
 from hasten.measure.statistics import Interval
@@ -245,9 +245,7 @@ def table(found: Sequence[Change]) -> str:
         spans = (_span(i) for i in (change.before, change.now, change.ratio))
         word = f"{change.verdict}: {change.reason}" if change.reason else change.verdict
         rows.append([change.name, *spans, word])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows)
-    return "\n".join(line.rstrip() for line in lines)
+    return aligned(rows)
 
 
 def _bundled_recipe(bundle: Bundle, overrides: Sequence[str], path: Path, output: Path) -> Recipe:

@@ -32,7 +32,7 @@ from typing import Any
 
 from hasten.data.file_lock import one_measurement
 from hasten.errors import InputError
-from hasten.formatting import span, words
+from hasten.formatting import aligned, span, words
 from hasten.measure.statistics import Effect, Interval, paired_ratio, spread, verdict
 from hasten.measure.workers import Worker, WorkerError, WorkerPool, WorkerSpec
 
@@ -84,10 +84,7 @@ class Comparison:
         head = ["job", f"{self.unit}/s [95 %]", "ratio [95 %]", "last loss", "peak memory"]
         rows = [head, [*_row(self.first, "1.00×")]]
         rows.append([*_row(self.second, span(self.ratio.summary(), "times"))])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows)
-        text = "\n".join(line.rstrip() for line in lines)
-        return f"{text}\nverdict: {self.verdict} ({self.ratio.rounds} rounds)"
+        return f"{aligned(rows)}\nverdict: {self.verdict} ({self.ratio.rounds} rounds)"
 
 
 def compare(

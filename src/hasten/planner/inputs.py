@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from hasten.errors import InputError
+from hasten.formatting import aligned
 from hasten.launch.cluster import CloudConfig
 from hasten.machine.accelerators import PCIE4, Device, device
 from hasten.models.architecture import Architecture
@@ -24,7 +25,6 @@ from hasten.planner.layout import Layouts, LayoutSpace, PlannedJob, PlannedLayou
 from hasten.planner.numbers import Calibration, calibrated
 from hasten.planner.predict import predict
 from hasten.planner.reasons import count_of
-from hasten.planner.text import aligned
 from hasten.recipe.price import Price, price_of
 from hasten.recipe.yaml_reader import read_yaml_file
 

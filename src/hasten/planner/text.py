@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.errors import InputError
+from hasten.formatting import aligned
 from hasten.models.architecture import Architecture
 from hasten.planner.advice import HardwareOption, LayoutChange, Shape
 from hasten.planner.candidate import PerHour, PlanCandidate, Span, Spending, spending, words
@@ -216,13 +217,6 @@ def basis(found: ClusterPlan) -> str:
 def provenance(found: ClusterPlan) -> dict[str, Any]:
     """Where the constants and intervals are from."""
     return dict((found.calibration or calibrated()).provenance)
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Columns side by side."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows)
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def spanned(span: Span | None) -> str:

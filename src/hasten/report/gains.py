@@ -20,7 +20,6 @@ from hasten.measure import ablation
 from hasten.measure.quality.requirements import FAILED
 from hasten.measure.significance import LEAST_FLOOR
 from hasten.measure.statistics import Interval, Luck, verdict
-from hasten.recipe.write_back import name_of
 from hasten.report import verdicts
 from hasten.report.verdicts import NOT_MEASURED as NOTHING
 from hasten.report.verdicts import head, ratio_between
@@ -125,14 +124,6 @@ def fastest_of_equal_quality(report: Mapping[str, Any]) -> Arm | None:
     equal = [arm for arm in report["arms"][1:] if head(arm["quality"]) == "not worse"]
     every: list[Arm] = [base, *(arm for arm in equal if arm["ratio"]["median"] is not None)]
     return max(every, key=lambda arm: arm["ratio"]["median"] or 0.0)
-
-
-def recipe_plan(arm: Arm, report: Mapping[str, Any]) -> list[Any] | None:
-    """The arm's plan as a recipe has it; None where the report's recipe lists no such plan."""
-    asked = report["recipe"].get("plan")
-    names = {text.partition("(")[0] for text in arm["techniques"]}
-    kept = [entry for entry in asked if name_of(entry) in names] if isinstance(asked, list) else []
-    return kept if len(kept) == len(names) else None
 
 
 def compared(arms: Sequence[Arm]) -> list[Arm]:
