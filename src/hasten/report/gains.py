@@ -135,14 +135,17 @@ def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
     """What did not pay, one entry per arm or switch.
 
     Returns:
-        ``name``, ``why``, and ``word``: hurt, no effect, undecided, or worse (the model).
+        ``name``, ``why``, and ``word``: hurt, no effect, undecided, or worse (the model, which
+        wasn't so yet in the arm that it is compared with).
     """
     arms, floor, found = report["arms"], report["noise"]["floor"], []
+    quality_of = {arm["name"]: arm["quality"] for arm in arms}
     for arm in compared(arms):
-        word = "worse" if head(arm["quality"]) == "worse" else head(arm["verdict"])
+        word, reasons = head(arm["verdict"]), [effect_words(arm), arm["verdict"]]
+        if head(arm["quality"]) == "worse" != head(quality_of.get(arm["against"])):
+            word, reasons = word if word == "hurt" else "worse", [*reasons, arm["quality"]]
         if word in ("worse", "hurt", "no effect", "undecided"):
-            why = f"{effect_words(arm)}; {arm['quality'] if word == 'worse' else arm['verdict']}"
-            found.append({"name": arm["name"], "why": why, "word": word})
+            found.append({"name": arm["name"], "why": "; ".join(reasons), "word": word})
     listed = {row["name"] for row in found}
     for switch in switches(arms):
         gain = switch.beside
