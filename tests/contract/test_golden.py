@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from hasten.cli.report import report
 from hasten.cli.train import measured_to_hurt
 from hasten.core.plan import Plan
 from hasten.data.token_store import TokenStore
@@ -143,6 +144,19 @@ def test_a_report_of_the_former_schema_is_shown_in_the_words_of_today(tmp_path: 
         assert not old_words.search(text)
     table = render_markdown(stored)
     assert re.search(r"\| \+ bf16_master_weights \| 0.47× \[.*\| hurt  .*\| 2.14× \[", table)
+
+
+def test_a_stored_report_that_is_printed_has_the_words_of_today_in_each_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(GOLDEN / "report_ladder.json", tmp_path / "report.json")
+    report([tmp_path])
+    assert "| hurt " in capsys.readouterr().out
+    shutil.copy(GOLDEN / "report_ladder.json", tmp_path / "report.json")
+    report([tmp_path], as_json=True)
+    printed = json.loads(capsys.readouterr().out)
+    assert [arm["verdict"] for arm in printed["arms"]][:2] == ["baseline", "helped"]
+    assert printed == read_object(tmp_path / "report.json")
 
 
 def test_a_training_after_it_says_which_rows_hurt(tmp_path: Path) -> None:
