@@ -99,6 +99,13 @@ def span(value: Mapping[str, float | None], unit: str) -> str:
     return f"{words(value['median'], unit)} [{', '.join(ends)}]"
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Columns side by side."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
 def _milliseconds(count: float) -> str:
     """A part of a step may take microseconds, which is not the same as nothing."""
     return f"{count:.2g} ms" if 0 < abs(count) < 9.5 else f"{count:.0f} ms"
@@ -137,13 +144,6 @@ def did_you_mean(word: object, options: Iterable[str]) -> str:
     """`` (did you mean 'x'?)`` when an option is near, else an empty string."""
     near = difflib.get_close_matches(str(word), list(options), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Columns side by side."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows)
-    return "\n".join(line.rstrip() for line in lines)
 
 
 # Files and texts of others: no pipe is waited for, and no terminal obeys a text.

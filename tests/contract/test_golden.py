@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from hasten.cli.report import report
+from hasten.cli.train import measured_to_hurt
 from hasten.core.plan import Plan
 from hasten.data.token_store import TokenStore
 from hasten.measure.ablation import Design
@@ -22,7 +24,7 @@ from hasten.measure.record import ExperimentRecord
 from hasten.measure.rounds import arms_of
 from hasten.monitor.run import Run, standing
 from hasten.parts.checkpoint import checkpoints, load, verify
-from hasten.recipe.schema import load_recipe
+from hasten.recipe.schema import Recipe, load_recipe
 from hasten.report.bundle import read_bundle
 from hasten.report.page import render_markdown, write_report
 from hasten.report.runs import read_object, read_runs
@@ -142,6 +144,30 @@ def test_a_report_of_the_former_schema_is_shown_in_the_words_of_today(tmp_path: 
         assert not old_words.search(text)
     table = render_markdown(stored)
     assert re.search(r"\| \+ bf16_master_weights \| 0.47× \[.*\| hurt  .*\| 2.14× \[", table)
+
+
+def test_a_stored_report_that_is_printed_has_the_words_of_today_in_each_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(GOLDEN / "report_ladder.json", tmp_path / "report.json")
+    report([tmp_path])
+    assert "| hurt " in capsys.readouterr().out
+    shutil.copy(GOLDEN / "report_ladder.json", tmp_path / "report.json")
+    report([tmp_path], as_json=True)
+    printed = json.loads(capsys.readouterr().out)
+    assert [arm["verdict"] for arm in printed["arms"]][:2] == ["baseline", "helped"]
+    assert printed == read_object(tmp_path / "report.json")
+
+
+def test_a_training_after_it_says_which_rows_hurt(tmp_path: Path) -> None:
+    shutil.copy(GOLDEN / "report_ladder.json", tmp_path / "report.json")
+    plan = read_object(GOLDEN / "report_ladder.json")["recipe"]["plan"]
+    recipe = Recipe(model="m", dataset="d", max_steps=1, output=str(tmp_path), plan=plan)
+    slower, worse = measured_to_hurt(recipe)
+    assert slower.startswith("bf16_master_weights (0.47× [0.45, 0.49] of + fused_layers; hurt")
+    assert worse.startswith("fused_adamw (1.02× ")
+    assert "worse: held-out loss 2.5000 → 2.6000" in worse
+    assert measured_to_hurt(recipe.model_copy(update={"plan": plan[:3]})) == []
 
 
 def test_a_bundle_has_its_reports_rounds() -> None:

@@ -14,13 +14,12 @@ from hasten.report.gains import (
     fastest_of_equal_quality,
     hurt,
     ladder_of,
-    recipe_plan,
     result_of,
     switches,
     unmeasured,
     unpaid,
 )
-from hasten.report.page import page_of, render_markdown
+from hasten.report.page import page_of, recipe_plan, render_markdown
 from hasten.report.schema import read_report
 from hasten.report.svg import drawings
 

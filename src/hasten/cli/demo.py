@@ -28,8 +28,8 @@ from hasten.measure.ablation import Design, Which
 from hasten.measure.budget import GRACE
 from hasten.measure.choose import Choice
 from hasten.recipe.schema import AutoPlan, Recipe
-from hasten.report.gains import fastest_of_equal_quality, recipe_plan
-from hasten.report.page import write_report
+from hasten.report.gains import fastest_of_equal_quality
+from hasten.report.page import recipe_plan, write_report
 from hasten.report.schema import read_report
 from hasten.report.speedup import ablate
 from hasten.training.chosen_plan import with_chosen_plan

@@ -21,8 +21,8 @@ from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.write_back import plain_entry
 from hasten.recipe.yaml_reader import read_duration
 from hasten.report.bundle import pack
-from hasten.report.gains import fastest_of_equal_quality, recipe_plan
-from hasten.report.page import write_report
+from hasten.report.gains import fastest_of_equal_quality
+from hasten.report.page import recipe_plan, write_report
 from hasten.report.schema import read_report
 from hasten.report.speedup import Order, ablate, gradual_optimize
 from hasten.report.verdicts import GUILTY

@@ -111,7 +111,7 @@ def show_choice(choice: Choice) -> None:
 
 
 def measured_to_hurt(recipe: Recipe) -> list[str]:
-    """Techniques of the plan without which the folder's last `hasten speedup` was faster."""
+    """Techniques of the plan that hurt speed or model in the folder's last `hasten speedup`."""
     path = Path(recipe.output) / "report.json"
     try:
         report = read_report(json.loads(path.read_text()))
@@ -119,11 +119,12 @@ def measured_to_hurt(recipe: Recipe) -> list[str]:
         rows = [*unpaid(report)]
     except (OSError, ValueError, InputError):
         return []
-    return [
-        f"{row['name'].removeprefix('+ ')} ({row['why']})"
+    hurts = {
+        row["name"].removeprefix("+ ").partition("(")[0]: row["why"]
         for row in rows
-        if row["name"].removeprefix("+ ") in planned and row["word"] == "hurt"
-    ]
+        if row["word"] in ("hurt", "worse")
+    }
+    return [f"{name} ({why})" for name, why in hurts.items() if name in planned]
 
 
 def lacking(recipe: Recipe) -> dict[str, str]:

@@ -299,7 +299,7 @@ def replace_file(path: Path, text: str) -> None:
     """Write a file whole or not at all: under another name, forced to the disk, renamed."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("w") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

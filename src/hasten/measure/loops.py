@@ -30,7 +30,7 @@ from typing import Any
 from hasten.core.plan import Plan
 from hasten.data.file_lock import one_measurement
 from hasten.errors import InputError
-from hasten.formatting import span, words
+from hasten.formatting import aligned, span, words
 from hasten.measure.ablation import Arm, Design
 from hasten.measure.experiment import Table, measure_arms
 from hasten.measure.record import ExperimentRecord
@@ -86,10 +86,7 @@ class Comparison:
         head = ["job", f"{self.unit}/s [95 %]", "ratio [95 %]", "last loss", "peak memory"]
         rows = [head, [*_row(self.first, "1.00×")]]
         rows.append([*_row(self.second, span(self.ratio.summary(), "times"))])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows)
-        text = "\n".join(line.rstrip() for line in lines)
-        return f"{text}\nverdict: {self.verdict} ({self.ratio.rounds} rounds)"
+        return f"{aligned(rows)}\nverdict: {self.verdict} ({self.ratio.rounds} rounds)"
 
 
 def compare(

@@ -7,13 +7,13 @@ has written or changed stays: only what carries our mark is written anew.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from hasten.data.file_lock import replace_file
 from hasten.models.presets import PRESETS
 from hasten.report.gains import table_of
 from hasten.report.schema import read_report
@@ -37,9 +37,7 @@ def write_card(folder: Path, recipe: Facts, summary: Facts, report: Facts | None
     if place.exists() and MARK not in place.read_text(encoding="utf-8", errors="replace"):
         return False
     adapter = (folder / "adapter_config.json").is_file()
-    temporary = place.with_name(f".{CARD}.{os.getpid()}")
-    temporary.write_text(card_text(recipe, summary, report, adapter), encoding="utf-8")
-    temporary.replace(place)
+    replace_file(place, card_text(recipe, summary, report, adapter))
     return True
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from jinja2 import Environment
 
+from hasten.data.file_lock import replace_file
 from hasten.data.statistics import BatchLayout, DataStatistics
 from hasten.errors import InputError
 from hasten.report.svg import Bar, bar_chart, visible
@@ -54,15 +54,11 @@ def write_page(
     path: Path, title: str, found: DataStatistics, ways: Sequence[BatchLayout], advice: str
 ) -> None:
     """Write the page, whole or not at all; a page that stands there is replaced."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(page(title, found, ways, advice), encoding="utf-8")
-        temporary.replace(path)
+        replace_file(path, page(title, found, ways, advice))
     except OSError as error:
         raise InputError(f"{path} can't be written: {error.strerror or error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def page(title: str, found: DataStatistics, ways: Sequence[BatchLayout], advice: str) -> str:

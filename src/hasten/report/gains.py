@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hasten.core.plan import Plan, name_of
+from hasten.core.plan import Plan
 from hasten.formatting import NOT_MEASURED, duration, span, words
 from hasten.measure import ablation
 from hasten.measure.quality.requirements import FAILED
@@ -126,14 +126,6 @@ def fastest_of_equal_quality(report: Mapping[str, Any]) -> Arm | None:
     return max(every, key=lambda arm: arm["ratio"]["median"] or 0.0)
 
 
-def recipe_plan(arm: Arm, report: Mapping[str, Any]) -> list[Any] | None:
-    """The arm's plan as a recipe has it; None where the report's recipe lists no such plan."""
-    asked = report["recipe"].get("plan")
-    names = {text.partition("(")[0] for text in arm["techniques"]}
-    kept = [entry for entry in asked if name_of(entry) in names] if isinstance(asked, list) else []
-    return kept if len(kept) == len(names) else None
-
-
 def compared(arms: Sequence[Arm]) -> list[Arm]:
     """The arms whose own speed says whether something pays."""
     return [a for a in arms[1:] if a["kind"] not in ("again", "left out")]
@@ -143,14 +135,17 @@ def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
     """What did not pay, one entry per arm or switch.
 
     Returns:
-        ``name``, ``why``, and ``word``: hurt, no effect, undecided, or worse (the model).
+        ``name``, ``why``, and ``word``: hurt, no effect, undecided, or worse (the model, which
+        wasn't so yet in the arm that it is compared with).
     """
     arms, floor, found = report["arms"], report["noise"]["floor"], []
+    quality_of = {arm["name"]: arm["quality"] for arm in arms}
     for arm in compared(arms):
-        word = "worse" if head(arm["quality"]) == "worse" else head(arm["verdict"])
+        word, reasons = head(arm["verdict"]), [effect_words(arm), arm["verdict"]]
+        if head(arm["quality"]) == "worse" != head(quality_of.get(arm["against"])):
+            word, reasons = word if word == "hurt" else "worse", [*reasons, arm["quality"]]
         if word in ("worse", "hurt", "no effect", "undecided"):
-            why = f"{effect_words(arm)}; {arm['quality'] if word == 'worse' else arm['verdict']}"
-            found.append({"name": arm["name"], "why": why, "word": word})
+            found.append({"name": arm["name"], "why": "; ".join(reasons), "word": word})
     listed = {row["name"] for row in found}
     for switch in switches(arms):
         gain = switch.beside

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,9 +23,10 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from hasten.core.plan import name_of, plain_entry
+from hasten.data.file_lock import replace_file
 from hasten.errors import InputError
 from hasten.formatting import measure, outline, span, words
-from hasten.recipe.write_back import plain_entry
 from hasten.report.gains import (
     GUILTY,
     amount,
@@ -42,7 +42,6 @@ from hasten.report.gains import (
     on_the_whole,
     priced,
     proofs,
-    recipe_plan,
     result_of,
     steadiness,
     table_of,
@@ -129,6 +128,14 @@ def _rendered(plain: Mapping[str, Any], read: dict[str, Any], limits: PageLimits
             complete=complete,
         )
     )
+
+
+def recipe_plan(arm: Mapping[str, Any], report: Mapping[str, Any]) -> list[Any] | None:
+    """The arm's plan as a recipe has it; None where the report's recipe lists no such plan."""
+    asked = report["recipe"].get("plan")
+    names = {text.partition("(")[0] for text in arm["techniques"]}
+    kept = [entry for entry in asked if name_of(entry) in names] if isinstance(asked, list) else []
+    return kept if len(kept) == len(names) else None
 
 
 def _plan_lines(arm: Mapping[str, Any], read: Mapping[str, Any]) -> str | None:
@@ -354,20 +361,11 @@ def write_report(report: Mapping[str, Any], folder: Path) -> Path:
     page = page_of(plain, read)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / "report.json", json.dumps(plain) + "\n")
-        return _replace(folder / "report.html", page)
+        replace_file(folder / "report.json", json.dumps(plain) + "\n")
+        replace_file(folder / "report.html", page)
     except OSError as error:
         why = error.strerror or error
         raise InputError(
             f"The report can't be written to {folder} ({why}): name another folder."
         ) from error
-
-
-def _replace(path: Path, text: str) -> Path:
-    """Write the file beside its place, then rename it there in one act."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        return draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    return folder / "report.html"

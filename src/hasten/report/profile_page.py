@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from hasten.core.timing import PARTS, step_total
+from hasten.data.file_lock import replace_file
+from hasten.formatting import aligned
 
 # A profile in words and aligned tables, for the terminal and the page alike.
 #
@@ -24,7 +25,7 @@ def render_text(profile: Mapping[str, Any]) -> str:
     """The whole profile as aligned tables."""
     pieces = [head(profile)]
     for title, columns, rows in tables(profile):
-        pieces.append("\n".join([title, *_aligned([columns, *rows])]))
+        pieces.append(f"{title}\n{indent(aligned([columns, *rows]), '  ')}")
     return "\n\n".join(pieces)
 
 
@@ -135,14 +136,6 @@ def _wires(
     return [("What travels in a step", columns, rows)] if rows else []
 
 
-def _aligned(rows: Rows) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-
-
 def time_text(seconds: float | None) -> str:
     if seconds is None:
         return NOT_MEASURED
@@ -242,21 +235,9 @@ STYLE = (
 
 def write_profile(profile: Mapping[str, Any], folder: Path) -> Path:
     """``profile.json`` and ``profile.html``, each complete or not there; the page's path."""
-    _put(folder / "profile.json", json.dumps(profile, indent=1, allow_nan=False) + "\n")
-    _put(folder / "profile.html", render_page(profile))
+    replace_file(folder / "profile.json", json.dumps(profile, indent=1, allow_nan=False) + "\n")
+    replace_file(folder / "profile.html", render_page(profile))
     return folder / "profile.html"
-
-
-def _put(path: Path, text: str) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def _html_table(columns: Sequence[str], rows: Rows) -> str:

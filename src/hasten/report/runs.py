@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from hasten import formatting
 from hasten.errors import InputError
-from hasten.formatting import words
+from hasten.formatting import aligned, words
 from hasten.report.svg import visible
 
 LARGEST_FILE = 256 << 20  # bytes: a line per step is about 500
@@ -136,13 +137,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def number(value: object) -> float | None:
-    """The value if it is a finite number, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:
-        return None
+    """The value if it is a finite number, else None; true and false are none."""
+    return None if isinstance(value, bool) else formatting.number(value)
 
 
 def _trained(path: Path, summary: Mapping[str, Any], read_recipe: Any) -> RunFacts:
@@ -453,9 +449,7 @@ def _short(value: Any) -> str:
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     cells = [[" ".join(visible(cell).split()) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in cells]
-    return "\n".join(line.rstrip() for line in lines)
+    return aligned(cells)
 
 
 # What ``hasten tune`` found for a run's recipe, as a section of ``hasten report``.
