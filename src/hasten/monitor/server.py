@@ -291,7 +291,7 @@ class MonitorServer:
         self.port: int = self._socket.getsockname()[1]
         host = f"[{address}]" if ":" in address else address
         self.url = f"http://{host}:{self.port}/"
-        app = application(watching, token, address, self.port, self._is_over)
+        app = application(watching, token, address, self.port, lambda: self._server.should_exit)
         config = uvicorn.Config(
             app,
             http="h11",
@@ -317,9 +317,6 @@ class MonitorServer:
 
     def stop(self) -> None:
         self._server.should_exit = True
-
-    def _is_over(self) -> bool:
-        return self._server.should_exit
 
 
 def application(

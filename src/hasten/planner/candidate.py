@@ -129,7 +129,7 @@ def candidate(
         step_seconds=span(found.step_seconds, found.step_p10, found.step_p90),
         tokens_per_second_per_device=span(rate, found.tokens_p10, found.tokens_p90),
         mfu=float(found.mfu[row]),
-        memory_parts={f.name: float(v[row]) for f, v in _memory_columns(found)},
+        memory_parts={n: float(np.atleast_1d(v)[row]) for n, v in vars(found.memory).items()},
         memory_bytes=span(found.memory_bytes, found.memory_p10, found.memory_p90),
         fits=bool(found.fits[row]),
     )
@@ -138,10 +138,6 @@ def candidate(
 def micro_batches_of(layout: PlannedLayout, job: PlannedJob) -> int:
     """Micro-batches that a rank has in a step."""
     return max(1, -(-job.global_batch // (layout.dp * layout.micro_batch)))
-
-
-def _memory_columns(found: Prediction) -> list[tuple[Any, Any]]:
-    return [(f, np.atleast_1d(getattr(found.memory, f.name))) for f in fields(found.memory)]
 
 
 def words(layout: PlannedLayout) -> str:
