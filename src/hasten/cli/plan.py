@@ -14,7 +14,7 @@ from hasten.errors import InputError
 from hasten.models.architecture import Architecture
 from hasten.planner import advice, reasons, text
 from hasten.planner.accuracy import evaluate
-from hasten.planner.candidate import PerHour, beyond_trainer, recipe_lines, spending
+from hasten.planner.candidate import beyond_trainer, recipe_lines, spending
 from hasten.planner.inputs import (
     PlanOptions,
     calibration_of,
@@ -30,6 +30,7 @@ from hasten.planner.inputs import (
 from hasten.planner.planning import ClusterPlan
 from hasten.planner.planning import plan as search
 from hasten.planner.text import page, write
+from hasten.recipe.price import Price
 
 NEAREST = 5  # rejected layouts that are shown
 LISTED = 60  # and that the file lists
@@ -123,7 +124,7 @@ def evaluation(path: Path, out: Path | None) -> None:
         write(out, json.dumps(found, indent=1, allow_nan=False) + "\n")
 
 
-def to_dict(found: ClusterPlan, price: PerHour | None) -> dict[str, Any]:
+def to_dict(found: ClusterPlan, price: Price | None) -> dict[str, Any]:
     """The plan as plain values, for files and other programs."""
     job = found.job
 
