@@ -128,11 +128,11 @@ def test_a_line_without_end_is_passed_over_in_bounded_memory(
 
 def test_a_folder_in_its_place_is_an_error_of_the_system(tmp_path: Path) -> None:
     (tmp_path / "lines.jsonl").mkdir()
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         Following(tmp_path / "lines.jsonl").look()
 
 
 def test_a_pipe_in_its_place_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "lines.jsonl")
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         Following(tmp_path / "lines.jsonl").look()

@@ -25,7 +25,7 @@ def recipe(**values: Any) -> Recipe:
 
 
 def test_the_articles_example_costs_what_they_say() -> None:
-    found = cost_of(recipe(price=CNY), seconds=1.8 * 3600, tokens=2_000_000, devices=4)
+    found = cost_of(recipe(price=CNY).price, seconds=1.8 * 3600, tokens=2_000_000, devices=4)
     assert found is not None
     assert found["total"] == pytest.approx(4.32)
     assert found["device_hours"] == pytest.approx(7.2)

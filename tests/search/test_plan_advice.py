@@ -69,7 +69,8 @@ def test_a_change_of_nothing_changes_nothing(layers: int) -> None:
 def test_compression_pays_on_a_slow_network_and_not_on_nvlink() -> None:
     small = replace(MODEL, layers=4, vocabulary=32000)
     rows = Layouts.of([PlannedLayout(dp=16, zero=0, compression=word) for word in ("none", "int8")])
-    slow = Cluster.preset("ethernet", 2, 8, "h100").with_network(0.1)
+    slow = Cluster.preset("ethernet", 2, 8, "h100")
+    slow = replace(slow, inter=slow.inter * 0.1)
     near = Cluster.preset("fat_tree", 1, 16, "gb200")
     gains = []
     for cluster in (slow, near):

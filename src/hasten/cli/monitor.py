@@ -6,12 +6,11 @@ import importlib.util
 import re
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from hasten.errors import InputError
 from hasten.monitor.alerts import AlertLimits, Alerts, Command, checked_command
-from hasten.monitor.run import Run
 from hasten.monitor.watching import Watching, check_places
 from hasten.recipe.yaml_reader import read_yaml
 
@@ -34,7 +33,8 @@ def monitor(
         )
     check_places(places)
     command = None if alert is None else Command(checked_command(read_yaml(alert, "--alert")))
-    watching = Watching(places, _after_look(command, limits))
+    told = (lambda run: None) if command is None else Alerts(command, limits).look
+    watching = Watching(places, told)
     if terminal:
         from hasten.monitor.terminal import watch_in_terminal
 
@@ -43,10 +43,6 @@ def monitor(
             command.wait()
         return
     _serve(watching, host, port, token or secrets.token_urlsafe(24))
-
-
-def _after_look(command: Command | None, limits: AlertLimits) -> Callable[[Run], None]:
-    return (lambda run: None) if command is None else Alerts(command, limits).look
 
 
 def _serve(watching: Watching, host: str, port: int, token: str) -> None:

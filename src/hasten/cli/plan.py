@@ -16,7 +16,7 @@ from hasten.measure.paper.request import on_paper
 from hasten.models.architecture import Architecture
 from hasten.planner import advice, reasons, text
 from hasten.planner.accuracy import evaluate
-from hasten.planner.candidate import PerHour, beyond_trainer, recipe_lines, spending
+from hasten.planner.candidate import beyond_trainer, recipe_lines, spending
 from hasten.planner.inputs import (
     PlanOptions,
     calibration_of,
@@ -32,6 +32,7 @@ from hasten.planner.inputs import (
 from hasten.planner.planning import ClusterPlan
 from hasten.planner.planning import plan as search
 from hasten.planner.text import page, write
+from hasten.recipe.price import Price
 
 PAPER_DEVICE = "h100"  # where none is named
 NEAREST = 5  # rejected layouts that are shown
@@ -141,7 +142,7 @@ def step_on_paper(
         write(out, json.dumps(paper.to_dict(trace), indent=1, allow_nan=False) + "\n")
 
 
-def to_dict(found: ClusterPlan, price: PerHour | None) -> dict[str, Any]:
+def to_dict(found: ClusterPlan, price: Price | None) -> dict[str, Any]:
     """The plan as plain values, for files and other programs."""
     job = found.job
 

@@ -47,7 +47,7 @@ def profile(
         tell = display.tell if environment.world().is_main else _nothing
         known, plan, material = ready(recipe, tell)
         display.begin()
-        show = display.show if known.world.is_main else _nowhere
+        show = display.show if known.world.is_main else lambda text, share: None
         with process_group(known.world, known.device):
             found = _measured(recipe, known, plan, material, steps, show)
     if known.world.is_main:
@@ -100,8 +100,4 @@ def _origin(recipe: Recipe, known: Facts, plan: Plan, path: Path) -> dict[str, A
 
 
 def _nothing(text: str) -> None:
-    return None
-
-
-def _nowhere(text: str, share: float) -> None:
     return None

@@ -394,13 +394,10 @@ def _values(batch: Any) -> list[Any]:
     except _FAULTS:
         rows = [_row(batch.slice(at, 1)) for at in range(batch.num_rows)]
     if any(pa.types.is_nested(column.type) for column in batch.columns):
-        return [_own_keys(row) if isinstance(row, dict) else row for row in rows]
+        # Nested objects lose their nulls: a table fills in all keys that any row has.
+        for row in (row for row in rows if isinstance(row, dict)):
+            row |= {key: _without_nulls(value) for key, value in row.items()}
     return rows
-
-
-def _own_keys(row: dict[str, Any]) -> dict[str, Any]:
-    """The row, its nested objects without nulls: a table fills in all keys that any row has."""
-    return {key: _without_nulls(value) for key, value in row.items()}
 
 
 def _without_nulls(value: Any) -> Any:

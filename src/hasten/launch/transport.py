@@ -115,12 +115,10 @@ def _about_interface(
         return [f"{name}={chosen}, and there is no such interface; there are {', '.join(there)}"]
     if chosen or len(up) < 2:
         return []
-    listed = ", ".join(_with_speed(interface, speed) for interface, speed in up.items())
+    listed = ", ".join(
+        f"{name} {speed * 8 / 1e9:.3g} Gbit/s" if speed else name for name, speed in up.items()
+    )
     return [f"several interfaces are up ({listed}): across hosts {name} should name one of them"]
-
-
-def _with_speed(interface: str, speed: float | None) -> str:
-    return f"{interface} {speed * 8 / 1e9:.3g} Gbit/s" if speed else interface
 
 
 def _cards(infiniband: Path) -> dict[str, str]:

@@ -79,7 +79,9 @@ def appearing_at_once(folder: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
-        _force_to_disk(partial)
+        # Without this a power cut soon after could leave the name with empty files.
+        for entry in [*partial.rglob("*"), partial]:
+            _force(entry)
         _take_place(partial, final, final.with_name(f".{final.name}.replaced-{token}"))
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -114,12 +116,6 @@ def _take_place(partial: Path, final: Path, aside: Path) -> None:
         raise
     _force(final.parent)
     shutil.rmtree(aside)
-
-
-def _force_to_disk(folder: Path) -> None:
-    """Without this a power cut soon after the rename could leave the name with empty files."""
-    for entry in [*folder.rglob("*"), folder]:
-        _force(entry)
 
 
 def _force(path: Path) -> None:

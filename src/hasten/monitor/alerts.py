@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hasten.errors import InputError
-from hasten.formatting import number
-from hasten.monitor.run import Run, duration
+from hasten.formatting import duration, number
+from hasten.monitor.run import Run
 
 KINDS = ("stall", "nan", "slow_rank", "disk", "ended")
 COMMAND_SECONDS = 30.0

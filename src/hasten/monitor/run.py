@@ -12,26 +12,22 @@ from __future__ import annotations
 import json
 import os
 import platform
-import stat
 import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
-from hasten.formatting import number, open_regular
+from hasten.formatting import duration, number, open_regular
 from hasten.monitor import events as told
 from hasten.monitor.events import Event, Events, short
 from hasten.monitor.series import Series
-
-if TYPE_CHECKING:
-    pass
-
 
 # Where a run stands: one flat object that page, terminal, Prometheus and alerts all read.
 
@@ -190,15 +186,6 @@ def _spread(values: list[float]) -> float | None:
     return statistics.median(abs(v - middle) for v in values) / middle if middle else None
 
 
-def duration(seconds: float) -> str:
-    """``42 s``, ``3 min``, ``2 h 10 min``."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    if seconds < 3600:
-        return f"{seconds / 60:.0f} min"
-    return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
-
-
 # A file of JSON lines that somebody else is writing, followed by offset.
 #
 # A line counts once its end has been written; a half one stays for the next look. The file may be
@@ -210,7 +197,6 @@ def duration(seconds: float) -> str:
 LOOK_BYTES = 4 << 20  # of one look
 LONGEST_LINE = 1 << 20
 ANCHOR_BYTES = 64
-NONBLOCK = getattr(os, "O_NONBLOCK", 0)  # a pipe in the place of a file must not hold us up
 
 
 @dataclass
@@ -249,16 +235,12 @@ class Following:
             OSError: the file is there and can't be read, or its disk is gone.
         """
         try:
-            handle = os.open(self.path, os.O_RDONLY | NONBLOCK)
+            with open_regular(self.path) as file:
+                return self._read(file)
         except FileNotFoundError:
             had = self._offset > 0
             self._forget()
             return Look(anew=had)
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            os.close(handle)
-            raise OSError(f"{self.path.name} is no regular file")
-        with os.fdopen(handle, "rb", buffering=0) as file:
-            return self._read(file)
 
     def _read(self, file: Any) -> Look:
         now = os.fstat(file.fileno())
@@ -358,7 +340,7 @@ class Run:
             _File(folder / "evaluations.jsonl", self._evaluation, self._evaluations_anew),
             _File(folder / "machine.jsonl", self._machine, self._machine_anew),
             *(
-                _File(folder / name, self._event(make), self._forgetting(kind))
+                _File(folder / name, self._event(make), partial(self.events.forget, kind))
                 for name, kind, make in (
                     ("restarts.jsonl", "restart", told.of_restart),
                     ("spikes.jsonl", "spike", told.of_spike),
@@ -461,9 +443,6 @@ class Run:
                 self.events.add(event)
 
         return take
-
-    def _forgetting(self, kind: str) -> Callable[[], None]:
-        return lambda: self.events.forget(kind)
 
     def _small_files(self) -> bool:
         start, summary = self.folder / "run.json", self.folder / "summary.json"

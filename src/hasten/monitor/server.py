@@ -22,6 +22,7 @@ import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -40,41 +41,7 @@ from hasten.monitor.watching import Cursor, Watching, shown
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "hasten_"
 # Field of a run's standing -> what it is. Everything is a gauge: a run that starts again goes back.
-HELP = {
-    "step": "steps done",
-    "total_steps": "steps that the run will have",
-    "tokens": "tokens of all steps, no padding",
-    "seconds": "seconds of all steps",
-    "eta_seconds": "seconds until the last step, at the recent rate",
-    "last_sign": "when the last step was noted, in seconds since 1970",
-    "loss": "loss of the last step, nats",
-    "held_out_loss": "loss of the last evaluation, nats",
-    "tokens_per_second": "tokens per second of the last step",
-    "tokens_per_second_median": "median of the last steps",
-    "step_seconds_median": "median of the last steps",
-    "step_spread": "median absolute deviation of the last steps / their median",
-    "mfu": "model FLOPs utilisation, 0 to 1",
-    "peak_memory_bytes": "highest use of the device",
-    "padding_share": "share of slots that are no tokens",
-    "data_stall_share": "share of the steps' time in which they waited for data",
-    "exposed_communication_share": "share of the steps' time in which they waited for other ranks",
-    "wire_bytes": "bytes that the first rank sent in a step",
-    "expert_load_ratio": "load of the busiest expert / the mean",
-    "grad_norm": "L2 norm of the gradients before clipping",
-    "learning_rate": "the highest of the optimizer's groups",
-    "skipped_steps": "steps whose gradients weren't finite",
-    "world_size": "ranks",
-    "device_utilisation": "as the driver counts it, 0 to 1",
-    "device_temperature": "degrees Celsius, the hottest device",
-    "device_power_watts": "all devices together",
-    "device_memory_bytes": "memory in use on all devices together",
-    "host_utilisation": "of the host's processors, 0 to 1",
-    "host_memory_bytes": "memory in use on the host",
-    "disk_free_bytes": "room left where the run writes",
-    "slowest_rank_ratio": "own work of the slowest rank / the median of the others",
-    "cost": "money so far, in the price's currency",
-    "unreadable_lines": "lines of the run's files that were no JSON",
-}
+HELP: dict[str, str] = json.loads(Path(__file__).with_name("metrics.json").read_text("utf-8"))
 
 
 def exposition(runs: Sequence[tuple[str, dict[str, Any]]]) -> str:
@@ -291,7 +258,7 @@ class MonitorServer:
         self.port: int = self._socket.getsockname()[1]
         host = f"[{address}]" if ":" in address else address
         self.url = f"http://{host}:{self.port}/"
-        app = application(watching, token, address, self.port, self._is_over)
+        app = application(watching, token, address, self.port, lambda: self._server.should_exit)
         config = uvicorn.Config(
             app,
             http="h11",
@@ -317,9 +284,6 @@ class MonitorServer:
 
     def stop(self) -> None:
         self._server.should_exit = True
-
-    def _is_over(self) -> bool:
-        return self._server.should_exit
 
 
 def application(

@@ -12,7 +12,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from hasten.monitor.run import FINISHED, Run, duration
+from hasten.formatting import duration, size
+from hasten.monitor.run import FINISHED, Run
 from hasten.monitor.watching import Watching
 
 # A run's standing in words and lines of text: for the terminal, and for whoever reads along.
@@ -34,7 +35,7 @@ def progress(s: Standing) -> str:
 
 def rows(s: Standing) -> list[tuple[str, str]]:
     """What is shown of a run, label and value, in the order of the page's tiles."""
-    band = UNKNOWN
+    band, memory = UNKNOWN, s["peak_memory_bytes"]
     if s["tokens_per_second_median"] is not None:
         band = (
             f"{s['tokens_per_second_median']:,.0f} ({s['tokens_per_second_low']:,.0f} to "
@@ -48,7 +49,7 @@ def rows(s: Standing) -> list[tuple[str, str]]:
         ("held-out loss", _number(s["held_out_loss"], ".4f")),
         ("tokens/s", band),
         ("MFU", _number(s["mfu"], ".1%")),
-        ("peak memory", _bytes(s["peak_memory_bytes"])),
+        ("peak memory", UNKNOWN if memory is None else size(memory)),
         ("device", device(s)),
         ("data stall", _number(s["data_stall_share"], ".1%")),
         ("exposed communication", _number(s["exposed_communication_share"], ".1%")),
@@ -100,12 +101,6 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return UNKNOWN if value is None else format(value, form)
-
-
-def _bytes(value: float | None) -> str:
-    if value is None:
-        return UNKNOWN
-    return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.0f} MB"
 
 
 EVERY_SECONDS = 1.0

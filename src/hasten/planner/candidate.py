@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from hasten.planner.cluster import Cluster
 from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout
 from hasten.planner.predict import PredictedStep, Prediction
 from hasten.report.cost import money
+
+if TYPE_CHECKING:
+    from hasten.recipe.price import Price
 
 TRAINER_SCHEDULES = {  # of the planner -> what the technique pipeline calls it
     "gpipe": "gpipe",
@@ -129,7 +132,7 @@ def candidate(
         step_seconds=span(found.step_seconds, found.step_p10, found.step_p90),
         tokens_per_second_per_device=span(rate, found.tokens_p10, found.tokens_p90),
         mfu=float(found.mfu[row]),
-        memory_parts={f.name: float(v[row]) for f, v in _memory_columns(found)},
+        memory_parts={n: float(np.atleast_1d(v)[row]) for n, v in vars(found.memory).items()},
         memory_bytes=span(found.memory_bytes, found.memory_p10, found.memory_p90),
         fits=bool(found.fits[row]),
     )
@@ -138,10 +141,6 @@ def candidate(
 def micro_batches_of(layout: PlannedLayout, job: PlannedJob) -> int:
     """Micro-batches that a rank has in a step."""
     return max(1, -(-job.global_batch // (layout.dp * layout.micro_batch)))
-
-
-def _memory_columns(found: Prediction) -> list[tuple[Any, Any]]:
-    return [(f, np.atleast_1d(getattr(found.memory, f.name))) for f in fields(found.memory)]
 
 
 def words(layout: PlannedLayout) -> str:
@@ -258,16 +257,6 @@ _WATTS = {
 WATTS: Mapping[str, int] = {name: watts for watts, names in _WATTS.items() for name in names}
 
 
-class PerHour(Protocol):
-    """A price: ``hasten.recipe.price.Price``, or anything that says as much."""
-
-    @property
-    def currency(self) -> str: ...
-
-    @property
-    def hour(self) -> float: ...
-
-
 @dataclass(frozen=True)
 class Spending:
     """Of a whole job, or of a billion tokens where the job doesn't say how many."""
@@ -295,7 +284,7 @@ class Spending:
         }
 
 
-def spending(found: PlanCandidate, job: PlannedJob, price: PerHour | None = None) -> Spending:
+def spending(found: PlanCandidate, job: PlannedJob, price: Price | None = None) -> Spending:
     """What the job takes in that layout; neither failures nor evaluations are in it."""
     tokens = job.tokens or PER_BILLION
     rate = found.tokens_per_second_per_device

@@ -8,7 +8,7 @@ message between two neighbours, software included.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +86,6 @@ class Cluster:
             inter_latency=30e-6 if slow else INTER_LATENCY,
             topology=cloud.topology,
         )
-
-    def with_network(self, times: float) -> Cluster:
-        """The same with the links between nodes that many times as fast."""
-        return replace(self, inter=self.inter * times)
 
 
 def own_machine(

@@ -113,7 +113,8 @@ def job_of(
         few = BATCH_TOKENS / sequence if task == "pretrain" else 64
         batch = cluster.devices * 2 ** max(0, round(math.log2(few / cluster.devices)))
         assumed.append(f"--global-batch {batch}")
-    if recipe is not None and not wishes.precision and not _halves(recipe):
+    halves = recipe and any(name in str(entry) for entry in recipe.plan for name in HALF)
+    if recipe is not None and not wishes.precision and not halves:
         assumed.append("16-bit products (the recipe's plan names none, and would train in float32)")
     tokens = count_of(wishes.tokens, "--tokens") if wishes.tokens else 0.0
     if not tokens and recipe is not None:
@@ -209,10 +210,6 @@ def _ranks(folder: Path, recipe: Mapping[str, Any]) -> int:
 
 def _listed(words: str | None) -> tuple[str, ...]:
     return tuple(word.strip() for word in (words or "").split(",") if word.strip())
-
-
-def _halves(recipe: Recipe) -> bool:
-    return any(name in str(entry) for entry in recipe.plan for name in HALF)
 
 
 def _task(recipe: Recipe | None) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,18 +39,8 @@ MEMORY = 1  # the bit of ``Prediction.reasons`` that says so
 Fits = Callable[[Architecture, Cluster, PlannedJob], bool]
 
 
-class PredictedLayouts(Protocol):
-    """All layouts on one cluster with their prediction."""
-
-    @property
-    def layouts(self) -> Layouts: ...
-
-    @property
-    def found(self) -> Prediction: ...
-
-
 def nothing_fits(
-    model: Architecture, cluster: Cluster, job: PlannedJob, found: PredictedLayouts, fits: Fits
+    model: Architecture, cluster: Cluster, job: PlannedJob, found: Considered, fits: Fits
 ) -> str:
     """Why no layout can run, by how much, and what would, in one sentence."""
     here = f"{cluster.devices} x {cluster.device.name}"

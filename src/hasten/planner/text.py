@@ -14,12 +14,13 @@ from hasten.errors import InputError
 from hasten.formatting import aligned
 from hasten.models.architecture import Architecture
 from hasten.planner.advice import HardwareOption, LayoutChange, Shape
-from hasten.planner.candidate import PerHour, PlanCandidate, Span, Spending, spending, words
+from hasten.planner.candidate import PlanCandidate, Span, Spending, spending, words
 from hasten.planner.layout import PlannedJob, PlannedLayout
 from hasten.planner.numbers import calibrated
 from hasten.planner.planning import ClusterPlan
 from hasten.planner.reasons import PARTS, RejectedLayout
 from hasten.planner.simulate import draw_schedule, micro_batch, stages
+from hasten.recipe.price import Price
 
 BAR = 28  # characters of a waterfall's longest bar
 
@@ -50,20 +51,36 @@ def asked(found: ClusterPlan) -> str:
     )
 
 
-def layouts_table(best: Sequence[PlanCandidate], job: PlannedJob, price: PerHour | None) -> str:
+def layouts_table(best: Sequence[PlanCandidate], job: PlannedJob, price: Price | None) -> str:
     """A row per layout, the quickest first."""
-    unit = "" if job.tokens else "/B tokens"
-    head = ["", "layout", "step s", "tokens/s/GPU", "MFU", "exposed", "memory GB"]
-    rows = [[*head, f"time{unit}", f"GPU hours{unit}", *([price.currency] if price else [])]]
-    for place, one in enumerate(best, 1):
+    head = ["layout", "step s", "tokens/s/GPU", "MFU", "exposed", "memory GB", "time", "GPU hours"]
+    rows = _rows(best, head, job, price)
+    if not job.tokens:
+        rows[0][6:8] = ["time/B tokens", "GPU hours/B tokens"]
+    return "\n" + aligned([[str(place or ""), *row] for place, row in enumerate(rows)])
+
+
+def _rows(
+    found: Sequence[PlanCandidate], head: Sequence[str], job: PlannedJob, price: Price | None
+) -> list[list[str]]:
+    """These columns of each candidate, the head first; the money last where there is a price."""
+    rows = [[*head, *([price.currency] if price else [])]]
+    for one in found:
         cost = spending(one, job, price)
-        row = [f"{place}", words(one.layout), spanned(one.step_seconds)]
-        row += [spanned(one.tokens_per_second_per_device), shares(one.mfu_span)]
-        row += [f"{one.exposed / one.step_seconds.middle:.0%}"]
-        row += [spanned(one.memory_bytes.times(1e-9))]
-        row += [lasting(cost.seconds), spanned(cost.device_hours)]
-        rows.append([*row, *([spanned(cost.money)] if cost.money else [])])
-    return "\n" + aligned(rows)
+        cells = {
+            "nodes": str(one.cluster.nodes),
+            "layout": words(one.layout),
+            "step s": spanned(one.step_seconds),
+            "tokens/s/GPU": spanned(one.tokens_per_second_per_device),
+            "MFU": shares(one.mfu_span),
+            "exposed": f"{one.exposed / one.step_seconds.middle:.0%}",
+            "memory GB": spanned(one.memory_bytes.times(1e-9)),
+            "memory P90 GB": f"{one.memory_bytes.high / 1e9:.1f}",
+            "time": lasting(cost.seconds),
+            "GPU hours": spanned(cost.device_hours),
+        }
+        rows.append([*map(cells.__getitem__, head), *([spanned(cost.money)] if cost.money else [])])
+    return rows
 
 
 def waterfalls(one: PlanCandidate) -> str:
@@ -105,19 +122,10 @@ def spent(cost: Spending, one: PlanCandidate) -> str:
     return "\n".join(lines)
 
 
-def front(found: Sequence[PlanCandidate], job: PlannedJob, price: PerHour | None) -> str:
+def front(found: Sequence[PlanCandidate], job: PlannedJob, price: Price | None) -> str:
     """What nothing beats in time, memory and device hours at once."""
-    rows = [["nodes", "layout", "step s", "memory P90 GB", "time", "GPU hours"]]
-    rows[0] += [price.currency] if price else []
-    for one in found:
-        cost = spending(one, job, price)
-        row = [str(one.cluster.nodes), words(one.layout), spanned(one.step_seconds)]
-        row += [
-            f"{one.memory_bytes.high / 1e9:.1f}",
-            lasting(cost.seconds),
-            spanned(cost.device_hours),
-        ]
-        rows.append([*row, *([spanned(cost.money)] if cost.money else [])])
+    head = ("nodes", "layout", "step s", "memory P90 GB", "time", "GPU hours")
+    rows = _rows(found, head, job, price)
     return "\nnothing beats these in time, memory and GPU hours together\n" + aligned(rows)
 
 
@@ -296,7 +304,7 @@ STYLE = (
 
 def page(
     found: ClusterPlan,
-    price: PerHour | None,
+    price: Price | None,
     nearest: Sequence[RejectedLayout],
     changes: Sequence[LayoutChange],
 ) -> str:
@@ -342,17 +350,9 @@ def write(path: Path, content: str) -> None:
         raise InputError(f"{path} can't be written: {error.strerror or error}") from error
 
 
-def _layouts(found: ClusterPlan, chosen: Sequence[PlanCandidate], price: PerHour | None) -> str:
-    rows = [["nodes", "layout", "step s", "tokens/s/GPU", "MFU", "memory GB", "time"]]
-    rows[0] += ["GPU hours", *([price.currency] if price else [])]
-    for one in chosen:
-        cost = spending(one, found.job, price)
-        row = [str(one.cluster.nodes), words(one.layout), spanned(one.step_seconds)]
-        row += [spanned(one.tokens_per_second_per_device), shares(one.mfu_span)]
-        row += [spanned(one.memory_bytes.times(1e-9))]
-        row += [lasting(cost.seconds), spanned(cost.device_hours)]
-        rows.append([*row, *([spanned(cost.money)] if cost.money else [])])
-    return _table(rows)
+def _layouts(found: ClusterPlan, chosen: Sequence[PlanCandidate], price: Price | None) -> str:
+    head = ("nodes", "layout", "step s", "tokens/s/GPU", "MFU", "memory GB", "time", "GPU hours")
+    return _table(_rows(chosen, head, found.job, price))
 
 
 def _schedule(found: ClusterPlan, one: PlanCandidate) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -92,18 +92,10 @@ def _known(values: dict[Any, Any], place: str) -> dict[Any, Any]:
     return values
 
 
-class Priced(Protocol):
-    """A recipe, as far as its price goes."""
-
-    @property
-    def price(self) -> Price | None: ...
-
-
 def cost_of(
-    recipe: Priced, seconds: float, tokens: int, devices: int, kwh: float | None = None
+    price: Price | None, seconds: float, tokens: int, devices: int, kwh: float | None = None
 ) -> dict[str, Any] | None:
     """A run's cost for its summary; None without a price."""
-    price = recipe.price
     if price is None:
         return None
     total = price.money(seconds, devices, kwh)

@@ -23,10 +23,11 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from hasten.core.plan import name_of, plain_entry
+from hasten.core.plan import name_of
 from hasten.data.file_lock import replace_file
 from hasten.errors import InputError
 from hasten.formatting import measure, outline, span, words
+from hasten.recipe.write_back import plain_entry
 from hasten.report.gains import (
     GUILTY,
     amount,

@@ -268,7 +268,9 @@ def _leave(
         "acted": proofs,
         "adjusted": adjusted(session),
         "samples": [asdict(s) for s in samples],
-        "cost": cost_of(recipe, seconds, outcome.tokens(session), known.world.size, energy["kwh"]),
+        "cost": cost_of(
+            recipe.price, seconds, outcome.tokens(session), known.world.size, energy["kwh"]
+        ),
         "energy": energy,
         "corpus_sha256": material.note.corpus_sha256,
         "rejected": len(material.note.rejected),

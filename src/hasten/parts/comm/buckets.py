@@ -26,6 +26,7 @@ from hasten.parts.comm.methods import (
 Named = tuple[str, Tensor]
 BUCKET_BYTES = 25 * 2**20  # as DDP's own; its first bucket ends at 1 MiB
 FIRST_BUCKET_BYTES = 2**20
+READ_AS_THEY_ARE = (torch.float32, torch.bfloat16)  # by codecs; fp16 is widened
 
 
 def named(model: nn.Module | Iterable[Any]) -> list[Named]:
@@ -179,7 +180,7 @@ class BucketExchange:
     ) -> Callable[[], Tensor]:
         way = self.way_of(pieces, way) if self.compresses else self._dense
         scale = self.scale() if way.feedback else 1.0
-        as_it_is = scale == 1.0 and (way is self._dense or _readable(buffer))
+        as_it_is = scale == 1.0 and (way is self._dense or buffer.dtype in READ_AS_THEY_ARE)
         flat = buffer if as_it_is else buffer.float().div_(scale)
         residual: Tensor | None = None
         held: dict[int, Tensor] = {}
@@ -255,11 +256,6 @@ class BucketExchange:
         self.steps = int(state["steps"])
         self._memory.load(state["residual"])
         self.way.load(state["way"])
-
-
-def _readable(buffer: Tensor) -> bool:
-    """Formats that codecs read; fp16 is widened."""
-    return buffer.dtype in (torch.float32, torch.bfloat16)
 
 
 def _fits(buffer: Tensor) -> bool:

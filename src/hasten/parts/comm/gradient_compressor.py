@@ -29,6 +29,7 @@ from hasten.parts.comm import buckets as gradients
 from hasten.parts.comm.buckets import BucketExchange, Meeting
 from hasten.parts.comm.exchange import Ranks, WireError
 from hasten.parts.comm.groups import InOrder
+from hasten.parts.comm.local_sgd import ApartWeights
 from hasten.parts.comm.methods import (
     WHOLE,
     CompressionSettings,
@@ -38,7 +39,8 @@ from hasten.parts.comm.methods import (
     parts_of,
 )
 from hasten.parts.comm.rank_check import checksum, drifted
-from hasten.parts.comm.weight_methods import Attached, whole
+from hasten.parts.comm.route_choice import WireChoice
+from hasten.parts.comm.weight_methods import whole
 
 # A tensor as other ranks would read it: compress and decompress on one rank, with error feedback.
 #
@@ -168,7 +170,7 @@ class GradientCompressor:
         self.timeout_seconds = timeout_seconds
         self._travel = BucketExchange(self._settings)
         self._locally = Locally(self._settings)
-        self._whole: Attached | None = None  # diloco, stream, auto
+        self._whole: ApartWeights | WireChoice | None = None  # diloco, stream, auto
         self._meeting = Meeting(self._settings, timeout_seconds, self.communication_backend)
         self._in_order: InOrder | None = None
         self._largest = 0  # numbers of the largest tensor that ``compress`` had in this step
@@ -352,7 +354,7 @@ class GradientCompressor:
     def state_dict(self) -> dict[str, Any]:
         """This rank's memory by parameter, as plain tensors; between two steps."""
         if self._whole is not None:
-            return {"whole": self._whole.state()}
+            return {"whole": self._whole.state_dict()}
         return {"travel": self._travel.state(), "locally": self._locally.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -365,7 +367,7 @@ class GradientCompressor:
             method = self._settings.method
             raise ValueError(f"the state isn't one of {method}, or attach(model) has to come first")
         if self._whole is not None:
-            self._whole.load(state["whole"])
+            self._whole.load_state_dict(state["whole"])
             return
         self._travel.load(state["travel"])
         self._locally.load(state["locally"])

@@ -21,6 +21,7 @@ import bisect
 import datetime
 import itertools
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -377,10 +378,86 @@ def _finite(values: Tensor) -> bool:
 OUTER = ("mean", "nesterov")
 
 
-class LocalSteps:
-    """Averages weights over ranks every ``every`` steps; ``codec`` None sends float32.
+class ApartWeights(ABC):
+    """Weights of ranks that train apart, and what has travelled so far.
 
     ``stop`` is set, on all ranks after the same step, once one has asked for it.
+    """
+
+    codec: Codec | None
+
+    def __init__(self, drift: Drift) -> None:
+        self.drift = drift
+        self.steps = self.exchanges = self.message_bytes = 0
+        self.stop = self._dirty = False
+        self.waited_seconds = 0.0  # exposed: nothing was computed meanwhile
+        self.hidden_seconds: float | None = 0.0  # under way beside the computation
+        self.sent_bytes = 0
+
+    def after_step(self, tokens: float = 1.0, stop: bool = False) -> bool:
+        """A step is done, with so many trained tokens on this rank; whether weights moved now.
+
+        Every rank calls it after each step, a step that moved nothing included (with 0 tokens).
+
+        Raises:
+            DriftError: a rank has left, or its weights aren't finite.
+        """
+        self.steps += 1
+        self._dirty = True
+        self.drift.note(tokens)
+        if not self._due():
+            return False
+        if self.drift.size == 1:
+            self.stop = self.stop or stop
+            return False
+        return self._exchange(stop)
+
+    def settle(self) -> bool:
+        """All ranks' weights become their float32 mean; whether anything was to be done."""
+        if not self._dirty:
+            return False
+        self._receive()
+        self.drift.average()
+        self._dirty = False
+        return self.drift.size > 1
+
+    @property
+    def acts(self) -> bool:
+        """Whether something has travelled yet."""
+        return self.exchanges > 0
+
+    def words(self) -> str:
+        """What was done so far."""
+        each = f"{self.message_bytes:,} bytes each"
+        return f"{self.exchanges} exchanges in {self.steps} steps, {each}"
+
+    def _due(self) -> bool:
+        """Whether something travels after this step."""
+        return True
+
+    @abstractmethod
+    def _exchange(self, stop: bool) -> bool:
+        """Send, or receive; whether weights moved."""
+
+    def _receive(self) -> bool:
+        """Wait for what is on its way and take it in; whether there was something."""
+        return False
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """After ``settle``: what goes on from there, the same on every rank."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from weights that were saved with this state and are in place already.
+
+        Raises:
+            ValueError: it is the state of other settings or of other weights.
+        """
+
+
+class LocalSteps(ApartWeights):
+    """Averages weights over ranks every ``every`` steps; ``codec`` None sends float32.
 
     Raises:
         ValueError: a setting is impossible, or a weight doesn't lie in one piece.
@@ -400,30 +477,13 @@ class LocalSteps:
         check(every, outer)
         self.every, self.outer, self.rate, self.momentum = every, outer, rate, momentum
         self.codec = None if codec is None or codec.name == "none" else codec
-        self.drift = Drift(list(parameters), 1, group, timeout)
+        super().__init__(Drift(list(parameters), 1, group, timeout))
         self.velocity = torch.zeros_like(self.drift.anchor) if outer == "nesterov" else None
-        self.steps = self.exchanges = self.message_bytes = 0
-        self.stop = self._dirty = False
-        self.waited_seconds = 0.0
-        self.hidden_seconds: float | None = 0.0  # nothing runs beside an exchange
-        self.sent_bytes = 0
 
-    def after_step(self, tokens: float = 1.0, stop: bool = False) -> bool:
-        """A step is done, with so many trained tokens on this rank; whether weights moved now.
+    def _due(self) -> bool:
+        return self.steps % self.every == 0
 
-        Every rank calls it after each step, a step that moved nothing included (with 0 tokens).
-
-        Raises:
-            DriftError: a rank has left, or its weights aren't finite.
-        """
-        self.steps += 1
-        self._dirty = True
-        self.drift.note(tokens)
-        if self.steps % self.every:
-            return False
-        if self.drift.size == 1:
-            self.stop = self.stop or stop
-            return False
+    def _exchange(self, stop: bool) -> bool:
         self.exchanges += 1
         self.sent_bytes += self.predicted_bytes
         if self.codec is None:
@@ -431,14 +491,6 @@ class LocalSteps:
         else:
             self._encoded(self.codec, stop)
         return True
-
-    def settle(self) -> bool:
-        """All ranks' weights become their float32 mean; whether anything was to be done."""
-        if not self._dirty:
-            return False
-        self.drift.average()
-        self._dirty = False
-        return self.drift.size > 1
 
     @property
     def predicted_bytes(self) -> int:
@@ -484,16 +536,10 @@ class LocalSteps:
         return mean.add(velocity, alpha=self.momentum).mul_(self.rate)
 
     def state_dict(self) -> dict[str, Any]:
-        """After ``settle``: what goes on from there, the same on every rank."""
         state: dict[str, Any] = {"steps": self.steps, "exchanges": self.exchanges}
         return state if self.velocity is None else {**state, "velocity": self.velocity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from weights that were saved with this state and are in place already.
-
-        Raises:
-            ValueError: it is the state of another outer step or of other weights.
-        """
         velocity = state.get("velocity")
         if (velocity is None) != (self.velocity is None):
             raise ValueError(f"the state is of another outer step than {self.outer!r}")

@@ -63,6 +63,24 @@ class WireChoice:
     def attach(self, module: nn.Module) -> None:
         self.buckets.attach(module)
 
+    @property
+    def steps(self) -> int:
+        return self.buckets.steps
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.buckets.sent_bytes
+
+    @property
+    def acts(self) -> bool:
+        return self.decided
+
+    def words(self) -> str:
+        return self.reason
+
+    def settle(self) -> None:
+        """Ranks never differ, so nothing is to be done."""
+
     def step(self) -> None:
         """The weights have moved; every rank calls it."""
         self.buckets.step()

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from hasten.parts.comm.codecs import codec as codec_of
 from hasten.parts.comm.groups import FullDuplexWork, all_gather
-from hasten.parts.comm.local_sgd import NUMBERS, TIMEOUT, Drift
+from hasten.parts.comm.local_sgd import NUMBERS, TIMEOUT, ApartWeights, Drift
 
 if TYPE_CHECKING:
     from hasten.parts.comm.codecs import Codec
@@ -62,13 +62,11 @@ class _Flight:
     back: list[float]  # when the others' messages were there, once they are
 
 
-class Stream:
+class Stream(ApartWeights):
     """Sends one fragment per step in the background.
 
     ``fragments`` None: as many as the link asks for; ``codec`` None then: int4, or signs where that
     would be many, and int4 where their number is given.
-
-    ``stop`` is set, on all ranks after the same step, once one has asked for it.
 
     Raises:
         ValueError: a setting is impossible, or a weight doesn't lie in one piece.
@@ -83,32 +81,16 @@ class Stream:
         timeout: datetime.timedelta = TIMEOUT,
     ) -> None:
         check(fragments)
-        self.codec, self.fragments = codec or codec_of(USUAL), fragments
+        self.codec: Codec = codec or codec_of(USUAL)
+        self.fragments = fragments
         self._formats = [USUAL, SHORTEST] if codec is None else []
-        self.drift = Drift(list(parameters), fragments or 1, group, timeout)
-        self.steps = self.exchanges = self.message_bytes = 0
-        self.stop = self._dirty = False
-        self.waited_seconds = 0.0  # exposed: nothing was computed meanwhile
-        # Under way beside the computation; a device's messages would have to be waited for.
-        self.hidden_seconds: float | None = 0.0 if self.drift.anchor.is_cpu else None
-        self.sent_bytes = 0
+        super().__init__(Drift(list(parameters), fragments or 1, group, timeout))
+        if not self.drift.anchor.is_cpu:  # a device's messages would have to be waited for
+            self.hidden_seconds = None
         self._flight: _Flight | None = None
         self._moments: list[float] = []
 
-    def after_step(self, tokens: float = 1.0, stop: bool = False) -> bool:
-        """A step is done, with so many trained tokens on this rank; whether weights moved now.
-
-        Every rank calls it after each step, a step that moved nothing included (with 0 tokens).
-
-        Raises:
-            DriftError: a rank has left, or its weights aren't finite.
-        """
-        self.steps += 1
-        self._dirty = True
-        self.drift.note(tokens)
-        if self.drift.size == 1:
-            self.stop = self.stop or stop
-            return False
+    def _exchange(self, stop: bool) -> bool:
         if self.fragments is None:
             self._time()
             if self.fragments is None:
@@ -116,15 +98,6 @@ class Stream:
         moved: bool = self._receive()
         self._send(stop)
         return moved
-
-    def settle(self) -> bool:
-        """All ranks' weights become their float32 mean; whether anything was to be done."""
-        if not self._dirty:
-            return False
-        self._receive()
-        self.drift.average()
-        self._dirty = False
-        return self.drift.size > 1
 
     @property
     def predicted_bytes(self) -> float:
@@ -152,7 +125,6 @@ class Stream:
 
     @torch.no_grad()
     def _receive(self) -> bool:
-        """Wait for what is on its way and take it in; whether there was something."""
         flight, self._flight = self._flight, None
         if flight is None:
             return False
@@ -223,7 +195,6 @@ class Stream:
         self.fragments = fragments
 
     def state_dict(self) -> dict[str, Any]:
-        """After ``settle``: what goes on from there, the same on every rank."""
         return {
             "steps": self.steps,
             "exchanges": self.exchanges,
@@ -232,10 +203,7 @@ class Stream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from weights that were saved with this state and are in place already.
-
-        Where fragments or the codec are found from the link, those found before are kept.
-        """
+        """Where fragments or the codec are found from the link, those found before are kept."""
         if self.fragments is None and state["fragments"]:
             if self._formats:
                 self.codec = codec_of(state.get("codec", USUAL))

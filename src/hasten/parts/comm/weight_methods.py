@@ -18,8 +18,8 @@ from __future__ import annotations
 import datetime
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,135 +32,12 @@ from hasten.parts.comm.codecs import codec
 from hasten.parts.comm.collective_plan import Route
 from hasten.parts.comm.collectives import TopoAwareCollective
 from hasten.parts.comm.hierarchical import RoutedBuckets
-from hasten.parts.comm.local_sgd import LocalSteps, same_start
+from hasten.parts.comm.local_sgd import ApartWeights, LocalSteps, same_start
 from hasten.parts.comm.methods import CompressionSettings
 from hasten.parts.comm.route_choice import WireChoice
 from hasten.parts.comm.streaming_local_sgd import Stream
 
 PATIENCE = 100  # gradients without an update; more are rarely accumulated
-
-
-class Attached(Protocol):
-    """What a compressor hands its work to."""
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def sent_bytes(self) -> int: ...
-
-    @property
-    def acts(self) -> bool: ...
-
-    def words(self) -> str: ...
-
-    def settle(self) -> None: ...
-
-    def state(self) -> dict[str, Any]: ...
-
-    def load(self, state: Mapping[str, Any]) -> None: ...
-
-
-class Weights:
-    """Ranks that train apart, brought together after updates."""
-
-    def __init__(self, model: nn.Module, settings: CompressionSettings, seconds: float) -> None:
-        if isinstance(model, DistributedDataParallel):
-            raise ValueError(
-                f"{settings.method} sends weights in the place of gradients: attach the module "
-                "itself; DistributedDataParallel would average gradients as well"
-            )
-        if dist.is_available() and dist.is_initialized():
-            same_start(model)
-        limit = datetime.timedelta(seconds=seconds)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        self.part: LocalSteps | Stream
-        if settings.method == "diloco":
-            self.part = LocalSteps(trained, settings.every, codec=codec("int4"), timeout=limit)
-        else:
-            self.part = Stream(trained, timeout=limit)
-        after_updates(trained[0], self._updated, "nothing is exchanged, and ranks drift apart")
-
-    @property
-    def steps(self) -> int:
-        return self.part.steps
-
-    @property
-    def sent_bytes(self) -> int:
-        return self.part.sent_bytes
-
-    @property
-    def acts(self) -> bool:
-        return self.part.exchanges > 0
-
-    def words(self) -> str:
-        part = self.part
-        return (
-            f"{part.exchanges} exchanges in {part.steps} steps, {part.message_bytes:,} bytes each"
-        )
-
-    def settle(self) -> None:
-        self.part.settle()
-
-    def state(self) -> dict[str, Any]:
-        return self.part.state_dict()
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        self.part.load_state_dict(dict(state))
-
-    def _updated(self) -> None:
-        self.part.after_step()
-
-
-class WeightMethod:
-    """Routes for DDP's buckets, tried in the first steps."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        backend: str | None,
-        seconds: float,
-        scale: Callable[[], float] | None,
-    ) -> None:
-        if not isinstance(model, DistributedDataParallel):
-            raise ValueError(
-                f"auto chooses for DistributedDataParallel and was given {type(model).__name__}: "
-                "wrap the model first"
-            )
-        kind = backend or ("nccl" if has_cuda() else "gloo")
-        collective = TopoAwareCollective(kind, "measure", timeout=seconds)
-        buckets = RoutedBuckets(collective, Route(), scale=scale or (lambda: 1.0))
-        self.choice = WireChoice(buckets)
-        self.choice.attach(model)
-        trained = next(p for p in model.parameters() if p.requires_grad)
-        after_updates(trained, self._updated, "no route is tried, and all goes as without auto")
-
-    @property
-    def steps(self) -> int:
-        return self.choice.buckets.steps
-
-    @property
-    def sent_bytes(self) -> int:
-        return self.choice.buckets.sent_bytes
-
-    @property
-    def acts(self) -> bool:
-        return self.choice.decided
-
-    def words(self) -> str:
-        return self.choice.reason
-
-    def settle(self) -> None:
-        return None
-
-    def state(self) -> dict[str, Any]:
-        return self.choice.state_dict()
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        self.choice.load_state_dict(dict(state))
-
-    def _updated(self) -> None:
-        self.choice.step()
 
 
 def whole(
@@ -169,18 +46,44 @@ def whole(
     backend: str | None,
     seconds: float,
     scale: Callable[[], float] | None,
-) -> Attached:
-    """What does the method's work on this model.
+) -> ApartWeights | WireChoice:
+    """What does the method's work on this model, told of its updates from now on.
 
     Raises:
         ValueError: the method wants another kind of module.
     """
+    replicas = isinstance(model, DistributedDataParallel)
+    trained = [p for p in model.parameters() if p.requires_grad]
     if settings.method == "auto":
-        return WeightMethod(model, backend, seconds, scale)
-    return Weights(model, settings, seconds)
+        if not replicas:
+            raise ValueError(
+                f"auto chooses for DistributedDataParallel and was given {type(model).__name__}: "
+                "wrap the model first"
+            )
+        kind = backend or ("nccl" if has_cuda() else "gloo")
+        collective = TopoAwareCollective(kind, "measure", timeout=seconds)
+        choice = WireChoice(RoutedBuckets(collective, Route(), scale=scale or (lambda: 1.0)))
+        choice.attach(model)
+        after_updates(trained[0], choice.step, "no route is tried, and all goes as without auto")
+        return choice
+    if replicas:
+        raise ValueError(
+            f"{settings.method} sends weights in the place of gradients: attach the module "
+            "itself; DistributedDataParallel would average gradients as well"
+        )
+    if dist.is_available() and dist.is_initialized():
+        same_start(model)
+    limit = datetime.timedelta(seconds=seconds)
+    part: ApartWeights
+    if settings.method == "diloco":
+        part = LocalSteps(trained, settings.every, codec=codec("int4"), timeout=limit)
+    else:
+        part = Stream(trained, timeout=limit)
+    after_updates(trained[0], part.after_step, "nothing is exchanged, and ranks drift apart")
+    return part
 
 
-def after_updates(weight: torch.Tensor, action: Callable[[], None], otherwise: str) -> None:
+def after_updates(weight: torch.Tensor, action: Callable[[], object], otherwise: str) -> None:
     """Call a method after each step of the optimizer that has this weight, while its owner lives.
 
     torch's hook is for all optimizers of the process: it looks whose step it was, and goes with the

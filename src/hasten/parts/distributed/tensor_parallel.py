@@ -284,7 +284,8 @@ def _by_rows(parameter: Tensor, mesh: DeviceMesh) -> nn.Parameter:
 def _enter(module: nn.Module, mesh: DeviceMesh, between: Any, keep: bool) -> None:
     """The region's input is made whole; ``keep``: it stays a DTensor, so that the gradients of all
     its readers are added up before they travel, once."""
-    named = "hidden_states" if _attends(module) else None
+    # Hugging Face's blocks call attention with names, and the MLP without.
+    named = "hidden_states" if "Attention" in type(module).__name__ else None
     made: dict[str, Any] = {"use_local_output": not keep}
     if named is None:
         made |= {"input_layouts": (between,), "desired_input_layouts": (Replicate(),)}
@@ -294,11 +295,6 @@ def _enter(module: nn.Module, mesh: DeviceMesh, between: Any, keep: bool) -> Non
             "desired_input_kwarg_layouts": {named: Replicate()},
         }
     parallelize_module(module, mesh, PrepareModuleInput(**made))
-
-
-def _attends(module: nn.Module) -> bool:
-    """Hugging Face's blocks call attention with names, and the MLP without."""
-    return "Attention" in type(module).__name__
 
 
 def _cut_sequence(inner: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:

@@ -158,12 +158,13 @@ def implied(name: str, meant: Any) -> Handler:
     return handle
 
 
+ROWS = json.loads(Path(__file__).with_name("keys.json").read_text(encoding="utf-8"))
 KINDS: Mapping[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": bool}
 
 
 def table(name: str) -> dict[str, Handler]:
     """Handlers of the keys that ``keys.json`` speaks of under ``name``."""
-    rows = json.loads(Path(__file__).with_name("keys.json").read_text(encoding="utf-8"))[name]
+    rows = ROWS[name]
     found: dict[str, Handler] = {}
     for kind, handler in (("needless", needless), ("unmapped", unmapped), ("switch", switch)):
         found |= {key: handler(word) for key, word in rows.get(kind, {}).items()}
@@ -352,30 +353,9 @@ TRAINING: dict[str, Handler] = table("training") | {
 # recipe would train the rejected answers, or none.
 
 OURS = ("sft", "pt", "pretrain")
-PREFERENCES, REWARDS = "preference training", "the training of a reward model"
-REINFORCEMENT, MEDIA = "reinforcement learning", "training with images, audio or video"
-STAGES = {
-    **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "ipo", "cpo", "bco", "nca"), PREFERENCES),
-    **dict.fromkeys(("rm", "prm", "reward"), REWARDS),
-    **dict.fromkeys(("ppo", "grpo", "gdpo", "rloo", "gkd"), REINFORCEMENT),
-    "ebft": "training on energies",
-}
-# Keys that ask for such a training wherever they are on.
-SIGNS = {
-    **dict.fromkeys(("reward_model", "process_reward_model", "num_labels"), REWARDS),
-    **dict.fromkeys(("center_rewards_coefficient",), REWARDS),
-    **dict.fromkeys(("pref_loss", "simpo_gamma", "pref_ftx", "reference_free"), PREFERENCES),
-    **dict.fromkeys(("desirable_weight", "undesirable_weight"), PREFERENCES),
-    **dict.fromkeys(("precompute_ref_log_probs", "rpo_alpha", "dpo_beta"), PREFERENCES),
-    **dict.fromkeys(("num_generations", "reward_funcs", "reward_model_path"), REINFORCEMENT),
-    **dict.fromkeys(("num_ppo_epochs", "ppo_epochs", "trl", "vllm_mode"), REINFORCEMENT),
-    **dict.fromkeys(("processor_type", "is_multimodal", "freeze_vision_tower"), MEDIA),
-    **dict.fromkeys(("image_max_pixels", "video_max_pixels", "image_resolution"), MEDIA),
-    "diffusion": "the training of a diffusion model",
-    "export_dir": "merging and exporting a model, which `hasten merge` does",
-    "infer_backend": "chatting with a model",
-    "sample_backend": "chatting with a model",
-}
+PREFERENCES = "preference training"
+STAGES: Mapping[str, str] = ROWS["refused"]["stages"]
+SIGNS: Mapping[str, str] = ROWS["refused"]["signs"]  # keys that ask for it wherever they are on
 PREFERENCE_LOSSES = ("sigmoid", "hinge", "ipo", "kto_pair", "orpo", "simpo", "apo_zero", "kto")
 OFF = (None, False, 0, "", "none")
 

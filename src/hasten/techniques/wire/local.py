@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,14 +20,15 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.parts.comm import local_sgd, streaming_local_sgd
-from hasten.parts.comm.codecs import Codec, codec
-from hasten.parts.comm.local_sgd import Buffers, Drift, same_start
+from hasten.parts.comm.codecs import codec
+from hasten.parts.comm.local_sgd import ApartWeights, Buffers, same_start
 from hasten.techniques.wire.traffic import OfWeights, no_torch_distributed
 
 AUTO = "auto"
 ON_LINK = "in what format differences travel"
 DDP_BYTES = 8.0  # of gradients that a ring of many ranks sends per weight: 2 x float32
 Parameters = Sequence[Tensor]
+Build = Callable[[Parameters], ApartWeights]
 
 
 class TrainsApart(Technique):
@@ -122,37 +123,14 @@ class Stream(TrainsApart):
         return _forecast(facts, name, self._count or 2, copies=1)
 
 
-class Part(Protocol):
-    """What LocalSteps and Stream of ``hasten.parts`` have in common."""
-
-    drift: Drift
-    exchanges: int
-    message_bytes: int
-    waited_seconds: float
-    hidden_seconds: float | None
-    sent_bytes: int
-    stop: bool
-
-    @property
-    def codec(self) -> Codec | None: ...
-
-    def after_step(self, tokens: float = 1.0, stop: bool = False) -> bool: ...
-
-    def settle(self) -> bool: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 class Apart(Wire):
     """A run's wire, and its agreement: a step goes by what this rank knows."""
 
     apart = True
 
-    def __init__(self, setup: Setup, kind: str, build: Callable[[Parameters], Part]) -> None:
+    def __init__(self, setup: Setup, kind: str, build: Build) -> None:
         self.setup, self.kind, self._build = setup, kind, build
-        self.part: Part | None = None
+        self.part: ApartWeights | None = None
         self._module = nn.Module()
         self._buffers: Buffers | None = None
         self._traffic: OfWeights | None = None
@@ -216,7 +194,7 @@ class Apart(Wire):
         except ValueError as error:
             raise InputError(f"{self.kind}: {error}; resume with the plan that wrote it") from error
 
-    def _running(self) -> Part:
+    def _running(self) -> ApartWeights:
         """The part, built when all ranks begin their first step, after weights were restored."""
         if self.part is None:
             self.part = self._build(self.setup.precision.parameters())
@@ -229,7 +207,7 @@ class Apart(Wire):
             self.setup.precision.publish()
 
 
-def train_apart(setup: Setup, technique: Technique, build: Callable[[Parameters], Part]) -> None:
+def train_apart(setup: Setup, technique: Technique, build: Build) -> None:
     """Make a part the wire of a run on several ranks; on one rank nothing is to be done.
 
     Raises:

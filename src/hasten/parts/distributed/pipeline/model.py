@@ -117,7 +117,8 @@ class AsyncPipeline:
         Raises:
             ValueError: more stages than layers, or a model that can't be cut.
         """
-        whole = _cuttable(model)
+        layered = isinstance(model, nn.Sequential)
+        whole: Cuttable = Layers(model) if layered else LanguageModel(WholeLogitsLoss(model))
         group = self._joined()
         each, first, last = _costs(whole, costs, sample)
         if group is not None and costs == "measured":
@@ -271,12 +272,6 @@ def _shape_of(whole: Cuttable) -> Callable[[Inputs], Any]:
         return lambda inputs: None
     dtype = whole.dtype
     return hidden_shape(whole.causal.config.hidden_size, lambda: dtype)
-
-
-def _cuttable(model: nn.Module) -> Cuttable:
-    if isinstance(model, nn.Sequential):
-        return Layers(model)
-    return LanguageModel(WholeLogitsLoss(model))
 
 
 def _costs(

@@ -64,7 +64,8 @@ def drawing(events: Sequence[StageEvent], title: str) -> str:
         body.append(_text(x + 18, below + 32, KINDS[kind]))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {width} {below + 44:g}">'
-        f"<title>{escape(title)}</title><style>text{{font:11px system-ui,sans-serif;fill:#555}}"
+        f"<title>{escape(title)}</title><desc>{len(ranks)} ranks, {escape(said)}.</desc>"
+        f"<style>text{{font:11px system-ui,sans-serif;fill:#555}}"
         f".n{{fill:#fff;text-anchor:middle}}</style>{''.join(body)}</svg>\n"
     )
 
