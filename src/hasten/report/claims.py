@@ -3,7 +3,7 @@
 A claim belongs to one technique, so it is judged by two arms that differ by this technique alone:
 on a ladder by neighbouring rungs, else by the technique alone against the baseline. The claims of
 one experiment are judged together, with the same noise floor and the same correction for their
-number as its arms.
+number as its arms. No claim holds where the model of the arm that shows it is worse.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from hasten.formatting import span, words
 from hasten.measure.ablation import Arm
 from hasten.measure.significance import LEAST_FLOOR, holm, p_beyond
 from hasten.measure.statistics import Interval, verdict
-from hasten.report.verdicts import floor_of, idle, ratio_between
+from hasten.report.verdicts import GUILTY, Guard, floor_of, idle, is_worse, ratio_between
 
 MEMORY_NOISE = 0.01  # a change of peak memory that nobody should act on
 SPEED, MEMORY = "tokens_per_second", "peak_memory_bytes"
+WORSE = "fell short: reached, but the model is worse"
 Pair = tuple[Arm, Arm]  # without the technique, with it
 Measured = tuple[Interval, float | None]  # of a speed claim: its ratio and corrected p-value
 
 
-def claims_of(arms: Sequence[Arm]) -> list[dict[str, str]]:
+def claims_of(arms: Sequence[Arm], guard: Guard = ()) -> list[dict[str, str]]:
     """Every claim of the last arm's techniques with its measurement and its verdict."""
     final = arms[-1]
     if final is arms[0]:
@@ -38,6 +39,8 @@ def claims_of(arms: Sequence[Arm]) -> list[dict[str, str]]:
             measured, word = _checked(claim, pair, speeds.get(technique), floor)
             if pair is not None and technique.name() in idle(pair[1]):
                 word = "no effect: it did not act"
+            if pair is not None and word == "held" and is_worse(pair[1], arms[0], guard):
+                word = WORSE
             found.append(
                 {
                     "technique": str(technique),
@@ -120,6 +123,10 @@ def memory_claim(before: float | None, after: float | None, claimed: float) -> t
 
 QUALITY = "quality"  # a claim of any measure of it: here it is the held-out loss
 Row = dict[str, str]
+Finding = tuple[str, str]  # what was measured, and the verdict on it
+RANKS = "not comparable: needs several ranks (nproc 2 or more)"
+UNKNOWN = "not comparable: this report has no figure for it"
+OF_CORES = "not comparable: a GPU's share of busy time; here it is the share of the cores' time"
 
 
 def preset_claims(preset: Mapping[str, Any], report: Mapping[str, Any]) -> list[Row]:
@@ -140,14 +147,10 @@ def preset_claims(preset: Mapping[str, Any], report: Mapping[str, Any]) -> list[
     ]
     missing = [switch["name"] for switch in preset["switches"] if "missing" in switch]
     name = "the whole plan" + (f" without {', '.join(missing)}" if missing else "")
-    for claim in preset["totals"]:
-        final = report["arms"][-1]
-        found = (
-            _quality(report)
-            if claim["metric"] == QUALITY
-            else _checked_preset(claim, final, report)
-        )
-        rows.append(_row(name, claim, source, *found))
+    rows += [
+        _row(name, claim, claim.get("source", source), *_total(claim, report["arms"][-1], report))
+        for claim in preset["totals"]
+    ]
     for entry in preset.get("not_comparable", ()):
         claim = {"metric": "not one metric", "said": entry["said"]}
         rows.append(_row(entry["name"], claim, source, "not measured", entry["reason"].strip()))
@@ -183,7 +186,95 @@ def _alone(
         return "not measured apart", "inconclusive"
     measured, word = _checked_preset(claim, arm, report)
     idle = [row for row in arm.get("acted") or () if row["acted"] is False]
+    if word == "held" and model_is_worse(arm, report):
+        word = WORSE
     return measured, "no effect: it did not act" if idle else word
+
+
+def _total(
+    claim: Mapping[str, Any], final: Mapping[str, Any], report: Mapping[str, Any]
+) -> Finding:
+    """A claim on the whole plan: by its kind of metric."""
+    metric = claim["metric"]
+    if metric == QUALITY:
+        return _quality(report)
+    if metric in ABSOLUTE:
+        measured, word = _absolute(claim, final, report)
+    elif metric in PER_RUN:
+        measured, word = _per_run(metric, final, report), f"not comparable: {claim['reason']}"
+    else:
+        measured, word = _checked_preset(claim, final, report)
+    return measured, WORSE if word == "held" and model_is_worse(final, report) else word
+
+
+def model_is_worse(arm: Mapping[str, Any], report: Mapping[str, Any]) -> bool:
+    """Whether the report's guard, or its margin of the held-out loss, is against an arm."""
+    found = report.get("quality") or {}
+    before, after = (one.get("held_out_loss") for one in (report["arms"][0], arm))
+    most = None if before is None else before * (1 + (found.get("margin") or 0.0))
+    if most is not None and after is not None and after > most:
+        return True
+    if found.get("verdict") == "worse" and arm is report["arms"][-1]:
+        return True
+    guilty = [row["technique"] for row in report.get("guard") or () if row["verdict"] in GUILTY]
+    return any(name in (text, _base(text)) for text in arm["techniques"] for name in guilty)
+
+
+# Claims on a figure itself, by name: how it is read off an arm, and whether more of it is better.
+ABSOLUTE = {
+    "parallel_efficiency": True,
+    "utilisation": True,
+    "communication_share": False,
+    "throughput_spread": False,
+}
+PER_RUN = ("samples_per_second", "cost")  # figures of one job on one machine, comparable to none
+
+
+def _absolute(
+    claim: Mapping[str, Any], final: Mapping[str, Any], report: Mapping[str, Any]
+) -> Finding:
+    """A claim on a share: the baseline's, the arm's, and whether it reaches what was said."""
+    metric = claim["metric"]
+    shares = [_share(metric, arm) for arm in (report["arms"][0], final)]
+    alone = ((report.get("design") or {}).get("ranks") or 1) < 2
+    if metric in ("parallel_efficiency", "communication_share") and alone:
+        return "not measured", RANKS
+    if None in shares:
+        return "not measured", UNKNOWN
+    said = " → ".join(words(share, "percent") for share in shares)
+    if metric == "utilisation" and (report.get("hardware") or {}).get("device") == "cpu":
+        return said, OF_CORES
+    reached = shares[1] >= claim["least"] if ABSOLUTE[metric] else shares[1] <= claim["most"]
+    return said, "held" if reached else "fell short"
+
+
+def _share(metric: str, arm: Mapping[str, Any]) -> Any:
+    """A share of an arm, or None where it wasn't measured."""
+    ledger = arm.get("ledger") or {}
+    if metric == "throughput_spread":
+        return arm.get(metric)
+    if metric != "communication_share":
+        return ledger.get(metric)
+    known = {k: v for k, v in (ledger.get("step") or {}).items() if v is not None}
+    whole = sum(known.values())
+    return known["communication"] / whole if whole and "communication" in known else None
+
+
+def _per_run(metric: str, final: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    """Records a second, or the price of a pass over the data: of the baseline and of the arm."""
+    design, cost = report.get("design") or {}, report.get("cost") or {}
+    tokens, records = design.get("epoch_tokens"), design.get("epoch_records")
+    rates = [arm["tokens_per_second"]["median"] for arm in (report["arms"][0], final)]
+    if None in rates or not tokens:
+        return "not measured"
+    if metric == "samples_per_second":
+        return " → ".join(words(r * records / tokens, "amount") for r in rates) + " records/s"
+    prices = cost.get("per_million_tokens") or {}
+    paid = [prices.get(arm["name"]) for arm in (report["arms"][0], final)]
+    if None in paid:
+        return "not measured: the recipe has no price"
+    said = " → ".join(words(p * tokens / 1e6, "amount") for p in paid)
+    return f"{said} {cost.get('currency') or ''} for a pass over the data"
 
 
 def _quality(report: Mapping[str, Any]) -> tuple[str, str]:
@@ -197,6 +288,25 @@ def _quality(report: Mapping[str, Any]) -> tuple[str, str]:
     return f"held-out loss {said}, one seed", word
 
 
+SECONDS = ("epoch_seconds", "total_seconds")  # of the same records: tokens per second, inverted
+
+
+def _seconds(
+    claim: Mapping[str, Any], arm: Mapping[str, Any], report: Mapping[str, Any]
+) -> Finding:
+    """The time for the same records, judged as the speed is."""
+    ratio = arm["ratio"]
+    inverse = {"median": ratio["median"], "low": ratio["high"], "high": ratio["low"]}
+    measured = span({key: 1 / value for key, value in inverse.items()}, "times")
+    faster = {**claim, "metric": SPEED, "ratio": 1 / claim["ratio"]}
+    word = _checked_preset(faster, arm, report)[1]
+    tokens = (report.get("design") or {}).get("epoch_tokens")
+    rates = [one["tokens_per_second"]["median"] for one in (report["arms"][0], arm)]
+    if claim["metric"] == "epoch_seconds" and tokens and None not in rates:
+        measured += f", {' → '.join(words(tokens / rate, 'seconds') for rate in rates)}"
+    return measured, word
+
+
 def _checked_preset(
     claim: Mapping[str, Any], arm: Mapping[str, Any], report: Mapping[str, Any]
 ) -> tuple[str, str]:
@@ -208,8 +318,10 @@ def _checked_preset(
         before, after = (one.get("peak_memory_bytes") for one in (base, arm))
         return memory_claim(before, after, claim["ratio"])
     ratio = arm["ratio"]
-    if claim["metric"] != SPEED or None in ratio.values():
+    if claim["metric"] not in (SPEED, *SECONDS) or None in ratio.values():
         return "not measured", "inconclusive"
+    if claim["metric"] in SECONDS:
+        return _seconds(claim, arm, report)
     found = Interval(ratio["median"], ratio["median"], ratio["low"], ratio["high"], 0)
     floor = (report.get("noise") or {}).get("floor") or LEAST_FLOOR
     p_value = arm.get("p_value")

@@ -31,6 +31,8 @@ from hasten.report.verdicts import (
     rebuilt_of,
 )
 
+FEWEST_STEPS = 8  # whose 5th and 95th percentile say anything
+
 
 def report_of(
     arms: Sequence[Arm],
@@ -70,7 +72,7 @@ def report_of(
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command,
         "arms": [_arm(arm, base, said) for arm, said in zip(arms, judgements, strict=True)],
-        "claims": claims_of(arms),
+        "claims": claims_of(arms, guard or ()),
         "quality": quality(final, base, guard or ()),
         "noise": noise_of(arms),
         "interaction": interaction_of(arms),
@@ -124,6 +126,10 @@ def _arm(arm: Arm, base: Arm, said: Judgement) -> dict[str, Any]:
     if len(seconds) > 1:
         cuts = statistics.quantiles(seconds, n=100, method="inclusive")
         found["step_seconds"] = {"p50": cuts[49], "p99": cuts[98]}
+    if measured and len(seconds) >= FEWEST_STEPS:
+        rates = [s["tokens"] / s["step_seconds"] for s in arm.steps if s["step_seconds"]]
+        cuts = statistics.quantiles(rates, n=20, method="inclusive")
+        found["throughput_spread"] = (cuts[18] - cuts[0]) / 2 / statistics.median(rates)
     return found
 
 

@@ -243,6 +243,11 @@ def quality(final: Arm, base: Arm, guard: Guard = ()) -> dict[str, Any]:
     return {**found, "verdict": "worse", "text": f"The guard finds: {said}. {found['text']}"}
 
 
+def is_worse(arm: Arm, base: Arm, guard: Guard = ()) -> bool:
+    """Whether the guard or the held-out loss finds the arm's model worse than the baseline's."""
+    return bool(guilty_of(arm, guard)) or _held_out(arm, base)["verdict"] == "worse"
+
+
 def guilty_of(arm: Arm, guard: Guard) -> list[Mapping[str, Any]]:
     """The guard's entries against techniques of this arm."""
     names = {name for t in arm.plan for name in (t.name(), str(t))}

@@ -57,9 +57,8 @@ class LoRA(Technique):
 
     @property
     def claims(self) -> tuple[Claim, ...]:
-        return (
-            Claim("epoch_seconds", 21.5 / 32, "the articles' LoRA run: an epoch 32 -> 21.5 min"),
-        )
+        source = "the articles' LoRA run: an epoch 32 -> 21.5 min"
+        return (Claim("tokens_per_second", round(32 / 21.5, 2), source),)
 
     def apply(self, setup: Setup) -> None:
         setup.adapter = partial(self.adapt, seed=setup.job.seed)
