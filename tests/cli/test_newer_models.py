@@ -26,6 +26,7 @@ def recipe(folder: Path, architecture: str, **changes: Any) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", NEWER)
 def test_it_is_checked_trained_and_planned(
     tmp_path: Path, hasten: Hasten, architecture: str
