@@ -6,23 +6,39 @@
 Each switch alone, and all together, against the baseline on the same ranks: an experiment as
 ``hasten speedup --plan article --arms alone`` makes it, with its record, so that a second start
 goes on. On one rank the row of gradient compression says why it is missing.
+
+    python benchmarks/bench_article.py --folder /tmp/article --beside-auto --budget 6m
+
+measures three plans in the same rounds: none, the articles' switches together, and what
+``plan: auto`` chooses on this job. It prints each figure of the articles with what both give.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from hasten.cli.terminal import Display
-from hasten.measure.ablation import Design
-from hasten.recipe.schema import Recipe
+from hasten.core.plan import Plan
+from hasten.measure.ablation import Arm, Design
+from hasten.measure.choose import choose
+from hasten.measure.recipe_experiment import measured, prepared
+from hasten.recipe.preset_plans import preset
+from hasten.recipe.schema import AutoPlan, Recipe
 from hasten.recipe.yaml_reader import read_duration
+from hasten.report.claims import preset_claims
+from hasten.report.findings import report_of
 from hasten.report.page import render_markdown, write_report
 from hasten.report.speedup import ablate
+from hasten.techniques import CATALOGUE
 
 ROUNDS, STEPS, BUILDS = 12, 2, 2
 COLUMNS = ("technique", "metric", "claimed", "measured", "verdict")
+NONE, ARTICLE, AUTO = "no techniques", "the articles' switches", "plan: auto"
+WHOLE = "the whole plan"
 
 
 def recipe_of(given: argparse.Namespace) -> Recipe:
@@ -31,15 +47,17 @@ def recipe_of(given: argparse.Namespace) -> Recipe:
         dataset=given.dataset,
         held_out=32,
         max_records=given.records,
-        cutoff_len=512,
+        cutoff_len=given.cutoff,
         vocabulary=2000,
         max_steps=100,
-        global_batch_size=16,
+        global_batch_size=given.batch,
         learning_rate=1e-3,
         nproc=given.ranks,
         output=str(given.folder / f"ranks-{given.ranks}"),
         plan="article",
         on_obstacle="skip",
+        auto_budget=given.auto_budget,
+        price={"currency": "CNY", "per_device_hour": 0.6},
     )
 
 
@@ -48,6 +66,47 @@ def claims_table(report: dict[str, Any]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def three_plans(recipe: Recipe, design: Design, display: Display) -> None:
+    """Measure the plans side by side and print a row for each figure of the articles."""
+    subject = prepared(recipe, display, ranks=True)
+    open_plan = {"plan": [], "auto_plan": AutoPlan()}
+    choice = choose(recipe.model_copy(update=open_plan), display)
+    plans = {NONE: Plan(), ARTICLE: subject.plan, AUTO: Plan.from_list(choice.entries, CATALOGUE)}
+    kinds = dict(zip(plans, ("baseline", "other", "other"), strict=True))
+    found = measured(subject, plans, kinds, replace(design, noise=False), False, display)
+    records = subject.material.record_facts()
+    known = {"epoch_tokens": records.tokens, "epoch_records": records.count}
+    base, *others = found.arms
+    columns = [_figures(subject, base, arm, found.design | known) for arm in others]
+    print(f"\n{choice.sentence}")
+    for arm in others:
+        print(f"{arm.name}: {arm.plan}; acted: {arm.acted}; failed: {arm.failed}")
+    print(f"\n| what the articles say | {ARTICLE} | | {AUTO} | |")
+    print("|---|---|---|---|---|")
+    for rows in zip(*columns, strict=True):
+        cells = [cell for row in rows for cell in (row["measured"], row["verdict"])]
+        print(f"| {rows[0]['claimed']} | {' | '.join(cells)} |")
+
+
+def _figures(subject: Any, base: Arm, arm: Arm, design: dict[str, Any]) -> Sequence[dict[str, str]]:
+    """The preset's rows on the whole plan, with this arm in the place of it."""
+    price, ranks = subject.recipe.price, subject.recipe.nproc
+    report = report_of(
+        [base, arm],
+        title=arm.name,
+        command="benchmarks/bench_article.py",
+        hardware={**asdict(subject.known.hardware), "device": subject.known.device},
+        versions={},
+        recipe=subject.recipe.model_dump(mode="json"),
+        currency=price.currency if price else None,
+        per_device_hour=price.per_device_hour if price else 0.0,
+        devices=ranks,
+        design=design | {"ranks": ranks},
+    )
+    rows = preset_claims(preset("article", ranks), report)
+    return [row for row in rows if row["technique"].startswith(WHOLE)]
 
 
 def main() -> None:
@@ -59,6 +118,11 @@ def main() -> None:
     parser.add_argument("--model", default="deepseek-llm-tiny")
     parser.add_argument("--dataset", default="stdlib")
     parser.add_argument("--records", type=int, default=2000)
+    parser.add_argument("--builds", type=int, default=BUILDS)
+    parser.add_argument("--cutoff", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--beside-auto", action="store_true")
+    parser.add_argument("--auto-budget", default="2m")
     given = parser.parse_args()
     recipe = recipe_of(given)
     design = Design(
@@ -66,11 +130,15 @@ def main() -> None:
         steps=STEPS,
         warmup=2,
         longest_warmup=8,
-        builds=BUILDS,
+        builds=given.builds,
         noise=True,
         foreign_load=0.25,
         budget_seconds=read_duration(given.budget),
     )
+    if given.beside_auto:
+        with Display() as display:
+            three_plans(recipe, design, display)
+        return
     title = f"The articles' switches on {given.ranks} rank(s)"
     with Display() as display:
         report = ablate(recipe, "alone", design=design, title=title, audience=display)

@@ -32,7 +32,8 @@ def model_of(
     else:
         config = tiny_config(architecture)
     if "deepseek" in architecture:
-        changes |= {"num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}
+        # Every expert and, in V3.2, every key.
+        changes |= {"num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "index_topk": 64}
     for name, value in changes.items():
         setattr(config, name, value)
     torch.manual_seed(0)

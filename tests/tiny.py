@@ -20,7 +20,9 @@ from hasten.core.technique import Technique
 from hasten.core.timing import StepMetrics
 from hasten.machine import host
 from hasten.machine.environment import World
+from hasten.models.load import take_own_attention
 from hasten.parts.data.collate import TokenRecord, padded, token_record
+from hasten.parts.nn.causal_lm import freeze_indexers
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.parts.optim.weight_average import decayed_groups
 
@@ -50,6 +52,29 @@ MLA = {
     "num_key_value_heads": 4,
 }
 ARCHITECTURES = ("llama", "qwen2", "deepseek_v2", "deepseek_v3")
+NEWER = ("deepseek_v32", "deepseek_v4")  # what Transformers has had of DeepSeek since
+# Many heads: keys of equal score, among which nobody says which is chosen, would be common else.
+INDEXER = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 6}
+V4 = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "moe_intermediate_size": 16,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "o_groups": 2,
+    "o_lora_rank": 8,
+    "q_lora_rank": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 4,  # the first three look their experts up
+    "sliding_window": 8,
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+    "max_position_embeddings": 128,
+    "partial_rotary_factor": 0.5,
+    "index_n_heads": 16,
+    "index_head_dim": 8,
+    "index_topk": 4,
+}
 
 
 def tiny_config(architecture: str) -> Any:
@@ -65,6 +90,11 @@ def tiny_config(architecture: str) -> Any:
         return hf.DeepseekV3Config(
             **COMMON, **{**MLA, "q_lora_rank": 16}, n_group=2, topk_group=1, norm_topk_prob=True
         )
+    if architecture == "deepseek_v32":
+        fields = {**MLA, **INDEXER, "q_lora_rank": 16}
+        return hf.DeepseekV32Config(**COMMON, **fields, n_group=2, topk_group=1)
+    if architecture == "deepseek_v4":
+        return hf.DeepseekV4Config(**V4)
     raise ValueError(architecture)
 
 
@@ -73,7 +103,8 @@ def tiny_model(architecture: str = "llama", seed: int = 0, dtype: Any = torch.fl
 
     torch.manual_seed(seed)
     model = hf.AutoModelForCausalLM.from_config(tiny_config(architecture))
-    model.set_attn_implementation("sdpa")
+    take_own_attention(model)
+    freeze_indexers(model)
     if dtype is torch.float64 and "deepseek" in architecture:
         model.set_experts_implementation("eager")  # the grouped product has no float64
     built: nn.Module = model.to(dtype)

@@ -37,7 +37,16 @@ from hasten.techniques.precision import Autocast, BF16MasterWeights, Float8
 from hasten.techniques.recompute import Recompute
 from hasten.techniques.routing import BalancedRouting
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
-from tiny import ARCHITECTURES, job_facts, language_job, records, run, session_of, tiny_model
+from tiny import (
+    ARCHITECTURES,
+    NEWER,
+    job_facts,
+    language_job,
+    records,
+    run,
+    session_of,
+    tiny_model,
+)
 
 # Instances examined beside the defaults, where a setting takes another path through the code.
 MORE: tuple[Technique, ...] = (
@@ -91,13 +100,15 @@ def with_architectures(techniques: Sequence[Technique]) -> pytest.MarkDecorator:
     """Each technique with the architectures that it may treat differently; all in long runs."""
 
     def row(technique: Technique, architecture: str) -> Any:
-        stands = technique.slot in INSIDE or architecture in ("llama", "deepseek_v3")
+        stands = technique.slot in INSIDE and architecture != "deepseek_v4"  # it is slow
+        stands = stands or architecture in ("llama", "deepseek_v3")
         name = f"{technique}-{architecture}"
         return pytest.param(
             technique, architecture, id=name, marks=[] if stands else pytest.mark.long
         )
 
-    rows_of = [row(t, architecture) for architecture in ARCHITECTURES for t in techniques]
+    every = (*ARCHITECTURES, *NEWER)
+    rows_of = [row(t, architecture) for architecture in every for t in techniques]
     return pytest.mark.parametrize(("technique", "architecture"), rows_of)
 
 
@@ -121,9 +132,10 @@ def job(architecture: str, dtype: Any = torch.float32, **changes: Any) -> Job:
 
 
 def leave_out_what_cannot_run_here(technique: Technique, architecture: str) -> None:
-    """Experts where there are none, kernels on a machine without a compiler."""
+    """Experts where there are none, kernels on a machine without a compiler, V4's own attention."""
     reasons = technique.obstacles(job_facts(job(architecture), architecture))
-    if reasons and (type(technique) in HOME or reasons[0] == rowwise.library().reason):
+    away = type(technique) in HOME or architecture == "deepseek_v4"
+    if reasons and (away or reasons[0] == rowwise.library().reason):
         pytest.skip(reasons[0])
 
 

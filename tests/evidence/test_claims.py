@@ -50,6 +50,15 @@ def test_a_claim_of_a_technique_that_did_not_act_is_not_held() -> None:
     assert report(baseline(), with_it)["claims"][0]["verdict"] == "not comparable: it did not act"
 
 
+def test_a_claim_of_speed_is_not_held_where_the_same_arm_s_model_is_worse() -> None:
+    first = arm(held_out=[(100, 2.0)])
+    worse = arm(Fake(((SPEED, 1.2),)), speed=1.5, held_out=[(100, 2.5)])
+    (claim,) = report(first, worse)["claims"]
+    assert claim["verdict"] == "fell short: reached, but the model is worse"
+    as_good = arm(Fake(((SPEED, 1.2),)), speed=1.5, held_out=[(100, 2.0)])
+    assert report(first, as_good)["claims"][0]["verdict"] == "held"
+
+
 @pytest.mark.parametrize(
     ("used", "measured", "word"),
     [

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hasten.errors import InputError
 from hasten.recipe.preset_plans import preset
-from hasten.report.claims import preset_claims
+from hasten.report.claims import WORSE, preset_claims
 from hasten.report.cost import (
     cost_of_experiment,
     money,
@@ -209,9 +209,99 @@ def test_an_undecided_gain_may_pay_and_no_effect_never_does(report: dict[str, An
 
 
 def test_the_articles_total_is_what_their_own_figures_give() -> None:
-    speed, memory, _ = preset("article")["totals"]
-    assert speed["ratio"] == pytest.approx(18.4 / 12.5)
-    assert memory["ratio"] == pytest.approx(6.5 / 9.8, rel=1e-3)
+    found = {total["said"]: total.get("ratio") for total in preset("article")["totals"]}
+    expected = {
+        "12.5 -> 18.4 it/s, +47 %": 18.4 / 12.5,
+        "9.8 -> 6.5 GB": 6.5 / 9.8,
+        "an epoch 32 -> 21.5 min, -32.8 %": 21.5 / 32,
+        "in all 160 -> 107 min": 107 / 160,
+        "78 -> 65 GB, -16.7 %": 65 / 78,
+    }
+    for said, ratio in expected.items():
+        assert found[said] == pytest.approx(ratio, rel=1e-3)
+
+
+def rows_of(report: dict[str, Any], ranks: int = 1) -> dict[str, dict[str, str]]:
+    return {r["claimed"]: r for r in preset_claims(preset("article", ranks), report)}
+
+
+def test_every_figure_of_the_articles_has_a_row_with_a_figure_or_a_reason(
+    report: dict[str, Any],
+) -> None:
+    rows = rows_of(report)
+    epoch = rows["an epoch 32 -> 21.5 min, -32.8 %"]
+    assert epoch["measured"].startswith("0.62× [")  # 1 / 1.62
+    assert epoch["verdict"] == rows["in all 160 -> 107 min"]["verdict"] == "held"
+    assert rows["78 -> 65 GB, -16.7 %"]["verdict"] == "held"
+    for said in ("parallel efficiency 82 -> 94 %", "communication 15 -> 5 % of the time"):
+        assert rows[said]["verdict"] == "not comparable: needs several ranks (nproc 2 or more)"
+    for row in rows.values():
+        assert row["measured"] != "not measured" or len(row["verdict"].split()) > 2
+
+
+def shown_on_two_ranks(report: dict[str, Any]) -> None:
+    base, final = report["arms"][0], report["arms"][-1]
+    step = dict.fromkeys(("forward", "backward"), 0.4)
+    base["ledger"] = {"step": {**step, "communication": 0.2}, "parallel_efficiency": 0.8}
+    final["ledger"] = {"step": {**step, "communication": 0.02}, "parallel_efficiency": 0.95}
+    for arm in (base, final):
+        arm["ledger"]["utilisation"] = 0.99
+    base["throughput_spread"], final["throughput_spread"] = 0.05, 0.03
+    report["design"] = {"ranks": 2, "epoch_tokens": 10_000, "epoch_records": 100}
+
+
+def test_on_ranks_shares_are_shown_before_and_after_and_judged_by_what_was_said(
+    report: dict[str, Any],
+) -> None:
+    shown_on_two_ranks(report)
+    report["hardware"]["device"] = "cuda:0"
+    rows = rows_of(report, 2)
+    efficiency = rows["parallel efficiency 82 -> 94 %"]
+    assert (efficiency["measured"], efficiency["verdict"]) == ("80.0 % → 95.0 %", "held")
+    share = rows["communication 15 -> 5 % of the time"]
+    assert (share["measured"], share["verdict"]) == ("20.0 % → 2.4 %", "held")
+    steady = rows["throughput steady within +-2 %"]
+    assert (steady["measured"], steady["verdict"]) == ("5.0 % → 3.0 %", "fell short")
+    assert rows["GPU utilisation 85 -> 98 %"]["verdict"] == "held"
+    report["hardware"]["device"] = "cpu"
+    assert rows_of(report, 2)["GPU utilisation 85 -> 98 %"]["verdict"].startswith("not comparable")
+
+
+def test_figures_of_one_job_are_shown_and_compared_with_none(report: dict[str, Any]) -> None:
+    shown_on_two_ranks(report)
+    for arm, rate in ((report["arms"][0], 1000.0), (report["arms"][-1], 2000.0)):
+        arm["tokens_per_second"] = {"median": rate, "low": rate, "high": rate}
+    names = [report["arms"][0]["name"], report["arms"][-1]["name"]]
+    report["cost"] = {
+        "currency": "CNY",
+        "per_million_tokens": dict(zip(names, (4, 2), strict=True)),
+    }
+    rows = rows_of(report, 2)
+    samples = rows["3,200 -> 12,800 samples/s, 4x"]
+    assert samples["measured"] == "10 → 20 records/s"  # 100 tokens in a record
+    assert rows["an epoch 32 -> 21.5 min, -32.8 %"]["measured"].endswith("10.00 s → 5.00 s")
+    cost = rows["4.32 CNY: 4 devices, 1.8 hours"]
+    assert cost["measured"] == "0.04 → 0.02 CNY for a pass over the data"
+    for row in (samples, cost):
+        assert row["verdict"].startswith("not comparable: ")
+    report["cost"] = None
+    assert "no price" in rows_of(report, 2)["4.32 CNY: 4 devices, 1.8 hours"]["measured"]
+
+
+@pytest.mark.parametrize("how", ["held-out loss", "guard"])
+def test_nothing_holds_where_the_model_is_worse(report: dict[str, Any], how: str) -> None:
+    shown_on_two_ranks(report)
+    assert any(row["verdict"] == "held" for row in rows_of(report, 2).values())
+    final = report["arms"][-1]
+    if how == "guard":
+        report["guard"] = [{"technique": final["techniques"][0], "verdict": "worse"}]
+    else:
+        final["held_out_loss"] = 1.2 * report["arms"][0]["held_out_loss"]
+    rows = rows_of(report, 2)
+    assert rows["12.5 -> 18.4 it/s, +47 %"]["verdict"] == WORSE
+    assert rows["9.8 -> 6.5 GB"]["verdict"] == WORSE
+    whole = [row for row in rows.values() if row["technique"] == "the whole plan"]
+    assert [r for r in whole if r["verdict"] == "held" and r["metric"] != "quality"] == []
 
 
 def test_on_two_ranks_compression_is_a_switch_like_the_others(report: dict[str, Any]) -> None:

@@ -26,3 +26,13 @@ def test_two_ranks_are_profiled_together_and_the_first_writes(tmp_path: Path) ->
     text = render_text(first)
     assert "one rank alone x 2" in text
     assert "What travels in a step" in text
+
+
+@pytest.mark.slow
+def test_the_efficiency_of_a_turn_is_measured_and_moves_nothing(tmp_path: Path) -> None:
+    first, second = on_ranks("profile_rank_jobs:efficiencies", tmp_path)
+    assert first == second
+    for name, found in first.items():
+        assert 0 < found["value"] < 10, name
+        assert found["same"], name
+        assert found["steps"] == 3

@@ -107,6 +107,7 @@ def test_two_ranks_train_as_one_process_does_and_tell_of_their_own_switches(tmp_
     assert [row["technique"] for row in end["acted"]] == ["half"]  # not the ranks' own layout
     assert end["acted"][0]["acted"] is True
     assert end["ledger"]["step"]["communication"] > 0
+    assert end["ledger"]["parallel_efficiency"] > 0
     assert end["samples"]
     assert not found["apart"]
     alone = RecipeJob(recipe.model_copy(update={"nproc": 1, "plan": []}), {}, tmp_path / "arm")

@@ -25,7 +25,7 @@ RECORDS = sorted(records(5, seed=2, longest=20), key=lambda r: -r.length)  # pac
 BATCH = packed(RECORDS)
 INPUTS = {k: v for k, v in BATCH.items() if k != "labels"}
 LABELS = BATCH["labels"]
-NAMES = (*ARCHITECTURES, "qwen3")
+NAMES = (*ARCHITECTURES, "qwen3", "deepseek_v32")
 
 
 def built(architecture: str, attention: str) -> Any:

@@ -21,6 +21,7 @@ from fused_models import (
 )
 from hasten.parts.kernels import amx, rowwise
 from hasten.parts.nn import fused_functions
+from hasten.parts.nn.causal_lm import freeze_indexers
 from hasten.parts.nn.fused_layers import ARCHITECTURES, fuse_layers, fused
 
 pytestmark = [
@@ -48,6 +49,7 @@ def adapted(
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.3)
+    freeze_indexers(model)  # peft adapts them with all else, and nothing trains them
     if fuse:
         fuse_layers(model.get_base_model())
     return model

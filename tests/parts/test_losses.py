@@ -26,7 +26,7 @@ from hasten.parts.nn.losses import (
     WholeLogitsLoss,
     label_only_cross_entropy,
 )
-from tiny import ARCHITECTURES, COMMON, VOCABULARY, records, tiny_config, tiny_model
+from tiny import ARCHITECTURES, COMMON, NEWER, VOCABULARY, records, tiny_config, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # between peft and transformers
 BATCH = padded(records(6, seed=4))
@@ -74,7 +74,7 @@ MODELS: dict[str, Any] = {"tied": tied_model, "capped": capped_model, "biased": 
 
 
 @pytest.mark.parametrize("terms", TERMS, ids=str)
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MODELS])
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *NEWER, *MODELS])
 def test_a_model_learns_the_same_from_labelled_positions_alone(
     architecture: str, terms: LossTerms
 ) -> None:

@@ -16,13 +16,13 @@ from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.causal_lm import causal_lm, trunk
 from hasten.parts.nn.losses import LabelOnlyLoss, ObjectiveLoss, WholeLogitsLoss
 from hasten.parts.nn.multi_token import MultiToken, minimise_too, same_document
-from tiny import ARCHITECTURES, records, tiny_config, tiny_model
+from tiny import ARCHITECTURES, NEWER, records, tiny_config, tiny_model
 
 DATA = [*records(4, seed=3, longest=12), token_record([5]), token_record([7, 8])]
 DATA += [token_record([9, 10, 11], [True, False, True])]
 LAYOUTS: dict[str, Any] = {"padded": padded, "packed": packed}
 LOSSES: dict[str, Any] = {"whole": WholeLogitsLoss, "labelled": lambda m: LabelOnlyLoss(m, 5)}
-architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
+architectures = pytest.mark.parametrize("architecture", [*ARCHITECTURES, *NEWER])
 
 
 def built(
@@ -78,6 +78,8 @@ def plain(model: nn.Module, ahead: MultiToken, data: list[TokenRecord]) -> Tenso
 def test_loss_and_gradients_are_those_of_the_plain_loop(
     architecture: str, layout: str, loss: str
 ) -> None:
+    if (architecture, layout) == ("deepseek_v4", "packed"):
+        pytest.skip("V4 compresses keys across the documents of a row; packing refuses it")
     model, loss_of, ahead = built(architecture, loss=loss)
     found, gradients = loss_and_gradients(loss_of, LAYOUTS[layout](DATA))
     loss_of.zero_grad()

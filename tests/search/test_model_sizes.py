@@ -10,7 +10,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV4Config,
+    DeepseekV32Config,
+    LlamaConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from hasten.errors import InputError
 from hasten.models.architecture import Architecture
@@ -46,8 +53,11 @@ def test_every_preset_has_the_parameters_of_transformers_model(name: str) -> Non
         (LlamaConfig(**{k: v for k, v in LLAMA_8B.items() if k != "model_type"}), 8.03e9),
         (Qwen3Config(num_hidden_layers=3, tie_word_embeddings=True), None),
         (Qwen3MoeConfig(num_hidden_layers=2, num_experts=8), None),
+        (DeepseekV32Config(num_hidden_layers=5), None),
+        (DeepseekV4Config(num_hidden_layers=6), None),
+        (DeepseekV4Config(num_hidden_layers=3, compress_ratios=[0, 4, 128], hc_mult=2), None),
     ],
-    ids=["llama-3.1-8b", "qwen3", "qwen3-moe"],
+    ids=["llama-3.1-8b", "qwen3", "qwen3-moe", "v3.2", "v4", "v4-three-kinds"],
 )
 def test_other_families_are_counted_as_exactly(config: object, published: float | None) -> None:
     fields = config.to_dict()  # type: ignore[attr-defined]
@@ -55,6 +65,27 @@ def test_other_families_are_counted_as_exactly(config: object, published: float 
     # The gate of transformers' Qwen3 MoE normalises nothing; all else is a matrix or a norm.
     assert found == counted(config)
     assert published is None or found == pytest.approx(published, rel=0.001)
+
+
+def test_v4_flash_has_13_billion_active_and_sees_near_keys_and_compressed_far_ones() -> None:
+    model = Architecture.from_config(DeepseekV4Config().to_dict())
+    assert model.parameters() == counted(DeepseekV4Config()) == pytest.approx(284e9, rel=0.002)
+    assert model.active_parameters() == pytest.approx(13e9, rel=0.1)
+    length, rates = 8192, {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+    kinds = DeepseekV4Config().layer_types
+    seen = 0.0
+    for place in range(length):  # a plain count over places and layers
+        near = min(place + 0.5, 128)
+        far = {kind: (place + 0.5) / rate for kind, rate in rates.items()}
+        far["compressed_sparse_attention"] = min(far["compressed_sparse_attention"], 512)
+        seen += sum(near + far[kind] for kind in kinds) / len(kinds)
+    assert model.keys(length) == pytest.approx(seen / length, rel=1e-3)
+
+
+def test_a_v4_config_that_contradicts_itself_is_one_sentence() -> None:
+    fields = DeepseekV4Config(num_hidden_layers=2).to_dict()
+    with pytest.raises(InputError, match="the config can't be read"):
+        Architecture.from_config({**fields, "layer_types": ["no such attention"] * 2})
 
 
 def test_v3_has_671_billion_parameters_of_which_37_are_active() -> None:

@@ -15,9 +15,10 @@ from hasten.errors import InputError
 from hasten.launch import transport
 from hasten.machine import host
 from hasten.machine.environment import World
+from hasten.models.adapters import lora_targets
 from hasten.parts.distributed.deepspeed_config import HONOURED, IGNORED, REFUSED
 from hasten.parts.kernels import amx, codec, rowwise
-from hasten.recipe.build import batch_of, facts_of, job_of, requested_plan
+from hasten.recipe.build import batch_of, build_model, facts_of, job_of, requested_plan
 from hasten.recipe.candidates import candidates, first_plan
 from hasten.recipe.gpu_check import check_kernels
 from hasten.recipe.memory_check import memory_words
@@ -48,6 +49,7 @@ def doctor(path: Path, overrides: Sequence[str]) -> int:
     if known is not None:
         if material is not None:
             known = facts_of(recipe, material)
+            checks.run("built", lambda: _built(recipe, material))
         _gpu(known, checks)
         for hint in transport.hints(recipe.transport, known.on_gpu):
             checks.note("transport", f"hint: {hint}")
@@ -113,6 +115,16 @@ def _model(recipe: Recipe) -> tuple[str, Facts]:
         f"{model.parameters / 1e6:,.1f} M parameters, on {known.device}"
     )
     return text, known
+
+
+def _built(recipe: Recipe, material: PreparedData) -> tuple[str, None]:
+    """The model as `hasten train` makes it, but without memory for its weights."""
+    model: Any = build_model(recipe, material, skeleton=True)
+    text = f"{type(model).__name__}, attention: {model.config._attn_implementation}"
+    if recipe.finetuning_type == "lora":
+        targets = lora_targets(model, recipe.lora_targets)
+        text += f", LoRA on {len(targets)} modules"
+    return text, None
 
 
 def _data(recipe: Recipe) -> tuple[str, PreparedData]:

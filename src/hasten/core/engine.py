@@ -7,7 +7,8 @@ DeepSpeed engine replaces it and nothing else.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -161,6 +162,15 @@ class PlainEngine:
         setup.average.after_update(parameters)
         setup.routing.after_update(self.sum_loads)
         self.discard()
+
+    @contextmanager
+    def holding_still(self) -> Iterator[None]:
+        """Inside, updates take their time and move no weight: the learning rate is zero."""
+        rates, self._peak_rates = self._peak_rates, [0.0] * len(self._peak_rates)
+        try:
+            yield
+        finally:
+            self._peak_rates = rates
 
     def _clip(self, parameters: Sequence[Tensor]) -> None:
         """Scale to the largest norm: in the optimizer's own pass, where it takes a divisor.

@@ -521,6 +521,7 @@ def _parallel(
         return {"ranks": layout.size, "text": CANT_RUN_ALONE}
     engine.module = layout.alone(session.module)
     setup.layout, setup.wire = OneProcess(), NoCompression()
+    engine.sum_loads = setup.agreement.sum
     tell("the same records without communication", 0.7)
     dist.barrier()
     apart = _gather(_again(session, before, len(measured)))
@@ -535,6 +536,29 @@ def _parallel(
         alone=alone,
         steps=len(measured),
     )
+
+
+def efficiency_once_more(
+    session: Session, before: Progress, measured: Sequence[StepMetrics]
+) -> float | None:
+    """Parallel efficiency against one rank, over the records of steps that were just measured.
+
+    The session is afterwards what it was, but for the optimizer's moments: end its training. None
+    on one rank, and where no rank can run its passes alone. All ranks call it together.
+    """
+    setup, engine = session.setup, session.engine
+    if setup.layout.size == 1 or setup.agreement.apart or not isinstance(engine, PlainEngine):
+        return None
+    ranks = _gather({"seconds": sum(m.step_seconds for m in measured)})
+    kept = engine.module, engine.sum_loads, setup.layout, setup.wire, session.progress
+    buffers = {name: buffer.clone() for name, buffer in session.loss_module.named_buffers()}
+    with engine.holding_still():
+        found = _parallel(session, before, measured, ranks, lambda text, share: None)
+    engine.module, engine.sum_loads, setup.layout, setup.wire, session.progress = kept
+    for name, buffer in session.loss_module.named_buffers():  # those of routers move without a rate
+        buffer.copy_(buffers[name])
+    value = (found or {}).get("efficiency_against_one_rank")
+    return None if value is None else float(value)
 
 
 def efficiency(

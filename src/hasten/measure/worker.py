@@ -36,6 +36,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -49,7 +50,9 @@ if TYPE_CHECKING:
     from hasten.core.facts import Facts
     from hasten.core.job import Job as TrainingJob
     from hasten.core.plan import Plan
+    from hasten.core.session import Progress
     from hasten.core.technique import Technique
+    from hasten.core.timing import StepMetrics
     from hasten.measure.quality.bench import CheckContext
     from hasten.recipe.prepared_data import PreparedData
     from hasten.recipe.sample import Sample
@@ -219,7 +222,8 @@ class RecipeJob:
         self.session.meter = meter_of(recipe, known, self.session.model)
         self.session.startup_seconds |= {"imports": imported - started, "data": opened - imported}
         self.session.setup.clock = clock_on(known.device)
-        self._training: Iterator[Any] = training(self.session)
+        self._training: Any = training(self.session)
+        self._last: tuple[Progress, list[StepMetrics]] | None = None  # of a turn: where it began
         self._compiling = compiled()[1]
 
     def ready(self) -> Reply:
@@ -240,23 +244,28 @@ class RecipeJob:
         if from_start:
             progress = self.session.progress
             progress.epoch, progress.step_in_epoch = 0, 0
+        before = replace(self.session.progress)
         found = list(itertools.islice(self._training, count))
         if len(found) < count:
             raise RuntimeError(f"training ended {count - len(found)} steps too early")
+        self._last = before, found
         self.session.setup.checkpoint.settle()  # other workers' turns come now
         graphs, seconds = compiled()
-        before, self._compiling = self._compiling, seconds
-        took = {"graphs": graphs, "seconds": seconds - before}
+        earlier, self._compiling = self._compiling, seconds
+        took = {"graphs": graphs, "seconds": seconds - earlier}
         apart = self.session.setup.agreement.apart  # steps of ranks don't wait for each other
         return {"steps": [m.to_dict() for m in found], "compiled": took, "apart": apart}
 
     def _finish(self) -> Reply:
         from dataclasses import asdict
 
-        from hasten.measure.profile import ledger_of
+        from hasten.measure.profile import efficiency_once_more, ledger_of
 
         proofs = [(t.name(), t.probe(self.session)) for t in self._switches]
         ledger = ledger_of(self.session)
+        if self._last is not None:
+            self._training.close()
+            ledger["parallel_efficiency"] = efficiency_once_more(self.session, *self._last)
         self.session.finish()
         return {
             "acted": [{"technique": name, **asdict(proof)} for name, proof in proofs],

@@ -6,7 +6,8 @@ kv_b_proj. So targets are resolved here to full module names, by where a project
 what it is called, and a target that finds nothing is an error. Two things are never adapted: the
 head, whose weight fused losses read directly, and a router, whose small changes send tokens to
 other experts. Routed experts (one fused tensor for all) are left out unless a target says
-``experts``.
+``experts``. A third is never adapted because it gets no gradient in transformers: the indexer of
+DeepSeek-V3.2 and V4, which only chooses keys.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ EXPERTS: Final = "experts"
 # of an older transformers and adapts the experts in its stead; given as a tensor it stays itself.
 _MISTAKEN_FOR_EXPERTS: Final = frozenset({"gate_proj", "up_proj", "down_proj"})
 _ROUTERS: Final = frozenset({"gate", "router", "shared_expert_gate"})
+_INDEXER: Final = "indexer"
 _LAYER_NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
 
 
@@ -51,7 +53,8 @@ class AdaptedRow:
 def lora_targets(model: PreTrainedModel, targets: str | Sequence[str] = "auto") -> list[str]:
     """Full names of the linear modules, and of the fused expert tensors, that targets mean.
 
-    ``auto`` and ``attention``: every projection of attention, whatever its architecture calls it.
+    ``auto`` and ``attention``: every projection of attention, whatever its architecture calls it,
+    but the indexer's, which don't learn.
     ``all-linear``: those and the dense and shared-expert projections; no head, no router, no routed
     experts. A list holds full names or consecutive parts of them, as ``q_proj``,
     ``self_attn.q_proj``, ``layers.3`` or ``shared_experts``; routed experts need ``experts`` or
@@ -103,11 +106,11 @@ def add_lora(
     if isinstance(model, PeftModel):
         raise InputError("this model carries an adapter already: merge it before adding another")
     names = lora_targets(model, targets)
-    modules, tensors = _as_peft_takes_them(names, _expert_tensors(model))
+    modules, tensors = _as_peft_takes_them(names, _expert_tensors(model), _computing_apart(model))
     if tensors and (dropout or dora or base):
         raise InputError(
             f"{tensors[0]} is adapted as a bare tensor, where LoRA has neither dropout nor DoRA "
-            "nor a quantised base: switch them off or adapt attention only"
+            "nor a quantised base: switch them off, or list targets without it"
         )
     if base and dora:
         raise InputError(
@@ -214,6 +217,7 @@ def _adaptable_linears(model: PreTrainedModel) -> list[str]:
         if isinstance(module, nn.Linear)
         and module is not head
         and name.split(".")[-1] not in _ROUTERS
+        and _INDEXER not in name.split(".")
     ]
 
 
@@ -273,13 +277,27 @@ def _kinds(names: Sequence[str]) -> str:
     return ", ".join(sorted(kinds))
 
 
-def _as_peft_takes_them(names: list[str], experts: list[str]) -> tuple[list[str], list[str]]:
+def _computing_apart(model: PreTrainedModel) -> set[str]:
+    """Linear layers that compute by code of their own, as V4's grouped projection does.
+
+    peft's adapter of a linear layer would answer in another shape; one of the bare weight fits.
+    """
+    return {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+    }
+
+
+def _as_peft_takes_them(
+    names: list[str], experts: list[str], apart: set[str]
+) -> tuple[list[str], list[str]]:
     """The names split into modules and tensors, which peft is given apart."""
     modules, tensors = [], []
     for name in names:
         if name in experts:
             tensors.append(name)
-        elif experts and name.split(".")[-1] in _MISTAKEN_FOR_EXPERTS:
+        elif name in apart or (experts and name.split(".")[-1] in _MISTAKEN_FOR_EXPERTS):
             tensors.append(f"{name}.weight")
         else:
             modules.append(name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +45,35 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class FarKeys:
+    """Layers, as a share of all, with one key and value for every ``rate`` tokens far away."""
+
+    share: float
+    rate: int
+    chosen: int  # of these keys a query sees so many; 0: all
+    series: int  # 2: each of them is made of the tokens before it, too
+
+    def seen(self, sequence: int) -> float:
+        """Keys that a query sees, averaged over its place."""
+        most = min(self.chosen * self.rate or sequence, sequence)
+        return (most - most * most / 2 / sequence) / self.rate
+
+
+@dataclass(frozen=True)
+class CompressedKeys:
+    """DeepSeek-V4's attention: one key for all heads; near ones as they are, far ones compressed.
+
+    Heads are projected in ``groups`` to ``group_rank`` each, and these to the model's width.
+    """
+
+    q_rank: int
+    groups: int
+    group_rank: int
+    near: int
+    far: tuple[FarKeys, ...]
+
+
+@dataclass(frozen=True)
 class Matrix:
     """One kind of matrix product: ``inputs`` x ``outputs``, in ``layers`` layers."""
 
@@ -72,7 +101,11 @@ class Operator:
 
 @dataclass(frozen=True)
 class Architecture:
-    """The sizes of a decoder; ``window`` keys are seen by one layer in ``window_every``."""
+    """The sizes of a decoder; ``window`` keys are seen by one layer in ``window_every``.
+
+    ``unlisted`` weights are in no product here: V4's mixing of streams, and the indexers of V3.2
+    and V4. These run forward only, which adds under 1 % to the FLOPs of the published models.
+    """
 
     name: str
     layers: int
@@ -85,11 +118,13 @@ class Architecture:
     gated: bool = True
     tied: bool = False
     latent: Latent | None = None
+    compressed: CompressedKeys | None = None
     moe: Experts | None = None
     window: int = 0
     window_every: float = 1
     qkv_bias: bool = False
     qk_norm: bool = False
+    unlisted: int = 0
 
     def __post_init__(self) -> None:
         for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocabulary"):
@@ -130,6 +165,8 @@ class Architecture:
 
     def _attention(self) -> tuple[Matrix, ...]:
         n, h = self.layers, self.hidden
+        if self.compressed:
+            return self._compressed(self.compressed)
         out = Matrix("attention_out", self.heads * self.value_width, h, n, "rows")
         if self.latent is None:
             width = (self.heads + 2 * self.kv_heads) * self.head_dim
@@ -142,6 +179,23 @@ class Architecture:
             return Matrix("q", h, queries, n, "columns"), kv_down, kv_up, out
         q_down = Matrix("q_down", h, mla.q_rank, n, "whole")
         return q_down, Matrix("q", mla.q_rank, queries, n, "columns"), kv_down, kv_up, out
+
+    def _compressed(self, v4: CompressedKeys) -> tuple[Matrix, ...]:
+        n, h, heads = self.layers, self.hidden, self.heads * self.head_dim
+        compressing = (
+            # Its key and how much each token counts in it, of each series.
+            Matrix(f"compress_{far.series}", h, 2 * far.series * self.head_dim, layers, "whole")
+            for far in v4.far
+            if (layers := round(far.share * n))
+        )
+        return (
+            Matrix("q_down", h, v4.q_rank, n, "whole"),
+            Matrix("q", v4.q_rank, heads, n, "columns"),
+            Matrix("kv_down", h, self.head_dim, n, "whole"),
+            *compressing,
+            Matrix("group_out", heads // v4.groups, v4.groups * v4.group_rank, n, "rows"),
+            Matrix("attention_out", v4.groups * v4.group_rank, h, n, "rows"),
+        )
 
     def _mlp(self) -> tuple[Matrix, ...]:
         h, dense, two = self.hidden, self.dense_layers, 2 if self.gated else 1
@@ -171,7 +225,7 @@ class Architecture:
 
     def parameters(self) -> int:
         """Weights in all; a tied head counts once."""
-        small = (2 * self.layers + 1) * self.hidden
+        small = (2 * self.layers + 1) * self.hidden + self.unlisted
         if self.latent:
             small += self.layers * (self.latent.kv_rank + self.latent.q_rank)
         if self.qkv_bias:
@@ -191,7 +245,13 @@ class Architecture:
         return self.parameters() - self.expert_parameters() + active
 
     def keys(self, sequence: int) -> float:
-        """Keys that a query sees, averaged over its place and the layers; half, being causal."""
+        """Keys that a query sees, averaged over its place and the layers; half, being causal.
+
+        DeepSeek-V3.2's indexer hides keys from a query, but transformers computes them all.
+        """
+        if self.compressed:
+            every = (FarKeys(1.0, 1, self.compressed.near, 1), *self.compressed.far)
+            return sum(keys.share * keys.seen(sequence) for keys in every)
         if not self.window:
             return sequence / 2
         near = min(self.window, sequence)
@@ -289,7 +349,7 @@ def _read(fields: Mapping[str, Any], name: str) -> Architecture:
             f"{name}: hidden_size {hidden} can't be shared by {heads} heads: give head_dim"
         )
     window, every = _window(fields)
-    return Architecture(
+    found = Architecture(
         name=name,
         layers=layers,
         hidden=hidden,
@@ -306,6 +366,71 @@ def _read(fields: Mapping[str, Any], name: str) -> Architecture:
         window_every=every,
         qkv_bias=kind in _QKV_BIAS,
         qk_norm=kind in _QK_NORM,
+    )
+    if kind == "deepseek_v32":
+        return replace(found, unlisted=layers * _indexer_weights(fields, name))
+    return _as_v4(found, fields) if kind == "deepseek_v4" else found
+
+
+def _indexer_weights(fields: Mapping[str, Any], name: str) -> int:
+    """Of a layer of DeepSeek-V3.2: queries, one key with its norm, and the heads' weights."""
+    heads, width, hidden, rank = (
+        _number(fields, key, name)
+        for key in ("index_n_heads", "index_head_dim", "hidden_size", "q_lora_rank")
+    )
+    return rank * heads * width + hidden * width + 2 * width + hidden * heads
+
+
+def _as_v4(model: Architecture, fields: Mapping[str, Any]) -> Architecture:
+    """The model with DeepSeek-V4's attention and streams.
+
+    Transformers' own config reads the fields, some of which have older names.
+    """
+    from transformers import DeepseekV4Config
+
+    try:
+        config: Any = DeepseekV4Config.from_dict(dict(fields))
+    except Exception as error:  # whatever its checks raise about somebody's file
+        reason = " ".join(str(error).split())
+        raise InputError(f"{model.name}: the config can't be read: {reason}") from error
+    n, width, hidden = config.num_hidden_layers, config.head_dim, config.hidden_size
+    kinds = (("compressed_sparse_attention", 2), ("heavily_compressed_attention", 1))
+    layers = {kind: config.layer_types.count(kind) for kind, _ in kinds}
+    far = tuple(
+        FarKeys(
+            layers[kind] / n,
+            config.compress_rates[kind],
+            config.index_topk if series == 2 else 0,
+            series,
+        )
+        for kind, series in kinds
+    )
+    streams = config.hc_mult
+    mixing = streams * (streams + 2) * (streams * hidden + 1) + 3
+    index, heads = config.index_head_dim, config.index_n_heads
+    of_index = 4 * index * hidden + (1 + 2 * far[0].rate) * index
+    of_index += config.q_lora_rank * heads * index + hidden * heads
+    compressing = sum(
+        layers[kind] * (1 + series * one.rate) * width
+        for (kind, series), one in zip(kinds, far, strict=True)
+    )
+    assert model.moe is not None  # every V4 has experts
+    return replace(
+        model,
+        head_dim=width,
+        kv_heads=1,
+        window=0,
+        window_every=1,
+        compressed=CompressedKeys(
+            config.q_lora_rank, config.o_groups, config.o_lora_rank, config.sliding_window, far
+        ),
+        moe=replace(model.moe, shared_width=config.moe_intermediate_size),
+        ffn=config.moe_intermediate_size,
+        unlisted=n * (2 * mixing + config.q_lora_rank + width + model.heads)
+        + streams * (streams * hidden + 1)
+        + 1
+        + compressing
+        + layers[kinds[0][0]] * of_index,
     )
 
 

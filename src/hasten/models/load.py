@@ -23,6 +23,7 @@ import torch
 
 from hasten.errors import InputError
 from hasten.models.presets import PRESETS, build_config, with_vocabulary
+from hasten.parts.nn.causal_lm import freeze_indexers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -234,7 +235,8 @@ def load_model(
     A preset, and any source with ``from_scratch``, has random weights: drawn in float32 from
     ``seed`` and then rounded to ``dtype``, so that every precision starts from the same model, and
     with ``vocab_size`` rows of embedding. Buffers (rotary frequencies, the router's balancing bias)
-    stay float32 in every precision, as when transformers loads them.
+    stay float32 in every precision, as when transformers loads them. Weights that transformers
+    never trains are frozen (`freeze_indexers`).
 
     A ``skeleton`` is the same model with tensors on the meta device: shapes and no weights.
 
@@ -265,6 +267,7 @@ def load_model(
     for name, token_id in tokens.items():
         if token_id is not None:
             setattr(model.generation_config, name, token_id)
+    freeze_indexers(model)
     model.train()
     return model
 
@@ -287,9 +290,20 @@ def count_parameters(config: PreTrainedConfig) -> int:
     """Parameters of a model with this config, tied ones once; no memory is taken."""
     from transformers import AutoModelForCausalLM
 
-    with quiet(), torch.device("meta"):
+    with quiet(), _advice(_cant_build(config)), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return sum(p.numel() for p in model.parameters())
+
+
+def take_own_attention(model: Any) -> None:
+    """Let a model attend through SDPA, or through its own code where its class knows no SDPA.
+
+    Raises:
+        InputError: transformers refuses.
+    """
+    kind = "sdpa" if model._supports_sdpa else "eager"
+    with quiet(), _advice(f"a {model.config.model_type} model can't take {kind} attention"):
+        model.set_attn_implementation(kind)
 
 
 @contextmanager
@@ -353,7 +367,24 @@ def read_config(
 
 def _from_seed(config: PreTrainedConfig, seed: int, dtype: torch.dtype) -> PreTrainedModel:
     with seeded(seed):
-        return _built(config, dtype)
+        model = _built(config, dtype)
+        for module in model.modules():
+            table = getattr(module, "tid2eid", None)
+            if isinstance(table, torch.Tensor):
+                _deal_experts(table, module.num_experts)
+    return model
+
+
+def _deal_experts(table: torch.Tensor, experts: int) -> None:
+    """Give each token its experts in a router that looks them up (DeepSeek-V4's first layers).
+
+    Without trained weights transformers leaves zeros: one expert for all tokens, several times.
+    Each token gets as many different ones as it has places, and all get about as many tokens.
+    """
+    tokens, places = table.shape
+    first = torch.randperm(tokens).remainder(experts)
+    steps = torch.randperm(experts - 1)[: places - 1].add(1) if places > 1 else first[:0]
+    table.copy_((first.unsqueeze(1) + torch.cat([first.new_zeros(1), steps])).remainder(experts))
 
 
 def _skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -364,7 +395,7 @@ def _skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 def _built(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    with quiet(), _advice(f"a {config.model_type} model can't be built"):
+    with quiet(), _advice(_cant_build(config)):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -418,6 +449,10 @@ def _check_report(source: str, report: dict[str, Any]) -> None:
             f"the weights of {source} don't fit its config.json, {'; '.join(wrong)}: "
             "give the config and the weights of the same model"
         )
+
+
+def _cant_build(config: PreTrainedConfig) -> str:
+    return f"a {config.model_type} model can't be built"
 
 
 @contextmanager

@@ -24,11 +24,12 @@ from hasten.planner.layout import Column
 Value = Any  # a float or a Column: both behave alike in every formula here
 SLOTS = (
     *("qkv", "q_down", "q", "kv_down", "kv_up", "attention_out", "up", "down"),
+    *("compress_1", "compress_2", "group_out"),
     *("router", "expert_up", "expert_down", "shared_up", "shared_down", "head"),
 )
 # How a slot is cut is the same in every model; see ``architecture.Cut``.
 COLUMNS = frozenset({"qkv", "q", "kv_up", "up", "shared_up", "head"})
-ROWS = frozenset({"attention_out", "down", "shared_down"})
+ROWS = frozenset({"attention_out", "group_out", "down", "shared_down"})
 EXPERTS = frozenset({"expert_up", "expert_down"})
 
 

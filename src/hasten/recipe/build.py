@@ -38,7 +38,12 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.launch.supervisor import RankTimeouts, Supervision
-from hasten.models.load import count_parameters, load_model, read_config
+from hasten.models.load import (
+    count_parameters,
+    load_model,
+    read_config,
+    take_own_attention,
+)
 from hasten.parts.data.collate import padded
 from hasten.parts.kernels.refused import is_refused
 from hasten.parts.nn.causal_lm import routed_experts
@@ -262,7 +267,7 @@ def job_of(recipe: Recipe, material: PreparedData, known: Facts, plan: Plan) -> 
 
 
 def build_model(recipe: Recipe, material: PreparedData, skeleton: bool = False) -> nn.Module:
-    """The model in float32 with attention through SDPA, fitted to the material's tokenizer.
+    """The model in float32, through SDPA where it can, fitted to the material's tokenizer.
 
     A ``skeleton`` has no memory for weights.
     """
@@ -281,7 +286,7 @@ def model_for(recipe: Recipe, tokenizer: Any, skeleton: bool = False) -> nn.Modu
         pad_token_id=tokenizer.pad_token_id,
         skeleton=skeleton,
     )
-    model.set_attn_implementation("sdpa")
+    take_own_attention(model)
     built: nn.Module = model
     return built
 

@@ -10,6 +10,7 @@ import torch
 from hasten.core.job import Indexed
 from hasten.core.loop import evaluating
 from hasten.core.session import Session
+from hasten.models.load import take_own_attention
 from hasten.parts.data.collate import TokenRecord
 from hasten.parts.nn.causal_lm import causal_lm
 
@@ -33,7 +34,7 @@ def write_samples(
     The model gets its own attention back, so call this when training is over.
     """
     model = causal_lm(session.model)
-    model.set_attn_implementation("sdpa")
+    take_own_attention(model)
     prompts = (prompt_of(held_out[i]) for i in range(len(held_out)))
     short = [ids for ids in prompts if 0 < len(ids) <= LONGEST_PROMPT][:count]
     found = []

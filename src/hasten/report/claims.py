@@ -118,14 +118,10 @@ def preset_claims(preset: Mapping[str, Any], report: Mapping[str, Any]) -> list[
     ]
     missing = [switch["name"] for switch in preset["switches"] if "missing" in switch]
     name = "the whole plan" + (f" without {', '.join(missing)}" if missing else "")
-    for claim in preset["totals"]:
-        final = report["arms"][-1]
-        found = (
-            _quality(report)
-            if claim["metric"] == QUALITY
-            else _against_baseline(claim, final, report)
-        )
-        rows.append(_row(name, claim, source, *found))
+    rows += [
+        _row(name, claim, claim.get("source", source), *_total(claim, report["arms"][-1], report))
+        for claim in preset["totals"]
+    ]
     for entry in preset.get("not_comparable", ()):
         claim = {"metric": "not one metric", "said": entry["said"]}
         why = f"{UNKNOWN}: {entry['reason'].strip()}"
@@ -163,6 +159,74 @@ def _alone(
     return _against_baseline(claim, arm, report, [name])
 
 
+def _total(claim: Mapping[str, Any], final: Arm, report: Mapping[str, Any]) -> tuple[str, str]:
+    """A claim on the whole plan: by its kind of metric."""
+    metric = claim["metric"]
+    if metric == QUALITY:
+        return _quality(report)
+    if metric in PER_RUN:
+        return _per_run(metric, final, report), f"{UNKNOWN}: {claim['reason']}"
+    if metric not in ABSOLUTE:
+        return _against_baseline(claim, final, report)
+    measured, word = _absolute(claim, final, report)
+    return measured, without_quality(word) if head(final["quality"]) == "worse" else word
+
+
+# Claims on a figure itself, by name: how it is read off an arm, and whether more of it is better.
+ABSOLUTE = {
+    "parallel_efficiency": True,
+    "utilisation": True,
+    "communication_share": False,
+    "throughput_spread": False,
+}
+PER_RUN = ("samples_per_second", "cost")  # figures of one job on one machine, comparable to none
+
+
+def _absolute(claim: Mapping[str, Any], final: Arm, report: Mapping[str, Any]) -> tuple[str, str]:
+    """A claim on a share: the baseline's, the arm's, and whether it reaches what was said."""
+    metric = claim["metric"]
+    shares = [_share(metric, arm) for arm in (report["arms"][0], final)]
+    alone = ((report.get("design") or {}).get("ranks") or 1) < 2
+    if metric in ("parallel_efficiency", "communication_share") and alone:
+        return "not measured", f"{UNKNOWN}: needs several ranks (nproc 2 or more)"
+    if None in shares:
+        return "not measured", f"{UNKNOWN}: this report has no figure for it"
+    said = " → ".join(words(share, "percent") for share in shares)
+    if metric == "utilisation" and (report.get("hardware") or {}).get("device") == "cpu":
+        return said, f"{UNKNOWN}: said of a GPU's busy time; here it is the cores' time"
+    reached = shares[1] >= claim["least"] if ABSOLUTE[metric] else shares[1] <= claim["most"]
+    return said, "held" if reached else "fell short"
+
+
+def _share(metric: str, arm: Mapping[str, Any]) -> Any:
+    """A share of an arm, or None where it wasn't measured."""
+    ledger = arm.get("ledger") or {}
+    if metric == "throughput_spread":
+        return arm.get(metric)
+    if metric != "communication_share":
+        return ledger.get(metric)
+    known = {k: v for k, v in (ledger.get("step") or {}).items() if v is not None}
+    whole = sum(known.values())
+    return known["communication"] / whole if whole and "communication" in known else None
+
+
+def _per_run(metric: str, final: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    """Records a second, or the price of a pass over the data: of the baseline and of the arm."""
+    design, cost = report.get("design") or {}, report.get("cost") or {}
+    tokens, records = design.get("epoch_tokens"), design.get("epoch_records")
+    rates = [arm["tokens_per_second"]["median"] for arm in (report["arms"][0], final)]
+    if None in rates or not tokens:
+        return "not measured"
+    if metric == "samples_per_second":
+        return " → ".join(words(r * records / tokens, "amount") for r in rates) + " records/s"
+    prices = cost.get("per_million_tokens") or {}
+    paid = [prices.get(arm["name"]) for arm in (report["arms"][0], final)]
+    if None in paid:
+        return "not measured: the recipe has no price"
+    said = " → ".join(words(p * tokens / 1e6, "amount") for p in paid)
+    return f"{said} {cost.get('currency') or ''} for a pass over the data"
+
+
 def _quality(report: Mapping[str, Any]) -> tuple[str, str]:
     """The held-out loss of the last arm and the first, by the margin that was fixed before."""
     found = report.get("quality") or {}
@@ -174,10 +238,33 @@ def _quality(report: Mapping[str, Any]) -> tuple[str, str]:
     return f"held-out loss {said}, one seed", word
 
 
+SECONDS = ("epoch_seconds", "total_seconds")  # of the same records: tokens per second, inverted
+
+
 def _against_baseline(
     claim: Mapping[str, Any], arm: Arm, report: Mapping[str, Any], names: Iterable[str] = ()
 ) -> tuple[str, str]:
     """What an arm showed of a claim against the baseline, and the verdict on it."""
+    if claim["metric"] in SECONDS:
+        return _seconds(claim, arm, report, names)
     ratio, effect = arm["ratio"], on_the_whole(arm, report)
     claimed = claim.get("ratio", 1.0)  # of a metric that isn't judged there is none
     return _judged(claim["metric"], claimed, ratio, effect, report["arms"][0], arm, names)
+
+
+def _seconds(
+    claim: Mapping[str, Any], arm: Arm, report: Mapping[str, Any], names: Iterable[str]
+) -> tuple[str, str]:
+    """The time for the same records, judged as the speed is."""
+    faster = {**claim, "metric": SPEED, "ratio": 1 / claim["ratio"]}
+    measured, word = _against_baseline(faster, arm, report, names)
+    ratio = arm["ratio"]
+    if measured == "not measured" or None in ratio.values():
+        return measured, word
+    inverse = {"median": ratio["median"], "low": ratio["high"], "high": ratio["low"]}
+    measured = span({key: 1 / value for key, value in inverse.items()}, "times")
+    tokens = (report.get("design") or {}).get("epoch_tokens")
+    rates = [one["tokens_per_second"]["median"] for one in (report["arms"][0], arm)]
+    if claim["metric"] == "epoch_seconds" and tokens and None not in rates:
+        measured += f", {' → '.join(words(tokens / rate, 'seconds') for rate in rates)}"
+    return measured, word

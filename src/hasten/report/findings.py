@@ -33,6 +33,8 @@ from hasten.report.verdicts import (
     rebuilt_of,
 )
 
+FEWEST_STEPS = 8  # whose 5th and 95th percentile say anything
+
 
 def report_of(
     arms: Sequence[Arm],
@@ -132,6 +134,10 @@ def _arm(arm: Arm, base: Arm, said: Judgement) -> dict[str, Any]:
     if len(seconds) > 1:
         cuts = statistics.quantiles(seconds, n=100, method="inclusive")
         found["step_seconds"] = {"p50": cuts[49], "p99": cuts[98]}
+    if measured and len(seconds) >= FEWEST_STEPS:
+        rates = [s["tokens"] / s["step_seconds"] for s in arm.steps if s["step_seconds"]]
+        cuts = statistics.quantiles(rates, n=20, method="inclusive")
+        found["throughput_spread"] = (cuts[18] - cuts[0]) / 2 / statistics.median(rates)
     return found
 
 

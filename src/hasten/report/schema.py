@@ -33,6 +33,7 @@ LEDGER = {
     "memory?": {f"{term}?": float for term in MEMORY_TERMS},  # bytes
     "stability?": dict.fromkeys(("relative_spread?", "p50?", "p99?", "stalls?"), float),
     "utilisation?": float,
+    "parallel_efficiency?": float,
 }
 ARM = {
     "name": str,
@@ -57,6 +58,7 @@ ARM = {
     "rounds?": [float],
     "beside?": [float],
     "foreign_load?": [float],
+    "throughput_spread?": float,
     "padding_share?": float,
     "mfu?": float,
     "ledger?": LEDGER,
@@ -73,6 +75,8 @@ _DESIGN = {
     "resumed?": bool,
     "redone_rounds?": float,
     "ranks?": float,
+    "epoch_tokens?": float,
+    "epoch_records?": float,
 }
 _INVARIANCE = {"what": str, "verdict": str, "found?": object, "tolerance?": object, "text?": str}
 _GUARD = {

@@ -233,6 +233,8 @@ def _report(
     earlier_seconds: float = 0.0,
 ) -> dict[str, Any]:
     recipe, known = subject.recipe, subject.known
+    records = subject.material.record_facts() if subject.material else known.records
+    epoch = {"epoch_tokens": records.tokens, "epoch_records": records.count}
     report = report_of(
         found.arms,
         title=title,
@@ -241,7 +243,7 @@ def _report(
         versions=known.versions,
         recipe=recipe.model_dump(mode="json"),
         mfu=mfu_words(recipe, known),
-        design=found.design | ({"ranks": recipe.nproc} if recipe.nproc > 1 else {}),
+        design=found.design | epoch | ({"ranks": recipe.nproc} if recipe.nproc > 1 else {}),
         **further,
     )
     return completed(

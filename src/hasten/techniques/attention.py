@@ -11,7 +11,7 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Proof, Technique
-from hasten.parts.nn import attention, compile, kernel_ways
+from hasten.parts.nn import attention, kernel_ways
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.techniques import kernel_figures, probes
 
@@ -51,11 +51,11 @@ class DocumentAttention(Technique):
         )
 
     def probe(self, session: Session) -> Proof:
-        chosen = causal_lm(session.model).config._attn_implementation
-        ours = (attention.NAME, compile.APART)  # the second: outside graphs
-        seen = probes.operators(session) if chosen in ours else None
+        config = causal_lm(session.model).config
+        ours = attention.by_documents(config)
+        seen = probes.operators(session) if ours else None
         if seen is None:
-            return Proof(chosen in ours, f"the model's attention is {chosen}")
+            return Proof(ours, f"the model's attention is {config._attn_implementation}")
         calls, kernel = probes.count(seen, *CALLS), probes.count(seen, KERNEL, *VARLEN)
         layers = max(session.setup.facts.model.layers, 1)
         said = f"{calls + kernel} calls of attention in {layers} layers over some records"

@@ -17,7 +17,11 @@ from hasten.parts.nn.causal_lm import causal_lm
 from hasten.techniques import kernel_figures, probes
 
 KINDS = ("fused", "eager", "batched_mm", "grouped_mm")
-FUSED = ("deepseek_v2", "deepseek_v3")  # architectures whose experts hasten's kernels run
+FUSED = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+)  # architectures whose experts hasten's kernels run
 # The operator that a kind is known by where it runs, the surest first: MLA multiplies batches too.
 SIGNS = {
     "fused": "hasten::expert",

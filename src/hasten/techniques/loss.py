@@ -26,7 +26,7 @@ from hasten.techniques import batch, kernel_figures
 # Architectures whose logits are head x hidden state, capped or not: no scaling.
 PLAIN_HEADS = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2"),
-    *("deepseek_v2", "deepseek_v3", "deepseek_v32"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4"),
 )
 
 

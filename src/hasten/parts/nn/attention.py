@@ -9,6 +9,11 @@ The function is registered with Transformers under ``hasten_documents``, its pub
 attention; a model instance that selects it stays the only one affected. Models hand unknown keyword
 arguments down to their attention, which is how ``document_lengths`` and ``boundaries`` of
 :func:`hasten.parts.data.collate.packed` arrive.
+
+DeepSeek-V3.2 attends to the ``index_topk`` keys that an indexer chooses for each query. Here the
+indexer sees one document at a time, so that it chooses among the keys of that document alone. A
+document of at most ``index_topk`` tokens has every key chosen: the indexer isn't run for it, and
+the kernels above take it.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +33,12 @@ from hasten.parts.kernels.refused import LEAST_CAPABILITY, is_refused
 from hasten.parts.nn import fused_functions
 
 NAME = "hasten_documents"
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")
+APART = f"{NAME}_apart"  # the same outside of compiled graphs
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3", "deepseek_v32")
+NO_MASK = (
+    "document attention takes neither a mask nor a sliding window; call "
+    'model.set_attn_implementation("sdpa")'
+)
 VARLEN = "varlen_attention"  # the kernel's name where it is checked
 WIDEST_HEAD = 256  # of the variable-length kernel (FlashAttention-2)
 
@@ -43,6 +53,10 @@ def use_document_attention(model: Any) -> None:
 
     AttentionInterface.register(NAME, attend)
     model.set_attn_implementation(NAME)
+    for module in model.modules():
+        if has_indexer(module):
+            module.forward = functools.partial(_without_mask, module)
+            module.indexer.forward = functools.partial(_later, module.indexer)
 
 
 def attend(
@@ -55,11 +69,13 @@ def attend(
     dropout: float = 0.0,
     document_lengths: tuple[int, ...] | None = None,
     boundaries: Tensor | None = None,
+    indices: tuple[Any, ...] | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
     """Attention of ``query`` (B, heads, T, d) over ``key``, ``value`` (B, kv heads, T, d).
 
-    Without ``document_lengths`` every row is one document. Returns (B, T, heads, d).
+    Without ``document_lengths`` every row is one document. ``indices`` are what the indexer of
+    ``module`` reads: hidden states, the query's latent, rotary tables. Returns (B, T, heads, d).
 
     Raises:
         ValueError: the call is not a training pass over whole rows (generation with a cache): give
@@ -71,11 +87,13 @@ def attend(
             "document attention is for training passes; before generating, call "
             'model.set_attn_implementation("sdpa")'
         )
-    if attention_mask is not None or other.get("sliding_window") is not None:
-        raise ValueError(
-            "document attention takes neither a mask nor a sliding window; call "
-            'model.set_attn_implementation("sdpa")'
-        )
+    masked = attention_mask is not None and indices is None  # that of an indexer says nothing
+    if masked or other.get("sliding_window") is not None:
+        raise ValueError(NO_MASK)
+    lengths = (query.shape[2],) if document_lengths is None else document_lengths
+    chosen = None if indices is None else _chosen(module.indexer, indices, lengths)
+    if chosen is not None:
+        return _one_by_one((query, key, value), lengths, scaling, dropout, chosen), None
     if not dropout and amx.fits(query, key, value):
         return _on_tiles((query, key, value), document_lengths, scaling), None
     if document_lengths is None:
@@ -84,9 +102,94 @@ def attend(
     if kernel and boundaries is not None and _fits_varlen(query, value, dropout):
         longest = max(document_lengths)
         return _one_kernel(kernel, (query, key, value), boundaries, longest, scaling), None
-    pieces = [t.split(document_lengths, dim=2) for t in (query, key, value)]
-    found = [_causal(q, k, v, scaling, dropout) for q, k, v in zip(*pieces, strict=True)]
-    return torch.cat(found, dim=2).transpose(1, 2), None
+    return _one_by_one((query, key, value), lengths, scaling, dropout), None
+
+
+def has_indexer(module: nn.Module) -> bool:
+    """Whether it is an attention whose keys an indexer chooses."""
+    return type(module).__name__ == "DeepseekV32Attention"
+
+
+def by_documents(config: Any) -> bool:
+    """Whether a model with this config attends document by document."""
+    return config._attn_implementation in (NAME, APART)
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """An attention's own code, by documents where the model asks for it."""
+    if has_indexer(module) and by_documents(module.config):
+        return functools.partial(_without_mask, module)
+    return functools.partial(type(module).forward, module)
+
+
+def with_chosen_keys(mask: Tensor, indices: Tensor, dtype: torch.dtype) -> Tensor:
+    """``mask`` (B, 1, T, keys) without the keys that aren't in ``indices`` (B, T, top-k).
+
+    A mask of truth values, or one of numbers of ``dtype`` that are added to the scores.
+    """
+    chosen = indices.new_zeros((*indices.shape[:2], mask.shape[-1]), dtype=torch.bool)
+    chosen = chosen.scatter(-1, indices.long(), True).unsqueeze(1)
+    if mask.dtype == torch.bool:
+        return mask & chosen
+    return mask.masked_fill(~chosen, torch.finfo(dtype).min)
+
+
+def _without_mask(
+    self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **other: Any
+) -> Any:
+    """An attention with an indexer; by documents there is no mask that its own code could read."""
+    if by_documents(self.config):
+        if attention_mask is not None:
+            raise ValueError(NO_MASK)
+        attention_mask = hidden_states.new_empty((1, 1, 1, 1))
+    return type(self).forward(self, hidden_states, attention_mask=attention_mask, **other)
+
+
+def _later(self: Any, hidden: Tensor, latent: Tensor, tables: Any, *more: Any, **named: Any) -> Any:
+    """What the indexer reads, handed on to `attend`, which knows the documents."""
+    if by_documents(self.config):
+        return hidden, latent, tables
+    return type(self).forward(self, hidden, latent, tables, *more, **named)
+
+
+@torch.no_grad()
+def _chosen(
+    indexer: Any, read: tuple[Any, ...], lengths: Sequence[int]
+) -> list[Tensor | None] | None:
+    """Of each document the keys that a query may see, (B, 1, n, n), or None: all before it.
+
+    None in place of the list where that holds for every document.
+    """
+    if max(lengths) <= indexer.index_topk:
+        return None
+    hidden, latent, (cos, sin) = read
+    pieces = zip(*(t.split(tuple(lengths), dim=1) for t in (hidden, latent, cos, sin)), strict=True)
+    found: list[Tensor | None] = []
+    for length, (states, query, *tables) in zip(lengths, pieces, strict=True):
+        if length <= indexer.index_topk:
+            found.append(None)
+            continue
+        causal = torch.ones(1, 1, length, length, dtype=torch.bool, device=hidden.device).tril()
+        indices = type(indexer).forward(indexer, states, query, tuple(tables), causal[:, 0], None)
+        found.append(with_chosen_keys(causal, indices, hidden.dtype))
+    return found
+
+
+def _one_by_one(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    lengths: Sequence[int],
+    scale: float | None,
+    dropout: float,
+    masks: Sequence[Tensor | None] | None = None,
+) -> Tensor:
+    """One SDPA call per document: causal, or within its mask."""
+    pieces = zip(*(t.split(tuple(lengths), dim=2) for t in tensors), strict=True)
+    every = [None] * len(lengths) if masks is None else masks
+    found = [
+        _causal(query, key, value, scale, dropout, mask)
+        for (query, key, value), mask in zip(pieces, every, strict=True)
+    ]
+    return torch.cat(found, dim=2).transpose(1, 2)
 
 
 def _on_tiles(
@@ -103,11 +206,19 @@ def _on_tiles(
     return out.view(batch, length, *out.shape[1:])
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
-    groups = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(
-        q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=groups
-    )
+def _causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    dropout: float,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Causal SDPA, or SDPA within a mask that is causal itself."""
+    more = {"dropout_p": dropout, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    if mask is not None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **more)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, **more)
 
 
 def _fits_varlen(query: Tensor, value: Tensor, dropout: float) -> bool:

@@ -1,10 +1,15 @@
-"""What of a Hugging Face causal language model is asked for: trunk, head, number of experts."""
+"""What of a Hugging Face causal language model is asked for: trunk, head, experts, what learns."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import nn
+
+# Modules that choose keys for attention and answer with places, through which no gradient flows.
+INDEXERS = ("DeepseekV32Indexer", "DeepseekV4Indexer")
+# Modules that have nothing to do where every record is shorter than what they compress to one key.
+COMPRESSORS = ("DeepseekV4HCACompressor", "DeepseekV4CSACompressor")
 
 
 def causal_lm(model: nn.Module) -> Any:
@@ -32,3 +37,20 @@ def routed_experts(config: Any) -> int:
     """How many routed experts a layer has, whatever a model's config calls them; 0 without any."""
     names = ("n_routed_experts", "num_local_experts", "num_experts")  # DeepSeek's first
     return next((int(found) for name in names if (found := getattr(config, name, None))), 0)
+
+
+def freeze_indexers(model: nn.Module) -> int:
+    """Mark the weights that transformers never trains as frozen; how many modules have such.
+
+    DeepSeek trains its indexers by a loss of their own (arXiv:2512.02556), which transformers
+    doesn't have: they stay as they were loaded. DDP would wait for their gradients.
+    """
+    found = [module for module in model.modules() if type(module).__name__ in INDEXERS]
+    for module in found:
+        module.requires_grad_(False)
+    return len(found)
+
+
+def may_rest(model: nn.Module) -> bool:
+    """Whether weights that learn may have no gradient in a step, as the records are short."""
+    return any(type(module).__name__ in COMPRESSORS for module in model.modules())

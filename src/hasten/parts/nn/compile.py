@@ -29,10 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hasten.parts.nn.attention import NAME, attend
+from hasten.parts.nn.attention import APART, NAME, attend
 from hasten.parts.nn.recompute import decoder_blocks
 
-APART = f"{NAME}_apart"
 IGNORED = -100
 _DOCUMENTS = ("document_lengths", "boundaries")
 _TIMES = ("_compile.compile_inner", "compile_fx.<locals>.bw_compiler")  # backward compiles later

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hasten.parts.kernels import experts, rowwise
 
-CLASSES = ("DeepseekV2Experts", "DeepseekV3Experts")
+CLASSES = ("DeepseekV2Experts", "DeepseekV3Experts", "DeepseekV32Experts")
 
 
 def why_not() -> str:

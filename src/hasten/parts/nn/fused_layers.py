@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from hasten.parts.kernels import amx, rowwise
-from hasten.parts.nn import fused_gpu
+from hasten.parts.nn import attention, fused_gpu
 from hasten.parts.nn.fused_functions import (
     backend,
     fits,
@@ -71,10 +71,9 @@ def norm_of_piece(
 
 # The layers of one model.
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")
-LAYERS = tuple(
-    f"{name}DecoderLayer" for name in ("Llama", "Qwen2", "Qwen3", "DeepseekV2", "DeepseekV3")
-)
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3", "deepseek_v32")
+LATENT = ("DeepseekV2", "DeepseekV3", "DeepseekV32")  # multi-head latent attention
+LAYERS = tuple(f"{name}DecoderLayer" for name in ("Llama", "Qwen2", "Qwen3", *LATENT))
 FEWEST_ROWS = 64  # of a linear layer's input, below which it is left to torch
 
 
@@ -137,7 +136,7 @@ def _kind(module: nn.Module, tile_products: bool) -> str:
         return "attention"
     if name in LAYERS:
         return "layer"
-    if name in ("DeepseekV2Attention", "DeepseekV3Attention"):
+    if name in tuple(f"{model}Attention" for model in LATENT):
         return "latent attention"
     return ""
 
@@ -243,7 +242,7 @@ def _latent_attention(
     past_key_values: Any = None,
     **other: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Multi-head latent attention of DeepSeek V2 and V3: the last columns of a head are rotary."""
+    """Multi-head latent attention of DeepSeek: the last columns of a head are rotary."""
     batch, length, _ = hidden_states.shape
     if past_key_values is not None or not _takes(hidden_states):
         return _own(
@@ -252,13 +251,17 @@ def _latent_attention(
     if self.q_lora_rank is None:
         query = self.q_proj(hidden_states)
     else:
-        query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+        residual = self.q_a_layernorm(self.q_a_proj(hidden_states))
+        query = self.q_b_proj(residual)
+    if attention.has_indexer(self):
+        read = hidden_states, residual, position_embeddings
+        attention_mask, other = _indexed(self, read, attention_mask, other)
     query = query.view(batch, length, -1, self.qk_head_dim)
     latent, shared = self.kv_a_proj_with_mqa(hidden_states).split(
         [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
     )
     cos, sin, pairs_out = _latent_tables(position_embeddings, batch)
-    pairs_in = pairs_out or self.config.rope_interleave
+    pairs_in = pairs_out or getattr(self.config, "rope_interleave", True)  # V3.2 has no choice
     query = _rotated(query, cos, sin, pairs_in, pairs_out)
     shared = _rotated(shared.unsqueeze(2), cos, sin, pairs_in, pairs_out)
     both = self.kv_b_proj(self.kv_a_layernorm(latent)).view(
@@ -267,6 +270,20 @@ def _latent_attention(
     plain, value = both.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
     key = torch.cat((plain, shared.expand(-1, -1, plain.shape[2], -1)), dim=-1)
     return _attended(self, query, key, value, attention_mask, **other)
+
+
+def _indexed(
+    self: Any, read: tuple[Any, ...], mask: Tensor | None, other: dict[str, Any]
+) -> tuple[Tensor | None, dict[str, Any]]:
+    """The mask and the arguments of V3.2's attention, with the keys that its indexer chooses."""
+    if attention.by_documents(self.config):
+        if mask is not None:
+            raise ValueError(attention.NO_MASK)
+        return None, {**other, "indices": read}
+    if mask is None:
+        raise ValueError("DeepSeek-V3.2's indexer needs the model's causal mask")
+    indices = self.indexer(*read, mask[:, 0], None)
+    return attention.with_chosen_keys(mask, indices, read[0].dtype), other
 
 
 def _takes(hidden: Tensor) -> bool:
@@ -278,8 +295,7 @@ def _takes(hidden: Tensor) -> bool:
 
 def _own(self: Any, *arguments: Any, **other: Any) -> tuple[Tensor, Tensor | None]:
     hidden, positions, mask, past = arguments
-    found: tuple[Tensor, Tensor | None] = type(self).forward(
-        self,
+    found: tuple[Tensor, Tensor | None] = attention.own_forward(self)(
         hidden_states=hidden,
         position_embeddings=positions,
         attention_mask=mask,

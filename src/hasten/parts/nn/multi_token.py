@@ -11,7 +11,8 @@ predicted (DeepSeek-V3, arXiv:2412.19437, section 2.2, eq. 21 to 25):
 and what is minimised is L + weight / D x sum over k of L^k, all divided by the number of tokens
 that carry loss for the model itself (1 / T in eq. 24). Embedding and head are the model's own: the
 gradients of both come together. The order in (1), and that h^0 and h^k are taken behind their
-norms, are those of the released weights as Transformers runs them (its ``modeling_layers``).
+norms, are those of the released weights as Transformers runs them (its ``modeling_layers``). V4
+carries several streams through its layers; h^0 and h^k are what its last mixing makes of them.
 
     ahead = MultiToken(model, depth=1, weight=0.3)
     minimise_too(loss_of, ahead)          # a WholeLogitsLoss or LabelOnlyLoss of this model
@@ -30,7 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten.parts.nn.causal_lm import causal_lm, trunk
+from hasten.parts.nn import attention
+from hasten.parts.nn.causal_lm import causal_lm, freeze_indexers, trunk
 from hasten.parts.nn.losses import (
     IGNORED,
     PLAIN,
@@ -43,7 +45,10 @@ from hasten.parts.nn.losses import (
     skips,
 )
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")
+ARCHITECTURES = (
+    *("llama", "qwen2", "qwen3"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4"),
+)
 
 
 class MultiToken(nn.Module):
@@ -144,9 +149,13 @@ def one_layer(decoder: Any) -> nn.Module:
         config.first_k_dense_replace = int(dense >= config.num_hidden_layers)
     config.num_hidden_layers = 1
     config.vocab_size, config.pad_token_id = 1, None
-    made: nn.Module = type(decoder)(config)
+    made: Any = type(decoder)(config)
+    if attention.by_documents(config):
+        attention.use_document_attention(made)
     made.embed_tokens = None  # it is called with embeddings
-    return made.train()
+    freeze_indexers(made)
+    found: nn.Module = made.train()
+    return found
 
 
 def same_document(input_ids: Tensor, position_ids: Tensor | None, distance: int) -> Tensor:

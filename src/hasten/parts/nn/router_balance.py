@@ -37,14 +37,16 @@ from torch import Tensor, nn
 
 FILLER = -1  # the sequence of a slot that belongs to none
 IGNORED = -100
-# Routers whose logits become scores in a way that is known here; V4's take another function.
-BIASED = ("deepseek_v3", "deepseek_v32")
+BIASED = ("deepseek_v3", "deepseek_v32", "deepseek_v4")
 UNBIASED = ("deepseek_v2",)
 
 
 def routers(model: nn.Module) -> list[Any]:
-    """The routers of a model in order: modules that choose ``top_k`` of ``num_experts``."""
-    return [m for m in model.modules() if type(m).__name__.endswith("TopkRouter")]
+    """The routers of a model in order: modules that choose ``top_k`` of ``num_experts``.
+
+    V4's first layers look a token's experts up in a table; there is nothing to balance.
+    """
+    return [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
 
 
 def sequence_ids(lengths: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -238,9 +240,9 @@ def _has_bias(router: Any) -> bool:
 def _scores(router: Any, logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """A router's affinities, and the experts that its paper's loss counts for each token.
 
-    V3 counts the highest scores, whatever bias and groups chose; V2 counts the choice.
+    V3 and V4 count the highest scores, whatever bias and groups chose; V2 counts the choice.
     """
     if not _has_bias(router):
         return logits.softmax(dim=-1), chosen
-    scores = logits.sigmoid()
+    scores = router.score_fn(logits) if hasattr(router, "score_fn") else logits.sigmoid()
     return scores, scores.topk(chosen.shape[1], dim=-1, sorted=False).indices

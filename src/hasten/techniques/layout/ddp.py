@@ -24,6 +24,7 @@ from hasten.parts.comm.collectives import TopoAwareCollective
 from hasten.parts.comm.groups import sum_over_ranks
 from hasten.parts.comm.link_model import by_link
 from hasten.parts.distributed.ddp import leave_constants, reduce_now
+from hasten.parts.nn.causal_lm import freeze_indexers, may_rest
 from hasten.techniques.wire.traffic import OfReplicas
 
 
@@ -97,8 +98,13 @@ class Replicas:
             return module
         gpu = None if self._device == "cpu" else [torch.device(self._device)]
         cap = self._bucket_cap_mb or self._by_link()
+        freeze_indexers(module)
         wrapped = DistributedDataParallel(
-            module, device_ids=gpu, bucket_cap_mb=cap, gradient_as_bucket_view=False
+            module,
+            device_ids=gpu,
+            bucket_cap_mb=cap,
+            gradient_as_bucket_view=False,
+            find_unused_parameters=may_rest(module),
         )
         leave_constants(wrapped)
         wire.attach(wrapped)
