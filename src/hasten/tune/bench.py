@@ -104,7 +104,7 @@ class ReferencePair:
         self._draw, self._clock, self._deadline = random.Random(seed), clock, math.inf
         self._base: ArmProcess | None = None  # the process that stays
         self.beside, self.above = first, 0.0  # its point, and the logarithm over the start's rate
-        self.start_seconds = 0.0  # of the first process, to build and warm up
+        self.start_seconds = 0.0  # of the start's processes, to build and warm up
         self.step_seconds = 0.0  # of the process that stays
         self.memory: float | None = None  # its peak
         self.rate = 0.0  # its items per second
@@ -188,6 +188,8 @@ class ReferencePair:
         whole = False
         try:
             self._warm_up(arm)
+            if point == self._first:  # the first one may have waited for all imports
+                self.start_seconds = min(self.start_seconds, arm.start_seconds)
             steps = min(self._length(arm), self._length(self._base))
             arm.again()  # both begin with the first records
             self._base.again()

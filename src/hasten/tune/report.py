@@ -126,7 +126,7 @@ def winner_of(rows: Sequence[dict[str, Any]]) -> int | None:
 def lead(found: Mapping[str, Any]) -> str:
     """The result in a sentence or two."""
     states = [t["state"] for t in found["trials"]]
-    said = f"{len(states)} trials"
+    said = "1 trial" if len(states) == 1 else f"{len(states)} trials"
     gone, failed = (states.count(s) for s in ("out of memory", "failed"))
     said += f", {gone} out of memory" if gone else ""
     said += f", {failed} failed" if failed else ""

@@ -171,13 +171,21 @@ class Own:
         return float(worth.max())
 
     def promising(self, count: int) -> list[Point]:
-        """The untried points of which most is expected, the best one first."""
-        left = self._left()
+        """The untried points of which most is expected, the best one first.
+
+        Of those that differ from a better one in a single choice none is among them.
+        """
+        left, found = self._left(), list[Point]()
         if not left:
-            return []
+            return found
         risk = self._risks(left)
         worth = np.where(risk <= self._allowed, self._worth(left) * (1 - risk), 0.0)
-        return [left[i] for i in np.argsort(-worth, kind="stable")[:count] if worth[i] > 0]
+        for place in np.argsort(-worth, kind="stable"):
+            if len(found) == count or worth[place] <= 0:
+                break
+            if all(self._space.apart(left[place], other) > 1 for other in found):
+                found.append(left[place])
+        return found
 
     def expected(self, point: Point) -> float:
         """What was expected of a point before anything was measured, as such a logarithm."""

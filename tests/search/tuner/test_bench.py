@@ -122,6 +122,16 @@ def test_a_process_that_was_cut_off_is_not_asked_again(seed: int) -> None:
     assert machine.alive == 0
 
 
+def test_a_start_that_waited_for_imports_is_no_measure_of_later_ones() -> None:
+    machine = Machine(SPACE, lambda s: 2.0, start=60.0)
+    with ReferencePair(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
+        bench.open(1e6)
+        assert bench.start_seconds == pytest.approx(60.0 + 3 * 2.0)
+        machine.start_seconds = 1.0  # the next ones are forked
+        bench.noise(1e6)
+        assert bench.start_seconds == pytest.approx(1.0 + 3 * 2.0)
+
+
 def test_noise_needs_two_rounds() -> None:
     machine = Machine(SPACE, lambda s: 2.0)
     with ReferencePair(machine.start, SPACE.start, 2, steps=2, clock=machine.clock) as bench:
