@@ -679,8 +679,8 @@ CORE: tuple[Fault, ...] = (
         name="overflow-stays-on-its-rank",
         kind="missing agreement",
         file="core/engine.py",
-        old="finite = not self.setup.agreement.sum(wrong).item()",
-        new="finite = good",
+        old="return not agreement.sum(wrong).item()",
+        new="return not wrong.item()",
         tests=("tests/core/test_guards.py", "tests/techniques/test_precision.py"),
     ),
     Fault(
@@ -1008,8 +1008,8 @@ PARTS: tuple[Fault, ...] = (
         name="norm-counts-every-copy",
         kind="wrong reduction",
         file="parts/distributed/local_shards.py",
-        old="weights = torch.tensor([1 / h for h in holders],",
-        new="weights = torch.tensor([1.0 for _ in holders],",
+        old="shares = torch.tensor([1 / h for h in holders],",
+        new="shares = torch.tensor([1.0 for _ in holders],",
         tests=("tests/techniques/test_layout_tensor.py",),
     ),
     Fault(
@@ -1075,8 +1075,8 @@ PARTS: tuple[Fault, ...] = (
         name="bias-feeds-the-busy-expert",
         kind="swapped sign",
         file="parts/nn/router_balance.py",
-        old="torch.sign(load.mean() - load)",
-        new="torch.sign(load - load.mean())",
+        old="torch.sign(self.last.mean(dim=1, keepdim=True) - self.last)",
+        new="torch.sign(self.last - self.last.mean(dim=1, keepdim=True))",
         tests=("tests/parts/test_routing.py",),
     ),
     Fault(
