@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -376,22 +376,6 @@ SHARE, LEAST = 0.5, 0.1  # of a step, and seconds of it, spent waiting: less isn
 SLOW = 125e6  # bytes per second: 1 Gbit/s
 
 
-class Exchanged(Protocol):
-    """What is read of a step's metrics."""
-
-    @property
-    def step_seconds(self) -> float: ...
-
-    @property
-    def exposed_communication_seconds(self) -> float | None: ...
-
-    @property
-    def hidden_communication_seconds(self) -> float | None: ...
-
-    @property
-    def wire_bytes(self) -> int | None: ...
-
-
 class SlowLink:
     """Looks at the steps of a run on one rank.
 
@@ -405,7 +389,7 @@ class SlowLink:
         self._seen: list[tuple[float, float, float, int]] = []
         self._said = math.inf  # bytes per second when it was last told
 
-    def note(self, metrics: Exchanged) -> None:
+    def note(self, metrics: StepMetrics) -> None:
         """A step is done."""
         exposed, sent = metrics.exposed_communication_seconds, metrics.wire_bytes
         if not exposed or not sent:

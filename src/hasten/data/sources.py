@@ -53,14 +53,14 @@ def entry_of(name: str) -> tuple[Path, Columns] | None:
     listing = Path(place) / FILE if Path(place).is_dir() else Path(place)
     if listing.name != FILE:
         return None
-    entries = _entries(listing)
+    entries = _entries(listing, "data sets by their names", "correct it")
     if wanted not in entries:
         close = difflib.get_close_matches(wanted, entries, n=1) or list(entries)[:5]
         raise InputError(f"{listing} has no entry {wanted!r}: it has {', '.join(close) or 'none'}")
     return _read(listing, wanted, entries[wanted])
 
 
-def _entries(listing: Path) -> dict[str, Any]:
+def _entries(listing: Path, what: str, remedy: str) -> dict[str, Any]:
     try:
         with listing.open("rb") as file:
             data = file.read(_LARGEST + 1)
@@ -68,9 +68,9 @@ def _entries(listing: Path) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"{listing} can't be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{listing} is not JSON: {error}; correct it") from error
+        raise InputError(f"{listing} is not JSON: {error}; {remedy}") from error
     if not isinstance(found, dict):
-        raise InputError(f"{listing} must be an object of data sets by their names")
+        raise InputError(f"{listing} must be an object of {what}; {remedy}")
     return found
 
 
@@ -235,7 +235,7 @@ def saved_files(folder: Path) -> list[Path] | None:
         return _listed(folder)
     if not (folder / SPLITS).is_file():
         return None
-    splits = _object(folder / SPLITS).get("splits")
+    splits = _saved(folder / SPLITS).get("splits")
     names = [name for name in splits if isinstance(name, str)] if isinstance(splits, list) else []
     if len(names) == 1:
         return _listed(_inside(folder, names[0]))
@@ -244,7 +244,7 @@ def saved_files(folder: Path) -> list[Path] | None:
 
 
 def _listed(folder: Path) -> list[Path]:
-    listed = _object(folder / STATE).get("_data_files")
+    listed = _saved(folder / STATE).get("_data_files")
     rows = listed if isinstance(listed, list) else []
     names = [row.get("filename") if isinstance(row, dict) else None for row in rows]
     if not names:
@@ -289,20 +289,6 @@ def _said(name: HubName, error: Exception) -> str:
     )
 
 
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            data = file.read(_LARGEST + 1)
-        found = json.loads(data) if len(data) <= _LARGEST else None
-    except OSError as error:
-        raise InputError(f"{path} can't be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not JSON: save the data set anew") from error
-    if not isinstance(found, dict):
-        raise InputError(f"{path} is no list of a data set's files: save the data set anew")
-    return found
-
-
 def _inside(folder: Path, name: Any) -> Path:
     whole = folder.resolve()
     if not isinstance(name, str) or not (whole / name).resolve().is_relative_to(whole):
@@ -310,3 +296,7 @@ def _inside(folder: Path, name: Any) -> Path:
     if not (folder / name).exists():
         raise InputError(f"{folder} lacks {name}, which it lists: copy or save it whole")
     return folder / name
+
+
+def _saved(path: Path) -> dict[str, Any]:
+    return _entries(path, "a data set's files", "save the data set anew")

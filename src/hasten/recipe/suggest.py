@@ -94,7 +94,7 @@ def _lines(look: Recipe, material: PreparedData, known: Facts, output: str) -> l
     cutoff, why_cut = _cutoff(lengths)
     fresh = look.model in PRESETS
     lora, why_lora = _lora(known, fresh)
-    rate = 1e-3 if fresh else 2e-4 if lora else 2e-5
+    rate, whose = (1e-3, "random weights") if fresh else (2e-4, "LoRA") if lora else (2e-5, "all")
     return [
         Line("model", look.model, "random weights: a preset" if fresh else ""),
         Line("dataset", look.dataset),
@@ -103,7 +103,7 @@ def _lines(look: Recipe, material: PreparedData, known: Facts, output: str) -> l
         Line("finetuning_type", "lora" if lora else "full", why_lora),
         Line("epochs", 1),
         Line("global_batch_size", BATCH, "records of a step, over all ranks and micro-batches"),
-        Line("learning_rate", rate, _why_rate(fresh, lora)),
+        Line("learning_rate", rate, f"usual for {whose}"),
         Line("warmup_steps", 10),
         Line("eval_every", 100),
         Line("output", output),
@@ -136,10 +136,6 @@ def _lora(known: Facts, fresh: bool) -> tuple[bool, str]:
     if fresh or needed <= ROOM * memory:
         return False, f"weights, gradients and moments take {needed / 1e9:,.1f} GB"
     return True, f"all weights would take {needed / 1e9:,.1f} GB of {memory / 1e9:,.0f}"
-
-
-def _why_rate(fresh: bool, lora: bool) -> str:
-    return "usual for random weights" if fresh else "usual for LoRA" if lora else "usual for all"
 
 
 # A recipe as people write it: every line that isn't a default, a plan, and words at its head.
