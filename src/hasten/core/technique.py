@@ -16,10 +16,10 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hasten.core.slot import Slot
-from hasten.machine.ways import Gain
 
 if TYPE_CHECKING:
     from hasten.core.facts import Facts
+    from hasten.machine.ways import Gain  # loads torch
 
 # Settings that may change while a run goes on, between two steps, and who changes them.
 #

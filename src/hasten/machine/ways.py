@@ -70,7 +70,7 @@ class Operation:
     draw: Callable[[float, int, torch.Generator], Inputs]
     formula: Callable[..., tuple[Tensor, ...]]
     work: Callable[..., float]
-    seconds: float = 0.1
+    seconds: float = 0.08
 
 
 @dataclass(frozen=True)

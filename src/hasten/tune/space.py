@@ -319,12 +319,16 @@ def plan_space(
 def expected(plan: Plan, facts: Facts) -> float:
     """How much faster a plan is expected to be than none, as a logarithm.
 
-    A forecast is of terms, and each is a part of the step's time; where a technique forecasts no
-    change, half of what was promised of it is taken. It orders the first trials; measurements then
-    say how much of it is true.
+    What a technique's kernels were measured to gain on this machine comes first. A forecast is of
+    terms, and each is a part of the step's time; where a technique forecasts no change, half of
+    what was promised of it is taken. It orders the first trials; measurements then say how much of
+    it is true.
     """
     total = 0.0
     for technique in plan:
+        if (measured := technique.gain(facts)) is not None:
+            total += math.log(measured.ratio)
+            continue
         cast = technique.forecast(facts)
         terms = {name: getattr(cast, name) for name in TRUST}
         if not facts.world.size > 1:

@@ -513,7 +513,7 @@ PASS = Operation(
     _pass_inputs,
     gradients(_pass_by_definition, learning=6),
     _pass_work,
-    seconds=1.3,
+    seconds=1.1,
 )
 PASS_PLAIN, PASS_HALF, PASS_FUSED, PASS_FUSED_HALF = (
     register(way)
