@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from evidence.report_pages import Report, full_report
+from evidence.report_pages import Page, Report, full_report
 from hasten.measure.statistics import paired_ratio
 from hasten.report.gains import (
     against,
@@ -16,6 +16,7 @@ from hasten.report.gains import (
     ladder_of,
     result_of,
     switches,
+    table_of,
     unmeasured,
     unpaid,
 )
@@ -134,6 +135,27 @@ def test_a_switch_is_measured_alone_and_beside_all_the_others() -> None:
     ]
     gains = [round(s.beside.median, 3) for s in found if s.beside]
     assert gains == [pytest.approx(151 / 121, abs=1e-3), 1.0, 1.0]
+
+
+def test_the_table_says_against_which_arm_each_effect_is() -> None:
+    table = table_of(apart())
+    assert table.columns["effect"] == "against baseline or all [95 %]"
+    rows = {row["name"]: row for row in table.rows}
+    assert rows["without a"]["effect"].startswith("0.80×")
+    assert rows["without a"]["effect"].endswith(" of all")
+    assert (rows["without a"]["verdict"], rows["without a"]["ratio"][:5]) == ("hurt", "1.21×")
+    assert rows["only a"]["effect"].startswith("1.50×")
+    assert rows["only a"]["effect"].endswith("]")
+
+
+def test_page_and_markdown_show_the_same_cells() -> None:
+    report = full_report()
+    table = table_of(read_report(report))
+    said = Page(page_of(report, read_report(report) | {"cut": ""})).words()
+    lines = render_markdown(report).splitlines()
+    for line, row in zip(lines[2:], table.rows, strict=False):
+        assert [cell.strip() for cell in line.strip("|").split("|")] == list(row.values())
+        assert f"{row['name']} {row['effect']} {row['verdict']}" in said
 
 
 def test_arms_are_paired_by_round_so_that_the_weather_cancels() -> None:
