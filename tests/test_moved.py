@@ -37,6 +37,20 @@ def test_every_old_path_leads_somewhere_and_no_new_one_is_covered() -> None:
         assert old not in set(table()["modules"].values()), old
 
 
+@pytest.mark.parametrize(
+    ("package", "name", "home"), [("wire", "TopK", "compress"), ("layout", "DDP", "ddp")]
+)
+def test_a_module_that_is_a_package_now_still_has_its_classes(
+    package: str, name: str, home: str
+) -> None:
+    old = importlib.import_module(f"hasten.techniques.{package}")
+    new = importlib.import_module(f"hasten.techniques.{package}.{home}")
+    with pytest.warns(DeprecationWarning, match=f"{name} is in hasten.techniques.{package}.{home}"):
+        assert getattr(old, name) is getattr(new, name)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = old.no_such_name
+
+
 def test_every_name_that_went_another_way_is_there() -> None:
     wrong = []
     for old, home in table()["names"].items():

@@ -17,6 +17,7 @@ from hasten.models.adapters import add_lora, lora_targets
 from hasten.models.load import load_model, take_own_attention
 from hasten.parts.data.collate import packed
 from hasten.parts.nn.attention import _chosen, use_document_attention
+from hasten.parts.nn.quantised import Float8Layers
 from hasten.parts.nn.router_balance import routers
 from hasten.recipe.build import model_facts
 from hasten.recipe.schema import Recipe
@@ -167,6 +168,20 @@ def test_v4s_grouped_projection_learns_as_its_weight_would() -> None:
     found = adapted(input_ids=TOKENS).logits
     merged = adapted.merge_and_unload()
     torch.testing.assert_close(merged(input_ids=TOKENS).logits, found, rtol=1e-4, atol=1e-5)
+
+
+def test_v4s_grouped_projection_stays_as_it_is_in_a_quantised_base_and_under_float8() -> None:
+    model = add_lora(tiny_model("deepseek_v4"), 2, 4, targets=["q_a_proj"], base="int8")
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    kinds = {n.split(".")[-1]: type(m).__name__ for n, m in model.named_modules()}
+    assert kinds["o_a_proj"] == "DeepseekV4GroupedLinear"
+    assert kinds["o_b_proj"] == "QuantisedLinear"
+    plain = tiny_model("deepseek_v4")
+    layers = Float8Layers(emulate=True)
+    layers.attach(plain)
+    plain(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    assert layers.names
+    assert not any(name.endswith("o_a_proj") for name in (*layers.names, *layers.left))
 
 
 @pytest.mark.parametrize("architecture", NEWER)

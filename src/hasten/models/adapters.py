@@ -24,7 +24,13 @@ from torch import nn
 
 from hasten.errors import InputError
 from hasten.models.load import quiet, seeded
-from hasten.parts.nn.quantised import Kind, QuantisedLinear, quantise_linears, rounded
+from hasten.parts.nn.quantised import (
+    Kind,
+    QuantisedLinear,
+    is_plain_linear,
+    quantise_linears,
+    rounded,
+)
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -131,7 +137,8 @@ def add_lora(
         adapted: PeftModel = get_peft_model(model, config)
     _check_adapted(adapted, names)
     if base:
-        frozen = [name for name in _adaptable_linears(adapted) if ".lora_" not in name]
+        plain = set(_adaptable_linears(adapted)) - _computing_apart(adapted)
+        frozen = sorted(name for name in plain if ".lora_" not in name)
         quantise_linears(adapted, frozen, base)
     return adapted
 
@@ -162,7 +169,7 @@ def merged(model: PreTrainedModel, adapter: Path, base: Kind | None = None) -> P
     if not (adapter / "adapter_config.json").is_file():
         raise InputError(f"{adapter} holds no adapter: give the folder of a finished LoRA run")
     if base:
-        for name in _adaptable_linears(model):
+        for name in set(_adaptable_linears(model)) - _computing_apart(model):
             weight = model.get_submodule(name).weight
             weight.data = rounded(weight.data, base)
     try:
@@ -285,7 +292,7 @@ def _computing_apart(model: PreTrainedModel) -> set[str]:
     return {
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+        if isinstance(module, nn.Linear) and not is_plain_linear(module)
     }
 
 

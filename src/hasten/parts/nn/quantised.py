@@ -137,6 +137,11 @@ class _Product(torch.autograd.Function):
         return dy @ ctx.layer.widened(dy.dtype), None
 
 
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether it is a linear layer that multiplies as one; DeepSeek-V4's grouped one doesn't."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
 def quantise_linears(module: nn.Module, names: Sequence[str], kind: Kind) -> None:
     """Put a quantised layer in the place of each named one, in this module alone."""
     for name in names:
@@ -280,7 +285,9 @@ class Float8Layers:
         """
         for name, layer in module.named_modules():
             last = name.removesuffix(".base_layer").rpartition(".")[2]  # an adapter is around it
-            if not isinstance(layer, nn.Linear) or last in KEPT_WIDE or "lora_" in name:
+            if not isinstance(layer, nn.Linear) or not is_plain_linear(layer):
+                continue
+            if last in KEPT_WIDE or "lora_" in name:
                 continue
             if any(side % SIDE for side in layer.weight.shape):
                 self.left.append(name)
