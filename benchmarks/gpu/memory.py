@@ -1,10 +1,10 @@
 """How much of a device a choice will take, before anything is built.
 
 Where the choice was traced on paper (`gpu.on_paper`) it is the peak of live tensors found there;
-elsewhere an estimate with its terms. Bytes per weight go by the techniques in the plan; activations by what a block of a Llama keeps for
-its backward pass with fused layers: (hidden) the input of each norm and of each group of products,
-(heads) query, key and value before and after the rotary embedding and what attention gives back,
-(between) gate, up and their product.
+elsewhere an estimate with its terms. Bytes per weight go by the techniques in the plan; activations
+by what a block of a Llama keeps for its backward pass with fused layers: (hidden) the input of each
+norm and of each group of products, (heads) query, key and value before and after the rotary
+embedding and what attention gives back, (between) gate, up and their product.
 """
 
 from __future__ import annotations

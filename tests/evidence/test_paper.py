@@ -6,6 +6,7 @@ and further layouts have the mark ``long``.
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +25,8 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler"),
 ]
 RANKS = 8
-VALUES_A_LAUNCH = 20e6  # of the optimizer
+VALUES_A_LAUNCH, OPTIMIZER = 20e6, 13  # of the optimizer, and its launches in a toy's step
+STATE_BYTES = 2 + 4 + 8  # of a weight: in bf16, its master in float32, two moments
 LORA = {"finetuning_type": "lora", "lora_targets": "all-linear", "from_scratch": False}
 TOYS = {
     "full": {},
@@ -95,6 +97,18 @@ def test_waits_do_not_grow_with_layers_passes_or_parameters(
     assert many.by_name("syncs") == few.by_name("syncs")
 
 
+def test_the_optimizer_launches_once_for_twenty_million_values(
+    steps: dict[str, PaperTrace],
+) -> None:
+    few, many = step(steps, "full"), step(steps, "deeper")
+    few_launches = few.total("launches", "optimizer")
+    assert few_launches <= OPTIMIZER
+    more_values = (many.total("between_steps") - few.total("between_steps")) / STATE_BYTES
+    assert more_values > 0
+    more = math.ceil(more_values / VALUES_A_LAUNCH)
+    assert many.total("launches", "optimizer") <= few_launches + more
+
+
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_layer_and_pass_launches_no_more_than_it_may(
     steps: dict[str, PaperTrace], name: str
@@ -112,8 +126,8 @@ def test_what_a_step_takes_is_counted(steps: dict[str, PaperTrace]) -> None:
     )
     weights += hidden
     assert rank.total("tokens") == tokens
-    # bf16 weights, float32 masters and two moments stay between steps; little else does.
-    state = (2 + 4 + 8) * weights
+    # Weights, masters and moments stay between steps; little else does.
+    state = STATE_BYTES * weights
     assert state <= rank.total("between_steps") <= 1.1 * state
     assert rank.peak_bytes > rank.total("between_steps")
     # Products of a token: forward, and twice as many backward (but none for the embedding).
@@ -174,5 +188,6 @@ def test_a_whole_model_keeps_its_budget(whole: WholeModel, tmp_path: Path) -> No
     assert sum(rank.by_name("syncs", "forward", "backward").values()) <= whole.inside
     assert rank.total("syncs") <= bound.syncs, rank.by_name("syncs")
     assert rank.total("launches") / rank.layers / rank.passes <= bound.launches
+    assert rank.total("launches", "optimizer") <= bound.optimizer
     assert rank.total("bytes") / found.tokens / 1e6 <= bound.megabytes
     assert rank.peak_bytes / 1e9 <= bound.gigabytes
