@@ -50,7 +50,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PaperTrace | 
     folder = tmp_path_factory.mktemp("paper")
     recipes = {name: toy(folder / name, **keys) for name, keys in TOYS.items()}
     for name in ("ddp", "fsdp2"):
-        recipes[name] = on_a_node(folder / name, name)
+        recipes[name] = LAYOUTS[name].recipe(folder / name)
     recipes["refused"] = toy(folder / "refused", plan=[{"tensor_parallel": {"size": 2}}])
     return traced(recipes)
 
@@ -58,10 +58,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PaperTrace | 
 @pytest.fixture
 def steps(answers: dict[str, PaperTrace | InputError]) -> dict[str, PaperTrace]:
     return {name: one for name, one in answers.items() if isinstance(one, PaperTrace)}
-
-
-def on_a_node(folder: Path, layout: str) -> Recipe:
-    return toy(folder, nproc=RANKS, passes=1, plan=["packed", *LAYOUTS[layout][0]])
 
 
 def step(steps: Mapping[str, PaperTrace], name: str) -> RankTrace:
@@ -157,7 +153,7 @@ def every_rank_is_its_own(found: PaperTrace, syncs: int) -> None:
 def test_a_rank_of_a_node_computes_and_sends_on_its_own_device(
     steps: dict[str, PaperTrace], name: str
 ) -> None:
-    every_rank_is_its_own(steps[name], LAYOUTS[name][1])
+    every_rank_is_its_own(steps[name], LAYOUTS[name].bound)
 
 
 def test_a_recipe_that_cannot_train_there_is_refused_in_one_sentence(
@@ -173,9 +169,9 @@ def test_a_recipe_that_cannot_train_there_is_refused_in_one_sentence(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in ("ddp", "fsdp2")])
 def test_further_layouts_and_wires_on_a_node(name: str, tmp_path: Path) -> None:
-    found = traced({name: on_a_node(tmp_path / name, name)})[name]
+    found = traced({name: LAYOUTS[name].recipe(tmp_path / name)})[name]
     assert isinstance(found, PaperTrace), found
-    every_rank_is_its_own(found, LAYOUTS[name][1])
+    every_rank_is_its_own(found, LAYOUTS[name].bound)
 
 
 @pytest.mark.long

@@ -36,7 +36,9 @@ KEPT_NUMBERS = 4096  # of a tensor whose values are known on the device
 ALIGNMENT = 512  # bytes; the allocator's unit
 PACKAGE = str(Path(__file__).parents[2])
 HERE = str(Path(__file__).parent)
-EXCHANGED = frozenset({"allreduce_", "broadcast_", "allgather_", "_allgather_base_"})
+EXCHANGED = frozenset(
+    {"allreduce_", "broadcast_", "allgather_", "_allgather_base_", "alltoall_base_"}
+)
 # Operators whose result's size depends on numbers: the host waits for them.
 SIZED_BY_NUMBERS = frozenset(
     {*("nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount")}
@@ -146,6 +148,8 @@ class Tracer(TorchDispatchMode):
                 _forget(func, args)
             if name == "all" and isinstance(out, FakeTensor):
                 out.holds = True  # who asks whether all numbers are good hears yes
+            if name == "topk" and out[1].numel() <= KEPT_NUMBERS:
+                out[1].known = _spread(out[1].shape, args[0].shape[-1])
             return out
         for fake, number in zip(tree_leaves(out), tree_leaves(known), strict=False):
             if isinstance(fake, FakeTensor) and isinstance(number, Tensor):
@@ -347,6 +351,11 @@ def _few(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether what is made out of nothing has few numbers; looked at without making it."""
     size = func(*args, **{**kwargs, "device": torch.device("meta")})
     return isinstance(size, Tensor) and size.numel() <= KEPT_NUMBERS
+
+
+def _spread(shape: torch.Size, choices: int) -> Tensor:
+    """Choices of a router that loads its experts evenly: each row takes the next few in turn."""
+    return (torch.arange(shape.numel()) % choices).view(shape)
 
 
 def _forget(func: Any, args: Any) -> None:
