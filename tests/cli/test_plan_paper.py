@@ -33,7 +33,8 @@ def complaint(*words: str) -> str:
 
 
 @needs_compiler
-@pytest.mark.timeout(300)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_recipe_is_counted_for_a_device_that_is_not_here(recipe: str, tmp_path: Path) -> None:
     out = tmp_path / "paper.json"
     words = ["plan", "--paper", recipe, "--device", "rtx4090", "--json", str(out)]

@@ -21,6 +21,7 @@ from paper_recipes import LAYOUTS, WHOLE_MODELS, WholeModel, toy
 
 pytestmark = [
     pytest.mark.cold,
+    pytest.mark.slow,  # most of it imports and starts of ranks
     pytest.mark.timeout(900),
     pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler"),
 ]

@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,9 +141,11 @@ class Tracer(TorchDispatchMode):
         # Fakes in the place of the host's tensors, or FakeTensorMode would compute with them.
         given = tree_map_only(Tensor, self._faked, (args, kwargs))
         with FAKES:
-            if name in ("nonzero", "masked_select") and known is None:
-                return self._longest(name, args[0])
-            out = func(*given[0], **given[1])
+            if _has_unknown_size(name, args):
+                out = tree_map_only(Tensor, partial(_like, args[0]), known)
+                out = self._longest(name, args) if known is None else out
+            else:
+                out = func(*given[0], **given[1])
         if known is None:
             if func._schema.is_mutable:
                 _forget(func, args)
@@ -164,11 +167,16 @@ class Tracer(TorchDispatchMode):
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
             )
 
-    def _longest(self, name: str, x: Tensor) -> Tensor:
+    def _longest(self, name: str, args: Any) -> Tensor:
         """A result of unknown length, as long as it can be."""
+        x = args[0]
         if name == "nonzero":
             return torch.empty(x.numel(), x.dim(), dtype=torch.int64, device=x.device)
-        return torch.empty(x.numel(), dtype=x.dtype, device=x.device)
+        if name == "masked_select":
+            return torch.empty(x.numel(), dtype=x.dtype, device=x.device)
+        mask = args[1][0]  # of the first dimensions, as in x[mask]
+        shape = (mask.numel(), *x.shape[mask.dim() :])
+        return torch.empty(shape, dtype=x.dtype, device=x.device)
 
     def _leaves_device(self, name: str, args: Any, kwargs: Any) -> bool:
         if name == "copy_":
@@ -275,6 +283,25 @@ class Tracer(TorchDispatchMode):
     def _freed(self, size: list[int]) -> None:
         with self._lock:
             self.live -= size[0]
+
+
+def _has_unknown_size(name: str, args: Any) -> bool:
+    """Whether the result's size depends on numbers that a fake hasn't."""
+    if name in ("nonzero", "masked_select"):
+        return True
+    return (
+        name == "index"
+        and args[1][0] is not None
+        and args[1][0].dtype is torch.bool
+        and all(index is None for index in args[1][1:])
+    )
+
+
+def _like(x: Tensor, numbers: Tensor) -> Tensor:
+    """A tensor beside ``x`` that is laid out as these numbers are."""
+    return torch.empty_strided(
+        numbers.shape, numbers.stride(), dtype=numbers.dtype, device=x.device
+    )
 
 
 def _where() -> str:
