@@ -3,7 +3,7 @@
     python benchmarks/gpu/on_paper.py [ROW ...]     # writes benchmarks/gpu/paper_peaks.json
 
 It needs the CPU build of torch and a C++ compiler, and no GPU. A peak is that of live tensors; two
-layers and a few more tell of all, since blocks are alike. What is in the file already is left as it is:
+and three layers tell of all, since blocks are alike. What is in the file already is left as it is:
 remove the file to trace everything anew.
 """
 
@@ -30,7 +30,7 @@ from gpu.measure import HastenArm, records_of  # noqa: E402
 from gpu.memory import PEAKS, choice_key, kept_peaks  # noqa: E402
 from gpu.rows import ROWS, Choice, Row  # noqa: E402
 from hasten.core.plan import Plan  # noqa: E402
-from hasten.measure.paper.step import PEAK, period_of, traced  # noqa: E402
+from hasten.measure.paper.step import PEAK, traced, treats_alike  # noqa: E402
 from hasten.measure.paper.tracer import Tracer  # noqa: E402
 
 FEW = 2  # layers
@@ -46,9 +46,8 @@ def peak(row: Row, choice: Choice) -> float:
         found = traced(lambda: HastenArm(few, choice, "cuda:0", records).session, Tracer(DEVICE))
         return found.counts[PEAK]
 
-    layers, more = row.shape["num_hidden_layers"], period_of(Plan(choice.plan))
-    first = at(FEW)
-    return first if layers == FEW else first + (at(FEW + more) - first) / more * (layers - FEW)
+    layers, first = row.shape["num_hidden_layers"], at(FEW)
+    return first if layers == FEW else first + (at(FEW + 1) - first) * (layers - FEW)
 
 
 def main() -> None:
@@ -61,6 +60,8 @@ def main() -> None:
         for choice in (c for choices in row.arms.values() for c in choices):
             key = choice_key(row, choice)
             if (names and row.name not in names) or key in kept:
+                continue
+            if not treats_alike(Plan(choice.plan)):  # few layers don't tell of a share of many
                 continue
             kept[key] = round(peak(row, choice))
             print(f"{row.name}: {kept[key] / 1e9:.2f} GB: {key}", flush=True)

@@ -16,7 +16,7 @@ from hasten.machine import environment, host
 from hasten.measure.paper.node import AskedGroup, pretend_groups
 from hasten.measure.paper.recipe_job import PaperRecipe
 from hasten.measure.paper.roofline import PaperDevice
-from hasten.measure.paper.step import Traced, extrapolated, period_of, traced
+from hasten.measure.paper.step import Traced, extrapolated, traced
 from hasten.measure.paper.tracer import Key, Tracer
 from hasten.models.load import count_parameters, read_config
 from hasten.recipe.schema import recipe_from
@@ -97,9 +97,7 @@ class _RecipeTrace:
         paper = self._paper
         if self._whole:
             return self.at(paper.layers, paper.passes)
-        return extrapolated(
-            self.at, paper.layers, paper.passes, paper.fewest_layers, period_of(paper.plan)
-        )
+        return extrapolated(self.at, paper.layers, paper.passes, paper.fewest_layers)
 
     def at(self, layers: int, passes: int) -> Mapping[Key, float]:
         paper = self._paper

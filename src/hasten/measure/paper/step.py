@@ -20,11 +20,11 @@ from hasten.core.session import Session
 from hasten.core.step import training
 from hasten.core.timing import Clock, StepMetrics
 from hasten.measure.paper.tracer import Key, RankMessage, Tracer
+from hasten.techniques.recompute import Recompute
 
 PEAK, BETWEEN_STEPS, TOKENS = ("peak", "", ""), ("between_steps", "", ""), ("tokens", "", "")
 MODEL_FLOPS = ("model_flops", "", "")
 WARM_UP = 2  # steps: in the first an optimizer makes its state, in the second DDP its buckets
-SHARED_OUT = 4  # layers among which half or a quarter is a whole number
 FEW_PASSES = 3  # a step of so many is traced as it is
 
 
@@ -75,23 +75,19 @@ def extrapolated(
     layers: int,
     passes: int,
     fewest: int = 2,
-    period: int = 1,
 ) -> dict[Key, float]:
     """The counts of a step with so many layers and passes, from those of a few.
 
     The peak grows with layers alone: passes follow each other.
-
-    Args:
-        fewest: layers of the smaller model; the larger has ``period`` more, which are of all kinds.
     """
     few_passes = (passes,) if passes <= FEW_PASSES else (2, 3)
-    few_layers = (layers,) if layers <= fewest + period else (fewest, fewest + period)
+    few_layers = (layers,) if layers <= fewest + 1 else (fewest, fewest + 1)
     found = {(n, m): trace(n, m) for n, m in itertools.product(few_layers, few_passes)}
 
     def over_layers(key: Key, m: int) -> float:
         first = found[few_layers[0], m].get(key, 0.0)
         more = found[few_layers[-1], m].get(key, 0.0) - first
-        return first + more / period * (layers - few_layers[0])
+        return first + more * (layers - few_layers[0])
 
     counts = {}
     for key in {key for one in found.values() for key in one}:
@@ -101,9 +97,9 @@ def extrapolated(
     return counts
 
 
-def period_of(plan: Plan) -> int:
-    """After so many layers a plan does the same again: a share of them may be recomputed."""
-    return SHARED_OUT if any(getattr(t, "budget", None) is not None for t in plan) else 1
+def treats_alike(plan: Plan) -> bool:
+    """Whether a plan does the same to every layer, and not to a share of them."""
+    return not any(isinstance(t, Recompute) and t.budget is not None for t in plan)
 
 
 @contextlib.contextmanager
