@@ -180,7 +180,7 @@ WHOLE_MODELS = {
     "full-v2-lite": WholeModel(
         *(V2_LITE, 4096, 2),
         (*MASTERS, {"experts_implementation": {"kind": "grouped_mm"}}, SMALL_MOMENTS, "recompute"),
-        *(Budget(5, 1_000, 110_000, 400, 200), Budget(1, 190, 900, 130, 190)),
+        *(Budget(5, 938, 71_162, 364, 222), Budget(1, 190, 900, 130, 220)),
     ),
 }
 
@@ -233,7 +233,7 @@ LAYOUTS = {
     "pipeline": NodeLayout(("pipeline",), 11, 2, DEEP, passes=8),
     "hybrid of pipelines": NodeLayout(({"hybrid": {"dp": 4, "pp": 2}},), 11, 2, DEEP, passes=2),
     "hybrid of shards": NodeLayout(({"hybrid": {"shard": 2, "tp": 4}},), 18, 2, DEEP),
-    "expert_parallel": NodeLayout(("bf16_master_weights", "expert_parallel"), 40, 2, TOY_EXPERTS),
+    "expert_parallel": NodeLayout(("bf16_master_weights", "expert_parallel"), 33, 3, TOY_EXPERTS),
     "top_k": NodeLayout(("ddp", "top_k"), 12, 2),
     "power_sgd": NodeLayout(("ddp", "power_sgd"), 12, 2),
 }

@@ -63,6 +63,11 @@ def test_what_is_no_recipe_is_refused() -> None:
     )
 
 
+def test_options_of_the_planner_are_not_ignored(recipe: str) -> None:
+    said = complaint(recipe, "--sequence", "4096")
+    assert said.endswith("give cutoff_len=N, global_batch_size=N or nproc=N behind the recipe")
+
+
 @pytest.mark.parametrize(
     ("device", "part"), [("h10", "take one of h100"), ("mi300x", "on paper there are a100-40gb")]
 )
