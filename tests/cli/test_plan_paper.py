@@ -81,3 +81,11 @@ def test_a_machine_without_a_compiler_says_so(
     monkeypatch.setenv("PATH", str(tmp_path))
     said = complaint(recipe, "--device", "h100")
     assert said.startswith("a step can't be traced on paper: no C++ compiler was found (c++")
+
+
+def test_a_torch_that_has_a_driver_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hasten.measure.paper import pretended
+
+    monkeypatch.setattr(pretended.runpy, "run_path", lambda path: {"cuda": "13.0", "hip": None})
+    with pytest.raises(InputError, match="with the CPU build of torch, and this is a build for"):
+        pretended._check_build()

@@ -32,7 +32,6 @@ from hasten.measure.paper.operators import cost
 from hasten.measure.paper.roofline import CallCost, PaperDevice
 
 FORWARD, BACKWARD, OPTIMIZER, BETWEEN = "forward", "backward", "optimizer", "between"
-PARTS = (FORWARD, BACKWARD, OPTIMIZER, BETWEEN)
 KEPT_NUMBERS = 4096  # of a tensor whose values are known on the device
 ALIGNMENT = 512  # bytes; the allocator's unit
 PACKAGE = str(Path(__file__).parents[2])
