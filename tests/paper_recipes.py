@@ -101,20 +101,22 @@ def toy(folder: Path, records: int = 2, **keys: Any) -> Recipe:
     """Two passes of ``records`` short records on each rank, all weights learn."""
     ranks = keys.get("nproc", 1)
     cut = {"accumulate": {"micro_batch_size": records}}
-    layers = keys.pop("layers", 2)
+    config = keys.pop("config", TOY)
+    layers = keys.pop("layers", config["num_hidden_layers"])
     passes = keys.pop("passes", 2)
     plan = [*keys.pop("plan", MASTERS), cut]
     batch = ranks * passes * records
     usual = {"cutoff_len": 48, "global_batch_size": batch, "plan": plan}
-    return paper_recipe(folder, {**TOY, "num_hidden_layers": layers}, **{**usual, **keys})
+    return paper_recipe(folder, {**config, "num_hidden_layers": layers}, **{**usual, **keys})
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Of a step: syncs, launches per layer and pass, MB moved a token, GB at the peak."""
+    """Of a step: syncs, launches per layer and pass, the optimizer's launches, MB a token, peak."""
 
     syncs: int
     launches: float
+    optimizer: int
     megabytes: float
     gigabytes: float
 
@@ -144,45 +146,94 @@ _LORA = (("finetuning_type", "lora"), ("lora_targets", "all-linear"), ("from_scr
 WHOLE_MODELS = {
     "lora-llama-3-8b": WholeModel(
         *(LLAMA_3_8B, 4096, 4, MASTERS),
-        *(Budget(5, 178, 89, 97.4), Budget(1, 110, 66, 91)),
+        *(Budget(5, 179, 11, 89.2, 98.0), Budget(1, 110, 11, 66, 91)),
         _LORA,
     ),
     "lora-qwen-2.5-7b": WholeModel(
         *(QWEN_2_5_7B, 4096, 4, MASTERS),
-        *(Budget(5, 184, 86, 95.8), Budget(1, 115, 63, 89)),
+        *(Budget(5, 185, 11, 86.4, 95.9), Budget(1, 115, 11, 63, 89)),
         _LORA,
     ),
     "qlora-llama-3-8b": WholeModel(
         *(LLAMA_3_8B, 2048, 1, MASTERS),
-        *(Budget(7125, 249, 340, 17.5), Budget(1, 115, 63, 18)),
+        *(Budget(7125, 249, 11, 340, 17.5), Budget(1, 115, 11, 63, 17.5)),
         (*_LORA, ("lora_base", "nf4")),
         inside=7120,  # from_nf4 sends its levels to the device anew in each call
     ),
     "full-8b": WholeModel(
         *(LLAMA_3_8B, 4096, 4, (*MASTERS, SMALL_MOMENTS, "recompute")),
-        *(Budget(5, 706, 211, 106.6), Budget(1, 130, 80, 105)),
+        *(Budget(5, 714, 37_378, 211, 107), Budget(1, 130, 500, 80, 105)),
     ),
     "full-8b-fp8": WholeModel(
         *(LLAMA_3_8B, 8192, 2, (*FUSED, "float8", SMALL_MOMENTS, "recompute")),
-        *(Budget(5, 1197, 570, 95.7), Budget(1, 170, 110, 95)),
+        *(Budget(5, 1206, 36_977, 570, 95.7), Budget(1, 170, 500, 110, 95)),
     ),
     "full-1b": WholeModel(
         *(ONE_BILLION, 4096, 4, MASTERS),
-        *(Budget(5, 167, 25.4, 35.0), Budget(1, 70, 14, 38)),
+        *(Budget(5, 168, 160, 25.7, 35.3), Budget(1, 70, 160, 14, 38)),
     ),
     "lora-v2-lite": WholeModel(
         *(V2_LITE, 4096, 2, (*MASTERS, {"experts_implementation": {"kind": "grouped_mm"}})),
-        *(Budget(5, 242, 79.4, 64.7), Budget(1, 150, 60, 60)),
+        *(Budget(5, 265, 107, 87.2, 65), Budget(1, 150, 107, 60, 60)),
         _LORA,
     ),
     "full-v2-lite": WholeModel(
         *(V2_LITE, 4096, 2),
-        (*FUSED, {"experts_implementation": {"kind": "grouped_mm"}}, SMALL_MOMENTS, "recompute"),
-        *(Budget(5, 903, 340, 98.3), Budget(1, 190, 130, 97)),
+        (*MASTERS, {"experts_implementation": {"kind": "grouped_mm"}}, SMALL_MOMENTS, "recompute"),
+        *(Budget(5, 938, 71_162, 364, 222), Budget(1, 190, 900, 130, 220)),
     ),
 }
-# Layouts and wires on a node of eight: what joins the plan, syncs of a step (bound, goal).
-LAYOUTS: dict[str, tuple[tuple[Any, ...], int, int]] = {
-    "ddp": (("ddp",), 11, 2),
-    "fsdp2": (("fsdp2",), 18, 2),
+
+
+@dataclass(frozen=True)
+class NodeLayout:
+    """A layout or wire on a node of eight ranks: what joins the plan, and syncs of a step."""
+
+    plan: tuple[Any, ...]
+    bound: int
+    goal: int
+    config: dict[str, Any] | None = None  # of the toy, where it takes another
+    passes: int = 1
+
+    def recipe(self, folder: Path) -> Recipe:
+        return toy(
+            folder,
+            nproc=8,
+            passes=self.passes,
+            plan=["packed", *self.plan],
+            config=self.config or TOY,
+        )
+
+
+_DIVIDED = {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 512}
+DEEP: dict[str, Any] = {**TOY, **_DIVIDED, "num_hidden_layers": 8}
+TOY_EXPERTS: dict[str, Any] = {
+    **V2_LITE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 500,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "max_position_embeddings": 256,
+}
+LAYOUTS = {
+    "ddp": NodeLayout(("ddp",), 11, 2),
+    "fsdp2": NodeLayout(("fsdp2",), 18, 2),
+    "tensor_parallel": NodeLayout(("tensor_parallel",), 18, 2, DEEP),
+    "pipeline": NodeLayout(("pipeline",), 11, 2, DEEP, passes=8),
+    "hybrid of pipelines": NodeLayout(({"hybrid": {"dp": 4, "pp": 2}},), 11, 2, DEEP, passes=2),
+    "hybrid of shards": NodeLayout(({"hybrid": {"shard": 2, "tp": 4}},), 18, 2, DEEP),
+    "expert_parallel": NodeLayout(("bf16_master_weights", "expert_parallel"), 33, 3, TOY_EXPERTS),
+    "top_k": NodeLayout(("ddp", "top_k"), 12, 2),
+    "power_sgd": NodeLayout(("ddp", "power_sgd"), 12, 2),
 }

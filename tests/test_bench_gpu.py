@@ -19,7 +19,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
 from gpu import measure, peer, results, rows, run  # noqa: E402
-from gpu.memory import adapter_parameters, estimate, parameters  # noqa: E402
+from gpu.memory import (  # noqa: E402
+    FRAGMENTS,
+    RESERVE,
+    adapter_parameters,
+    choice_key,
+    estimate,
+    kept_peaks,
+    parameters,
+    predicted,
+)
 from gpu.rows import ROWS, SMALL, Row, row_named  # noqa: E402
 
 from hasten.techniques.experts import ExpertsImplementation  # noqa: E402
@@ -109,11 +118,30 @@ def test_the_estimate_counts_the_adapters_that_lora_makes() -> None:
     assert adapter_parameters(SMALL, 4) == learns
 
 
+def test_peaks_on_paper_are_of_choices_that_there_are() -> None:
+    keys = {
+        row.name: {choice_key(row, c) for choices in row.arms.values() for c in choices}
+        for row in ROWS
+    }
+    peaks = kept_peaks()
+    assert peaks
+    for name, kept in peaks.items():
+        assert set(kept) <= keys[name], "trace anew: python benchmarks/gpu/on_paper.py"
+
+
+def test_a_choice_that_was_traced_takes_its_peak_and_others_are_estimated() -> None:
+    row = row_named("lora-llama-3-8b")
+    first, *_, last = row.arms["hasten"]
+    peak = kept_peaks()[row.name][choice_key(row, first)]
+    assert predicted(row, first).total == FRAGMENTS * peak + RESERVE
+    assert predicted(row, replace(last, records=3)) == estimate(row, replace(last, records=3))
+
+
 @pytest.mark.parametrize("row", [r for r in ROWS if r.needs_gpu], ids=lambda row: row.name)
 @pytest.mark.parametrize("memory", [H200, H100], ids=["H200", "H100"])
 def test_every_row_has_a_choice_for_both_gpus(row: Row, memory: int) -> None:
     for choices in row.arms.values():
-        sizes = [estimate(row, choice, memory).total for choice in choices]
+        sizes = [predicted(row, choice, memory).total for choice in choices]
         assert any(size <= measure.SHARE * memory for size in sizes), sizes
 
 
@@ -121,7 +149,7 @@ def test_a_full_8b_has_masters_on_an_h200_and_none_on_an_h100() -> None:
     row = row_named("full-8b-bf16")
 
     def first(memory: int) -> str:
-        fits = (c for c in row.arms["hasten"] if estimate(row, c, memory).total <= 0.92 * memory)
+        fits = (c for c in row.arms["hasten"] if predicted(row, c, memory).total <= 0.92 * memory)
         return ", ".join(str(t) for t in next(fits).plan)
 
     assert "bf16_master_weights" in first(H200)

@@ -29,7 +29,8 @@ if __name__ == "__main__":
 from gpu.measure import HastenArm, records_of  # noqa: E402
 from gpu.memory import PEAKS, choice_key, kept_peaks  # noqa: E402
 from gpu.rows import ROWS, Choice, Row  # noqa: E402
-from hasten.measure.paper.step import PEAK, traced  # noqa: E402
+from hasten.core.plan import Plan  # noqa: E402
+from hasten.measure.paper.step import PEAK, traced, treats_alike  # noqa: E402
 from hasten.measure.paper.tracer import Tracer  # noqa: E402
 
 FEW = 2  # layers
@@ -45,8 +46,8 @@ def peak(row: Row, choice: Choice) -> float:
         found = traced(lambda: HastenArm(few, choice, "cuda:0", records).session, Tracer(DEVICE))
         return found.counts[PEAK]
 
-    first = at(FEW)
-    return first + (at(FEW + 1) - first) * (row.shape["num_hidden_layers"] - FEW)
+    layers, first = row.shape["num_hidden_layers"], at(FEW)
+    return first if layers == FEW else first + (at(FEW + 1) - first) * (layers - FEW)
 
 
 def main() -> None:
@@ -59,6 +60,8 @@ def main() -> None:
         for choice in (c for choices in row.arms.values() for c in choices):
             key = choice_key(row, choice)
             if (names and row.name not in names) or key in kept:
+                continue
+            if not treats_alike(Plan(choice.plan)):  # few layers don't tell of a share of many
                 continue
             kept[key] = round(peak(row, choice))
             print(f"{row.name}: {kept[key] / 1e9:.2f} GB: {key}", flush=True)

@@ -33,7 +33,8 @@ def complaint(*words: str) -> str:
 
 
 @needs_compiler
-@pytest.mark.timeout(300)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_recipe_is_counted_for_a_device_that_is_not_here(recipe: str, tmp_path: Path) -> None:
     out = tmp_path / "paper.json"
     words = ["plan", "--paper", recipe, "--device", "rtx4090", "--json", str(out)]
@@ -62,6 +63,11 @@ def test_what_is_no_recipe_is_refused() -> None:
     )
 
 
+def test_options_of_the_planner_are_not_ignored(recipe: str) -> None:
+    said = complaint(recipe, "--sequence", "4096")
+    assert said.endswith("give cutoff_len=N, global_batch_size=N or nproc=N behind the recipe")
+
+
 @pytest.mark.parametrize(
     ("device", "part"), [("h10", "take one of h100"), ("mi300x", "on paper there are a100-40gb")]
 )
@@ -75,3 +81,11 @@ def test_a_machine_without_a_compiler_says_so(
     monkeypatch.setenv("PATH", str(tmp_path))
     said = complaint(recipe, "--device", "h100")
     assert said.startswith("a step can't be traced on paper: no C++ compiler was found (c++")
+
+
+def test_a_torch_that_has_a_driver_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hasten.measure.paper import pretended
+
+    monkeypatch.setattr(pretended.runpy, "run_path", lambda path: {"cuda": "13.0", "hip": None})
+    with pytest.raises(InputError, match="with the CPU build of torch, and this is a build for"):
+        pretended._check_build()

@@ -6,6 +6,7 @@ and further layouts have the mark ``long``.
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,11 +21,13 @@ from paper_recipes import LAYOUTS, WHOLE_MODELS, WholeModel, toy
 
 pytestmark = [
     pytest.mark.cold,
+    pytest.mark.slow,  # most of it imports and starts of ranks
     pytest.mark.timeout(900),
     pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler"),
 ]
 RANKS = 8
-VALUES_A_LAUNCH = 20e6  # of the optimizer
+VALUES_A_LAUNCH, OPTIMIZER = 20e6, 13  # of the optimizer, and its launches in a toy's step
+STATE_BYTES = 2 + 4 + 8  # of a weight: in bf16, its master in float32, two moments
 LORA = {"finetuning_type": "lora", "lora_targets": "all-linear", "from_scratch": False}
 TOYS = {
     "full": {},
@@ -48,7 +51,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PaperTrace | 
     folder = tmp_path_factory.mktemp("paper")
     recipes = {name: toy(folder / name, **keys) for name, keys in TOYS.items()}
     for name in ("ddp", "fsdp2"):
-        recipes[name] = on_a_node(folder / name, name)
+        recipes[name] = LAYOUTS[name].recipe(folder / name)
     recipes["refused"] = toy(folder / "refused", plan=[{"tensor_parallel": {"size": 2}}])
     return traced(recipes)
 
@@ -56,10 +59,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PaperTrace | 
 @pytest.fixture
 def steps(answers: dict[str, PaperTrace | InputError]) -> dict[str, PaperTrace]:
     return {name: one for name, one in answers.items() if isinstance(one, PaperTrace)}
-
-
-def on_a_node(folder: Path, layout: str) -> Recipe:
-    return toy(folder, nproc=RANKS, passes=1, plan=["packed", *LAYOUTS[layout][0]])
 
 
 def step(steps: Mapping[str, PaperTrace], name: str) -> RankTrace:
@@ -95,6 +94,18 @@ def test_waits_do_not_grow_with_layers_passes_or_parameters(
     assert many.by_name("syncs") == few.by_name("syncs")
 
 
+def test_the_optimizer_launches_once_for_twenty_million_values(
+    steps: dict[str, PaperTrace],
+) -> None:
+    few, many = step(steps, "full"), step(steps, "deeper")
+    few_launches = few.total("launches", "optimizer")
+    assert few_launches <= OPTIMIZER
+    more_values = (many.total("between_steps") - few.total("between_steps")) / STATE_BYTES
+    assert more_values > 0
+    more = math.ceil(more_values / VALUES_A_LAUNCH)
+    assert many.total("launches", "optimizer") <= few_launches + more
+
+
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_layer_and_pass_launches_no_more_than_it_may(
     steps: dict[str, PaperTrace], name: str
@@ -112,8 +123,8 @@ def test_what_a_step_takes_is_counted(steps: dict[str, PaperTrace]) -> None:
     )
     weights += hidden
     assert rank.total("tokens") == tokens
-    # bf16 weights, float32 masters and two moments stay between steps; little else does.
-    state = (2 + 4 + 8) * weights
+    # Weights, masters and moments stay between steps; little else does.
+    state = STATE_BYTES * weights
     assert state <= rank.total("between_steps") <= 1.1 * state
     assert rank.peak_bytes > rank.total("between_steps")
     # Products of a token: forward, and twice as many backward (but none for the embedding).
@@ -143,7 +154,7 @@ def every_rank_is_its_own(found: PaperTrace, syncs: int) -> None:
 def test_a_rank_of_a_node_computes_and_sends_on_its_own_device(
     steps: dict[str, PaperTrace], name: str
 ) -> None:
-    every_rank_is_its_own(steps[name], LAYOUTS[name][1])
+    every_rank_is_its_own(steps[name], LAYOUTS[name].bound)
 
 
 def test_a_recipe_that_cannot_train_there_is_refused_in_one_sentence(
@@ -159,9 +170,9 @@ def test_a_recipe_that_cannot_train_there_is_refused_in_one_sentence(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in ("ddp", "fsdp2")])
 def test_further_layouts_and_wires_on_a_node(name: str, tmp_path: Path) -> None:
-    found = traced({name: on_a_node(tmp_path / name, name)})[name]
+    found = traced({name: LAYOUTS[name].recipe(tmp_path / name)})[name]
     assert isinstance(found, PaperTrace), found
-    every_rank_is_its_own(found, LAYOUTS[name][1])
+    every_rank_is_its_own(found, LAYOUTS[name].bound)
 
 
 @pytest.mark.long
@@ -174,5 +185,6 @@ def test_a_whole_model_keeps_its_budget(whole: WholeModel, tmp_path: Path) -> No
     assert sum(rank.by_name("syncs", "forward", "backward").values()) <= whole.inside
     assert rank.total("syncs") <= bound.syncs, rank.by_name("syncs")
     assert rank.total("launches") / rank.layers / rank.passes <= bound.launches
+    assert rank.total("launches", "optimizer") <= bound.optimizer
     assert rank.total("bytes") / found.tokens / 1e6 <= bound.megabytes
     assert rank.peak_bytes / 1e9 <= bound.gigabytes

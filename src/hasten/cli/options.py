@@ -302,6 +302,11 @@ def plan(
         evaluation(evaluate, json_out)
         return
     if paper:
+        if sequence or global_batch or nodes != 1:
+            raise InputError(
+                "--paper counts the recipe's own step on one node: give cutoff_len=N, "
+                "global_batch_size=N or nproc=N behind the recipe"
+            )
         step_on_paper(model, overrides or [], gpu, json_out)
         return
     lists = {"calibrate": calibrate or [], "why": why or [], "what_if": what_if or []}

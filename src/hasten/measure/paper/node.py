@@ -7,7 +7,7 @@ once; where its numbers are known, they travel by gloo as well.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed import fake_pg
 
 assert fake_pg  # registers the backend
+Answer = TypeVar("Answer")
 FAKE = "cpu:gloo,cuda:fake"
 
 
@@ -31,6 +32,13 @@ class _QuietLogger:
         return None
 
 
+class _PaperFuture(torch.futures.Future[Answer]):
+    """A future that doesn't ask where its tensors lie: a fake's memory is nowhere."""
+
+    def __init__(self, *, devices: Any = None) -> None:
+        super().__init__()
+
+
 class AskedGroup:
     """What this rank asked of the process group when it met the others."""
 
@@ -44,6 +52,8 @@ def pretend_groups() -> AskedGroup:
     """Let process groups of this process be those of a pretended node."""
     meeting = AskedGroup()
     module: Any = dist
+    futures: Any = torch.futures
+    futures.Future = _PaperFuture
     begin, group, name = dist.init_process_group, dist.new_group, dist.get_backend
 
     def init_process_group(backend: str | None = None, **asked: Any) -> None:

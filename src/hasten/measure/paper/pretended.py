@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import importlib.machinery
 import importlib.util
+import runpy
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -34,23 +34,32 @@ def begin(device: PaperDevice, count: int = 1) -> None:
     """
     if "torch" in sys.modules:
         raise RuntimeError("the pretended device has to be there before torch is imported")
+    _check_build()
     guard = built_against_torch(GUARD)
     if guard.library is None:
         raise InputError(f"a step can't be traced on paper: {guard.reason}")
     guard.library.paper_devices(count)
     import torch
 
-    if torch.version.cuda or torch.version.hip:
-        raise InputError(
-            "a step is traced on paper with the CPU build of torch, and this is a build for GPUs: "
-            "pip install torch --index-url https://download.pytorch.org/whl/cpu in another venv"
-        )
     # torch.tensor(.., device="cuda") asks the device for memory, unless it begins on the host.
     torch._C._set_only_lift_cpu_tensors(True)
     _answer_for_cuda(device, count)
     _answer_for_accelerators(count)
     _move_by_replacing()
     _pretend_triton()
+
+
+def _check_build() -> None:
+    """Raise InputError where torch has a CUDA or ROCm of its own, which the guard would meet."""
+    package = importlib.util.find_spec("torch")
+    assert package is not None  # hasten depends on it
+    assert package.origin is not None
+    version = runpy.run_path(str(Path(package.origin).with_name("version.py")))
+    if version.get("cuda") or version.get("hip"):
+        raise InputError(
+            "a step is traced on paper with the CPU build of torch, and this is a build for GPUs: "
+            "pip install torch --index-url https://download.pytorch.org/whl/cpu in another venv"
+        )
 
 
 def _answer_for_cuda(device: PaperDevice, count: int) -> None:
@@ -229,14 +238,3 @@ class _TritonFinder:
 def _pretend_triton() -> None:
     if importlib.util.find_spec("triton") is None:
         sys.meta_path.append(_TritonFinder())
-
-
-@contextlib.contextmanager
-def replaced(place: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
-    """Inside, an attribute is another."""
-    before = getattr(place, name)
-    setattr(place, name, value)
-    try:
-        yield
-    finally:
-        setattr(place, name, before)

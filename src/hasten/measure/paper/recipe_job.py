@@ -24,6 +24,7 @@ from hasten.core.facts import Facts
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import Setup, prepare
+from hasten.measure.paper.step import treats_alike
 from hasten.models.load import load_tokenizer, read_config
 from hasten.models.presets import PRESETS
 from hasten.parts.data.collate import TokenRecord, token_record
@@ -111,7 +112,8 @@ class PaperRecipe:
     def fewest_layers(self) -> int:
         """So many, and one more, tell of all others; where layers differ it takes all of them."""
         kinds = set(self.config.get("layer_types") or [])
-        if len(kinds) > 1 or CUT_BY_LAYERS & {t.name() for t in self.plan}:
+        cut = CUT_BY_LAYERS & {t.name() for t in self.plan}
+        if len(kinds) > 1 or cut or not treats_alike(self.plan):
             return self.layers
         return 2 + int(self.config.get("first_k_dense_replace") or 0)
 

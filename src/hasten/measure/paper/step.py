@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
+from hasten.core.plan import Plan
 from hasten.core.session import Session
 from hasten.core.step import training
 from hasten.core.timing import Clock, StepMetrics
 from hasten.measure.paper.tracer import Key, RankMessage, Tracer
+from hasten.techniques.recompute import Recompute
 
 PEAK, BETWEEN_STEPS, TOKENS = ("peak", "", ""), ("between_steps", "", ""), ("tokens", "", "")
 MODEL_FLOPS = ("model_flops", "", "")
@@ -69,7 +71,10 @@ def traced(build: Callable[[], Session], tracer: Tracer) -> Traced:
 
 
 def extrapolated(
-    trace: Callable[[int, int], Mapping[Key, float]], layers: int, passes: int, fewest: int = 2
+    trace: Callable[[int, int], Mapping[Key, float]],
+    layers: int,
+    passes: int,
+    fewest: int = 2,
 ) -> dict[Key, float]:
     """The counts of a step with so many layers and passes, from those of a few.
 
@@ -90,6 +95,11 @@ def extrapolated(
         beyond = 0 if key == PEAK else passes - few_passes[0]
         counts[key] = first + (last - first) * beyond
     return counts
+
+
+def treats_alike(plan: Plan) -> bool:
+    """Whether a plan does the same to every layer, and not to a share of them."""
+    return not any(isinstance(t, Recompute) and t.budget is not None for t in plan)
 
 
 @contextlib.contextmanager

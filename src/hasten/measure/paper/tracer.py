@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,12 +32,13 @@ from hasten.measure.paper.operators import cost
 from hasten.measure.paper.roofline import CallCost, PaperDevice
 
 FORWARD, BACKWARD, OPTIMIZER, BETWEEN = "forward", "backward", "optimizer", "between"
-PARTS = (FORWARD, BACKWARD, OPTIMIZER, BETWEEN)
 KEPT_NUMBERS = 4096  # of a tensor whose values are known on the device
 ALIGNMENT = 512  # bytes; the allocator's unit
 PACKAGE = str(Path(__file__).parents[2])
 HERE = str(Path(__file__).parent)
-EXCHANGED = frozenset({"allreduce_", "broadcast_", "allgather_", "_allgather_base_"})
+EXCHANGED = frozenset(
+    {"allreduce_", "broadcast_", "allgather_", "_allgather_base_", "alltoall_base_"}
+)
 # Operators whose result's size depends on numbers: the host waits for them.
 SIZED_BY_NUMBERS = frozenset(
     {*("nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount")}
@@ -138,14 +140,18 @@ class Tracer(TorchDispatchMode):
         # Fakes in the place of the host's tensors, or FakeTensorMode would compute with them.
         given = tree_map_only(Tensor, self._faked, (args, kwargs))
         with FAKES:
-            if name in ("nonzero", "masked_select") and known is None:
-                return self._longest(name, args[0])
-            out = func(*given[0], **given[1])
+            if _has_unknown_size(name, args):
+                out = tree_map_only(Tensor, partial(_like, args[0]), known)
+                out = self._longest(name, args) if known is None else out
+            else:
+                out = func(*given[0], **given[1])
         if known is None:
             if func._schema.is_mutable:
                 _forget(func, args)
             if name == "all" and isinstance(out, FakeTensor):
                 out.holds = True  # who asks whether all numbers are good hears yes
+            if name == "topk" and out[1].numel() <= KEPT_NUMBERS:
+                out[1].known = _spread(out[1].shape, args[0].shape[-1])
             return out
         for fake, number in zip(tree_leaves(out), tree_leaves(known), strict=False):
             if isinstance(fake, FakeTensor) and isinstance(number, Tensor):
@@ -160,11 +166,16 @@ class Tracer(TorchDispatchMode):
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
             )
 
-    def _longest(self, name: str, x: Tensor) -> Tensor:
+    def _longest(self, name: str, args: Any) -> Tensor:
         """A result of unknown length, as long as it can be."""
+        x = args[0]
         if name == "nonzero":
             return torch.empty(x.numel(), x.dim(), dtype=torch.int64, device=x.device)
-        return torch.empty(x.numel(), dtype=x.dtype, device=x.device)
+        if name == "masked_select":
+            return torch.empty(x.numel(), dtype=x.dtype, device=x.device)
+        mask = args[1][0]  # of the first dimensions, as in x[mask]
+        shape = (mask.numel(), *x.shape[mask.dim() :])
+        return torch.empty(shape, dtype=x.dtype, device=x.device)
 
     def _leaves_device(self, name: str, args: Any, kwargs: Any) -> bool:
         if name == "copy_":
@@ -273,6 +284,25 @@ class Tracer(TorchDispatchMode):
             self.live -= size[0]
 
 
+def _has_unknown_size(name: str, args: Any) -> bool:
+    """Whether the result's size depends on numbers that a fake hasn't."""
+    if name in ("nonzero", "masked_select"):
+        return True
+    return (
+        name == "index"
+        and args[1][0] is not None
+        and args[1][0].dtype is torch.bool
+        and all(index is None for index in args[1][1:])
+    )
+
+
+def _like(x: Tensor, numbers: Tensor) -> Tensor:
+    """A tensor beside ``x`` that is laid out as these numbers are."""
+    return torch.empty_strided(
+        numbers.shape, numbers.stride(), dtype=numbers.dtype, device=x.device
+    )
+
+
 def _where() -> str:
     """The innermost line of hasten that led here, these modules left out."""
     frame: Any = sys._getframe(1)
@@ -337,7 +367,11 @@ def _with_numbers(func: Any, args: Any, kwargs: Any) -> Any:
         return None
     on_host = {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
     args, kwargs = tree_map_only(FakeTensor, numbers_of, (args, on_host))
-    out = func(*args, **kwargs)
+    try:
+        out = func(*args, **kwargs)
+    except NotImplementedError:  # a GPU counts integers (histc), a processor doesn't
+        wide = tree_map_only(Tensor, lambda t: t.double(), (args, kwargs))
+        out = func(*wide[0], **wide[1]).to(args[0].dtype)
     if "empty" in func._schema.name:
         out.zero_()  # not what happened to lie there: a trace says the same each time
     return out
@@ -347,6 +381,11 @@ def _few(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether what is made out of nothing has few numbers; looked at without making it."""
     size = func(*args, **{**kwargs, "device": torch.device("meta")})
     return isinstance(size, Tensor) and size.numel() <= KEPT_NUMBERS
+
+
+def _spread(shape: torch.Size, choices: int) -> Tensor:
+    """Choices of a router that loads its experts evenly: each row takes the next few in turn."""
+    return (torch.arange(shape.numel()) % choices).view(shape)
 
 
 def _forget(func: Any, args: Any) -> None:
