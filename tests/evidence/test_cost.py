@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hasten.errors import InputError
 from hasten.recipe.preset_plans import preset
-from hasten.report.claims import WORSE, preset_claims
+from hasten.report.claims import preset_claims
 from hasten.report.cost import (
     cost_of_experiment,
     money,
@@ -298,8 +298,8 @@ def test_nothing_holds_where_the_model_is_worse(report: dict[str, Any], how: str
     else:
         final["held_out_loss"] = 1.2 * report["arms"][0]["held_out_loss"]
     rows = rows_of(report, 2)
-    assert rows["12.5 -> 18.4 it/s, +47 %"]["verdict"] == WORSE
-    assert rows["9.8 -> 6.5 GB"]["verdict"] == WORSE
+    assert rows["12.5 -> 18.4 it/s, +47 %"]["verdict"] == "fell short: the model is worse"
+    assert rows["9.8 -> 6.5 GB"]["verdict"] == "fell short: the model is worse"
     whole = [row for row in rows.values() if row["technique"] == "the whole plan"]
     assert [r for r in whole if r["verdict"] == "held" and r["metric"] != "quality"] == []
 
