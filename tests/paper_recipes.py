@@ -132,7 +132,6 @@ class WholeModel:
     bound: Budget
     goal: Budget
     keys: tuple[tuple[str, Any], ...] = ()
-    inside: int = 0  # syncs inside passes that are known and not mended yet
 
     def recipe(self, folder: Path) -> Recipe:
         """With steps of 32,768 tokens."""
@@ -146,41 +145,40 @@ _LORA = (("finetuning_type", "lora"), ("lora_targets", "all-linear"), ("from_scr
 WHOLE_MODELS = {
     "lora-llama-3-8b": WholeModel(
         *(LLAMA_3_8B, 4096, 4, MASTERS),
-        *(Budget(5, 179, 11, 89.2, 98.0), Budget(1, 110, 11, 66, 91)),
+        *(Budget(1, 179, 12, 89.2, 98.0), Budget(1, 110, 12, 66, 91)),
         _LORA,
     ),
     "lora-qwen-2.5-7b": WholeModel(
         *(QWEN_2_5_7B, 4096, 4, MASTERS),
-        *(Budget(5, 185, 11, 86.4, 95.9), Budget(1, 115, 11, 63, 89)),
+        *(Budget(1, 185, 12, 86.4, 95.9), Budget(1, 115, 12, 63, 89)),
         _LORA,
     ),
     "qlora-llama-3-8b": WholeModel(
         *(LLAMA_3_8B, 2048, 1, MASTERS),
-        *(Budget(7125, 249, 11, 340, 17.5), Budget(1, 115, 11, 63, 17.5)),
+        *(Budget(1, 249, 12, 340, 17.5), Budget(1, 115, 12, 63, 17.5)),
         (*_LORA, ("lora_base", "nf4")),
-        inside=7120,  # from_nf4 sends its levels to the device anew in each call
     ),
     "full-8b": WholeModel(
         *(LLAMA_3_8B, 4096, 4, (*MASTERS, SMALL_MOMENTS, "recompute")),
-        *(Budget(5, 714, 37_378, 211, 107), Budget(1, 130, 500, 80, 105)),
+        *(Budget(1, 714, 37_379, 211, 107), Budget(1, 130, 500, 80, 105)),
     ),
     "full-8b-fp8": WholeModel(
         *(LLAMA_3_8B, 8192, 2, (*FUSED, "float8", SMALL_MOMENTS, "recompute")),
-        *(Budget(5, 1206, 36_977, 570, 95.7), Budget(1, 170, 500, 110, 95)),
+        *(Budget(1, 1206, 36_978, 570, 95.7), Budget(1, 170, 500, 110, 95)),
     ),
     "full-1b": WholeModel(
         *(ONE_BILLION, 4096, 4, MASTERS),
-        *(Budget(5, 168, 160, 25.7, 35.3), Budget(1, 70, 160, 14, 38)),
+        *(Budget(1, 168, 161, 25.7, 35.3), Budget(1, 70, 160, 14, 38)),
     ),
     "lora-v2-lite": WholeModel(
         *(V2_LITE, 4096, 2, (*MASTERS, {"experts_implementation": {"kind": "grouped_mm"}})),
-        *(Budget(5, 265, 107, 87.2, 65), Budget(1, 150, 107, 60, 60)),
+        *(Budget(1, 265, 108, 87.2, 65), Budget(1, 150, 107, 60, 60)),
         _LORA,
     ),
     "full-v2-lite": WholeModel(
         *(V2_LITE, 4096, 2),
         (*MASTERS, {"experts_implementation": {"kind": "grouped_mm"}}, SMALL_MOMENTS, "recompute"),
-        *(Budget(5, 938, 71_162, 364, 222), Budget(1, 190, 900, 130, 220)),
+        *(Budget(1, 938, 71_163, 364, 222), Budget(1, 190, 900, 130, 220)),
     ),
 }
 
@@ -227,13 +225,13 @@ TOY_EXPERTS: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 LAYOUTS = {
-    "ddp": NodeLayout(("ddp",), 11, 2),
-    "fsdp2": NodeLayout(("fsdp2",), 18, 2),
-    "tensor_parallel": NodeLayout(("tensor_parallel",), 18, 2, DEEP),
-    "pipeline": NodeLayout(("pipeline",), 11, 2, DEEP, passes=8),
-    "hybrid of pipelines": NodeLayout(({"hybrid": {"dp": 4, "pp": 2}},), 11, 2, DEEP, passes=2),
-    "hybrid of shards": NodeLayout(({"hybrid": {"shard": 2, "tp": 4}},), 18, 2, DEEP),
-    "expert_parallel": NodeLayout(("bf16_master_weights", "expert_parallel"), 33, 3, TOY_EXPERTS),
-    "top_k": NodeLayout(("ddp", "top_k"), 12, 2),
-    "power_sgd": NodeLayout(("ddp", "power_sgd"), 12, 2),
+    "ddp": NodeLayout(("ddp",), 1, 1),
+    "fsdp2": NodeLayout(("fsdp2",), 2, 2),
+    "tensor_parallel": NodeLayout(("tensor_parallel",), 2, 2, DEEP),
+    "pipeline": NodeLayout(("pipeline",), 1, 1, DEEP, passes=8),
+    "hybrid of pipelines": NodeLayout(({"hybrid": {"dp": 4, "pp": 2}},), 1, 1, DEEP, passes=2),
+    "hybrid of shards": NodeLayout(({"hybrid": {"shard": 2, "tp": 4}},), 2, 2, DEEP),
+    "expert_parallel": NodeLayout(("bf16_master_weights", "expert_parallel"), 2, 2, TOY_EXPERTS),
+    "top_k": NodeLayout(("ddp", "top_k"), 2, 2),
+    "power_sgd": NodeLayout(("ddp", "power_sgd"), 2, 2),
 }

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler"),
 ]
 RANKS = 8
-VALUES_A_LAUNCH, OPTIMIZER = 20e6, 13  # of the optimizer, and its launches in a toy's step
+VALUES_A_LAUNCH, OPTIMIZER = 20e6, 14  # of the optimizer, and its launches in a toy's step
 STATE_BYTES = 2 + 4 + 8  # of a weight: in bf16, its master in float32, two moments
 LORA = {"finetuning_type": "lora", "lora_targets": "all-linear", "from_scratch": False}
 TOYS = {
@@ -35,8 +35,8 @@ TOYS = {
     "deeper": {"layers": 3, "passes": 3},
 }
 # Launches of a toy's step per layer and pass: bound, as full and lora are today.
-LAUNCHES = {"full": 111, "lora": 162}
-SYNCS, BLOCKING = 5, 2  # of one rank's step, and how many of them are copies to the device
+LAUNCHES = {"full": 107, "lora": 158}
+SYNCS, BLOCKING = 1, 0  # of one rank's step, and how many of them are copies to the device
 
 
 def traced(recipes: Mapping[str, Recipe]) -> dict[str, PaperTrace | InputError]:
@@ -182,7 +182,7 @@ def test_a_whole_model_keeps_its_budget(whole: WholeModel, tmp_path: Path) -> No
     found = traced({"whole": whole.recipe(tmp_path / "model")})["whole"]
     assert isinstance(found, PaperTrace), found
     rank, bound = found.ranks[0], whole.bound
-    assert sum(rank.by_name("syncs", "forward", "backward").values()) <= whole.inside
+    assert rank.by_name("syncs", "forward", "backward") == {}
     assert rank.total("syncs") <= bound.syncs, rank.by_name("syncs")
     assert rank.total("launches") / rank.layers / rank.passes <= bound.launches
     assert rank.total("launches", "optimizer") <= bound.optimizer
