@@ -145,26 +145,26 @@ _LORA = (("finetuning_type", "lora"), ("lora_targets", "all-linear"), ("from_scr
 WHOLE_MODELS = {
     "lora-llama-3-8b": WholeModel(
         *(LLAMA_3_8B, 4096, 4, MASTERS),
-        *(Budget(1, 179, 12, 89.2, 98.0), Budget(1, 110, 12, 66, 91)),
+        *(Budget(1, 175, 12, 87.5, 91.6), Budget(1, 110, 12, 66, 91)),
         _LORA,
     ),
     "lora-qwen-2.5-7b": WholeModel(
         *(QWEN_2_5_7B, 4096, 4, MASTERS),
-        *(Budget(1, 185, 12, 86.4, 95.9), Budget(1, 115, 12, 63, 89)),
+        *(Budget(1, 182, 12, 84.5, 90.3), Budget(1, 115, 12, 63, 89)),
         _LORA,
     ),
     "qlora-llama-3-8b": WholeModel(
         *(LLAMA_3_8B, 2048, 1, MASTERS),
-        *(Budget(1, 249, 12, 340, 17.5), Budget(1, 115, 12, 63, 17.5)),
+        *(Budget(1, 232, 12, 338, 16.7), Budget(1, 115, 12, 63, 16.6)),
         (*_LORA, ("lora_base", "nf4")),
     ),
     "full-8b": WholeModel(
         *(LLAMA_3_8B, 4096, 4, (*MASTERS, SMALL_MOMENTS, "recompute")),
-        *(Budget(1, 714, 37_379, 211, 107), Budget(1, 130, 500, 80, 105)),
+        *(Budget(1, 682, 35_651, 202, 107.1), Budget(1, 130, 500, 80, 105)),
     ),
     "full-8b-fp8": WholeModel(
         *(LLAMA_3_8B, 8192, 2, (*FUSED, "float8", SMALL_MOMENTS, "recompute")),
-        *(Budget(1, 1206, 36_978, 570, 95.7), Budget(1, 170, 500, 110, 95)),
+        *(Budget(1, 1117, 35_250, 499, 95.6), Budget(1, 170, 500, 110, 95)),
     ),
     "full-1b": WholeModel(
         *(ONE_BILLION, 4096, 4, MASTERS),
@@ -178,7 +178,7 @@ WHOLE_MODELS = {
     "full-v2-lite": WholeModel(
         *(V2_LITE, 4096, 2),
         (*MASTERS, {"experts_implementation": {"kind": "grouped_mm"}}, SMALL_MOMENTS, "recompute"),
-        *(Budget(1, 938, 71_163, 364, 222), Budget(1, 190, 900, 130, 220)),
+        *(Budget(1, 908, 67_857, 353, 222), Budget(1, 190, 900, 130, 220)),
     ),
 }
 

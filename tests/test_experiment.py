@@ -125,6 +125,7 @@ def test_its_report_has_what_the_page_expects(recipe: Recipe) -> None:
     assert set(found["design"]) == {
         *("rounds", "steps", "warmup", "seed", "builds", "seconds", "round_seconds"),
         *("budget_seconds", "grouping", "dropped", "resumed", "redone_rounds", "ranks"),
+        *("epoch_records", "epoch_tokens"),
     }
     assert all(len(arm["foreign_load"]) == 4 for arm in found["arms"])
 

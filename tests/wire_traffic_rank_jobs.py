@@ -98,7 +98,7 @@ def _expected(session: Session) -> Any:
     trained = [p for p in session.loss_module.parameters() if p.requires_grad]
     if hasattr(wire, "compressor"):
         return wire.compressor.predicted(trained)
-    if hasattr(wire, "part"):
+    if hasattr(getattr(wire, "part", None), "predicted_bytes"):
         return wire.part.predicted_bytes
     world = dist.get_world_size()
     return 2 * (world - 1) * sum(p.nbytes for p in trained) // world

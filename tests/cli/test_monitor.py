@@ -186,7 +186,7 @@ def test_hardware_shows_disks_network_kernels_and_limits(hasten: Hasten, tmp_pat
     assert "training pass torch, float32 4.167 GFLOP/s 1.0e-06 2e-05" in words
     assert "hasten, bf16 10 GFLOP/s 2.40× [2.40, 2.40]" in words
     lines = {line[:16].strip() for line in out.splitlines()}
-    assert {"processor", "memory", "limits", "disk speed", "torch"} <= lines
+    assert {"CPU", "memory", "limits", "disk speed", "torch"} <= lines
     assert f"{tmp_path}: writes " in out
     assert list(tmp_path.iterdir()) == []
     code, out, _ = hasten("hardware", "--json", "--no-measure")

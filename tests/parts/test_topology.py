@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
@@ -143,7 +144,7 @@ def test_a_codec_is_timed_where_it_will_run(monkeypatch: pytest.MonkeyPatch) -> 
         return 1e9
 
     monkeypatch.setattr(collective_plan, "codec_speed", speed)
-    monkeypatch.setattr(collective_plan.torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(collective_plan, "own_accelerator", lambda: torch.device("cuda", 1))
     at = Topology(grid(2, 2), FAST, SLOW, "")
     for backend in ("nccl", "gloo"):
         monkeypatch.setattr(collective_plan.dist, "get_backend", lambda group, found=backend: found)
