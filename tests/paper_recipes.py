@@ -145,40 +145,40 @@ _LORA = (("finetuning_type", "lora"), ("lora_targets", "all-linear"), ("from_scr
 WHOLE_MODELS = {
     "lora-llama-3-8b": WholeModel(
         *(LLAMA_3_8B, 4096, 4, MASTERS),
-        *(Budget(1, 175, 12, 87.5, 91.6), Budget(1, 110, 12, 66, 91)),
+        *(Budget(1, 133, 12, 80, 96), Budget(1, 110, 12, 66, 91)),
         _LORA,
     ),
     "lora-qwen-2.5-7b": WholeModel(
         *(QWEN_2_5_7B, 4096, 4, MASTERS),
-        *(Budget(1, 182, 12, 84.5, 90.3), Budget(1, 115, 12, 63, 89)),
+        *(Budget(1, 135, 12, 78, 95), Budget(1, 115, 12, 63, 89)),
         _LORA,
     ),
     "qlora-llama-3-8b": WholeModel(
         *(LLAMA_3_8B, 2048, 1, MASTERS),
-        *(Budget(1, 232, 12, 338, 16.7), Budget(1, 115, 12, 63, 16.6)),
+        *(Budget(1, 227, 12, 331, 18.2), Budget(1, 115, 12, 63, 16.6)),
         (*_LORA, ("lora_base", "nf4")),
     ),
     "full-8b": WholeModel(
         *(LLAMA_3_8B, 4096, 4, (*MASTERS, SMALL_MOMENTS, "recompute")),
-        *(Budget(1, 682, 35_651, 202, 107.1), Budget(1, 130, 500, 80, 105)),
+        *(Budget(1, 638, 35_651, 173, 109.3), Budget(1, 130, 500, 80, 105)),
     ),
     "full-8b-fp8": WholeModel(
         *(LLAMA_3_8B, 8192, 2, (*FUSED, "float8", SMALL_MOMENTS, "recompute")),
-        *(Budget(1, 1117, 35_250, 499, 95.6), Budget(1, 170, 500, 110, 95)),
+        *(Budget(1, 1072, 35_250, 470, 98.8), Budget(1, 170, 500, 110, 95)),
     ),
     "full-1b": WholeModel(
         *(ONE_BILLION, 4096, 4, MASTERS),
-        *(Budget(1, 168, 161, 25.7, 35.3), Budget(1, 70, 160, 14, 38)),
+        *(Budget(1, 80, 161, 17, 39.6), Budget(1, 70, 160, 14, 38)),
     ),
     "lora-v2-lite": WholeModel(
         *(V2_LITE, 4096, 2, (*MASTERS, {"experts_implementation": {"kind": "grouped_mm"}})),
-        *(Budget(1, 265, 108, 87.2, 65), Budget(1, 150, 107, 60, 60)),
+        *(Budget(1, 242, 108, 85, 68.2), Budget(1, 150, 107, 60, 60)),
         _LORA,
     ),
     "full-v2-lite": WholeModel(
         *(V2_LITE, 4096, 2),
         (*MASTERS, {"experts_implementation": {"kind": "grouped_mm"}}, SMALL_MOMENTS, "recompute"),
-        *(Budget(1, 908, 67_857, 353, 222), Budget(1, 190, 900, 130, 220)),
+        *(Budget(1, 882, 67_857, 342, 197), Budget(1, 190, 900, 130, 220)),
     ),
 }
 

@@ -50,7 +50,7 @@ def read_together(norm: Tensor, loss_sum: Tensor) -> tuple[float, float]:
     if norm.device != loss_sum.device:
         return norm.item(), loss_sum.item()
     dtype = torch.promote_types(norm.dtype, loss_sum.dtype)  # wide enough to keep both as they are
-    value, loss = torch.stack([norm.to(dtype), loss_sum.detach().to(dtype)]).cpu().tolist()
+    value, loss = torch.stack([norm.to(dtype), loss_sum.detach().to(dtype)]).tolist()
     return value, loss
 
 

@@ -47,8 +47,9 @@ def begin(device: PaperDevice, count: int = 1) -> None:
     # torch.tensor(.., device="cuda") asks the device for memory, unless it begins on the host.
     torch._C._set_only_lift_cpu_tensors(True)
     _answer_for_cuda(device, count)
-    _answer_for_accelerators(count)
+    _answer_for_accelerators(device, count)
     _move_by_replacing()
+    _list_by_one_copy()
     _pretend_triton()
 
 
@@ -118,7 +119,7 @@ def _answer_for_cuda(device: PaperDevice, count: int) -> None:
         setattr(cuda, name, answer)
 
 
-def _answer_for_accelerators(count: int) -> None:
+def _answer_for_accelerators(device: PaperDevice, count: int) -> None:
     import torch
 
     accelerator: Any = torch.accelerator
@@ -127,6 +128,7 @@ def _answer_for_accelerators(count: int) -> None:
     accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
     accelerator.device_count = lambda: count
     for place in (accelerator, memory):
+        place.get_memory_info = lambda _=None: (device.memory_bytes, device.memory_bytes)
         for name in ("max_memory_allocated", "memory_allocated", "memory_reserved"):
             setattr(place, name, lambda *_: 0)
         for name in ("reset_peak_memory_stats", "empty_cache", "reset_accumulated_memory_stats"):
@@ -209,6 +211,20 @@ def _move_by_replacing() -> None:
     module.to = to
     clip: Any = clip_grad
     clip._has_foreach_support = lambda tensors, device: True
+
+
+def _list_by_one_copy() -> None:
+    """``tolist`` copies a tensor of the device once, as torch does; a fake reads each number."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    kind: Any = FakeTensor
+    usual = kind.tolist
+
+    def tolist(tensor: Any) -> Any:
+        copy = tensor.cpu()
+        return usual(copy) if isinstance(copy, FakeTensor) else copy.tolist()
+
+    kind.tolist = tolist
 
 
 def _moved_parameter(weight: Any, device: Any, dtype: Any) -> Any:

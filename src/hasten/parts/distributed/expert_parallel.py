@@ -160,7 +160,7 @@ def _addresses(
     traffic.messages += 1
     traffic.bytes += leaving[0].nbytes * (len(ranks) - 1)
     # The host has to know how long messages are: on a GPU it waits here, once per pass.
-    sent, got, pairs = torch.stack([leaving[:, 0], coming[:, 0], coming[:, 1]]).cpu().tolist()
+    sent, got, pairs = torch.stack([leaving[:, 0], coming[:, 0], coming[:, 1]]).tolist()
     where, tokens = torch.nonzero_static(goes, size=sum(sent)).unbind(1)
     return tokens, where, sent, got, sum(pairs)
 
