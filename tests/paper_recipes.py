@@ -145,12 +145,12 @@ _LORA = (("finetuning_type", "lora"), ("lora_targets", "all-linear"), ("from_scr
 WHOLE_MODELS = {
     "lora-llama-3-8b": WholeModel(
         *(LLAMA_3_8B, 4096, 4, MASTERS),
-        *(Budget(1, 133, 12, 80, 96), Budget(1, 110, 12, 66, 91)),
+        *(Budget(1, 134, 12, 80, 93.2), Budget(1, 110, 12, 66, 91)),
         _LORA,
     ),
     "lora-qwen-2.5-7b": WholeModel(
         *(QWEN_2_5_7B, 4096, 4, MASTERS),
-        *(Budget(1, 135, 12, 78, 95), Budget(1, 115, 12, 63, 89)),
+        *(Budget(1, 137, 12, 78, 92.1), Budget(1, 115, 12, 63, 89)),
         _LORA,
     ),
     "qlora-llama-3-8b": WholeModel(
@@ -164,7 +164,7 @@ WHOLE_MODELS = {
     ),
     "full-8b-fp8": WholeModel(
         *(LLAMA_3_8B, 8192, 2, (*FUSED, "float8", SMALL_MOMENTS, "recompute")),
-        *(Budget(1, 1072, 35_250, 470, 98.8), Budget(1, 170, 500, 110, 95)),
+        *(Budget(1, 1073, 35_250, 471, 96.2), Budget(1, 170, 500, 110, 95)),
     ),
     "full-1b": WholeModel(
         *(ONE_BILLION, 4096, 4, MASTERS),
@@ -178,7 +178,7 @@ WHOLE_MODELS = {
     "full-v2-lite": WholeModel(
         *(V2_LITE, 4096, 2),
         (*MASTERS, {"experts_implementation": {"kind": "grouped_mm"}}, SMALL_MOMENTS, "recompute"),
-        *(Budget(1, 882, 67_857, 342, 197), Budget(1, 190, 900, 130, 220)),
+        *(Budget(1, 882, 67_857, 342, 222), Budget(1, 190, 900, 130, 220)),
     ),
 }
 
