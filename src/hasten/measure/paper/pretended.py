@@ -62,7 +62,7 @@ def _check_build() -> None:
     if version.get("cuda") or version.get("hip"):
         raise InputError(
             "a step is traced on paper with the CPU build of torch, and this is a build for GPUs: "
-            "pip install torch --index-url https://download.pytorch.org/whl/cpu in another venv"
+            "install the CPU build in another environment (README, choosing a torch build)"
         )
 
 
