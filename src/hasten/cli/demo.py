@@ -132,7 +132,7 @@ def plan_to_train(report: Mapping[str, Any], plan: list[Any], choice: Choice | N
     row = _best_row(report, plan)
     if choice is None or choice.gain is None or choice.tokens_per_second is None:
         return row
-    if (choice.gain["low"] or 0.0) < row.least:
+    if row.least > (choice.gain["median"] or 0.0):
         return row
     base = read_report(report)["arms"][0]
     step, rate = base["step_seconds"]["p50"], base["tokens_per_second"]["median"]

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 FEWEST_ROUNDS = 2  # one says nothing of its own error
 WORTH_ROUNDS = 5  # fewer leave an interval too wide for most effects: rather fewer arms
-FINISH_SECONDS = 2.0  # beside a look and a turn: a model that is looked at writes samples
+FINISH_LOOKS = 2.0  # that an end takes as long as: a model that is looked at writes samples
 WORTH_IN_PART = 3  # rounds with which an arm is worth its place where partial results count
 GRACE = 0.25  # of a budget: a round that has begun may go on for so long
 STAYS: Kind = "all"  # a kind that is never dropped
@@ -55,18 +55,29 @@ STAYS: Kind = "all"  # a kind that is never dropped
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds that one arm takes: to start and warm up, for a turn, for a look, at the end."""
+    """Seconds that an arm takes: to start and warm up, for a look, at the end; and for a turn.
+
+    ``turns`` are those of the arms that have run. Others lie between them: of a ladder the first
+    and the last row have run first.
+    """
 
     start: float
-    turn: float
+    turns: tuple[float, ...]
     look: float
     finish: float
 
     def of(self, arms: int, rounds: int, looks: int, to_start: int, builds: int = 1) -> float:
         """What the rest of an experiment takes; every build but the first starts all arms anew."""
         again = (builds - 1) * arms * self.start
-        work = arms * (rounds * self.turn + builds * looks * self.look + self.finish)
-        return to_start * self.start + again + work
+        work = arms * (builds * looks * self.look + self.finish)
+        return to_start * self.start + again + work + rounds * self._round(arms)
+
+    def _round(self, arms: int) -> float:
+        unknown = arms - len(self.turns)
+        if unknown <= 0:
+            return arms * statistics.fmean(self.turns)
+        between = math.exp(statistics.fmean(math.log(max(turn, 1e-9)) for turn in self.turns))
+        return math.fsum(self.turns) + unknown * between
 
 
 @dataclass(frozen=True)
@@ -338,11 +349,11 @@ class BudgetTracker:
         return {name for name in names if rounds.complete(name)}
 
     def _costs(self, arms: Sequence[ArmProcess]) -> Costs:
-        """Of one arm on the average, as these have shown."""
-        turn = self._design.steps * statistics.fmean(arm.step_seconds for arm in arms)
-        look = max(arm.evaluation_seconds for arm in arms)
+        """As these arms have shown."""
+        turns = tuple(self._design.steps * arm.step_seconds for arm in arms)
+        look = statistics.fmean(arm.evaluation_seconds for arm in arms)
         start = statistics.fmean(arm.start_seconds for arm in arms)
-        finish = look + turn + FINISH_SECONDS if self._design.evaluations else 0.0
+        finish = FINISH_LOOKS * look if self._design.evaluations else 0.0
         if self.fresh:
-            return Costs(0.0, start + turn, look, finish)
-        return Costs(start, turn, look, finish)
+            return Costs(0.0, tuple(start + turn for turn in turns), look, finish)
+        return Costs(start, turns, look, finish)
