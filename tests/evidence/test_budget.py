@@ -79,7 +79,7 @@ def test_arms_are_left_out_in_the_order_that_is_written_down() -> None:
 
 
 def test_arms_that_have_not_run_lie_between_those_that_have() -> None:
-    """Of a ladder baseline and result have run; their mean would drop rows that there is time for."""
+    """Of a ladder baseline and result have run; their mean would drop rows for nothing."""
     costs = Costs(start=0.0, turns=(8.0, 2.0), look=0.0, finish=0.0)
     rounds = [costs.of(arms, rounds=1, looks=0, to_start=0) for arms in (1, 2, 5)]
     assert rounds == pytest.approx([5.0, 10.0, 10.0 + 3 * 4.0])
