@@ -1,8 +1,9 @@
-"""The GPU benchmark without a GPU: its row ``smoke``, its estimates, its files, its page."""
+"""The GPU benchmark without a GPU: its rehearsal, its row ``smoke``, its files, its page."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,18 +19,9 @@ from hypothesis import strategies as st
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
-from gpu import measure, peer, results, rows, run  # noqa: E402
-from gpu.memory import (  # noqa: E402
-    FRAGMENTS,
-    RESERVE,
-    adapter_parameters,
-    choice_key,
-    estimate,
-    kept_peaks,
-    parameters,
-    predicted,
-)
-from gpu.rows import ROWS, SMALL, Row, row_named  # noqa: E402
+from gpu import measure, peer, results, rows, run, stages  # noqa: E402
+from gpu.paper import choice_key, kept_steps, paper_step  # noqa: E402
+from gpu.rows import ROWS, Row, row_named  # noqa: E402
 
 from hasten.techniques.experts import ExpertsImplementation  # noqa: E402
 
@@ -37,9 +29,52 @@ SMOKE = row_named("smoke")
 H200, H100 = 139 * 2**30, 78 * 2**30  # bytes that a program finds
 
 
-def called(*arguments: str) -> subprocess.CompletedProcess[str]:
+# What a GPU machine may lack of hasten's libraries, the ones that come with others among them.
+LACKING = (
+    *("pydantic", "pydantic_core", "optuna", "cmaes", "ruamel", "alembic", "sqlalchemy"),
+    *("typer", "liger_kernel", "starlette", "uvicorn", "datasets", "deepspeed"),
+)
+
+
+def called(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "benchmarks/gpu/run.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    env = {**os.environ, **env}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=500, check=False, env=env
+    )
+
+
+@pytest.fixture
+def lacking(tmp_path: Path) -> str:
+    """A folder for PYTHONPATH with which Python finds none of those libraries."""
+    folder = tmp_path / "lacking"
+    folder.mkdir()
+    text = f"import sys\nsys.modules.update(dict.fromkeys({LACKING!r}))\n"  # None: can't be found
+    (folder / "sitecustomize.py").write_text(text)
+    return str(folder)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="traced with the CPU build of torch")
+def test_the_whole_script_runs_on_a_pretended_gpu(tmp_path: Path, lacking: str) -> None:
+    """Every stage, each in its process, without the libraries that a GPU machine may lack."""
+    out = tmp_path / "rows"
+    done = called("--all", "--out", str(out), "--rehearse", "h100", PYTHONPATH=lacking)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = {f["row"]: f for f in results.read(out)}
+    assert list(found) == sorted(rows.NAMES)
+    for name, row in found.items():
+        assert row["status"] == "complete", (name, row["said"], done.stderr[-2000:])
+        assert row["machine"]["device"] == "cuda:0"
+    for row in ROWS:
+        assert {len(turns) for turns in found[row.name]["repeats"].values()} == {measure.REPEATS}
+        assert found[row.name]["arms"]["hasten"]["left_out"] == []
+        assert found[row.name]["arms"]["hasten"]["parts"]["forward"] >= 0
+    assert "hasten / hf_trainer" in found["trainer-1b"]["summary"], found["trainer-1b"]["peers"]
+    report = (out / "report.md").read_text()
+    assert "no figure here was measured" in report
+    assert report.count("| rehearsed |") == sum(row.needs_gpu for row in ROWS)
+    assert "tests collected" in report or "selected" in report
 
 
 @pytest.mark.timeout(600)
@@ -66,7 +101,7 @@ def test_the_smoke_row_is_measured_from_end_to_end(tmp_path: Path) -> None:
 
 def test_rows_are_listed_and_others_refused() -> None:
     assert "full-8b-bf16" in results.listed()
-    with pytest.raises(SystemExit, match="there is no row 'gpt'; the rows are gpu-tests, lora"):
+    with pytest.raises(SystemExit, match="there is no row 'gpt'; the rows are kernels, lora"):
         row_named("gpt")
 
 
@@ -80,76 +115,48 @@ def test_impossible_minutes_are_refused(
     assert "give 0.05 to 1440" in capsys.readouterr().err
 
 
-def test_a_table_of_no_folder_is_refused(
+def test_a_report_of_no_folder_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["run.py", "--table", str(tmp_path / "none")])
+    monkeypatch.setattr(sys, "argv", ["run.py", "--report", str(tmp_path / "none")])
     with pytest.raises(SystemExit):
         run.main()
     assert "is no folder; give the one of --out" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-@pytest.mark.parametrize("name", [r.name for r in ROWS if r.needs_gpu] + [rows.TESTS])
+@pytest.mark.parametrize("name", [n for n in rows.NAMES if n != "smoke"])
 def test_without_a_gpu_a_row_says_so_and_measures_nothing(name: str, tmp_path: Path) -> None:
-    found = run.run_row(name, tmp_path / "row.json", 1.0)
+    found = stages.run_row(name, tmp_path / "row.json", 1.0)
     assert (found["status"], found["said"]) == ("failed", "there is no GPU here")
     assert json.loads((tmp_path / "row.json").read_text()) == found
     line = next(x for x in results.table(results.read(tmp_path)).splitlines() if name in x)
     assert line.startswith(f"| {name} | | not measured (there is no GPU here) |")
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_the_estimate_counts_the_weights_that_the_model_has(row: Row) -> None:
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(measure.config_of(row))
-    truth = sum(p.numel() for p in model.parameters() if p.ndim > 1)
-    assert parameters(row.shape) == truth
-
-
-def test_the_estimate_counts_the_adapters_that_lora_makes() -> None:
-    from hasten.techniques.adapter import LoRA
-
-    torch.manual_seed(0)
-    model = LoRA(rank=4, targets="all-linear").adapt(measure.model_on(SMOKE, "cpu", "float32"))
-    learns = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert adapter_parameters(SMALL, 4) == learns
-
-
-def test_peaks_on_paper_are_of_choices_that_there_are() -> None:
+def test_every_choice_was_traced_and_nothing_else() -> None:
     keys = {
         row.name: {choice_key(row, c) for choices in row.arms.values() for c in choices}
         for row in ROWS
     }
-    peaks = kept_peaks()
-    assert peaks
-    for name, kept in peaks.items():
-        assert set(kept) <= keys[name], "trace anew: python benchmarks/gpu/on_paper.py"
-
-
-def test_a_choice_that_was_traced_takes_its_peak_and_others_are_estimated() -> None:
-    row = row_named("lora-llama-3-8b")
-    first, *_, last = row.arms["hasten"]
-    peak = kept_peaks()[row.name][choice_key(row, first)]
-    assert predicted(row, first).total == FRAGMENTS * peak + RESERVE
-    assert predicted(row, replace(last, records=3)) == estimate(row, replace(last, records=3))
+    kept = {name: set(steps) for name, steps in kept_steps().items()}
+    assert kept == keys, "trace anew: python benchmarks/gpu/on_paper.py"
 
 
 @pytest.mark.parametrize("row", [r for r in ROWS if r.needs_gpu], ids=lambda row: row.name)
 @pytest.mark.parametrize("memory", [H200, H100], ids=["H200", "H100"])
 def test_every_row_has_a_choice_for_both_gpus(row: Row, memory: int) -> None:
     for choices in row.arms.values():
-        sizes = [predicted(row, choice, memory).total for choice in choices]
-        assert any(size <= measure.SHARE * memory for size in sizes), sizes
+        steps = [paper_step(row, choice) for choice in choices]
+        assert any(step.needed_bytes <= measure.SHARE * memory for step in steps if step)
 
 
 def test_a_full_8b_has_masters_on_an_h200_and_none_on_an_h100() -> None:
     row = row_named("full-8b-bf16")
 
     def first(memory: int) -> str:
-        fits = (c for c in row.arms["hasten"] if predicted(row, c, memory).total <= 0.92 * memory)
+        steps = [(c, paper_step(row, c)) for c in row.arms["hasten"]]
+        fits = (c for c, step in steps if step and step.needed_bytes <= 0.92 * memory)
         return ", ".join(str(t) for t in next(fits).plan)
 
     assert "bf16_master_weights" in first(H200)
@@ -159,7 +166,9 @@ def test_a_full_8b_has_masters_on_an_h200_and_none_on_an_h100() -> None:
 def test_what_cannot_fit_is_not_tried_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "device_memory", lambda device: 10**9)
     tried: list[Any] = []
-    with pytest.raises(MemoryError, match=r"no choice of smoke fits 1 GB: .*not tried: 3 GB"):
+    with pytest.raises(
+        MemoryError, match=r"no choice of smoke fits 1 GB: .*needs 3 of 1 GB on paper"
+    ):
         measure.first_that_fits(SMOKE, "hasten", "cpu", measure.records_of(SMOKE), tried)
     assert len(tried) == 1
 
@@ -204,11 +213,11 @@ def test_a_stopped_row_keeps_the_repeats_it_had(
 
     flops = {"flops_per_token": 1.0, "flops_per_pair": 0.0}
     monkeypatch.setattr(measure, "first_that_fits", one)
-    monkeypatch.setattr(run, "machine", lambda *given: {"device_name": "toy"})
-    row = replace(SMOKE, peer=None, arms={"hasten": SMOKE.arms["hasten"]})
-    monkeypatch.setattr(run, "row_named", lambda name: row)
+    monkeypatch.setattr(stages, "machine", lambda *given: {"device_name": "toy"})
+    row = replace(SMOKE, peers=(), arms={"hasten": SMOKE.arms["hasten"]})
+    monkeypatch.setattr(stages, "row_named", lambda name: row)
     with pytest.raises(KeyboardInterrupt):
-        run.run_row("smoke", tmp_path / "s.json", 1.0)
+        stages.run_row("smoke", tmp_path / "s.json", 1.0)
     found = json.loads((tmp_path / "s.json").read_text())
     assert found["status"] == "partial"
     assert found["said"] == "KeyboardInterrupt: "
@@ -254,20 +263,34 @@ def test_the_page_shows_what_the_files_say_and_else_not_measured(tmp_path: Path)
     assert results.table(results.read(tmp_path)) == empty
     for row in ROWS:
         assert (f"| {row.name} |" in page) == row.needs_gpu
+    seconds = {"h200": {"forward": 9.0}, "h100-80gb": {"forward": 0.1, "backward": 0.2}}
+    paper = {"peak_bytes": 9e8, "syncs": 1, "tokens": 1000, "seconds": seconds}
     arm = {"plan_words": ["packed"], "peak_memory_bytes": 10**9, "mfu_measured": 0.5}
+    arm |= {"paper": paper, "syncs": 3, "parts": {"forward": 0.25, "backward": 0.3}}
     found = {
         "kind": "hasten gpu row",
         "row": "full-8b-bf16",
-        "machine": {"device_name": "toy"},
+        "machine": {"device_name": "NVIDIA H100 80GB HBM3"},
         "status": "partial",
         "said": "",
         "arms": {"hasten": arm},
         "summary": {"hasten": {"median": 1234.5, "low": 1200.0, "high": None}},
     }
     (tmp_path / "row.json").write_text(json.dumps(found))
-    line = results.table(results.read(tmp_path)).splitlines()[3]
-    assert line.startswith("| full-8b-bf16 | toy | 1,234 (partial) | ≥ 8,200 / 9,200 / 10,300 |")
-    assert "| 50.0% | 1.0 GB |" in line
+    line = results.table(results.read(tmp_path)).splitlines()[4]
+    assert line.startswith("| full-8b-bf16 | NVIDIA H100 80GB HBM3 | 1,234 (partial) | ≥ 8,200 / ")
+    assert "| 37.0% |  | 50.0% | 1.0 GB |" in line  # 1000 tokens in 0.3 s on paper
+    said = results.said_of(found)
+    assert "waits 3, on paper 1; peak 1.0 GB, on paper 0.9 GB" in said
+    assert "forward 250 ms (100), backward 300 ms (200), optimizer 0 ms (0); in brackets on" in said
+
+
+def test_rows_go_without_the_kernels_that_were_found_wrong(tmp_path: Path) -> None:
+    verdicts = [{"kernel": "swiglu", "why": "bfloat16: off by 1", "repeats": True}]
+    (tmp_path / "kernels.json").write_text(json.dumps({"verdicts": verdicts}))
+    kept = stages.kept_verdicts(tmp_path / "smoke.json")
+    assert [(v.kernel, v.good) for v in kept] == [("swiglu", False)]
+    assert stages.kept_verdicts(tmp_path / "elsewhere" / "smoke.json") == []
 
 
 def test_a_row_of_experts_is_known_to_have_them() -> None:

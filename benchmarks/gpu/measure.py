@@ -1,8 +1,9 @@
 """One row, measured: arms are built once and take turns, five repeats each, until the time is up.
 
-  1. for each arm the first choice whose estimate fits, and that gets through its warm-up in truth
-  2. turns of some steps, all arms in each repeat, the order shifted from repeat to repeat
-  3. after every repeat the file is written
+  1. for each arm the first choice that fits on paper, and that gets through its warm-up in truth
+  2. one step in which the host's waits for the device are counted
+  3. turns of some steps, all arms in each repeat, the order shifted from repeat to repeat
+  4. after every repeat the file is written
 
 A turn's speed is the tokens of its steps over its wall time, the device waited for at both ends;
 padding is no token.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpu.memory import predicted
+from gpu.paper import paper_step
 from gpu.results import Found, summary, write
 from gpu.rows import Choice, Row
 from gpu.work import Arm, Work
@@ -31,6 +33,7 @@ from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import obstacles, prepare
 from hasten.core.step import training
+from hasten.core.timing import clock_on
 from hasten.machine import host
 from hasten.models.flops import ModelFlops, model_flops
 from hasten.parts.data.collate import TokenRecord, padded, token_record
@@ -39,7 +42,7 @@ from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.parts.optim.weight_average import decayed_groups
 
 REPEATS, WARMUP, MOST_STEPS = 5, 2, 10
-SHARE = 0.92  # of a device's memory that an estimate may reach
+SHARE = 0.92  # of a device's memory that a choice may need on paper
 STEPS_OF_RECORDS = 32
 
 
@@ -126,6 +129,7 @@ class HastenArm:
             device=device,
         )
         self.session: Session = assemble(prepare(job, self.plan, known))
+        self.session.setup.clock = clock_on(device)
         self.flops: ModelFlops = model_flops(self.session.model)
         self._steps = training(self.session)
         self._pairs = sum(n * n for n in lengths) / sum(lengths)  # per token, over the epoch
@@ -133,6 +137,12 @@ class HastenArm:
     def steps(self, count: int) -> Work:
         tokens = sum(next(self._steps).tokens for _ in range(count))
         return Work(tokens, int(tokens * self._pairs))
+
+    def parts(self) -> Found:
+        """Seconds of each part of a step: the median over the steps so far."""
+        steps = list(self.session.setup.clock.steps)
+        names = {name for step in steps for name in step}
+        return {n: statistics.median(step.get(n, 0.0) for step in steps) for n in sorted(names)}
 
     def proofs(self) -> list[str]:
         """What each technique was seen to do."""
@@ -153,11 +163,12 @@ def first_that_fits(
     limit = device_memory(device)
     for choice in row.arms[arm]:
         words = [str(t) for t in choice.techniques(row.batch)]
-        guess = predicted(row, choice, limit if device != "cpu" else 0)
-        line: Found = {"arm": arm, "plan": words, "estimate_bytes": guess.to_dict()}
+        paper = paper_step(row, choice)
+        line: Found = {"arm": arm, "plan": words, "paper": paper and paper.to_dict()}
         tried.append(line)
-        if guess.total > SHARE * limit:
-            line["outcome"] = f"not tried: {guess.total / 1e9:.0f} GB of {limit / 1e9:.0f} GB"
+        if paper is not None and paper.needed_bytes > SHARE * limit:
+            needed = paper.needed_bytes / 1e9
+            line["outcome"] = f"not tried: needs {needed:.0f} of {limit / 1e9:.0f} GB on paper"
             continue
         found = None
         host.reset_memory_peak(device)
@@ -173,7 +184,7 @@ def first_that_fits(
                 "plan_words": [str(t) for t in found.plan],
                 "weights": choice.weights,
                 "left_out": found.left_out,
-                "estimate_bytes": guess.to_dict(),
+                "paper": line["paper"],
                 "flops_per_token": found.flops.per_token,
                 "flops_per_pair": found.flops.per_pair,
             }
@@ -186,6 +197,20 @@ def first_that_fits(
         f"no choice of {row.name} fits {limit / 1e9:.0f} GB: "
         + "; ".join(f"{t['plan'][-1]}: {t['outcome']}" for t in tried if t["arm"] == arm)
     )
+
+
+def waits_of_step(arm: HastenArm, device: str) -> int | None:
+    """Times that the host waits for the GPU in a step, as CUDA's debug mode counts them."""
+    if device == "cpu":
+        return None
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            arm.steps(1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(one.message) for one in told)
 
 
 def measure(row: Row, device: str, found: Found, path: Path | None, until: float) -> Found:
@@ -201,9 +226,9 @@ def measure(row: Row, device: str, found: Found, path: Path | None, until: float
     for name in row.arms:
         arm, found["arms"][name] = first_that_fits(row, name, device, records, found["tried"])
         arms[name] = arm
+        found["arms"][name]["syncs"] = waits_of_step(arm, device)
     found["left_out"] = sorted({r for a in found["arms"].values() for r in a["left_out"]})
-    if row.peer:
-        found["peer"] = _add_peer(row, device, records, arms)
+    found["peers"] = {peer: _add_peer(peer, row, device, records, arms) for peer in row.peers}
     found["repeats"] = {name: [] for name in arms}
     write(path, found)
     each = {name: _seconds(arm, device) for name, arm in arms.items()}
@@ -211,7 +236,8 @@ def measure(row: Row, device: str, found: Found, path: Path | None, until: float
     count = int(0.85 * left / REPEATS / sum(each.values()))
     if left <= sum(each.values()):
         raise OutOfTimeError(f"a step of every arm takes {sum(each.values()):.0f} s; give more")
-    count = found["steps_per_turn"] = min(max(count, 1), MOST_STEPS)
+    most = 1 if found.get("rehearsal") else MOST_STEPS
+    count = found["steps_per_turn"] = min(max(count, 1), most)
     for order in _orders(list(arms)):
         if time.monotonic() + count * sum(each.values()) > until:
             found["said"] = f"the time was up after {len(found['repeats'][order[0]])} repeats"
@@ -224,23 +250,31 @@ def measure(row: Row, device: str, found: Found, path: Path | None, until: float
         found["status"] = "complete"
     for name, arm in arms.items():
         if isinstance(arm, HastenArm):
-            found["arms"][name]["proofs"] = arm.proofs()
+            found["arms"][name] |= {"proofs": arm.proofs(), "parts": arm.parts()}
     write(path, found)
     return found
 
 
-def _add_peer(row: Row, device: str, records: list[TokenRecord], arms: dict[str, Arm]) -> str:
+def _add_peer(
+    peer: str, row: Row, device: str, records: list[TokenRecord], arms: dict[str, Arm]
+) -> str:
+    """Put it among the arms; why it isn't there, or nothing."""
     from gpu.peer import TrainerArm, missing
 
-    reason = missing()
+    liger = peer.endswith("liger")
+    reason = missing(liger)
     if not reason:
         try:
-            arms["hf_trainer"] = TrainerArm(row, model_on(row, device, "float32"), records)
-            arms["hf_trainer"].steps(WARMUP)
+            arm = TrainerArm(row, model_on(row, device, "float32"), records, liger)
+            arm.steps(WARMUP)
+            arms[peer] = arm
         except Exception as error:  # whatever stops a peer, the row's own figures go on
-            arms.pop("hf_trainer", None)
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0]:.200}"
-    return f"left out: {reason}" if reason else "hf_trainer"
+            lines = str(error).splitlines() or [""]
+            reason = f"{type(error).__name__}: {lines[0]:.200}"
+    if reason and device != "cpu":
+        gc.collect()
+        torch.accelerator.memory.empty_cache()
+    return reason
 
 
 def _orders(names: list[str]) -> Iterator[list[str]]:

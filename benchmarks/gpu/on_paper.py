@@ -1,10 +1,10 @@
-"""Traces the rows' choices on paper and keeps their peaks, which `gpu.memory` goes by.
+"""Traces the rows' choices on paper and keeps what their steps take, in ``paper.json``.
 
-    python benchmarks/gpu/on_paper.py [ROW ...]     # writes benchmarks/gpu/paper_peaks.json
+    python benchmarks/gpu/on_paper.py [ROW ...]
 
-It needs the CPU build of torch and a C++ compiler, and no GPU. A peak is that of live tensors; two
-and three layers tell of all, since blocks are alike. What is in the file already is left as it is:
-remove the file to trace everything anew.
+It needs the CPU build of torch and a C++ compiler, and no GPU. A few layers and passes tell of all,
+since they are alike; a choice that recomputes a share of the layers is traced whole. What is in the
+file already is left as it is: remove the file to trace everything anew (half an hour).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import argparse
 import json
 import os
 import sys
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,50 +24,59 @@ sys.path[:0] = [str(REPOSITORY / "benchmarks"), str(REPOSITORY / "src")]
 from hasten.measure.paper.pretended import begin  # noqa: E402
 from hasten.measure.paper.roofline import paper_device  # noqa: E402
 
-DEVICE = paper_device("h200")
+DEVICE, OTHERS = paper_device("h200"), (paper_device("h100"),)
 if __name__ == "__main__":
     begin(DEVICE)  # before torch is imported
 
 from gpu.measure import HastenArm, records_of  # noqa: E402
-from gpu.memory import PEAKS, choice_key, kept_peaks  # noqa: E402
+from gpu.paper import FILE, PaperStep, choice_key, kept_steps  # noqa: E402
 from gpu.rows import ROWS, Choice, Row  # noqa: E402
 from hasten.core.plan import Plan  # noqa: E402
-from hasten.measure.paper.step import PEAK, traced, treats_alike  # noqa: E402
-from hasten.measure.paper.tracer import Tracer  # noqa: E402
+from hasten.measure.paper.step import PEAK, TOKENS, extrapolated, traced, treats_alike  # noqa: E402
+from hasten.measure.paper.tracer import Key, Tracer, seconds_on  # noqa: E402
 
 FEW = 2  # layers
 
 
-def peak(row: Row, choice: Choice) -> float:
-    """Bytes of live tensors at most, in a step of the whole model."""
+def step_of(row: Row, choice: Choice) -> PaperStep:
+    """A step of the whole model."""
 
-    def at(layers: int) -> float:
-        batch = min(row.batch, 2 * choice.records)
-        few = replace(row, shape={**row.shape, "num_hidden_layers": layers}, batch=batch)
+    def at(layers: int, passes: int) -> Mapping[Key, float]:
+        shape = {**row.shape, "num_hidden_layers": layers}
+        few = replace(row, shape=shape, batch=passes * choice.records)
         records = records_of(few)
-        found = traced(lambda: HastenArm(few, choice, "cuda:0", records).session, Tracer(DEVICE))
-        return found.counts[PEAK]
+        documents = [record.length for record in records[: choice.records]]
+        tracer = Tracer(DEVICE, documents, OTHERS)
+        return traced(lambda: HastenArm(few, choice, "cuda:0", records).session, tracer).counts
 
-    layers, first = row.shape["num_hidden_layers"], at(FEW)
-    return first if layers == FEW else first + (at(FEW + 1) - first) * (layers - FEW)
+    fewest = FEW + row.shape.get("first_k_dense_replace", 0)
+    fewest = fewest if treats_alike(Plan(choice.plan)) else row.layers
+    counts = extrapolated(at, row.layers, row.batch // choice.records, fewest)
+    seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    named = {"seconds": DEVICE.name, **{seconds_on(other): other.name for other in OTHERS}}
+    for (quantity, part, _), count in counts.items():
+        if quantity in named:
+            seconds[named[quantity]][part] += count
+    syncs = sum(count for (quantity, *_), count in counts.items() if quantity == "syncs")
+    rounded = {d: {p: round(s, 6) for p, s in parts.items()} for d, parts in seconds.items()}
+    return PaperStep(round(counts[PEAK]), round(syncs), counts[TOKENS], rounded)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("row", nargs="*", help="rows; all of them if none is named")
     names = parser.parse_args().row
-    peaks = kept_peaks()
+    kept = {row: dict(steps) for row, steps in kept_steps().items()}
     for row in ROWS:
-        kept = peaks.setdefault(row.name, {})
+        steps = kept.setdefault(row.name, {})
         for choice in (c for choices in row.arms.values() for c in choices):
             key = choice_key(row, choice)
-            if (names and row.name not in names) or key in kept:
+            if (names and row.name not in names) or key in steps:
                 continue
-            if not treats_alike(Plan(choice.plan)):  # few layers don't tell of a share of many
-                continue
-            kept[key] = round(peak(row, choice))
-            print(f"{row.name}: {kept[key] / 1e9:.2f} GB: {key}", flush=True)
-            PEAKS.write_text(json.dumps(peaks, indent=1) + "\n")
+            step = steps[key] = step_of(row, choice)
+            print(f"{row.name}: {step.peak_bytes / 1e9:.2f} GB: {key}", flush=True)
+            found = {name: {k: s.to_dict() for k, s in of.items()} for name, of in kept.items()}
+            FILE.write_text(json.dumps(found, indent=1) + "\n")
     sys.stdout.flush()
     os._exit(0)  # the pretended device's threads don't end by themselves
 

@@ -1,5 +1,7 @@
 """Transformers' Trainer as an arm: its own loop, collation by padding, bf16 autocast, fused AdamW.
 
+With Liger's kernels in its model, where asked.
+
 It gets the same records, the same number of them in a step, and the settings that its documentation
 advises for speed (bf16, fused optimizer, pinned memory); the model is given in float32, as its
 masters. A turn is a call of ``train``; its clock runs from the loop's beginning to its end, so that
@@ -22,10 +24,12 @@ from gpu.work import Work
 from hasten.parts.data.collate import TokenRecord
 
 
-def missing() -> str:
+def missing(liger: bool = False) -> str:
     """Why the Trainer can't run here; empty when it can."""
     if importlib.util.find_spec("accelerate") is None:
         return "accelerate isn't installed, which the Trainer needs"
+    if liger and importlib.util.find_spec("liger_kernel") is None:
+        return "liger-kernel isn't installed"
     return ""
 
 
@@ -45,14 +49,17 @@ def padded(records: Sequence[TokenRecord]) -> dict[str, Tensor]:
 class TrainerArm:
     """``steps`` runs the Trainer for so many; its model and data go on, its optimizer is kept."""
 
-    def __init__(self, row: Row, model: nn.Module, records: Sequence[TokenRecord]) -> None:
+    def __init__(
+        self, row: Row, model: nn.Module, records: Sequence[TokenRecord], liger: bool = False
+    ) -> None:
         self.row, self.model, self.records = row, model, records
+        self.liger = liger
         self.at = 0
         self._folder = tempfile.TemporaryDirectory()
         self._optimizer: Any = None
 
     def steps(self, count: int) -> Work:
-        from transformers import Trainer, TrainingArguments
+        from transformers import PrinterCallback, Trainer, TrainingArguments
 
         size = self.row.batch
         chosen = [
@@ -75,6 +82,7 @@ class TrainerArm:
             report_to="none",
             disable_tqdm=True,
             logging_strategy="no",
+            use_liger_kernel=self.liger,
         )
         trainer = Trainer(
             model=self.model,
@@ -83,6 +91,7 @@ class TrainerArm:
             data_collator=padded,
             optimizers=(self._optimizer, None),
         )
+        trainer.remove_callback(PrinterCallback)
         watch = watch_class()()
         trainer.add_callback(watch)
         trainer.train()

@@ -1,4 +1,4 @@
-"""What is kept of a row: a JSON file that is whole after every repeat, and the page's table of all.
+"""What is kept of a row: a JSON file that is whole after every repeat; the table and report of all.
 
 A file is written beside itself and then takes its name, so that a run that is stopped leaves the
 repeats it had, with the word ``partial``.
@@ -12,14 +12,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gpu.rows import NAMES, ROWS, TESTS
+from gpu.rows import KERNELS, NAMES, ROWS, TESTS, Row
 from hasten.measure.statistics import paired_ratio, spread
 
 Found = dict[str, Any]
 HEAD = (
-    "| row | device | tokens/s [95 %] | goal | MFU of datasheet | of measured ceiling | "
+    "| row | device | tokens/s [95 %] | goal | of paper | MFU of datasheet | of measured ceiling | "
     "peak memory | beside | plan |"
 )
+PARTS = ("forward", "backward", "optimizer")
 
 
 def write(path: Path | None, found: Found) -> None:
@@ -55,42 +56,120 @@ def read(folder: Path) -> list[Found]:
     return found
 
 
+def report(folder: Path) -> str:
+    """The table of a folder's rows, what each row says of itself, and kernels that are wrong."""
+    found = read(folder)
+    known = {f["row"]: f for f in found}
+    measured = [f for f in found if "machine" in f]
+    blocks = ["# hasten on a GPU"]
+    if any(f.get("rehearsal") for f in found):
+        blocks.append("**A rehearsal on a pretended GPU: no figure here was measured.**")
+    if measured:
+        first = measured[0]
+        versions = ", ".join(f"{k} {v}" for k, v in first["machine"]["versions"].items())
+        blocks.append(f"{first['machine']['device_name']}, {first['at']}; {versions}")
+    blocks += [table(found), _kernels(known.get(KERNELS))]
+    blocks += [f"```\n{said_of(known[name])}\n```" for name in NAMES if name in known]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def _kernels(found: Found | None) -> str:
+    wrong = [v for v in (found or {}).get("verdicts", []) if v["why"]]
+    return "\n".join(f"- {v['kernel']}: {v['why']}" for v in wrong)
+
+
+def said_of(found: Found) -> str:
+    """A row's outcome in a few lines."""
+    lines = [f"{found['row']}: {found['status']}" + (f", {found['said']}" if found["said"] else "")]
+    for arm, value in {} if found.get("rehearsal") else found.get("summary", {}).items():
+        lines.append(f"  {arm}: {_interval(value, ',.2f')}")
+    for name, arm in found.get("arms", {}).items():
+        lines.append(f"  {name}: {', '.join(arm['plan_words'])}")
+        lines += [f"    {line}" for line in (*_beside_paper(found, arm), *arm.get("proofs", []))]
+    lines += [f"  left out: {reason}" for reason in found.get("left_out", [])]
+    peers = found.get("peers", {}).items()
+    lines += [f"  {peer} left out: {reason}" for peer, reason in peers if reason]
+    lines += [f"  {t['outcome']}: {', '.join(t['plan'])}" for t in found.get("tried", [])]
+    lines += [f"  {line}" for line in found.get("tests", [])]
+    return "\n".join(lines)
+
+
+def _beside_paper(found: Found, arm: Found) -> list[str]:
+    """Waits, peak and parts of a step as they are, beside what they are on paper."""
+    paper, seconds = arm.get("paper"), paper_seconds(found, arm)
+    if paper is None or arm.get("syncs") is None:
+        return []
+    peak = arm.get("peak_memory_bytes", 0)
+    lines = [
+        f"waits {arm['syncs']}, on paper {paper['syncs']:.0f}; "
+        f"peak {peak / 1e9:.1f} GB, on paper {paper['peak_bytes'] / 1e9:.1f} GB"
+    ]
+    parts = arm.get("parts")
+    if parts and seconds:
+        told = (
+            f"{p} {1e3 * parts.get(p, 0.0):,.0f} ms ({seconds.get(p, 0.0) * 1e3:,.0f})"
+            for p in PARTS
+        )
+        lines.append(f"{', '.join(told)}; in brackets on paper")
+    return lines
+
+
+def paper_seconds(found: Found, arm: Found) -> Mapping[str, float]:
+    """Seconds of a step's parts on paper, on the device of the row; none where it wasn't traced."""
+    by_device = (arm.get("paper") or {}).get("seconds", {})
+    name = found["machine"]["device_name"].lower()
+    here = [device for device in by_device if device.partition("-")[0] in name]
+    return by_device[here[0]] if here else {}
+
+
 def table(found: Iterable[Found]) -> str:
     """The page's table; rows of which there is no figure are called not measured."""
     known = {f["row"]: f for f in found}
     lines = [HEAD, "|" + "---|" * HEAD.count(" | ") + "---|"]
+    lines.append(_words_line(KERNELS, known.get(KERNELS), "all right"))
     lines += [_line(known.get(row.name), row) for row in ROWS if row.needs_gpu]
-    return "\n".join([*lines, _tests_line(known.get(TESTS))])
+    return "\n".join([*lines, _words_line(TESTS, known.get(TESTS), "all pass")])
 
 
-def _tests_line(found: Found | None) -> str:
-    if found is None or "exit_code" not in found:
+def _words_line(name: str, found: Found | None, goal: str) -> str:
+    """A stage without a speed."""
+    if found is None or "machine" not in found:
         why = f" ({found['said']})" if found else ""
-        return f"| {TESTS} | | not measured{why} | all pass | | | | | |"
-    return f"| {TESTS} | {found['machine']['device_name']} | {found['said']} | all pass | | | | | |"
+        return f"| {name} | | not measured{why} | {goal} | | | | | | |"
+    return f"| {name} | {found['machine']['device_name']} | {found['said']} | {goal} | | | | | | |"
 
 
-def _line(found: Found | None, row: Any) -> str:
+def _line(found: Found | None, row: Row) -> str:
     goal = f"≥ {row.goals[0]:,} / {row.goals[1]:,} / {row.goals[2]:,}" if row.goals else ""
     goal = f"≥ {row.ratio_goal}× the Trainer" if row.ratio_goal else goal
     best = (found or {}).get("summary", {}).get("hasten")
     if found is None or not best:
         why = f" ({found['said']})" if found else ""
-        return f"| {row.name} | | not measured{why} | {goal} | | | | | |"
+        return f"| {row.name} | | not measured{why} | {goal} | | | | | | |"
     arm = found["arms"]["hasten"]
+    device, plan = found["machine"]["device_name"], ", ".join(arm["plan_words"])
+    if found.get("rehearsal"):
+        return f"| {row.name} | {device} | rehearsed | {goal} | | | | | | {plan} |"
     ratios = [f"{k}: {_interval(v, '.2f')}" for k, v in found["summary"].items() if " / " in k]
     cells = (
         row.name,
-        found["machine"]["device_name"],
+        device,
         _interval(best, ",.0f") + (" (partial)" if found["status"] == "partial" else ""),
         goal,
+        _share(_of_paper(found, arm, best["median"])),
         _share(arm.get("mfu_datasheet")),
         _share(arm.get("mfu_measured")),
         f"{arm['peak_memory_bytes'] / 1e9:.1f} GB",
         "; ".join(ratios) or "; ".join(found.get("left_out", [])),
-        ", ".join(arm["plan_words"]),
+        plan,
     )
     return "| " + " | ".join(cells) + " |"
+
+
+def _of_paper(found: Found, arm: Found, rate: float) -> float | None:
+    """The measured speed as a share of the most that paper allows."""
+    seconds = sum(paper_seconds(found, arm).values())
+    return rate * seconds / arm["paper"]["tokens"] if seconds else None
 
 
 def _interval(value: Mapping[str, float | None], form: str) -> str:
@@ -105,5 +184,6 @@ def _share(value: float | None) -> str:
 
 def listed() -> str:
     """Every row with what it is, by priority."""
-    texts = {TESTS: "the tests marked gpu", **{row.name: row.what for row in ROWS}}
+    texts = {KERNELS: "each kernel on small inputs, against float64", TESTS: "the tests marked gpu"}
+    texts |= {row.name: row.what for row in ROWS}
     return "\n".join(f"{name:18} {texts[name]}" for name in NAMES)

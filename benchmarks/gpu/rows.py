@@ -71,6 +71,27 @@ ONE_BILLION: Shape = {  # deepseek-llm-1b of the presets
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-6,
 }
+DEEPSEEK_V2_LITE: Shape = {
+    **_COMMON,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 102400,
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+}
 SMALL: Shape = {
     **_COMMON,
     "hidden_size": 64,
@@ -113,9 +134,14 @@ class Row:
     arms: Mapping[str, tuple[Choice, ...]]
     goals: tuple[float, float, float] | None = None  # tokens/s on one H200: must, target, stretch
     uneven: bool = False
-    peer: str | None = None  # a tool beside the arms, in the same turns
-    ratio_goal: float | None = None
+    peers: tuple[str, ...] = ()  # other trainers, in the same turns
+    ratio_goal: float | None = None  # to the first of them
     needs_gpu: bool = True
+
+    @property
+    def layers(self) -> int:
+        found: int = self.shape["num_hidden_layers"]
+        return found
 
 
 def _sizes(plan: tuple[Technique, ...], *records: int, weights: str = "bfloat16") -> list[Choice]:
@@ -126,6 +152,7 @@ _LORA = (LoRA(rank=16, targets="all-linear"), *MASTERS)
 _SMALL_MOMENTS = CompactAdamW(moments="int8")
 _FLOAT8 = (*ROWS_OF_TOKENS, Float8(), _SMALL_MOMENTS)
 
+_EXPERTS_CHOICES = (*_sizes(_LORA, 4, 2, 1), *_sizes((*_LORA, Recompute()), 2, 1))
 _LORA_CHOICES = (
     *_sizes(_LORA, 4, 2, 1),
     *_sizes((*_LORA, Recompute()), 4, 2, 1),
@@ -161,6 +188,11 @@ ROWS: tuple[Row, ...] = (  # by priority
         goals=(14_100, 15_800, 17_500),
     ),
     Row(
+        *("lora-v2-lite", "LoRA on DeepSeek-V2-Lite, a mixture of experts, rows of 4,096"),
+        *("deepseek_v2", DEEPSEEK_V2_LITE, 4096, 8, {"hasten": _EXPERTS_CHOICES}),
+        goals=(22_000, 25_000, 28_000),
+    ),
+    Row(
         *("full-8b-fp8", "all weights, float8 products, rows of 8,192"),
         *("llama", LLAMA_3_8B, 8192, 4, {"hasten": _FLOAT8_CHOICES}),
         goals=(10_900, 12_000, 14_400),
@@ -171,7 +203,7 @@ ROWS: tuple[Row, ...] = (  # by priority
         *("llama", ONE_BILLION, 1024, 16),
         {"hasten": tuple(_sizes(MASTERS, 16, 8))},
         uneven=True,
-        peer="hf_trainer",
+        peers=("hf_trainer", "hf_trainer_liger"),
         ratio_goal=1.5,
     ),
     Row(
@@ -182,12 +214,13 @@ ROWS: tuple[Row, ...] = (  # by priority
             "hasten": tuple(_sizes(_MASTERS_ANYWHERE, 2, weights="float32")),
         },
         uneven=True,
-        peer="hf_trainer",
+        peers=("hf_trainer",),
         needs_gpu=False,
     ),
 )
-TESTS = "gpu-tests"  # no row of speed: the tests marked gpu
-NAMES = (TESTS, *(row.name for row in ROWS))
+KERNELS = "kernels"  # no row of speed: each kernel against float64
+TESTS = "gpu-tests"  # nor this: the tests marked gpu
+NAMES = (KERNELS, *(row.name for row in ROWS), TESTS)
 
 
 def row_named(name: str) -> Row:

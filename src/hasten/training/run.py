@@ -20,7 +20,7 @@ import datetime
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from hasten.launch.ranks import agree, naming_ranks, process_group
 from hasten.machine import environment, host
 from hasten.machine.processes import Pulse, attempt, attempt_folder, telling
 from hasten.measure.energy import meter_of_run
+from hasten.measure.paper.comparison import comparison_of
 from hasten.recipe.build import job_of, plan_of, set_guards, watch_notices
 from hasten.recipe.gpu_check import check_ranks, without_refused
 from hasten.recipe.memory_check import advising, settle_memory
@@ -207,8 +208,12 @@ def _train(
     energy = meter_of_run(run.known) if main else None
     if energy is not None:
         watch = replace(watch, on_step=both(watch.on_step, energy.note))
+    comparison = comparison_of(session, run.known, run.tell)
+    if comparison is not None:
+        watch = replace(watch, on_step=both(comparison.note, watch.on_step))
     keeping = recorded(watch, session, recipe, run.output)
-    with advising(helps), watch_notices(session, recipe), keeping as watch:
+    counting = closing(comparison) if comparison is not None else nullcontext()
+    with counting, advising(helps), watch_notices(session, recipe), keeping as watch:
         outcome = fit(session, watch)
     pulse.beat(session.progress.step, over=True)
     used = energy.found() if energy is not None else {}

@@ -101,6 +101,7 @@ def _answer_for_cuda(device: PaperDevice, count: int) -> None:
         "mem_get_info": lambda _=None: (device.memory_bytes, device.memory_bytes),
         "empty_cache": lambda: None,
         "ipc_collect": lambda: None,
+        "set_sync_debug_mode": lambda mode: None,
         "max_memory_allocated": lambda _=None: 0,
         "memory_allocated": lambda _=None: 0,
         "reset_peak_memory_stats": lambda _=None: None,

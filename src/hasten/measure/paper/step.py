@@ -53,8 +53,7 @@ class MarkedClock:
 
 def traced(build: Callable[[], Session], tracer: Tracer) -> Traced:
     """Build a session, warm up, and count the next step."""
-    # On the device's own thread torch.tensor(.., device="cuda") would ask for memory.
-    with _watching(tracer), torch.autograd.set_multithreading_enabled(False), tracer:
+    with on_pretended_device(tracer):
         session = build()
         session.setup.clock = MarkedClock(tracer, session.setup.clock)
         running = training(session)
@@ -100,6 +99,14 @@ def extrapolated(
 def treats_alike(plan: Plan) -> bool:
     """Whether a plan does the same to every layer, and not to a share of them."""
     return not any(isinstance(t, Recompute) and t.budget is not None for t in plan)
+
+
+@contextlib.contextmanager
+def on_pretended_device(tracer: Tracer) -> Iterator[None]:
+    """Operators inside run on the pretended device, and the tracer counts them."""
+    # On the device's own thread torch.tensor(.., device="cuda") would ask for memory.
+    with _watching(tracer), torch.autograd.set_multithreading_enabled(False), tracer:
+        yield
 
 
 @contextlib.contextmanager

@@ -63,11 +63,18 @@ class Tracer(TorchDispatchMode):
     Args:
         device: for seconds.
         documents: lengths of the documents in a packed micro-batch.
+        others: devices whose seconds are counted, too, each as a quantity of its own.
     """
 
-    def __init__(self, device: PaperDevice, documents: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        device: PaperDevice,
+        documents: Sequence[int] = (),
+        others: Sequence[PaperDevice] = (),
+    ) -> None:
         super().__init__()
         self.device = device
+        self._clocks = [("seconds", device), *((seconds_on(other), other) for other in others)]
         self.documents = tuple(documents)
         self.live = self.peak = 0
         self.devices: set[str] = set()  # that tensors lay on
@@ -237,7 +244,8 @@ class Tracer(TorchDispatchMode):
         self._count("launches", name, found.launches)
         self._count("bytes", name, found.bytes)
         self._count("flops", name, found.flops)
-        self._count("seconds", name, self.device.seconds(found))
+        for quantity, device in self._clocks:
+            self._count(quantity, name, device.seconds(found))
 
     def _count(self, quantity: str, name: str, count: float) -> None:
         with self._lock:  # the backward pass has its own thread
@@ -282,6 +290,11 @@ class Tracer(TorchDispatchMode):
     def _freed(self, size: list[int]) -> None:
         with self._lock:
             self.live -= size[0]
+
+
+def seconds_on(device: PaperDevice) -> str:
+    """The quantity that a device's seconds are counted as beside another's."""
+    return f"seconds on {device.name}"
 
 
 def _has_unknown_size(name: str, args: Any) -> bool:
