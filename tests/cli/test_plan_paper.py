@@ -5,12 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from hasten.cli import plan
 from hasten.cli.main import app
 from hasten.errors import InputError
+from hasten.launch.cluster import CloudConfig
+from hasten.measure.paper.request import PaperTrace, RankTrace
+from hasten.measure.paper.roofline import paper_device
+from hasten.planner.cluster import Cluster
+from hasten.planner.layout import PlannedJob, PlannedLayout
+from hasten.recipe.schema import Recipe, load_recipe
 from paper_recipes import toy
 
 pytestmark = pytest.mark.cold
@@ -89,3 +98,55 @@ def test_a_torch_that_has_a_driver_of_its_own_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(pretended.runpy, "run_path", lambda path: {"cuda": "13.0", "hip": None})
     with pytest.raises(InputError, match="with the CPU build of torch, and this is a build for"):
         pretended._check_build()
+
+
+def with_paper(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, peaks: list[float | InputError]
+) -> str:
+    """What `hasten plan --check-paper` says where layouts take so much; their recipes are real."""
+
+    def counted(recipes: list[Recipe], device: str) -> list[Any]:
+        assert all(one.nproc == 4 and one.cutoff_len == 128 for one in recipes)
+        assert device == "h100-80gb"
+        counts = ({("peak", "", ""): peak} for peak in peaks[: len(recipes)])
+        found = (RankTrace("", "", {}, (), 2, 2, (), (), count) for count in counts)
+        traces = [PaperTrace(paper_device(device), [rank]) for rank in found]
+        return [p if isinstance(p, InputError) else t for p, t in zip(peaks, traces, strict=False)]
+
+    monkeypatch.setattr(plan, "traces", counted)
+    words = ["plan", recipe, "--gpu", "h100", "--gpus-per-node", "4", "--sequence", "128"]
+    result = CliRunner().invoke(app, [*words, "--check-paper", "--top", "8"])
+    assert result.exit_code == 0, result.output
+    return result.output.partition("memory of the fullest rank, counted")[2]
+
+
+def test_layouts_are_counted_and_the_first_that_fits_is_named(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = with_paper(recipe, monkeypatch, [200e9, InputError("no compiler"), *[1e9] * 6])
+    rows = said.strip().splitlines()
+    assert "doesn't fit" in rows[2]
+    assert "no compiler" in said
+    assert "not counted: not for hasten's own trainer" in said
+    fitting = next(row for row in rows[2:] if row.endswith("  fits"))
+    assert said.rstrip().endswith(f"take layout {fitting.split()[0]}")
+    assert "none of them was seen to fit" in with_paper(recipe, monkeypatch, [200e9] * 8)
+
+
+def test_a_layouts_techniques_take_the_places_of_those_that_do_the_same(recipe: str) -> None:
+    given = load_recipe(Path(recipe), [])
+    job = PlannedJob(256, 32, "full", 0.0)
+    cluster = Cluster.of(CloudConfig(1, 4, "single_node"), "h100")
+    layout = PlannedLayout(dp=4, zero=3, micro_batch=2)
+    one: Any = SimpleNamespace(layout=layout, devices=4, cluster=cluster)
+    found = plan.recipe_with(given, one, job)
+    names = [e if isinstance(e, str) else next(iter(e)) for e in found.plan]
+    assert len(names) == len(set(names))
+    assert {"fsdp2", "accumulate", "bf16_master_weights", "packed"} <= set(names)
+    assert {"accumulate": {"micro_batch_size": 2}} in found.plan
+    assert (found.nproc, found.cutoff_len, found.global_batch_size) == (4, 256, 32)
+
+
+def test_a_model_without_a_recipe_is_not_counted() -> None:
+    result = CliRunner().invoke(app, ["plan", "deepseek-llm-7b", "--gpu", "h100", "--check-paper"])
+    assert "--check-paper counts layouts of a recipe" in str(result.exception)

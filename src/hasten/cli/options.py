@@ -287,6 +287,10 @@ def plan(
     measured: Annotated[
         Path | None, typer.Option(help="a run's folder, to set its parts against the plan's")
     ] = None,
+    check_paper: Annotated[
+        bool,
+        typer.Option("--check-paper", help="count the layouts' memory on paper (minutes)"),
+    ] = False,
     json_out: Annotated[Path | None, typer.Option("--json", help="write the plan here")] = None,
     html: Annotated[Path | None, typer.Option(help="write a page with drawings here")] = None,
     evaluate: Annotated[

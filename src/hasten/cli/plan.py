@@ -10,13 +10,22 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
+import yaml
+
 from hasten.errors import InputError
+from hasten.formatting import aligned
 from hasten.measure.paper import table as paper
-from hasten.measure.paper.request import on_paper
+from hasten.measure.paper.request import on_paper, traces
 from hasten.models.architecture import Architecture
 from hasten.planner import advice, reasons, text
 from hasten.planner.accuracy import evaluate
-from hasten.planner.candidate import beyond_trainer, recipe_lines, spending
+from hasten.planner.candidate import (
+    PlanCandidate,
+    beyond_trainer,
+    recipe_lines,
+    spending,
+)
+from hasten.planner.candidate import words as layout_words
 from hasten.planner.inputs import (
     PlanOptions,
     calibration_of,
@@ -29,12 +38,17 @@ from hasten.planner.inputs import (
     recipe_of,
     space_of,
 )
+from hasten.planner.layout import PlannedJob
 from hasten.planner.planning import ClusterPlan
 from hasten.planner.planning import plan as search
 from hasten.planner.text import page, write
 from hasten.recipe.price import Price
+from hasten.recipe.schema import Recipe, recipe_from
+from hasten.recipe.shorthands import catalogue
 
 PAPER_DEVICE = "h100"  # where none is named
+MOST_RANKS = 8  # that are traced
+USUAL = ["packed", "document_attention", "fused_layers", "labelled_token_loss"]  # of plan: auto
 NEAREST = 5  # rejected layouts that are shown
 LISTED = 60  # and that the file lists
 
@@ -53,6 +67,8 @@ def plan(
         print(of_a_run(Path(name), overrides, wishes))
         return
     recipe = recipe_of(name, overrides)
+    if wishes.check_paper and recipe is None:
+        raise InputError("--check-paper counts layouts of a recipe, and a model alone is none")
     model = Architecture.from_config(recipe.model if recipe else name)
     cluster = cluster_of(wishes)
     job, assumed = job_of(wishes, recipe, cluster)
@@ -78,6 +94,8 @@ def plan(
     print(text.rejections(nearest, reasons.refusals(found)))
     print(text.changes_table(changes))
     print(beyond_trainer(best.layout) or f"in a recipe:\n{indent(recipe_lines(best.layout), '  ')}")
+    if wishes.check_paper:
+        print(f"\n{counted_on_paper(found, recipe)}")
     for block in extras(found, wishes):
         print(f"\n{block}")
     if out is not None:
@@ -140,6 +158,68 @@ def step_on_paper(
     print(paper.table(trace, str(name), recipe.cutoff_len))
     if out is not None:
         write(out, json.dumps(paper.to_dict(trace), indent=1, allow_nan=False) + "\n")
+
+
+def counted_on_paper(found: ClusterPlan, recipe: Recipe | None) -> str:
+    """The best layouts' memory as their steps are counted on paper, beside what is predicted."""
+    assert recipe is not None
+    kept = [one for one in found.best if not untraceable(one)]
+    counted = iter(traces([recipe_with(recipe, one, found.job) for one in kept], _device(found)))
+    rows = [["", "layout", "predicted GB", "on paper GB", ""]]
+    first = None
+    for place, one in enumerate(found.best, start=1):
+        why, peak = untraceable(one), ""
+        trace = None if why else next(counted)
+        if isinstance(trace, InputError):
+            why = str(trace)
+        elif trace is not None:
+            held = max(r.peak_bytes for r in trace.ranks) + one.memory_parts["overhead"]
+            fits = held <= found.cluster.device.memory_bytes
+            why, peak = "fits" if fits else "doesn't fit", f"{held / 1e9:.1f}"
+            first = place if fits and first is None else first
+        predicted = one.memory_bytes
+        low, middle, high = (b / 1e9 for b in (predicted.low, predicted.middle, predicted.high))
+        span = f"{middle:.1f} [{low:.1f}, {high:.1f}]"
+        rows.append([str(place), layout_words(one.layout), span, peak, why])
+    taken = f"take layout {first}" if first else "none of them was seen to fit"
+    return (
+        f"memory of the fullest rank, counted on paper without a GPU, what the driver takes "
+        f"included\n{aligned(rows)}\n{taken}"
+    )
+
+
+def untraceable(one: PlanCandidate) -> str:
+    """Why a layout can't be counted on paper; empty where it can."""
+    if one.cluster.nodes > 1 or one.devices > MOST_RANKS:
+        return f"not counted: more than one node of {MOST_RANKS}"
+    return "not counted: not for hasten's own trainer" if beyond_trainer(one.layout) else ""
+
+
+def recipe_with(recipe: Recipe, one: PlanCandidate, job: PlannedJob) -> Recipe:
+    """The recipe in a layout: its techniques take the places of those that do the same."""
+    asked = yaml.safe_load(recipe_lines(one.layout)) or {}
+    slots = {_slot(entry) for entry in asked.get("plan", [])}
+    own = recipe.plan if recipe.auto_plan is None else USUAL
+    values = {
+        **recipe.model_dump(mode="json"),
+        "plan": [e for e in own if _slot(e) not in slots] + asked.get("plan", []),
+        "layout": asked.get("layout"),
+        "auto_plan": None,
+        "nproc": one.devices,
+        "cutoff_len": job.sequence,
+        "global_batch_size": job.global_batch,
+        "global_batch_tokens": None,
+    }
+    return recipe_from(values, "the layout")
+
+
+def _slot(entry: Any) -> Any:
+    name = entry if isinstance(entry, str) else next(iter(entry))
+    return next((kind.slot for kind in catalogue() if kind.name() == name), name)
+
+
+def _device(found: ClusterPlan) -> str:
+    return found.cluster.device.name
 
 
 def to_dict(found: ClusterPlan, price: Price | None) -> dict[str, Any]:

@@ -65,6 +65,7 @@ class PlanOptions:
     gpus: bool
     shapes: bool
     measured: Path | None
+    check_paper: bool
 
 
 def recipe_of(name: str, overrides: Sequence[str]) -> Recipe | None:
