@@ -224,6 +224,8 @@ TOY_EXPERTS: dict[str, Any] = {
     "n_shared_experts": 1,
     "max_position_embeddings": 256,
 }
+WIDE: dict[str, Any] = {**TOY, "hidden_size": 512, "intermediate_size": 1024}  # several buckets
+WIRES = ("half", "quantised", "top_k", "power_sgd", "local_steps", "stream")
 LAYOUTS = {
     "ddp": NodeLayout(("ddp",), 1, 1),
     "fsdp2": NodeLayout(("fsdp2",), 2, 2),
@@ -232,6 +234,6 @@ LAYOUTS = {
     "hybrid of pipelines": NodeLayout(({"hybrid": {"dp": 4, "pp": 2}},), 1, 1, DEEP, passes=2),
     "hybrid of shards": NodeLayout(({"hybrid": {"shard": 2, "tp": 4}},), 2, 2, DEEP),
     "expert_parallel": NodeLayout(("bf16_master_weights", "expert_parallel"), 2, 2, TOY_EXPERTS),
-    "top_k": NodeLayout(("ddp", "top_k"), 2, 2),
-    "power_sgd": NodeLayout(("ddp", "power_sgd"), 2, 2),
+    **{f"ddp {wire}": NodeLayout(("ddp", wire), 1, 1, WIDE) for wire in WIRES},
+    "fsdp2 quantised": NodeLayout(("fsdp2", "quantised"), 2, 2),
 }

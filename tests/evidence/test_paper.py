@@ -135,7 +135,7 @@ def test_what_a_step_takes_is_counted(steps: dict[str, PaperTrace]) -> None:
     assert rank.device_seconds > 0 < rank.host_seconds
 
 
-def every_rank_is_its_own(found: PaperTrace, syncs: int) -> None:
+def every_rank_is_its_own(found: PaperTrace, syncs: int, exchanges: bool = True) -> None:
     assert len(found.ranks) == RANKS
     for number, rank in enumerate(found.ranks):
         own = f"cuda:{number}"
@@ -145,8 +145,8 @@ def every_rank_is_its_own(found: PaperTrace, syncs: int) -> None:
         assert "cpu:gloo" in rank.meeting["backend"], "what lies on the host needs no GPU"
         assert list(rank.tensors_on) == [own]
         left_from = {device for _, device, _, _ in rank.messages}
-        assert own in left_from
         assert left_from <= {own, "cpu"}, rank.messages
+        assert own in left_from or not exchanges
         assert rank.total("syncs") <= syncs, rank.by_name("syncs")
 
 
@@ -172,7 +172,8 @@ def test_a_recipe_that_cannot_train_there_is_refused_in_one_sentence(
 def test_further_layouts_and_wires_on_a_node(name: str, tmp_path: Path) -> None:
     found = traced({name: LAYOUTS[name].recipe(tmp_path / name)})[name]
     assert isinstance(found, PaperTrace), found
-    every_rank_is_its_own(found, LAYOUTS[name].bound)
+    apart = name.endswith(("local_steps", "stream"))  # its ranks meet every few steps
+    every_rank_is_its_own(found, LAYOUTS[name].bound, exchanges=not apart)
 
 
 @pytest.mark.long

@@ -46,6 +46,7 @@ SIZED_BY_NUMBERS = frozenset(
 )
 # One for the process: what libraries keep on the device from one session is met in the next.
 FAKES = FakeTensorMode(allow_non_fake_inputs=True)
+FAKES_LOCK = threading.RLock()  # it is for one thread at a time, and a feeder has another
 Key = tuple[str, str, str]  # quantity, part of the step, name
 
 
@@ -145,8 +146,8 @@ class Tracer(TorchDispatchMode):
         """The operator on fakes; on known numbers too, where all of its inputs have some."""
         known = _with_numbers(func, args, kwargs)
         # Fakes in the place of the host's tensors, or FakeTensorMode would compute with them.
-        given = tree_map_only(Tensor, self._faked, (args, kwargs))
-        with FAKES:
+        with FAKES_LOCK, FAKES:
+            given = tree_map_only(Tensor, _faked, (args, kwargs))
             if _has_unknown_size(name, args):
                 out = tree_map_only(Tensor, partial(_like, args[0]), known)
                 out = self._longest(name, args) if known is None else out
@@ -164,14 +165,6 @@ class Tracer(TorchDispatchMode):
             if isinstance(fake, FakeTensor) and isinstance(number, Tensor):
                 fake.known = number
         return out
-
-    def _faked(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, FakeTensor):
-            return tensor
-        with FAKES:
-            return torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
-            )
 
     def _longest(self, name: str, args: Any) -> Tensor:
         """A result of unknown length, as long as it can be."""
@@ -290,6 +283,13 @@ class Tracer(TorchDispatchMode):
     def _freed(self, size: list[int]) -> None:
         with self._lock:
             self.live -= size[0]
+
+
+def _faked(tensor: Tensor) -> Tensor:
+    """Itself, or a fake beside a tensor of the host."""
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
 def seconds_on(device: PaperDevice) -> str:

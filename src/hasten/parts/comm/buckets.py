@@ -98,30 +98,30 @@ def predicted_buckets(parameters: Sequence[Named], cap_mb: float) -> list[Pieces
     return [tuple(bucket) for bucket in buckets]
 
 
-def offered(kept: Tensor, flat: Tensor, pieces: Pieces) -> tuple[Tensor, dict[int, Tensor]]:
-    """The memory that goes along with a gradient, and what is held back of it, by piece.
+def offered(kept: Tensor, flat: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor | None]:
+    """The memory that goes along with a gradient, and what is held back of it, if anything.
 
     A parameter whose gradient is all zeros may be one that no rank has used; DDP then leaves its
-    gradient alone, and what was sent for it would be lost. So its memory waits.
+    gradient alone, and what was sent for it would be lost. So its memory stays. On a GPU nobody
+    asks whether there is one: that would be to wait within the backward pass.
     """
-    parts = parts_of(flat, pieces)
-    filled = [i for i, part in enumerate(parts) if part.numel()]
-    largest = torch._foreach_norm([parts[i] for i in filled], torch.inf)
-    sizes = torch.stack([n.float() for n in largest]).tolist() if filled else []  # waits
-    resting = [i for i, size in zip(filled, sizes, strict=True) if size == 0.0]
-    if not resting:
-        return kept, {}
+    filled = [part for part in parts_of(flat, pieces) if part.numel()]
+    if not filled:
+        return kept, None
+    largest = torch._foreach_norm(filled, torch.inf)
+    moves = torch.stack([size.float() for size in largest]) != 0
+    if kept.is_cpu and bool(moves.all()):
+        return kept, None
     going = kept.clone()
-    for i in resting:
-        parts_of(going, pieces)[i].zero_()
-    return going, {i: parts_of(kept, pieces)[i] for i in resting}
+    parts = [part for part in parts_of(going, pieces) if part.numel()]
+    torch._foreach_mul_(parts, list(moves.to(kept.dtype).unbind()))
+    return going, kept - going
 
 
-def give_back(left: Tensor, held: dict[int, Tensor], pieces: Pieces) -> None:
+def give_back(left: Tensor, held: Tensor | None) -> None:
     """What was held back stays in memory, beside what the message left out."""
-    parts = parts_of(left, pieces)
-    for i, kept in held.items():
-        parts[i].add_(kept)
+    if held is not None:
+        left[: len(held)].add_(held)
 
 
 # Buckets on their way through a step, and what they leave in memory once the step counts.
@@ -144,7 +144,8 @@ class BucketExchange:
         self.buckets: list[Pieces] = []  # of the step
         self.scale: Callable[[], float] = lambda: 1.0  # of the loss
         self.quiet = False  # nothing is to be compressed, whatever the method
-        self.attached = self.asks = self.confirmed = self.spoiled = False
+        self.attached = self.asks = self.confirmed = self._spoiled = False
+        self._fine: list[Tensor] = []  # of buckets on a GPU: whether they were finite, not read yet
 
     @property
     def compresses(self) -> bool:
@@ -152,15 +153,23 @@ class BucketExchange:
         start = max(self._settings.dense_steps, DDP_STEPS if self.attached else 0)
         return self.steps > start and self._settings.method != "none" and not self.quiet
 
+    @property
+    def spoiled(self) -> bool:
+        """Whether a bucket of the step wasn't finite; on a GPU the first to ask waits for it."""
+        if self._fine:
+            self._spoiled = self._spoiled or not bool(torch.stack(self._fine).all())
+            self._fine = []
+        return self._spoiled
+
     def begin(self) -> None:
         self.settle()
         self.steps += 1
-        self.spoiled = self.confirmed = False
+        self._spoiled = self.confirmed = False
         self.buckets = []
 
     def settle(self) -> None:
         """What the last step left counts, or is forgotten; may be called again."""
-        counted = not self.spoiled and (self.confirmed or not self.asks)
+        counted = self.confirmed if self.asks else not self.spoiled
         self._memory.settle(counted)
         self.way.settle(counted)
 
@@ -182,8 +191,7 @@ class BucketExchange:
         scale = self.scale() if way.feedback else 1.0
         as_it_is = scale == 1.0 and (way is self._dense or buffer.dtype in READ_AS_THEY_ARE)
         flat = buffer if as_it_is else buffer.float().div_(scale)
-        residual: Tensor | None = None
-        held: dict[int, Tensor] = {}
+        residual = held = None
         if way.feedback:
             residual, held = offered(self._memory.kept(pieces, buffer.device), flat, pieces)
         finish = way.start(flat, residual, pieces, ranks)
@@ -197,14 +205,27 @@ class BucketExchange:
                 buffer.fill_(torch.nan)
             else:
                 buffer.copy_(mean if scale == 1.0 else mean.mul_(scale))
-            if mean is None or not _fits(buffer):
-                self.spoiled = True
-            elif left is not None:
-                give_back(left, held, pieces)
+            if self._judged(buffer, mean is not None) and left is not None:
+                give_back(left, held)
                 self._memory.leave(pieces, left)
             return buffer
 
         return done
+
+    def _judged(self, buffer: Tensor, fine: bool) -> bool:
+        """Whether what its messages left out is to be kept, should the step count.
+
+        Args:
+            fine: nobody has found a number that isn't finite, in the messages or their mean.
+        """
+        if buffer.is_cpu:
+            halved = buffer.dtype is torch.float16  # which may not hold the mean
+            fine = fine and (not halved or bool(buffer.isfinite().all()))
+            self._spoiled = self._spoiled or not fine
+            return fine
+        if not self.asks:  # else the norm of all gradients decides
+            self._fine.append(buffer.isfinite().all())
+        return True
 
     def send_between(
         self, buffer: Tensor, pieces: Pieces, hosts: Hosts, way: Way
@@ -222,8 +243,7 @@ class BucketExchange:
                 hosts.within.give(buffer, owner)
             except Exception as error:
                 raise hosts.within.failed(error) from error
-            if not bool(buffer.isfinite().all()):  # waits for the device
-                self.spoiled = True
+            self._judged(buffer, not buffer.is_cpu or bool(buffer.isfinite().all()))
             return buffer
 
         return done
@@ -256,11 +276,6 @@ class BucketExchange:
         self.steps = int(state["steps"])
         self._memory.load(state["residual"])
         self.way.load(state["way"])
-
-
-def _fits(buffer: Tensor) -> bool:
-    """Whether an fp16 gradient holds its mean; waits for the device."""
-    return buffer.dtype is not torch.float16 or bool(buffer.isfinite().all())
 
 
 # Where ranks meet: they compare settings, find out who shares a host, and open their groups.

@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 from hasten.parts.kernels import codec as compiled
-from hasten.parts.kernels import codec_reference
+from hasten.parts.kernels import codec_gpu, codec_reference
 from hasten.parts.kernels.codec_reference import CHUNK
 from hasten.parts.kernels.refused import LEAST_CAPABILITY, is_refused
 
@@ -421,9 +421,7 @@ def _way(tensor: Tensor) -> ModuleType:
     if tensor.device.type == "cpu":
         return compiled if compiled.library().library is not None else codec_reference
     if tensor.is_cuda and _takes_triton(tensor.device) and not is_refused(TRITON):
-        from hasten.parts.kernels import codec_triton
-
-        return codec_triton
+        return codec_gpu
     return codec_reference
 
 

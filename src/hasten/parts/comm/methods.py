@@ -126,9 +126,17 @@ class ResidualMemory:
 # What every way to average gradients offers, and the plain one: their sum in full.
 
 # The mean over ranks, None where a number of any rank wasn't finite (all ranks say the same), and
-# what this rank's messages left out, None where nothing is remembered.
+# what this rank's messages left out, None where nothing is remembered. On a GPU that isn't asked
+# within a backward pass: there the mean is all NaN.
 Outcome = tuple[Tensor | None, Tensor | None]
 Finish = Callable[[], Outcome]
+
+
+def judged(mean: Tensor, fine: Tensor) -> Tensor | None:
+    """The mean if it is ``fine``; else None, or on a GPU NaN, since to ask would be to wait."""
+    if mean.is_cpu:
+        return mean if bool(fine) else None
+    return mean.masked_fill_(~fine, torch.nan)
 
 
 class Way(Protocol):
@@ -180,7 +188,8 @@ class Dense(Forgetful):
 
         def finish() -> Outcome:
             mean = pending.wait()
-            return (mean if bool(mean.isfinite().all()) else None), None  # waits for the device
+            bad = mean.is_cpu and not bool(mean.isfinite().all())
+            return (None if bad else mean), None
 
         return finish
 
@@ -218,11 +227,12 @@ class TopKMean:
     def start(self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks) -> Finish:
         message, left = self._chosen(flat, residual, pieces)
         pending = ranks.all_gather(message, FIRST)
-        return lambda: (self._mean(pending.wait(), len(flat)), left)
+        return lambda: (judged(*self._mean(pending.wait(), len(flat))), left)
 
     def local(self, flat: Tensor, residual: Tensor | None, pieces: Pieces) -> Outcome:
         message, left = self._chosen(flat, residual, pieces)
-        return self._mean(message[None], len(flat)), left
+        mean, fine = self._mean(message[None], len(flat))
+        return (mean if bool(fine) else None), left
 
     def sent_bytes(self, pieces: Pieces, world: int) -> int:
         return gathered_bytes(self.codec.message_bytes(numbers(pieces)), world)
@@ -251,11 +261,11 @@ class TopKMean:
             self._velocity.leave(pieces, flat.masked_fill(sent, 0.0))
         return message, left
 
-    def _mean(self, rows: Tensor, count: int) -> Tensor | None:
-        """Of all ranks' messages; None where one holds what isn't finite: nothing is larger, so
-        it is always among what was chosen."""
+    def _mean(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Of all ranks' messages, and whether all are finite: nothing is larger than what isn't,
+        so it is always among what was chosen."""
         fine = torch.stack([self.codec.finite(row, count) for row in rows]).all()
-        return self.codec.decode_mean(rows, count) if bool(fine) else None  # waits for the device
+        return self.codec.decode_mean(rows, count), fine
 
 
 # The mean of quantised gradients: codes to the owner of a shard, its mean as codes to everybody.
@@ -307,7 +317,7 @@ class QuantisedMean(Forgetful):
             answer = torch.zeros_like(rows[0])
             self.codec.encode(mean, answer[:size])
             means = ranks.all_gather(answer, SECOND).wait()
-            result = self._decoded(means, shards)
+            result = judged(*self._decoded(means, shards))
             if result is not None and left is not None:
                 left[low:high].add_(mean - result[low:high], alpha=ranks.world)
             return (None if result is None else result.mul_(back)), left
@@ -320,7 +330,8 @@ class QuantisedMean(Forgetful):
         else:
             left = torch.empty_like(residual)
             message, _ = self.codec.encode_with_feedback(flat, residual, None, left)
-        return self._decoded(message[None], [(0, len(flat))]), left
+        found, fine = self._decoded(message[None], [(0, len(flat))])
+        return (found if bool(fine) else None), left
 
     def sent_bytes(self, pieces: Pieces, world: int) -> int:
         return 2 * gathered_bytes(self._row(self._shards(numbers(pieces), world)), world)
@@ -338,15 +349,15 @@ class QuantisedMean(Forgetful):
         low, high = shards[0]
         return self.codec.message_bytes(high - low)
 
-    def _decoded(self, rows: Tensor, shards: list[tuple[int, int]]) -> Tensor | None:
-        """All shards end to end; None where one holds what isn't finite."""
+    def _decoded(self, rows: Tensor, shards: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """All shards end to end, and whether all are finite."""
         result = torch.empty(shards[-1][1], dtype=torch.float32, device=rows.device)
         fine = []
         for row, (low, high) in zip(rows, shards, strict=True):
             message = row[: self.codec.message_bytes(high - low)]
             self.codec.decode(message, high - low, result[low:high])
             fine.append(self.codec.finite(message, high - low))
-        return result if bool(torch.stack(fine).all()) else None  # waits for the device
+        return result, torch.stack(fine).all()
 
 
 # PowerSGD: a matrix of gradients travels as two thin factors, one power iteration per step.
@@ -389,8 +400,9 @@ class PowerSGDMean:
         def finish() -> Outcome:
             for pending in waiting:
                 pending.wait()
-            # The same tensors on all ranks, so all go on or none does. Waits for the device.
-            if not bool(factors.isfinite().all() & whole.isfinite().all()):
+            fine = factors.isfinite().all() & whole.isfinite().all()
+            # The same tensors on all ranks, so all go on or none does.
+            if fine.is_cpu and not bool(fine):
                 return None, None
             bases = [_orthonormal(f) for f in _apart(factors.float(), left_factors)]
             own = [
@@ -399,9 +411,10 @@ class PowerSGDMean:
             means = _together(own, flat).to(WIRE)
             if len(means):
                 ranks.all_reduce(means, SECOND).wait()
-            return self._outcome(
+            mean, left = self._outcome(
                 pieces, matrices, bases, own, _apart(means.float(), own), whole, ranks.world
             )
+            return judged(mean, fine), left
 
         return finish
 
@@ -446,7 +459,7 @@ class PowerSGDMean:
         means: list[Tensor],
         whole: Tensor,
         world: int,
-    ) -> Outcome:
+    ) -> tuple[Tensor, Tensor]:
         """The mean of all pieces end to end, and what this rank's own factors leave out."""
         mean = torch.empty(numbers(pieces), dtype=torch.float32, device=whole.device)
         left = torch.zeros_like(mean)

@@ -18,8 +18,6 @@ from torch import Tensor
 from hasten.parts.kernels import codec_reference
 from hasten.parts.kernels.codec_reference import INFINITE, key_of, rule_of
 
-finite = codec_reference.finite  # one pass of torch's, which waits for its answer
-
 
 @triton.jit
 def mixed(x):

@@ -120,11 +120,9 @@ class Ahead(nn.Module):
         self.project = nn.Linear(2 * width, width, bias=False)
         nn.init.normal_(self.project.weight, std=config.initializer_range)
         self.block = one_layer(decoder)  # ends with a norm of its own
-        for weight in self.parameters():  # buffers stay: angles and biases are float32 everywhere
-            weight.data = weight.data.to(norm.weight.device, norm.weight.dtype)
-        for name, buffer in self.named_buffers():
-            owner, _, last = name.rpartition(".")
-            setattr(self.get_submodule(owner), last, buffer.to(norm.weight.device))
+        self.to(norm.weight.device)
+        for weight in self.parameters():  # not buffers: angles and biases are float32 everywhere
+            weight.data = weight.data.to(norm.weight.dtype)
 
     def forward(self, embedded: Tensor, hidden: Tensor, **inputs: Any) -> Tensor:
         """Both (B, T, hidden); ``inputs`` are those of the model's decoder but its tokens."""

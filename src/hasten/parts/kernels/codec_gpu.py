@@ -1,0 +1,61 @@
+"""The codecs of ``codec_triton.py`` as operators of torch, which a pretended GPU can count.
+
+Triton is imported when an operator runs, so that it may be missing where none does.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.library import custom_op
+
+from hasten.parts.kernels import codec_reference
+
+finite = codec_reference.finite  # one pass of torch's, which waits for its answer
+
+
+@custom_op("hasten_gpu::codec_encode", mutates_args=("kept", "codes", "scales"))
+def encode(
+    flat: Tensor,
+    residual: Tensor | None,
+    kept: Tensor | None,
+    codes: Tensor,
+    scales: Tensor,
+    block: int,
+    bits: int,
+    seed: int | None,
+) -> None:
+    """As :func:`hasten.parts.kernels.codec_reference.encode`."""
+    from hasten.parts.kernels import codec_triton
+
+    codec_triton.encode(flat, residual, kept, codes, scales, block, bits, seed)
+
+
+@custom_op("hasten_gpu::codec_decode", mutates_args=("out",))
+def decode(
+    codes: Tensor, scales: Tensor, out: Tensor, block: int, bits: int, factor: float, add: bool
+) -> None:
+    """As :func:`hasten.parts.kernels.codec_reference.decode`."""
+    from hasten.parts.kernels import codec_triton
+
+    codec_triton.decode(codes, scales, out, block, bits, factor, add)
+
+
+@encode.register_fake
+def _(
+    flat: Tensor,
+    residual: Tensor | None,
+    kept: Tensor | None,
+    codes: Tensor,
+    scales: Tensor,
+    block: int,
+    bits: int,
+    seed: int | None,
+) -> None:
+    return None
+
+
+@decode.register_fake
+def _(
+    codes: Tensor, scales: Tensor, out: Tensor, block: int, bits: int, factor: float, add: bool
+) -> None:
+    return None
