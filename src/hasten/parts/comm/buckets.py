@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hasten.parts.comm import methods
 from hasten.parts.comm.exchange import FIRST, Hosts, Ranks, found_hosts
 from hasten.parts.comm.methods import (
     CompressionSettings,
@@ -110,7 +111,7 @@ def offered(kept: Tensor, flat: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor 
         return kept, None
     largest = torch._foreach_norm(filled, torch.inf)
     moves = torch.stack([size.float() for size in largest]) != 0
-    if kept.is_cpu and bool(moves.all()):
+    if methods.may_ask(kept) and bool(moves.all()):
         return kept, None
     going = kept.clone()
     parts = [part for part in parts_of(going, pieces) if part.numel()]
@@ -218,7 +219,7 @@ class BucketExchange:
         Args:
             fine: nobody has found a number that isn't finite, in the messages or their mean.
         """
-        if buffer.is_cpu:
+        if methods.may_ask(buffer):
             halved = buffer.dtype is torch.float16  # which may not hold the mean
             fine = fine and (not halved or bool(buffer.isfinite().all()))
             self._spoiled = self._spoiled or not fine
@@ -243,7 +244,7 @@ class BucketExchange:
                 hosts.within.give(buffer, owner)
             except Exception as error:
                 raise hosts.within.failed(error) from error
-            self._judged(buffer, not buffer.is_cpu or bool(buffer.isfinite().all()))
+            self._judged(buffer, not methods.may_ask(buffer) or bool(buffer.isfinite().all()))
             return buffer
 
         return done

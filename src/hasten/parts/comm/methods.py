@@ -132,9 +132,15 @@ Outcome = tuple[Tensor | None, Tensor | None]
 Finish = Callable[[], Outcome]
 
 
+def may_ask(tensor: Tensor) -> bool:
+    """Whether the host may look at numbers beside this tensor: on a GPU it would wait for them."""
+    on_host: bool = tensor.is_cpu
+    return on_host
+
+
 def judged(mean: Tensor, fine: Tensor) -> Tensor | None:
     """The mean if it is ``fine``; else None, or on a GPU NaN, since to ask would be to wait."""
-    if mean.is_cpu:
+    if may_ask(mean):
         return mean if bool(fine) else None
     return mean.masked_fill_(~fine, torch.nan)
 
@@ -188,7 +194,7 @@ class Dense(Forgetful):
 
         def finish() -> Outcome:
             mean = pending.wait()
-            bad = mean.is_cpu and not bool(mean.isfinite().all())
+            bad = may_ask(mean) and not bool(mean.isfinite().all())
             return (None if bad else mean), None
 
         return finish
@@ -402,7 +408,7 @@ class PowerSGDMean:
                 pending.wait()
             fine = factors.isfinite().all() & whole.isfinite().all()
             # The same tensors on all ranks, so all go on or none does.
-            if fine.is_cpu and not bool(fine):
+            if may_ask(fine) and not bool(fine):
                 return None, None
             bases = [_orthonormal(f) for f in _apart(factors.float(), left_factors)]
             own = [
