@@ -28,10 +28,13 @@ _ANY_FORMAT = hasattr(Tensor, "grad_dtype")  # torch lets a gradient differ in f
 
 @runtime_checkable
 class WritesCopies(Protocol):
-    """An optimizer that takes gradients in the working format and rounds what it moves."""
+    """An optimizer that may take gradients in the working format and round what it moves."""
 
-    def write_copies(self, pairs: Sequence[Pair]) -> None:
-        """From now on each step writes the new masters into the working weights too."""
+    def write_copies(self, pairs: Sequence[Pair]) -> bool:
+        """From now on each step writes the new masters into the working weights too.
+
+        False: it doesn't, and wants gradients in float32.
+        """
 
     def register_step_post_hook(self, hook: Any) -> Any:
         """As every optimizer of torch has it: ``hook`` is called after each step."""
@@ -91,8 +94,7 @@ class MasterWeights:
             group["params"] = [self._adopt(p) if p.requires_grad else p for p in group["params"]]
         _move_state(optimizer, self._pairs)
         self._optimizer = optimizer
-        if isinstance(optimizer, WritesCopies):
-            optimizer.write_copies(self._pairs)
+        if isinstance(optimizer, WritesCopies) and optimizer.write_copies(self._pairs):
             optimizer.register_step_post_hook(self._note_copies)
             self._half_gradients = _ANY_FORMAT
 
