@@ -167,7 +167,7 @@ WHOLE_MODELS = {
         *(Budget(1, 1073, 35_250, 471, 96.2), Budget(1, 170, 500, 110, 95)),
     ),
     "full-1b": WholeModel(
-        *(ONE_BILLION, 4096, 4, MASTERS),
+        *(ONE_BILLION, 4096, 4, (*MASTERS, "fused_adamw")),
         *(Budget(1, 80, 161, 17, 39.6), Budget(1, 70, 160, 14, 38)),
     ),
     "lora-v2-lite": WholeModel(
