@@ -6,7 +6,7 @@ rounded up or down at random, so that updates smaller than a step of bf16 are ri
 (Gupta et al., arXiv:1502.02551). The launch needs no number on the host.
 
 ``adamw_reference.py`` has the rule in torch's operators, ``adamw_triton.py`` the kernel. Where
-either of its two forms doesn't work on a GPU it is refused by name, and something else runs.
+either of its two forms doesn't work on a GPU it is refused by name, and torch's operators run.
 """
 
 from __future__ import annotations
@@ -84,10 +84,8 @@ def dice_key(seed: int, place: int, step: int) -> int:
     return key_of(told % 2**64) | key_of(~told % 2**64) << 32
 
 
-def why_not(device: str | torch.device, form: str = PLAIN) -> str:
-    """Why the kernel can't run on a device, in one sentence; empty where it can."""
-    if is_refused(form):
-        return f"its kernel {form} doesn't work on this GPU; hasten doctor says why"
+def why_not(device: str | torch.device) -> str:
+    """Why the kernel isn't for a device, in one sentence; empty where it is."""
     return _why_no_triton(torch.device(device))
 
 
@@ -108,12 +106,13 @@ def _why_no_triton(device: torch.device) -> str:
 
 
 def takes(weight: Tensor, form: str = PLAIN) -> bool:
-    """Whether the kernel moves a weight: float32 or bf16, on a GPU that it runs on.
+    """Whether the kernel moves a weight: float32 or bf16, on a GPU that has it and not refused.
 
     Its gradient has to be in one of these formats, too.
     """
     grad = weight if weight.grad is None else weight.grad
-    return {weight.dtype, grad.dtype} <= KINDS and not why_not(weight.device, form)
+    known = {weight.dtype, grad.dtype} <= KINDS and not why_not(weight.device)
+    return known and not is_refused(form)
 
 
 def update(updates: Iterable[TensorUpdate], divisor: Tensor | None = None) -> None:

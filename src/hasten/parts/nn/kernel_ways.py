@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hasten.machine.ways import KernelWay, Operation, register
 from hasten.parts.kernels import adamw, amx, rowwise
+from hasten.parts.kernels.refused import is_refused
 from hasten.parts.nn import fused_experts, fused_functions, fused_layers
 from hasten.parts.nn.attention import attend
 
@@ -263,7 +264,9 @@ def _own_update(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _no_update(device: str) -> str:
-    return rowwise.library().reason if device == "cpu" else adamw.why_not(device)
+    if device == "cpu":
+        return rowwise.library().reason
+    return "it is refused" if is_refused(adamw.PLAIN) else adamw.why_not(device)
 
 
 UPDATES = Operation(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hasten.parts.kernels import adamw, rowwise
+from hasten.parts.kernels import adamw, adamw_reference, rowwise
 
 
 class FusedAdamW(Optimizer):
@@ -79,6 +79,8 @@ class FusedAdamW(Optimizer):
                 one = self._planned(weight, group)
                 if adamw.takes(weight):
                     updates.setdefault(weight.device, []).append(one)
+                elif weight.device.type != "cpu":  # whose kernel is refused
+                    adamw_reference.update(one, divisor)
                 else:
                     if factor is None:
                         factor = 1.0 if divisor is None else 1 / divisor.item()
@@ -88,8 +90,7 @@ class FusedAdamW(Optimizer):
         return found
 
     def _planned(self, weight: Tensor, group: dict[str, Any]) -> adamw.TensorUpdate:
-        somewhere = weight.device.type == "cpu" or adamw.takes(weight)
-        if weight.dtype != torch.float32 or not somewhere:
+        if weight.dtype != torch.float32 or why_not(weight.device):
             raise ValueError(
                 f"fused AdamW moves float32 weights on a processor or an NVIDIA GPU, not "
                 f"{weight.dtype} on {weight.device}; leave it out of the plan"
@@ -115,7 +116,7 @@ class FusedAdamW(Optimizer):
 
 
 def why_not(device: str | torch.device) -> str:
-    """Why the pass can't run on a device, in one sentence; empty where it can."""
+    """Why the pass isn't for a device, in one sentence; empty where it is."""
     if torch.device(device).type == "cpu":
         return rowwise.library().reason
     return adamw.why_not(device)
