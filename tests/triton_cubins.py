@@ -93,18 +93,20 @@ def variants(number: str, every: bool) -> Iterator[Variant]:
 def updates(number: str, every: bool) -> Iterator[Variant]:
     """AdamW's, by the format of gradients: how weights and moments are kept."""
     wide, half = tl.float32, tl.bfloat16
-    masters = [(moments, wide, True) for moments in (adamw_triton.FLOAT32, adamw_triton.INT8)]
-    others = [(moments, wide, False) for moments in range(3)] + [(m, half, False) for m in range(3)]
-    others.append((adamw_triton.BF16, wide, True))
-    for moments, weight, copy in [*masters, *(others if every else ())]:
-        for step in (adamw.STEP, 1) if every else (adamw.STEP,):
-            fixed = {"WEIGHT": weight, "GRAD": half if number == "bf16" else wide, "COPY": copy}
-            fixed |= {"MOMENTS": moments, "DIVIDED": True, "STEP": step}
-            fixed |= {"CHUNK": adamw_triton.CHUNK, "ROWS": adamw_triton.ROWS}
-            name = f"adamw, moments {('fp32', 'bf16', 'int8')[moments]}"
-            for few in ({}, {"tensors": 1}, {"depth": 1}) if every else ({},):
-                kernel = adamw_triton.adamw_kernel
-                yield Variant(name, kernel, number, adamw.WARPS, {**fixed, **few})
+    kept = ("fp32", "bf16", "int8")
+    cases = [(0, wide, True, adamw.STEP), (2, wide, True, adamw.STEP)]
+    if every:
+        ways = ((wide, True), (wide, False), (half, False))
+        several = (adamw.STEP, 1) if number == "bf16" else (adamw.STEP,)
+        cases = [(m, *way, step) for m in range(3) for way in ways for step in several]
+    for moments, weight, copy, step in cases:
+        fixed = {"WEIGHT": weight, "GRAD": half if number == "bf16" else wide, "COPY": copy}
+        fixed |= {"MOMENTS": moments, "DIVIDED": True, "STEP": step}
+        fixed |= {"CHUNK": adamw_triton.CHUNK, "ROWS": adamw_triton.ROWS}
+        alone = every and copy and step > 1  # the launch of one tensor, and of two
+        for few in ({}, {"tensors": 1}, {"depth": 1}) if alone else ({},):
+            kernel, name = adamw_triton.adamw_kernel, f"adamw, moments {kept[moments]}"
+            yield Variant(name, kernel, number, adamw.WARPS, {**fixed, **few})
 
 
 def cubin(variant: Variant, capability: int) -> bytes:
