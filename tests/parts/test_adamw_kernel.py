@@ -328,7 +328,7 @@ def test_one_pass_moves_as_torch_does_and_divides_once() -> None:
     torch.optim.AdamW(wide, **SETTINGS).step()
     for one, other in zip(found, wide, strict=True):
         torch.testing.assert_close(one.double(), other.detach(), rtol=1e-5, atol=1e-6)
-    assert optimizer.grad_scale is None
+    assert not hasattr(optimizer, "grad_scale")
 
 
 def test_one_pass_goes_on_where_its_kernel_is_refused() -> None:
@@ -424,6 +424,24 @@ def test_without_the_kernel_compact_adamw_takes_float32_gradients(
     model(torch.ones(2, 24, device=DEVICE)).sum().backward()
     masters.collect()
     assert lent_formats(masters) == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", [FusedAdamW, CompactAdamW])
+def test_a_step_whose_scaled_gradients_overflow_is_left_out(kind: Any) -> None:
+    """torch's scaler leaves that to optimizers which divide gradients themselves."""
+    weight = nn.Parameter(torch.ones(4, 4, device=DEVICE))
+    optimizer, scaler = kind([weight], **SETTINGS), torch.amp.GradScaler(DEVICE, init_scale=4.0)
+    before = weight.detach().clone()
+    for wrong in (float("inf"), 0.0):
+        scaler.scale((weight * (4.0 + wrong)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(weight, before) == bool(wrong)
+        optimizer.zero_grad()
+    assert {int(state["step"]) for state in optimizer.state.values()} == {1}
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()  # without the scaler, which took its attributes away
+    assert weight.isfinite().all()
 
 
 def test_numbers_in_another_order_are_refused() -> None:

@@ -36,6 +36,7 @@ from hasten.parts.kernels.low_bit import (
     to_bf16,
     values_of,
 )
+from hasten.parts.optim.fused_adamw import told_by_scaler
 
 FORMATS = ("bf16", "int8")
 CHUNK = {"cpu": 2**16}  # values at once: what a core's cache holds
@@ -55,6 +56,8 @@ class CompactAdamW(Optimizer):
         ValueError: an unknown format, or a setting out of range.
     """
 
+    grad_scale: Tensor | None  # gradients are divided by it, where it is set
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -73,7 +76,6 @@ class CompactAdamW(Optimizer):
         self.moments, self.seed = moments, seed
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
-        self.grad_scale: Tensor | None = None
         self._generators: dict[torch.device, torch.Generator] = {}
         self._copies: dict[int, Tensor] = {}  # by id of the weight
 
@@ -99,7 +101,9 @@ class CompactAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        divisor, self.grad_scale = self.grad_scale, None
+        divisor, skipped = told_by_scaler(self)
+        if skipped:
+            return loss
         updates: dict[torch.device, list[adamw.TensorUpdate]] = {}
         place = 0
         for group in self.param_groups:

@@ -35,6 +35,7 @@ class FusedAdamW(Optimizer):
     """
 
     _step_supports_amp_scaling = True  # grad_scale divides the gradients, as in torch's fused ones
+    grad_scale: Tensor | None  # where it is set
 
     def __init__(
         self,
@@ -54,7 +55,6 @@ class FusedAdamW(Optimizer):
         for device in {p.device for group in self.param_groups for p in group["params"]}:
             if reason := why_not(device):
                 raise RuntimeError(reason)
-        self.grad_scale: Tensor | None = None
         self._copies: dict[int, Tensor] = {}  # by id of the weight
 
     def write_copies(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
@@ -69,7 +69,9 @@ class FusedAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 found = closure()
-        divisor, self.grad_scale = self.grad_scale, None
+        divisor, skipped = told_by_scaler(self)
+        if skipped:
+            return found
         factor: float | None = None  # read where a loop on the processor needs it
         updates: dict[torch.device, list[adamw.TensorUpdate]] = {}
         for group in self.param_groups:
@@ -120,6 +122,20 @@ def why_not(device: str | torch.device) -> str:
     if torch.device(device).type == "cpu":
         return rowwise.library().reason
     return adamw.why_not(device)
+
+
+def told_by_scaler(optimizer: Any) -> tuple[Tensor | None, bool]:
+    """What the gradients of this step are divided by, and whether there is no step at all.
+
+    ``torch.amp.GradScaler`` tells both to an optimizer that divides gradients itself, by two
+    attributes that it takes away after the step. A ``grad_scale`` that others set holds once.
+    """
+    divisor, overflow = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+    if overflow is not None:
+        return divisor, bool(overflow.item())  # the scaler reads it, too, for other optimizers
+    if hasattr(optimizer, "grad_scale"):
+        del optimizer.grad_scale
+    return divisor, False
 
 
 def _laid_out_as(weight: Tensor, grad: Tensor) -> Tensor:
