@@ -42,8 +42,10 @@ def to_bf16(values: Tensor, dice: Tensor) -> Tensor:
     """
     bits = values.contiguous().view(torch.int32) + dice
     rounded = (bits & -65536).view(torch.float32).to(torch.bfloat16)
-    # A sum could turn the bits of a NaN into those of a zero.
-    return rounded.masked_fill_(values.isnan(), torch.nan)
+    if values.device.type != "cpu":
+        # A GPU's NaN is 0x7FFFFFFF, which a sum turns into a zero; a processor's is 0x7FC00000.
+        rounded.masked_fill_(values.isnan(), torch.nan)
+    return rounded
 
 
 @functools.cache
