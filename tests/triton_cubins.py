@@ -117,6 +117,7 @@ def cubin(variant: Variant, capability: int) -> bytes:
     types |= {n: "*fp32" for n in FLOATS if n in types}
     types |= {n: f"*{variant.table}" for n in ("cos", "sin") if n in types}
     known = {"codes": "*i8", "scales": "*i16", "table": "*i64"}
+    known |= dict.fromkeys(("signed_starts", "squared_starts"), "*u8")
     types |= {n: t for n, t in known.items() if n in types}
     types |= dict.fromkeys(variant.fixed, "constexpr")
     constants = {(kernel.arg_names.index(name),): value for name, value in variant.fixed.items()}

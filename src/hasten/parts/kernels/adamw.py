@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from hasten.parts.kernels.codec_reference import key_of
-from hasten.parts.kernels.low_bit import signed_borders, signed_table, squared_table
+from hasten.parts.kernels.low_bit import tables
 from hasten.parts.kernels.refused import LEAST_CAPABILITY, is_refused
 from hasten.parts.kernels.rowwise import check_alike
 
@@ -205,13 +205,12 @@ def _launch(
     rules = torch.tensor(numbers, dtype=torch.float32)
     words, rules = _sent(words, device), _sent(rules, device)
     moments = {torch.float32: kernels.FLOAT32, torch.bfloat16: kernels.BF16}
-    tables = (signed_table(device), signed_borders(device), squared_table(device))
     with torch.cuda.device_of(weight):  # Triton launches on the current device
         kernels.adamw_kernel[(starts[-1],)](
             words,
             rules,
             rules if divisor is None else divisor,
-            *tables,
+            *tables(device),
             tensors,
             (tensors - 1).bit_length(),
             WEIGHT=kernels.KINDS[formats[0]],

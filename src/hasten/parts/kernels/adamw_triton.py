@@ -43,51 +43,30 @@ def nearest_bf16(values):
 
 
 @triton.jit
-def decade_of(size):
-    """In which of seven decades a size lies, from below 1e-6 to 0.1 and more; 1 / its upper end.
-
-    Beside a border either of the two will do: no value of a table lies so near to one.
-    """
-    tenfold = tl.floor(tl.log2(tl.maximum(size, 1e-9)) * 0.30103) + 7.0
-    decade = tl.minimum(tl.maximum(tenfold, 0.0), 6.0)
-    return decade.to(tl.int32), tl.exp2((6.0 - decade) * 3.3219281)
+def start_of(shares, starts):
+    """Where to look in a table, by the upper half of each number; see ``low_bit.below``."""
+    upper = (shares.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
+    return tl.load(starts + upper).to(tl.int32)
 
 
 @triton.jit
-def signed_places(shares, borders):
-    """Places in the table of first moments, to the nearest.
-
-    The table has 0 in place 127. A formula finds its value below a size; one comparison with a
-    border does the rest.
-    """
-    known = tl.where(shares == shares, shares, 0.0)
-    size = tl.minimum(tl.abs(known), 1.0)
-    decade, factor = decade_of(size)
-    cells = (1 << decade).to(tl.float32)
-    cell = tl.floor((size * factor - 0.1) * (cells * 1.1111111111) - 0.5).to(tl.int32)
-    below = (1 << decade) + tl.minimum(tl.maximum(cell, -1), (1 << decade) - 1)
-    start = tl.where(known < 0, tl.maximum(126 - below, 0), 127 + below)
-    place = start + (tl.load(borders + start) < known).to(tl.int32)
-    return tl.where(shares == shares, place, 255)
+def signed_places(shares, borders, starts):
+    """Places in the table of first moments, to the nearest."""
+    start = start_of(shares, starts)
+    return start + (tl.load(borders + start) < shares).to(tl.int32)
 
 
 @triton.jit
-def squared_places(shares, table, dice):
+def squared_places(shares, table, starts, dice):
     """Places in the table of second moments, at random and right in the mean; never 0 but of 0."""
-    known = tl.where(shares == shares, shares, 0.0)
-    size = tl.minimum(tl.sqrt(known), 1.0)
-    decade, factor = decade_of(size)
-    cells = 2 << decade
-    cell = tl.floor((size * factor - 0.1) * (cells.to(tl.float32) * 1.1111111111)).to(tl.int32)
-    place = cells - 1 + tl.minimum(tl.maximum(cell, 0), cells - 1)
-    middle = tl.load(table + place)
-    more = middle < known
-    other = tl.load(table + tl.where(more, place + 1, place - 1))
+    start = tl.maximum(start_of(shares, starts), 1)
+    middle = tl.load(table + start)
+    more = middle < shares
+    other = tl.load(table + tl.where(more, start + 1, start - 1))
     low, high = tl.where(more, middle, other), tl.where(more, other, middle)
-    chance = tl.math.div_rn(known - low, high - low) * 65536.0
-    place += tl.where(more, 0, -1) + (dice.to(tl.float32) < chance).to(tl.int32)
-    place = tl.maximum(place, (known > 0).to(tl.int32))
-    return tl.where(shares == shares, place, 254)
+    chance = tl.math.div_rn(shares - low, high - low) * 65536.0
+    place = tl.where(more, start, start - 1) + (dice.to(tl.float32) < chance).to(tl.int32)
+    return tl.maximum(place, (shares > 0).to(tl.int32))
 
 
 @triton.jit
@@ -95,7 +74,13 @@ def shares_of(values):
     """Values as shares of the largest of their row, and those largest."""
     sizes = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # so ordered, NaN is the largest
     scale = tl.max(sizes, 1, keep_dims=True).to(tl.float32, bitcast=True)
-    return tl.math.div_rn(values, tl.where(scale < TINY, TINY, scale)), scale
+    divisor = tl.where(scale < TINY, TINY, scale)
+    inverse = tl.math.div_rn(1.0, divisor)
+    # One correction of the product rounds it as the quotient (Markstein, IBM J. R&D 34, 1990);
+    # what is divided by infinity is 0 without.
+    rough = values * inverse
+    rest = tl.fma(-tl.where(divisor < float("inf"), divisor, 0.0), rough, values)
+    return tl.fma(rest, inverse, rough), scale
 
 
 @triton.jit
@@ -120,7 +105,9 @@ def adamw_kernel(
     divisor,
     signed,
     borders,
+    signed_starts,
     squared,
+    squared_starts,
     tensors,
     depth,
     WEIGHT: tl.constexpr,
@@ -139,7 +126,7 @@ def adamw_kernel(
             and the addresses of weight, gradient, moments, their scales, the copy in bf16.
         rules: numbers of the update, for each tensor.
         divisor: of all gradients.
-        signed, borders, squared: the tables of 8 bits.
+        signed, borders, signed_starts, squared, squared_starts: of 8 bits (``low_bit.Tables``).
         depth: halvings that find a tensor.
         STEP: all addresses and sizes are multiples of so many numbers.
     """
@@ -207,10 +194,13 @@ def adamw_kernel(
                 tl.store(copy + at, nearest_bf16(w), mask=inside)
         if MOMENTS == 2:
             shares, scale = shares_of(m)
-            tl.store(first + at, signed_places(shares, borders).to(tl.uint8), mask=whole)
+            tl.store(
+                first + at, signed_places(shares, borders, signed_starts).to(tl.uint8), mask=whole
+            )
             tl.store(first_scale + block, scale, mask=used)
             shares, scale = shares_of(v)
-            places = squared_places(shares, squared, (dice >> 16).to(tl.int32))
+            dice = (dice >> 16).to(tl.int32)
+            places = squared_places(shares, squared, squared_starts, dice)
             tl.store(second + at, places.to(tl.uint8), mask=whole)
             tl.store(second_scale + block, scale, mask=used)
         elif MOMENTS == 1:

@@ -18,6 +18,7 @@ The noise comes from the caller, so that who knows seed and step knows every rou
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -124,6 +125,28 @@ def _starts(kind: str, device: torch.device) -> Tensor:
     smallest = torch.where(upper < 0, upper | 0xFFFF, upper).view(torch.float32)
     found = torch.searchsorted(borders, smallest.nan_to_num(2.0))
     return found.to(torch.int32).to(device)
+
+
+class Tables(NamedTuple):
+    """What a kernel needs of 8 bits: values, borders between them, and :func:`below`'s starts."""
+
+    signed: Tensor  # (256,) float32
+    borders: Tensor  # (256,), the last is infinite
+    signed_starts: Tensor  # (65536,) uint8
+    squared: Tensor
+    squared_starts: Tensor
+
+
+@functools.cache
+def tables(device: torch.device) -> Tables:
+    """On a device, made once."""
+    return Tables(
+        signed_table(device),
+        F.pad(signed_borders(device), (0, 1), value=torch.inf),
+        _starts("signed", device).to(torch.uint8),
+        squared_table(device),
+        _starts("squared", device).clamp_max(255).to(torch.uint8),
+    )
 
 
 def values_of(places: Tensor, scales: Tensor, table: Tensor, count: int) -> Tensor:
