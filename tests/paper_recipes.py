@@ -160,7 +160,7 @@ WHOLE_MODELS = {
     ),
     "full-8b": WholeModel(
         *(LLAMA_3_8B, 4096, 4, (*MASTERS, SMALL_MOMENTS, "recompute")),
-        *(Budget(1, 87, 415, 68, 91), Budget(1, 80, 415, 66, 91)),
+        *(Budget(1, 83, 415, 66, 91), Budget(1, 80, 415, 64, 91)),
     ),
     "full-8b-fp8": WholeModel(
         *(LLAMA_3_8B, 8192, 2, (*FUSED, "float8", SMALL_MOMENTS, "recompute")),
@@ -168,7 +168,7 @@ WHOLE_MODELS = {
     ),
     "full-1b": WholeModel(
         *(ONE_BILLION, 4096, 4, (*MASTERS, "fused_adamw")),
-        *(Budget(1, 76, 61, 15.2, 34.9), Budget(1, 70, 61, 14, 34.9)),
+        *(Budget(1, 72, 61, 15, 34.9), Budget(1, 70, 61, 14, 34.9)),
     ),
     "lora-v2-lite": WholeModel(
         *(V2_LITE, 4096, 2, (*MASTERS, {"experts_implementation": {"kind": "grouped_mm"}})),
@@ -178,7 +178,7 @@ WHOLE_MODELS = {
     "full-v2-lite": WholeModel(
         *(V2_LITE, 4096, 2),
         (*MASTERS, {"experts_implementation": {"kind": "grouped_mm"}}, SMALL_MOMENTS, "recompute"),
-        *(Budget(1, 260, 766, 135, 190.5), Budget(1, 190, 766, 130, 190)),
+        *(Budget(1, 257, 766, 131, 190.5), Budget(1, 190, 766, 120, 190)),
     ),
 }
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.library import custom_op
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hasten.parts.kernels.codec_reference import key_of
 from hasten.parts.kernels.low_bit import tables
@@ -108,11 +109,12 @@ def _why_no_triton(device: torch.device) -> str:
 def takes(weight: Tensor, form: str = PLAIN) -> bool:
     """Whether the kernel moves a weight: float32 or bf16, on a GPU that has it and not refused.
 
-    Its gradient has to be in one of these formats, too.
+    Its gradient has to be in one of these formats, too. A tensor that only stands for its parts (a
+    DTensor) has no memory of its own.
     """
     grad = weight if weight.grad is None else weight.grad
-    known = {weight.dtype, grad.dtype} <= KINDS and not why_not(weight.device)
-    return known and not is_refused(form)
+    known = {weight.dtype, grad.dtype} <= KINDS and not is_traceable_wrapper_subclass(weight)
+    return known and not why_not(weight.device) and not is_refused(form)
 
 
 def update(updates: Iterable[TensorUpdate], divisor: Tensor | None = None) -> None:

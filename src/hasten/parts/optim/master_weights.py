@@ -13,6 +13,7 @@ which needs no loss scaling). Gradients of several micro-batches add up in float
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
@@ -131,7 +132,7 @@ class MasterWeights:
             if master.grad is None:
                 master.grad = working.grad if self._half_gradients else working.grad.float()
             else:
-                master.grad = master.grad.float().add_(working.grad)
+                master.grad = _sum(master.grad, working.grad)
             working.grad = None
 
     def parameters(self) -> list[Tensor]:
@@ -182,6 +183,19 @@ class MasterWeights:
         if isinstance(value, dict):
             return {key: self._cast(item) for key, item in value.items()}
         return value
+
+
+def _sum(total: Tensor, more: Tensor) -> Tensor:
+    """In float32, and in place where the first is in that format."""
+    if total.dtype == torch.float32 or total.device.type == "cpu":
+        return total.float().add_(more)
+    # A third number in float32 lets a GPU widen both in the same pass, half the bytes.
+    return torch.addcmul(total, more, _one(total.device))
+
+
+@functools.cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones(1, device=device)
 
 
 def _widen(module: nn.Module, args: Any, output: Any) -> Any:
