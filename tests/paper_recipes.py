@@ -160,15 +160,15 @@ WHOLE_MODELS = {
     ),
     "full-8b": WholeModel(
         *(LLAMA_3_8B, 4096, 4, (*MASTERS, SMALL_MOMENTS, "recompute")),
-        *(Budget(1, 638, 35_651, 173, 109.3), Budget(1, 130, 500, 80, 105)),
+        *(Budget(1, 83, 415, 66, 91), Budget(1, 80, 415, 64, 91)),
     ),
     "full-8b-fp8": WholeModel(
         *(LLAMA_3_8B, 8192, 2, (*FUSED, "float8", SMALL_MOMENTS, "recompute")),
         *(Budget(1, 1073, 35_250, 471, 96.2), Budget(1, 170, 500, 110, 95)),
     ),
     "full-1b": WholeModel(
-        *(ONE_BILLION, 4096, 4, MASTERS),
-        *(Budget(1, 80, 161, 17, 39.6), Budget(1, 70, 160, 14, 38)),
+        *(ONE_BILLION, 4096, 4, (*MASTERS, "fused_adamw")),
+        *(Budget(1, 72, 61, 15, 34.9), Budget(1, 70, 61, 14, 34.9)),
     ),
     "lora-v2-lite": WholeModel(
         *(V2_LITE, 4096, 2, (*MASTERS, {"experts_implementation": {"kind": "grouped_mm"}})),
@@ -178,7 +178,7 @@ WHOLE_MODELS = {
     "full-v2-lite": WholeModel(
         *(V2_LITE, 4096, 2),
         (*MASTERS, {"experts_implementation": {"kind": "grouped_mm"}}, SMALL_MOMENTS, "recompute"),
-        *(Budget(1, 882, 67_857, 342, 222), Budget(1, 190, 900, 130, 220)),
+        *(Budget(1, 257, 766, 131, 190.5), Budget(1, 190, 766, 120, 190)),
     ),
 }
 

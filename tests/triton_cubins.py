@@ -17,16 +17,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hasten.parts.kernels import codec_triton, rowwise_triton
+from hasten.parts.kernels import adamw, adamw_triton, codec_triton, rowwise_triton
 from hasten.parts.nn.fused_gpu import BLOCK, ON_A_TILE, back_warps, warps
 
 WHOLE = ["rows", "n", "each", "count", "by_row", "by_head", "heads", "width", "m"]
 WHOLE += ["numbers", "ranks", "codes_stride", "scales_stride", "low", "cap", "most", "key"]
+WHOLE += ["tensors", "depth"]
 SINGLE = ["eps", "way", "share", "factor"]
-FLOATS = ["inverse", "dw", "residual", "kept", "out"]
+FLOATS = [
+    "inverse",
+    "dw",
+    "residual",
+    "kept",
+    "out",
+    "rules",
+    "divisor",
+    "signed",
+    "borders",
+    "squared",
+]
 FORMATS = ("bf16", "fp16", "fp32")
 
 
@@ -68,12 +81,32 @@ def variants(number: str, every: bool) -> Iterator[Variant]:
         yield Variant("norm back of one", rows.norm_back_kernel, number, 1, fixed)
     if number == "fp16":  # gradients travel as float32 or bfloat16
         return
+    yield from updates(number, every)
     for bits in (8, 4) if every else (8,):
         fixed = {"BITS": bits, "HALF": 128, "REST": True, "KEEP": True, "DICE": True}
         fixed |= {"INFINITY": codec.INFINITE}
         yield Variant(f"encode int{bits}", codec.encode_kernel, number, 1, fixed)
         add = {"BITS": bits, "HALF": 128, "ADD": True}
         yield Variant(f"decode int{bits}", codec.decode_kernel, number, 1, add)
+
+
+def updates(number: str, every: bool) -> Iterator[Variant]:
+    """AdamW's, by the format of gradients: how weights and moments are kept."""
+    wide, half = tl.float32, tl.bfloat16
+    kept = ("fp32", "bf16", "int8")
+    cases = [(0, wide, True, adamw.STEP), (2, wide, True, adamw.STEP)]
+    if every:
+        ways = ((wide, True), (wide, False), (half, False))
+        several = (adamw.STEP, 1) if number == "bf16" else (adamw.STEP,)
+        cases = [(m, *way, step) for m in range(3) for way in ways for step in several]
+    for moments, weight, copy, step in cases:
+        fixed = {"WEIGHT": weight, "GRAD": half if number == "bf16" else wide, "COPY": copy}
+        fixed |= {"MOMENTS": moments, "DIVIDED": True, "STEP": step}
+        fixed |= {"CHUNK": adamw_triton.CHUNK, "ROWS": adamw_triton.ROWS}
+        alone = every and copy and step > 1  # the launch of one tensor, and of two
+        for few in ({}, {"tensors": 1}, {"depth": 1}) if alone else ({},):
+            kernel, name = adamw_triton.adamw_kernel, f"adamw, moments {kept[moments]}"
+            yield Variant(name, kernel, number, adamw.WARPS, {**fixed, **few})
 
 
 def cubin(variant: Variant, capability: int) -> bytes:
@@ -83,7 +116,9 @@ def cubin(variant: Variant, capability: int) -> bytes:
     types |= {n: "i32" for n in WHOLE if n in types} | {n: "fp32" for n in SINGLE if n in types}
     types |= {n: "*fp32" for n in FLOATS if n in types}
     types |= {n: f"*{variant.table}" for n in ("cos", "sin") if n in types}
-    types |= {n: t for n, t in (("codes", "*i8"), ("scales", "*i16")) if n in types}
+    known = {"codes": "*i8", "scales": "*i16", "table": "*i64"}
+    known |= dict.fromkeys(("signed_starts", "squared_starts"), "*u8")
+    types |= {n: t for n, t in known.items() if n in types}
     types |= dict.fromkeys(variant.fixed, "constexpr")
     constants = {(kernel.arg_names.index(name),): value for name, value in variant.fixed.items()}
     source = ASTSource(kernel, signature=types, constexprs=constants)

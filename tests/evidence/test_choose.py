@@ -327,12 +327,12 @@ def test_the_same_code_chooses_on_a_gpu(
     pretended = dataclasses.replace(here, device="cuda:0", hardware=hardware)
     monkeypatch.setattr(facts, "seen_at_start", lambda: pretended)
     monkeypatch.setattr(prepare, "check_kernels", lambda known, tell: [])  # it has no kernels
-    speeds = {"bf16_master_weights": 2.0, "fused_adamw": 9.0, "labelled_token_loss": 1.2}
+    speeds = {"bf16_master_weights": 2.0, "fused_adamw": 1.1, "labelled_token_loss": 1.2}
     found = chosen({**sums, "device": "auto"}, tmp_path, race(speeds, steady(0.02, 1)))
     assert ("bf16_master_weights" in found.entries) == bf16
     assert "labelled_token_loss" in found.entries
     reasons = {row.name: row.why for row in found.rows if row.decision == "left out"}
-    assert "this run is on cuda:0" in reasons["fused_adamw"]
+    assert "fused_adamw" in found.entries
     assert bf16 or "no bf16 units" in reasons["bf16_master_weights"]
 
 

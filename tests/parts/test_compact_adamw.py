@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hasten.parts.kernels import low_bit
+from hasten.parts.kernels.low_bit import BLOCK
 from hasten.parts.optim import compact_adamw
-from hasten.parts.optim.compact_adamw import BLOCK, CompactAdamW
+from hasten.parts.optim.compact_adamw import CompactAdamW
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 formats = pytest.mark.parametrize("moments", ["bf16", "int8"])
@@ -187,5 +189,5 @@ def test_an_unknown_format_and_settings_out_of_range_are_refused() -> None:
 
 def test_whole_blocks_are_not_copied() -> None:
     values = torch.randn(2 * BLOCK)
-    assert compact_adamw._in_whole_blocks(values) is values
-    assert len(compact_adamw._in_whole_blocks(values[:-1])) == 2 * BLOCK
+    assert low_bit._in_whole_blocks(values) is values
+    assert len(low_bit._in_whole_blocks(values[:-1])) == 2 * BLOCK

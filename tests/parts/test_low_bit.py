@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hasten.parts.optim import compact_adamw
-from hasten.parts.optim.compact_adamw import (
+from hasten.parts.kernels import low_bit
+from hasten.parts.kernels.low_bit import (
     BLOCK,
     below,
     noise,
@@ -153,5 +153,5 @@ def test_the_fast_search_finds_what_a_binary_search_finds(shares: list[float]) -
     values = torch.cat([torch.tensor(shares), edges, *beside])
     for kind, borders in (("signed", middles), ("squared", squared)):
         usual = values if kind == "signed" else values.abs()
-        found = below(usual, borders, compact_adamw._starts(kind, CPU))
+        found = below(usual, borders, low_bit._starts(kind, CPU))
         assert torch.equal(found.long(), torch.bucketize(usual, borders))

@@ -20,7 +20,7 @@ import torch
 from hasten.cli import doctor
 from hasten.core.facts import ModelFacts
 from hasten.machine import host
-from hasten.parts.kernels import refused
+from hasten.parts.kernels import adamw, refused
 from hasten.parts.nn import attention, gpu_kernels, quantised
 from hasten.parts.nn.gpu_kernels import KERNELS, Sizes, Verdict, checked, kernel_named
 from hasten.recipe import gpu_check, prepare
@@ -30,7 +30,7 @@ from material import small
 from ranks import on_ranks
 from tiny import job_facts, language_job
 
-TRITON = ("rms_norm", "swiglu", "rotate", "codec")
+TRITON = ("rms_norm", "swiglu", "rotate", "codec", adamw.PLAIN, adamw.COMPACT)
 HERE = [kernel.name for kernel in KERNELS if not kernel.name.startswith("liger")]
 SMALL = Sizes(hidden=40, between=56, heads=4, groups=2, head=16, rows=5)
 FAULTS = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,16 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.models.load import load_model
 from hasten.parts import checkpoint
+from hasten.parts.kernels import adamw
 from hasten.parts.optim.muon import MuonAdamW
 from hasten.recipe.schema import Recipe
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.average import WeightAverage
-from hasten.techniques.optimizer import CompactAdamW, Muon
+from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.training.run import train
 from material import small
-from tiny import language_job, run, session_of, tiny_model
+from tiny import job_facts, language_job, run, session_of, tiny_model
 
 NEW: tuple[Technique, ...] = (CompactAdamW(), CompactAdamW("int8"), Muon(), WeightAverage(0.9))
 each = pytest.mark.parametrize("technique", NEW, ids=str)
@@ -68,6 +71,52 @@ def _saved(session: Session) -> list[Tensor]:
     """All weights of all versions that would be saved."""
     model = session.finish()
     return [p.detach().clone() for _ in session.versions() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "mps"])
+def test_one_pass_on_a_gpu_takes_triton(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is pretended; NVIDIA's alone have it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    adamw._why_no_triton.cache_clear()
+    known = replace(job_facts(language_job()), device=device)
+    try:
+        if device == "mps":
+            (reason,) = FusedAdamW().obstacles(known)
+            assert reason == "the update in one launch is for NVIDIA GPUs, not for mps"
+            return
+        assert FusedAdamW().obstacles(known) == ()
+        adamw._why_no_triton.cache_clear()
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        assert FusedAdamW().obstacles(known)[0].endswith("pip install triton")
+    finally:
+        adamw._why_no_triton.cache_clear()
+
+
+@pytest.mark.parametrize("technique", [CompactAdamW("int8"), FusedAdamW()], ids=str)
+def test_a_whole_job_trains_by_the_gpu_s_kernel(
+    technique: Technique, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a processor, in Triton's interpreter; beside the usual way. Its clip is the update's."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton isn't installed")
+
+    def losses(clipped: float) -> list[float]:
+        job = replace(language_job(steps=3, lr=0.02), max_grad_norm=clipped)
+        return [m.loss for m in run(session_of(job, technique, BF16MasterWeights()))]
+
+    expected = losses(0.1)
+    calls: list[int] = []
+    usual = adamw.update
+
+    def counted(updates: Any, divisor: Any = None) -> None:
+        calls.append(divisor is not None)
+        usual(updates, divisor)
+
+    monkeypatch.setattr(adamw, "_why_no_triton", lambda device: "")
+    monkeypatch.setattr(adamw, "update", counted)
+    assert losses(0.1) == pytest.approx(expected, rel=2e-3)
+    assert calls == [True] * 3
 
 
 @pytest.mark.parametrize("technique", NEW[:3], ids=str)

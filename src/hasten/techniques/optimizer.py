@@ -21,8 +21,8 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob
 from hasten.errors import InputError
 from hasten.machine.ways import Gain
-from hasten.parts.kernels import rowwise
 from hasten.parts.nn import kernel_ways
+from hasten.parts.optim import fused_adamw
 from hasten.parts.optim.compact_adamw import FORMATS
 from hasten.parts.optim.compact_adamw import CompactAdamW as CompactAdamWPart
 from hasten.parts.optim.fused_adamw import FusedAdamW as FusedAdamWPart
@@ -57,9 +57,7 @@ class FusedAdamW(Technique):
         setup.optimizer = _in_place_of_adamw(setup.optimizer, self.name(), build)
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
-        if facts.on_gpu:
-            return (f"the pass is for a processor's memory; this run is on {facts.device}",)
-        reason = rowwise.library().reason
+        reason = fused_adamw.why_not(facts.device)
         return (reason,) if reason else kernel_figures.faults(facts, kernel_ways.UPDATES)
 
     def forecast(self, facts: Facts) -> Forecast:
@@ -67,7 +65,7 @@ class FusedAdamW(Technique):
 
     def gain(self, facts: Facts) -> Gain | None:
         """A loss alone: the update is a small part of a step, and its gain none of the step's."""
-        found = None if facts.on_gpu else kernel_figures.update_gain(facts.device)
+        found = kernel_figures.update_gain(facts.device)
         return found if found is not None and found.lost else None
 
     def probe(self, session: Session) -> Proof:

@@ -49,11 +49,13 @@ KERNELS = {
     "_scaled_dot_product_flash_attention_backward": 3,
     "_scaled_dot_product_efficient_attention_backward": 3,
     "_scaled_dot_product_cudnn_attention_backward": 3,
+    "adamw_": 3,  # of hasten's; two are copies of its tables
 }
 # Numbers of a multi-tensor kernel's chunk; chunks and tensors of a launch (MultiTensorApply.cuh).
 CHUNK, CHUNKS, TENSORS = 65536, 320, 48
 OVERWRITES = frozenset({"zero_", "fill_", "copy_", "random_", "normal_", "uniform_", "bernoulli_"})
 TAKES = frozenset({"embedding", "index_select", "index", "gather"})  # reads what it gives, no more
+NOT_READ = frozenset({"copies"})  # arguments of hasten's operators that are only written
 PUTS = frozenset({"scatter_add_", "scatter_", "index_add_", "index_copy_", "index_fill_"})
 
 
@@ -104,9 +106,11 @@ def _moved(func: Any, name: str, args: Any, given: list[Tensor], made: list[Tens
     read = sum(map(touched, given))
     if not func._schema.is_mutable:
         return read + sum(map(touched, made))
-    changed = [a for a, s in zip(args, func._schema.arguments, strict=False) if s.is_write]
-    written = sum(map(touched, _tensors(changed)))
-    return written + read - (touched(given[0]) if name in OVERWRITES else 0)
+    told = list(zip(args, func._schema.arguments, strict=False))
+    written = sum(map(touched, _tensors([a for a, s in told if s.is_write])))
+    unread = [a for a, s in told if s.name in NOT_READ]
+    unread += [given[0]] if name in OVERWRITES else []
+    return written + read - sum(map(touched, _tensors(unread)))
 
 
 def _launches(name: str, args: Any) -> int:

@@ -78,11 +78,11 @@ def _bits(number: float) -> int:
 
 def key_of(seed: int) -> int:
     """32 mixed bits of a seed, so that neighbouring seeds have unrelated noise."""
-    upper = _mixed(((seed >> 32) + 0x9E3779B9) & 0xFFFFFFFF)
-    return int(_mixed((seed ^ upper) & 0xFFFFFFFF))
+    upper = mixed(((seed >> 32) + 0x9E3779B9) & 0xFFFFFFFF)
+    return int(mixed((seed ^ upper) & 0xFFFFFFFF))
 
 
-def _mixed(x: _Whole) -> _Whole:
+def mixed(x: _Whole) -> _Whole:
     """The hash "lowbias32" of Wellons, Prospecting for Hash Functions (nullprogram.com, 2018).
 
     A tensor is of int64, whose products wrap and whose lower 32 bits are then right.
@@ -176,7 +176,7 @@ def _rounded(rows: Tensor, inverse: Tensor, seed: int | None) -> Tensor:
     if seed is None:
         return (rows * inverse).round_().to(torch.int32)
     places = torch.arange(rows.numel(), device=rows.device) + key_of(seed)
-    noise = (_mixed(places & 0xFFFFFFFF) >> 16).to(torch.int32).view(rows.shape)
+    noise = (mixed(places & 0xFFFFFFFF) >> 16).to(torch.int32).view(rows.shape)
     return ((rows * (inverse * 65536)).round_().to(torch.int32) + noise) >> 16
 
 

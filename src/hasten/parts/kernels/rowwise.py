@@ -197,13 +197,20 @@ def adamw_(
 
     ``grad`` may be float32 or bfloat16; ``copy``, where given, gets the new weight in bfloat16.
     """
-    _check_dense(weight)
-    others = [t for t in (grad, first, second, copy) if t is not None]
-    if any(t.shape != weight.shape or _order(t) != _order(weight) for t in others):
-        raise ValueError("weight, gradient and moments must lie in memory in the same order")
+    check_alike(weight, *(t for t in (grad, first, second, copy) if t is not None))
     numbers = (ctypes.c_float * 7)(*rule)
     tensors = (_at(t) for t in (grad, weight, first, second, copy))
     call("rows_adamw", weight.numel(), *tensors, c_int64(weight.numel()), numbers, _half(grad))
+
+
+def check_alike(weight: Tensor, *others: Tensor) -> None:
+    """Raise ValueError where tensors differ in shape, in the order of their numbers, or have gaps.
+
+    A loop over plain memory would mix up their numbers.
+    """
+    _check_dense(weight)
+    if any(t.shape != weight.shape or _order(t) != _order(weight) for t in others):
+        raise ValueError("weight, gradient and moments must lie in memory in the same order")
 
 
 def _told(tensor: Tensor) -> str:

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hasten.machine.ways import KernelWay, Operation, register
-from hasten.parts.kernels import amx, rowwise
+from hasten.parts.kernels import adamw, amx, rowwise
+from hasten.parts.kernels.refused import is_refused
 from hasten.parts.nn import fused_experts, fused_functions, fused_layers
 from hasten.parts.nn.attention import attend
 
@@ -253,16 +254,19 @@ def _torch_update(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _own_update(*tensors: Tensor) -> tuple[Tensor, ...]:
     weight, grad, first, second = tensors
-    rule = (
-        RATE / (1 - BETAS[0] ** STEPS),
-        1 - RATE * DECAY,
-        *BETAS,
-        1 / math.sqrt(1 - BETAS[1] ** STEPS),
-        UPDATE_EPS,
-        1.0,
-    )
-    rowwise.adamw_(weight, grad, first, second, None, rule)
+    group = {"lr": RATE, "betas": BETAS, "eps": UPDATE_EPS, "weight_decay": DECAY}
+    rule = adamw.rule_of(group, STEPS)
+    if weight.device.type == "cpu":
+        rowwise.adamw_(weight, grad, first, second, None, (*rule, 1.0))
+    else:
+        adamw.update([adamw.TensorUpdate(weight, grad, first, second, rule)])
     return weight, first, second
+
+
+def _no_update(device: str) -> str:
+    if device == "cpu":
+        return rowwise.library().reason
+    return "it is refused" if is_refused(adamw.PLAIN) else adamw.why_not(device)
 
 
 UPDATES = Operation(
@@ -272,7 +276,7 @@ PLAIN_UPDATE = register(
     KernelWay(UPDATES, "torch, float32", PLAIN, _torch_update, EXACT, own=False)
 )
 OWN_UPDATE = register(
-    KernelWay(UPDATES, "hasten, float32", PLAIN, _own_update, EXACT, why_not=_rows)
+    KernelWay(UPDATES, "hasten, float32", PLAIN, _own_update, EXACT, why_not=_no_update)
 )
 
 

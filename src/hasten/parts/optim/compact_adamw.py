@@ -2,156 +2,41 @@
 
 The update is AdamW's (Loshchilov and Hutter, arXiv:1711.05101) in float32; between two steps the
 moments of matrices are kept as bf16, rounded at random, or in 8 bits. Norms and biases keep float32
-moments: they are few, and they matter.
+moments: they are few, and they matter. Weights in bf16 that have no float32 masters are rounded at
+random as well: an update is often smaller than half a step of bf16, and would vanish.
 
-One tensor at a time, a chunk at a time, so that no float32 copy of the whole state ever exists:
-(1) moments come back as float32 => (2) the gradient goes in => (3) the weights move by what is
-exact at this moment => (4) the moments are rounded for the next step.
+On a GPU one kernel does all of it (`hasten.parts.kernels.adamw`). Elsewhere, and where the kernel
+is refused, it is one tensor at a time, a chunk at a time, so that no float32 copy of the whole
+state ever exists: (1) moments come back as float32 => (2) the gradient goes in => (3) the weights
+move by what is exact at this moment => (4) moments, and weights in bf16, are rounded.
 
 The dice of (4) are thrown by seed, place of the tensor and step, so a resumed run rounds as an
-uninterrupted one, and every rank as its neighbours.
+uninterrupted one, and every rank as its neighbours. The kernel throws other dice than the chunks.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
-# Moments in few bits: rounding that keeps the mean, and numbers of 8 bits in blocks.
-#
-# bf16 has 8 bits of mantissa, so a running mean that moves by less than 1/256 of itself per step
-# stands still under rounding to the nearest. Rounded up or down at random, in proportion to the
-# distance, it is right in the mean (Gupta et al., Deep Learning with Limited Numerical Precision,
-# arXiv:1502.02551).
-#
-# 8 bits follow Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861: 256
-# values share one float32 scale, their largest, and each is the place in a fixed table whose steps
-# are fine near 1 and coarse near 0. Two things differ from the paper. The table of second moments
-# is squared, because they are squares: it reaches down to 1e-13 of the largest in place of 3e-7.
-# And they are rounded at random, because at beta2 = 0.999 they move less per step than the table's
-# steps.
-#
-# The noise comes from the caller, so that who knows seed and step knows every rounding.
-
-BLOCK = 256  # values that share a scale
-TINY = torch.finfo(torch.float32).tiny
-DECADES = 7  # that a table covers below 1
-
-
-def noise(count: int, generator: torch.Generator) -> Tensor:
-    """``count`` whole numbers from 0 to 65535 as int32, four from each word that is drawn."""
-    words = torch.empty((count + 3) // 4, dtype=torch.int64, device=generator.device)
-    words.random_(-(2**63), None, generator=generator)
-    return words.view(torch.int16)[:count].to(torch.int32) & 0xFFFF
-
-
-def to_bf16(values: Tensor, dice: Tensor) -> Tensor:
-    """float32 rounded to one of its two bf16 neighbours, right in the mean.
-
-    The lower 16 bits are the distance to the neighbour below, in 65536ths of the gap.
-    """
-    bits = values.contiguous().view(torch.int32) + dice
-    return (bits & -65536).view(torch.float32).to(torch.bfloat16)
-
-
-@functools.cache
-def signed_table(device: torch.device) -> Tensor:
-    """256 values from -1 to 1 with 0: 2^i midpoints of the i-th decade on either side."""
-    half = [v for i in range(DECADES) for v in _midpoints(i, 2**i)]
-    return torch.tensor(sorted([0.0, 1.0, *half, *(-v for v in half)]), device=device)
-
-
-@functools.cache
-def squared_table(device: torch.device) -> Tensor:
-    """256 values from 0 to 1: the squares of 2^(i+1) midpoints of the i-th decade."""
-    half = [v for i in range(DECADES) for v in _midpoints(i, 2 ** (i + 1))]
-    return torch.tensor(sorted([0.0, 1.0, *(v * v for v in half)]), device=device)
-
-
-def _midpoints(decade: int, count: int) -> list[float]:
-    scale = 10.0 ** (decade - DECADES + 1)
-    width = 0.9 / count
-    return [scale * (0.1 + width * (i + 0.5)) for i in range(count)]
-
-
-def blocks(count: int) -> int:
-    """Blocks for so many values; the last may be part empty."""
-    return -(-count // BLOCK)
-
-
-def quantised_signed(values: Tensor) -> tuple[Tensor, Tensor]:
-    """(places in the table as uint8, a scale per block) of flat float32 values, to the nearest."""
-    table = signed_table(values.device)
-    shares, scales = _shares(values)
-    borders = (table[1:] + table[:-1]) / 2
-    return below(shares, borders, _starts("signed", values.device)).to(torch.uint8), scales
-
-
-def quantised_squares(values: Tensor, dice: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of values that aren't negative, right in the mean.
-
-    A value that isn't 0 is never stored as 0: its square root is what a step is divided by.
-    """
-    table = squared_table(values.device)
-    shares, scales = _shares(values)
-    above = below(shares, table, _starts("squared", values.device)).clamp_(1, 255)
-    low, high = table.index_select(0, above - 1), table.index_select(0, above)
-    flat = shares.flatten()
-    chance = (flat - low) / (high - low) * 65536
-    dice = _in_whole_blocks(dice)
-    places = above - 1 + (dice < chance)
-    return torch.maximum(places, flat > 0).to(torch.uint8), scales
-
-
-def below(shares: Tensor, borders: Tensor, starts: Tensor) -> Tensor:
-    """How many of the sorted borders lie below each value, flat: a binary search, 20 times faster.
-
-    A number's upper 16 bits say how many lie below the smallest number with these bits; no two
-    borders of our tables share their upper bits, so one comparison settles the rest.
-    """
-    flat = shares.flatten()
-    start = starts.index_select(0, (flat.view(torch.int32) >> 16) & 0xFFFF)
-    following = F.pad(borders, (0, 1), value=torch.inf).index_select(0, start)
-    return start + (following < flat)
-
-
-@functools.cache
-def _starts(kind: str, device: torch.device) -> Tensor:
-    """For all upper halves of a float32, the borders below the smallest number that has it."""
-    cpu = torch.device("cpu")
-    table = signed_table(cpu) if kind == "signed" else squared_table(cpu)
-    borders = (table[1:] + table[:-1]) / 2 if kind == "signed" else table
-    upper = torch.arange(-(2**15), 2**15, dtype=torch.int32).roll(2**15) << 16
-    smallest = torch.where(upper < 0, upper | 0xFFFF, upper).view(torch.float32)
-    found = torch.searchsorted(borders, smallest.nan_to_num(2.0))
-    return found.to(torch.int32).to(device)
-
-
-def values_of(places: Tensor, scales: Tensor, table: Tensor, count: int) -> Tensor:
-    """The first ``count`` values that places and scales stand for, flat, float32."""
-    found = table.index_select(0, places.to(torch.int32)).view(-1, BLOCK) * scales[:, None]
-    return found.flatten()[:count]
-
-
-def _in_whole_blocks(values: Tensor) -> Tensor:
-    """Filled up with zeros; itself where nothing is missing, since a pad by nothing copies too."""
-    missing = -len(values) % BLOCK
-    return F.pad(values, (0, missing)) if missing else values
-
-
-def _shares(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Values as shares of the largest of their block, (blocks, 256), and those largest."""
-    rows = _in_whole_blocks(values).view(-1, BLOCK)
-    scales = rows.abs().amax(1)
-    return rows / scales.clamp_min(TINY)[:, None], scales
-
+from hasten.parts.kernels import adamw
+from hasten.parts.kernels.low_bit import (
+    BLOCK,
+    blocks,
+    noise,
+    quantised_signed,
+    quantised_squares,
+    signed_table,
+    squared_table,
+    to_bf16,
+    values_of,
+)
+from hasten.parts.optim.fused_adamw import told_by_scaler
 
 FORMATS = ("bf16", "int8")
 CHUNK = {"cpu": 2**16}  # values at once: what a core's cache holds
@@ -170,6 +55,8 @@ class CompactAdamW(Optimizer):
     Raises:
         ValueError: an unknown format, or a setting out of range.
     """
+
+    grad_scale: Tensor | None  # gradients are divided by it, where it is set
 
     def __init__(
         self,
@@ -190,6 +77,22 @@ class CompactAdamW(Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
         self._generators: dict[torch.device, torch.Generator] = {}
+        self._copies: dict[int, Tensor] = {}  # by id of the weight
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether gradients are divided by ``grad_scale`` in the update itself, by a kernel."""
+        return all(_by_kernel(p) for group in self.param_groups for p in group["params"])
+
+    def write_copies(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+        """Where a kernel moves all weights, write them, rounded, into the first of each pair, too.
+
+        False: they aren't written.
+        """
+        if not all(_by_kernel(weight) for _, weight in pairs):
+            return False
+        self._copies = {id(weight): copy for copy, weight in pairs}
+        return True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -198,12 +101,21 @@ class CompactAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        divisor, skipped = told_by_scaler(self)
+        if skipped:
+            return loss
+        updates: dict[torch.device, list[adamw.TensorUpdate]] = {}
         place = 0
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group, place)
+                if parameter.grad is not None and _by_kernel(parameter):
+                    one = self._planned(parameter, group, place)
+                    updates.setdefault(parameter.device, []).append(one)
+                elif parameter.grad is not None:
+                    self._update(parameter, group, place, divisor)
                 place += 1
+        for of_device in updates.values():
+            adamw.update(of_device, divisor)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -231,24 +143,51 @@ class CompactAdamW(Optimizer):
                     value = value.to(parameter.device, copy=True)
                 self.state[parameter][name] = value
 
-    def _update(self, parameter: Tensor, group: dict[str, Any], place: int) -> None:
-        state = self.state[parameter]
-        if not state:
-            state.update(self._fresh(parameter))
-        state["step"] += 1
-        grad = parameter.grad
+    def _planned(self, parameter: Tensor, group: State, place: int) -> adamw.TensorUpdate:
+        """What the kernel is to do with a parameter."""
+        state, copy, grad = self._next(parameter), self._copies.get(id(parameter)), parameter.grad
+        assert grad is not None
+        scales = (state["first_scale"], state["second_scale"]) if "first_scale" in state else None
+        return adamw.TensorUpdate(
+            parameter.detach().view(-1),
+            grad.contiguous().view(-1),
+            state["first"],
+            state["second"],
+            adamw.rule_of(group, state["step"]),
+            scales,
+            None if copy is None else copy.detach().view(-1),
+            adamw.dice_key(self.seed, place, state["step"]),
+        )
+
+    def _update(self, parameter: Tensor, group: State, place: int, divisor: Tensor | None) -> None:
+        state, grad = self._next(parameter), parameter.grad
         assert grad is not None
         dice = self._dice(parameter.device, place, state["step"])
         whole = parameter.detach().contiguous()  # itself, but for a weight with odd strides
         weights, grads = whole.view(-1), grad.contiguous().view(-1)
+        in_bf16 = weights.dtype is torch.bfloat16
         chunk = CHUNK.get(parameter.device.type, CHUNK_ELSEWHERE)
         for start in range(0, len(weights), chunk):
             part = slice(start, min(start + chunk, len(weights)))
             first, second = _moments(state, part)
-            _adamw(weights[part], grads[part].float(), first, second, group, state["step"])
+            given = grads[part].float() if divisor is None else grads[part].float() / divisor
+            moved = weights[part].float() if in_bf16 else weights[part]
+            _adamw(moved, given, first, second, group, state["step"])
             _keep(state, part, first, second, dice)
+            if in_bf16:
+                weights[part] = to_bf16(moved, noise(len(moved), dice))
         if whole.data_ptr() != parameter.data_ptr():
             parameter.copy_(whole)
+        if (copy := self._copies.get(id(parameter))) is not None:
+            copy.copy_(parameter)
+
+    def _next(self, parameter: Tensor) -> State:
+        """A parameter's state in the step that it is about to take."""
+        state: State = self.state[parameter]
+        if not state:
+            state.update(self._fresh(parameter))
+        state["step"] += 1
+        return state
 
     def _fresh(self, parameter: Tensor) -> State:
         count, device = parameter.numel(), parameter.device
@@ -271,6 +210,12 @@ class CompactAdamW(Optimizer):
             self._generators[device] = torch.Generator(device)
         mixed = (self.seed * 1_000_003 + place) * 0x9E3779B97F4A7C15 + step
         return self._generators[device].manual_seed(mixed % 2**63)
+
+
+def _by_kernel(parameter: Tensor) -> bool:
+    """Whether the GPU's kernel moves a parameter."""
+    form = adamw.COMPACT if parameter.ndim >= 2 else adamw.PLAIN
+    return parameter.is_contiguous() and adamw.takes(parameter, form)
 
 
 def _adamw(

@@ -3,7 +3,8 @@
 An update of a hundred million weights is all memory: each number it needs is read, used once and
 written back. Clipping gradients, widening them to float32 and rounding the new masters to bf16 are
 three more passes where they stand alone; here they happen while the numbers are in the register.
-The rule is AdamW's (Loshchilov and Hutter, arXiv:1711.05101), as torch's own has it.
+The rule is AdamW's (Loshchilov and Hutter, arXiv:1711.05101), as torch's own has it. A processor
+runs a loop in C++ for each tensor, an NVIDIA GPU one kernel in Triton for all of them.
 
     optimizer = FusedAdamW(model.parameters(), lr=3e-4)
     optimizer.grad_scale = torch.tensor(2.0)     # optional: gradients are divided by it
@@ -12,7 +13,6 @@ The rule is AdamW's (Loshchilov and Hutter, arXiv:1711.05101), as torch's own ha
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -20,21 +20,22 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hasten.parts.kernels import rowwise
+from hasten.parts.kernels import adamw, adamw_reference, rowwise
 
 
 class FusedAdamW(Optimizer):
-    """AdamW for float32 weights on a processor; gradients in float32 or bf16.
+    """AdamW for float32 weights on a processor or a GPU; gradients in float32 or bf16.
 
     Args:
         params: parameters or groups, as torch's optimizers take them.
 
     Raises:
         ValueError: a setting out of range.
-        RuntimeError: the kernels can't be compiled here (``rows.library().reason``).
+        RuntimeError: the kernels can't run where the parameters are (:func:`why_not`).
     """
 
     _step_supports_amp_scaling = True  # grad_scale divides the gradients, as in torch's fused ones
+    grad_scale: Tensor | None  # where it is set
 
     def __init__(
         self,
@@ -49,16 +50,17 @@ class FusedAdamW(Optimizer):
                 f"lr {lr}, eps {eps} and weight_decay {weight_decay} must not be negative, and "
                 f"betas {betas} lie in [0, 1)"
             )
-        if rowwise.library().library is None:
-            raise RuntimeError(rowwise.library().reason)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
-        self.grad_scale: Tensor | None = None
+        for device in {p.device for group in self.param_groups for p in group["params"]}:
+            if reason := why_not(device):
+                raise RuntimeError(reason)
         self._copies: dict[int, Tensor] = {}  # by id of the weight
 
-    def write_copies(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def write_copies(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
         """Each step also writes the weights, rounded to bf16, into the first of each pair."""
         self._copies = {id(weight): copy for copy, weight in pairs}
+        return True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -67,19 +69,33 @@ class FusedAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 found = closure()
-        divisor = 1.0 if self.grad_scale is None else self.grad_scale.item()
-        self.grad_scale = None
+        divisor, skipped = told_by_scaler(self)
+        if skipped:
+            return found
+        factor: float | None = None  # read where a loop on the processor needs it
+        updates: dict[torch.device, list[adamw.TensorUpdate]] = {}
         for group in self.param_groups:
             for weight in group["params"]:
-                if weight.grad is not None:
-                    self._move(weight, group, 1 / divisor)
+                if weight.grad is None:
+                    continue
+                one = self._planned(weight, group)
+                if adamw.takes(weight):
+                    updates.setdefault(weight.device, []).append(one)
+                elif weight.device.type != "cpu":  # whose kernel is refused
+                    adamw_reference.update(one, divisor)
+                else:
+                    if factor is None:
+                        factor = 1.0 if divisor is None else 1 / divisor.item()
+                    rowwise.adamw_(*one[:4], one.copy, (*one.rule, factor))
+        for of_device in updates.values():
+            adamw.update(of_device, divisor)
         return found
 
-    def _move(self, weight: Tensor, group: dict[str, Any], factor: float) -> None:
-        if weight.dtype != torch.float32 or weight.device.type != "cpu":
+    def _planned(self, weight: Tensor, group: dict[str, Any]) -> adamw.TensorUpdate:
+        if weight.dtype != torch.float32 or why_not(weight.device):
             raise ValueError(
-                f"fused AdamW moves float32 weights on a processor, not {weight.dtype} on "
-                f"{weight.device}; leave it out of the plan"
+                f"fused AdamW moves float32 weights on a processor or an NVIDIA GPU, not "
+                f"{weight.dtype} on {weight.device}; leave it out of the plan"
             )
         state = self.state[weight]
         if not state:
@@ -88,19 +104,38 @@ class FusedAdamW(Optimizer):
                 torch.zeros_like(weight),
                 torch.zeros_like(weight),
             )
+        if state["step"].device.type != "cpu":  # as torch's fused AdamW had it; read once
+            state["step"] = state["step"].cpu()
         state["step"] += 1
-        steps, (beta1, beta2) = state["step"].item(), group["betas"]
-        rule = (
-            group["lr"] / (1 - beta1**steps),
-            1 - group["lr"] * group["weight_decay"],
-            *(beta1, beta2),
-            1 / math.sqrt(1 - beta2**steps),
-            group["eps"],
-            factor,
+        return adamw.TensorUpdate(
+            weight.detach(),
+            _laid_out_as(weight, weight.grad),
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            adamw.rule_of(group, int(state["step"].item())),  # on the host
+            copy=self._copies.get(id(weight)),
         )
-        grad = _laid_out_as(weight, weight.grad)
-        moments = state["exp_avg"], state["exp_avg_sq"]
-        rowwise.adamw_(weight, grad, *moments, self._copies.get(id(weight)), rule)
+
+
+def why_not(device: str | torch.device) -> str:
+    """Why the pass isn't for a device, in one sentence; empty where it is."""
+    if torch.device(device).type == "cpu":
+        return rowwise.library().reason
+    return adamw.why_not(device)
+
+
+def told_by_scaler(optimizer: Any) -> tuple[Tensor | None, bool]:
+    """What the gradients of this step are divided by, and whether there is no step at all.
+
+    ``torch.amp.GradScaler`` tells both to an optimizer that divides gradients itself, by two
+    attributes that it takes away after the step. A ``grad_scale`` that others set holds once.
+    """
+    divisor, overflow = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+    if overflow is not None:
+        return divisor, bool(overflow.item())  # the scaler reads it, too, for other optimizers
+    if hasattr(optimizer, "grad_scale"):
+        del optimizer.grad_scale
+    return divisor, False
 
 
 def _laid_out_as(weight: Tensor, grad: Tensor) -> Tensor:

@@ -19,9 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hasten.machine import host
+
 
 class WeightAverage:
     """Exponential mean of a list of tensors, always given in the same order.
+
+    Weights on a device are copied to the host while training goes on, and join the mean when it is
+    looked at or the next ones come. So a step doesn't wait for the device.
 
     Raises:
         ValueError: ``decay`` isn't between 0 and 1.
@@ -32,20 +37,50 @@ class WeightAverage:
             raise ValueError(f"decay is {decay}; it lies between 0 and 1, say 0.999")
         self.decay = decay
         self.updates = 0
-        self.means: list[Tensor] = []
+        self._means: list[Tensor] = []
+        self._staging: list[Tensor] = []  # of the host, where copies of a device's weights arrive
+        self._arrivals: list[torch.Event] = []  # of copies that aren't in the mean yet
+
+    @property
+    def means(self) -> list[Tensor]:
+        """The means, float32 on the host; none before the first update."""
+        self._settle()
+        return self._means
 
     @torch.no_grad()
     def after_update(self, parameters: Sequence[Tensor]) -> None:
         """Take the weights in as they are now."""
+        self._settle()  # done long ago: the device has since moved these weights
         self._check(parameters)
         self.updates += 1
-        # Waits for the device: the weights must not move while they are copied.
-        now = [p.detach().to("cpu", torch.float32) for p in parameters]
-        if not self.means:
-            self.means = [value.clone() for value in now]
+        devices = {p.device for p in parameters if p.device.type != "cpu"}
+        if not devices:
+            self._take([p.detach().to(torch.float32) for p in parameters])
+            return
+        if not self._staging:
+            self._staging = [_host_memory(p) for p in parameters]
+        for memory, parameter in zip(self._staging, parameters, strict=True):
+            memory.copy_(parameter.detach(), non_blocking=True)
+        # Copies and later updates are in one stream, so that weights don't move on before.
+        for device in devices:
+            self._arrivals.append(torch.Event(device))
+            self._arrivals[-1].record()
+
+    def _settle(self) -> None:
+        """Let copies that are under way arrive, and take them in."""
+        if self._arrivals:
+            for event in self._arrivals:
+                event.synchronize()
+            self._arrivals = []
+            self._take(self._staging)
+
+    @torch.no_grad()
+    def _take(self, now: Sequence[Tensor]) -> None:
+        if not self._means:
+            self._means = [value.clone() for value in now]
             return
         weight = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        torch._foreach_lerp_(self.means, now, 1 - weight)
+        torch._foreach_lerp_(self._means, list(now), 1 - weight)
 
     @contextmanager
     def swapped(self, parameters: Sequence[Tensor]) -> Iterator[None]:
@@ -76,14 +111,21 @@ class WeightAverage:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved mean; the decay is this object's."""
         self.updates = state["updates"]
-        self.means = [mean.to("cpu", torch.float32, copy=True) for mean in state["means"]]
+        self._arrivals = []
+        self._means = [mean.to("cpu", torch.float32, copy=True) for mean in state["means"]]
 
     def _check(self, parameters: Sequence[Tensor]) -> None:
-        if self.means and [m.shape for m in self.means] != [p.shape for p in parameters]:
+        if self._means and [m.shape for m in self._means] != [p.shape for p in parameters]:
             raise ValueError(
-                f"the average is of {len(self.means)} tensors and other ones were given; keep one "
+                f"the average is of {len(self._means)} tensors and other ones were given; keep one "
                 "average per model, with its weights always in the same order"
             )
+
+
+def _host_memory(parameter: Tensor) -> Tensor:
+    """Float32 memory of the host that a copy from a device needn't wait for, where it has pins."""
+    pinned = host.pins_for(parameter.device)
+    return torch.empty(parameter.shape, dtype=torch.float32, pin_memory=pinned)
 
 
 @torch.no_grad()

@@ -1,0 +1,258 @@
+"""AdamW on a GPU: all tensors of one format in one launch, as the torch operator ``adamw_``.
+
+Gradients are divided, moments widened, moved and rounded, weights moved and rounded, and a copy of
+float32 weights in bf16 is written: each number is read once and written once. Weights in bf16 are
+rounded up or down at random, so that updates smaller than a step of bf16 are right in the mean
+(Gupta et al., arXiv:1502.02551). The launch needs no number on the host.
+
+``adamw_reference.py`` has the rule in torch's operators, ``adamw_triton.py`` the kernel. Where
+either of its two forms doesn't work on a GPU it is refused by name, and torch's operators run.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hasten.parts.kernels.codec_reference import key_of
+from hasten.parts.kernels.low_bit import tables
+from hasten.parts.kernels.refused import LEAST_CAPABILITY, is_refused
+from hasten.parts.kernels.rowwise import check_alike
+
+PLAIN, COMPACT = "adamw_float32_moments", "adamw_compact_moments"  # by which forms are refused
+STEP = 8  # numbers whose memory is moved at once where all addresses and sizes are multiples
+WARPS = 4
+KINDS = {torch.float32, torch.bfloat16}  # of weights and gradients
+
+
+class AdamWRule(NamedTuple):
+    """The numbers of one update: ``w <- keep w - rate m / (root sqrt(v) + eps)``."""
+
+    rate: float
+    keep: float
+    beta1: float
+    beta2: float
+    root: float
+    eps: float
+
+
+class TensorUpdate(NamedTuple):
+    """One tensor's update; all tensors have the numbers in the same order, without gaps.
+
+    Args:
+        first, second: moments; with ``scales`` they are places in the tables of 8 bits.
+        copy: gets the new float32 weights, rounded to bf16.
+        key: of the dice, see :func:`dice_key`.
+    """
+
+    weight: Tensor
+    grad: Tensor
+    first: Tensor
+    second: Tensor
+    rule: AdamWRule
+    scales: tuple[Tensor, Tensor] | None = None
+    copy: Tensor | None = None
+    key: int = 0
+
+
+def rule_of(group: Mapping[str, Any], step: int) -> AdamWRule:
+    """The rule of a group of parameters in their ``step``-th update, the first is 1."""
+    beta1, beta2 = group["betas"]
+    return AdamWRule(
+        group["lr"] / (1 - beta1**step),
+        1 - group["lr"] * group["weight_decay"],
+        beta1,
+        beta2,
+        1 / math.sqrt(1 - beta2**step),
+        group["eps"],
+    )
+
+
+def dice_key(seed: int, place: int, step: int) -> int:
+    """64 mixed bits: whoever has the same seed, place of the tensor and step throws the same."""
+    told = (seed * 1_000_003 + place) * 0x9E3779B97F4A7C15 + step
+    return key_of(told % 2**64) | key_of(~told % 2**64) << 32
+
+
+def why_not(device: str | torch.device) -> str:
+    """Why the kernel isn't for a device, in one sentence; empty where it is."""
+    return _why_no_triton(torch.device(device))
+
+
+@functools.cache
+def _why_no_triton(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"the update in one launch is for NVIDIA GPUs, not for {device.type}"
+    if torch.version.hip is not None:  # torch calls AMD's GPUs cuda, too
+        return "the update in one launch is for NVIDIA GPUs: it was never tried on ROCm"
+    if importlib.util.find_spec("triton") is None:
+        return "the update in one launch takes Triton, which isn't installed: pip install triton"
+    if torch.cuda.is_available():
+        found = torch.cuda.get_device_capability(device)
+        if found < LEAST_CAPABILITY:
+            have, need = (".".join(map(str, c)) for c in (found, LEAST_CAPABILITY))
+            return f"Triton takes compute capability {need} or later, and this GPU has {have}"
+    return ""
+
+
+def takes(weight: Tensor, form: str = PLAIN) -> bool:
+    """Whether the kernel moves a weight: float32 or bf16, on a GPU that has it and not refused.
+
+    Its gradient has to be in one of these formats, too. A tensor that only stands for its parts (a
+    DTensor) has no memory of its own.
+    """
+    grad = weight if weight.grad is None else weight.grad
+    known = {weight.dtype, grad.dtype} <= KINDS and not is_traceable_wrapper_subclass(weight)
+    return known and not why_not(weight.device) and not is_refused(form)
+
+
+def update(updates: Iterable[TensorUpdate], divisor: Tensor | None = None) -> None:
+    """Move tensors of one device, in place; a launch for each combination of formats.
+
+    Args:
+        divisor: one float32 number on the device; all gradients are divided by it on the way.
+    """
+    alike: dict[Any, list[TensorUpdate]] = {}
+    for one in updates:
+        moments = (one.first, one.second) if one.scales is None else ()
+        copy = () if one.copy is None else (one.copy,)
+        check_alike(one.weight, one.grad, *moments, *copy)
+        formats = one.weight.dtype, one.grad.dtype, one.first.dtype, one.copy is None
+        alike.setdefault(formats, []).append(one)
+    for tensors in alike.values():
+        adamw_(
+            [one.weight for one in tensors],
+            [one.grad for one in tensors],
+            [one.first for one in tensors],
+            [one.second for one in tensors],
+            [scale for one in tensors for scale in one.scales or ()],
+            [one.copy for one in tensors if one.copy is not None],
+            [number for one in tensors for number in _numbers(one.rule)],
+            [_signed(one.key) for one in tensors],
+            divisor,
+        )
+
+
+@custom_op("hasten_gpu::adamw_", mutates_args=("weights", "firsts", "seconds", "scales", "copies"))
+def adamw_(
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    firsts: Sequence[Tensor],
+    seconds: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    copies: Sequence[Tensor],
+    rules: Sequence[float],
+    keys: Sequence[int],
+    divisor: Tensor | None,
+) -> None:
+    """Move tensors of the same formats; see :func:`update`, which checks what it is given."""
+    columns: list[Sequence[Tensor]] = [weights, grads, firsts, seconds]
+    columns += [scales[0::2] or firsts, scales[1::2] or firsts, copies or weights]  # unread
+    addresses = [[t.data_ptr() for t in column] for column in columns]
+    sizes = [t.numel() for t in weights]
+    for step in (STEP, 1):
+        chosen = [
+            i
+            for i, size in enumerate(sizes)
+            if size and (step == STEP) == _in_steps(size, [a[i] for a in addresses])
+        ]
+        if chosen:
+            of = functools.partial(_of, chosen)
+            table = [of(sizes), of(keys), *(of(a) for a in addresses)]
+            numbers = [rules[7 * i + k] for i in chosen for k in range(7)]
+            given = weights[0].dtype, grads[0].dtype, firsts[0].dtype
+            _launch(table, numbers, weights[0], given, bool(copies), step, divisor)
+
+
+@adamw_.register_fake
+def _(
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    firsts: Sequence[Tensor],
+    seconds: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    copies: Sequence[Tensor],
+    rules: Sequence[float],
+    keys: Sequence[int],
+    divisor: Tensor | None,
+) -> None:
+    return None
+
+
+def _launch(
+    table: list[list[int]],
+    numbers: list[float],
+    weight: Tensor,
+    formats: tuple[torch.dtype, ...],
+    copy: bool,
+    step: int,
+    divisor: Tensor | None,
+) -> None:
+    kernels, device = _kernels(), weight.device
+    programs = [-(-size // kernels.CHUNK) for size in table[0]]
+    starts = list(accumulate(programs, initial=0))
+    tensors = len(programs)
+    words = torch.tensor([starts[:-1], *table], dtype=torch.int64).view(-1)
+    rules = torch.tensor(numbers, dtype=torch.float32)
+    words, rules = _sent(words, device), _sent(rules, device)
+    moments = {torch.float32: kernels.FLOAT32, torch.bfloat16: kernels.BF16}
+    with torch.cuda.device_of(weight):  # Triton launches on the current device
+        kernels.adamw_kernel[(starts[-1],)](
+            words,
+            rules,
+            rules if divisor is None else divisor,
+            *tables(device),
+            tensors,
+            (tensors - 1).bit_length(),
+            WEIGHT=kernels.KINDS[formats[0]],
+            GRAD=kernels.KINDS[formats[1]],
+            MOMENTS=moments.get(formats[2], kernels.INT8),
+            COPY=copy,
+            DIVIDED=divisor is not None,
+            STEP=step,
+            CHUNK=kernels.CHUNK,
+            ROWS=kernels.ROWS,
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+        )
+
+
+def _sent(values: Tensor, device: torch.device) -> Tensor:
+    """On the device; out of pinned memory, so that the host doesn't wait."""
+    if device.type == "cpu":
+        return values
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    return importlib.import_module("hasten.parts.kernels.adamw_triton")
+
+
+def _of(chosen: Sequence[int], values: Sequence[int]) -> list[int]:
+    return [values[i] for i in chosen]
+
+
+def _in_steps(size: int, addresses: Sequence[int]) -> bool:
+    return size % STEP == 0 and all(address % (2 * STEP) == 0 for address in addresses)
+
+
+def _numbers(rule: AdamWRule) -> tuple[float, ...]:
+    """As the kernel has them: differences are taken here, in float64."""
+    rate, keep, beta1, beta2, root, eps = rule
+    return rate, keep, 1 - beta1, beta2, 1 - beta2, root, eps
+
+
+def _signed(key: int) -> int:
+    return key - (key >> 63 << 64)

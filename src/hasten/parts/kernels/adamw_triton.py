@@ -1,0 +1,211 @@
+"""AdamW for many tensors in one launch, in Triton: the rule of ``adamw_reference.py``, bit by bit.
+
+Imported only where Triton is installed. A program moves ``CHUNK`` numbers of one tensor, a tile at
+a time. The rows of a tile are 256 numbers, which share a scale where moments have 8 bits. A table
+on the device says where each tensor lies. Products are never fused with sums, and quotients and
+roots are rounded as on a processor: so moments have the same bits everywhere.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Triton reads the annotations of a kernel as its own: constexpr, or none.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from hasten.parts.kernels import low_bit
+from hasten.parts.kernels.codec_triton import mixed
+
+CHUNK = 65_536  # numbers of a program
+ROWS = 4  # of a tile
+FLOAT32, BF16, INT8 = 0, 1, 2  # how moments are kept
+
+WIDTH = tl.constexpr(low_bit.BLOCK)
+TINY = tl.constexpr(low_bit.TINY)
+KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}  # of weights and gradients
+
+
+@triton.jit
+def to_bf16(values, dice):
+    """One of the two bf16 neighbours of float32 numbers, by dice from 0 to 65535."""
+    bits = (values.to(tl.int32, bitcast=True) + dice) & -65536
+    # A sum could turn the bits of a NaN into those of a zero.
+    return tl.where(values == values, bits.to(tl.float32, bitcast=True), values).to(tl.bfloat16)
+
+
+@triton.jit
+def nearest_bf16(values):
+    """The nearest bf16 of float32 numbers, ties to even; the interpreter's own cast cuts off."""
+    odd = (values.to(tl.int32, bitcast=True) >> 16) & 1
+    return to_bf16(values, odd + 0x7FFF)
+
+
+@triton.jit
+def start_of(shares, starts):
+    """Where to look in a table, by the upper half of each number; see ``low_bit.below``."""
+    upper = (shares.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
+    return tl.load(starts + upper).to(tl.int32)
+
+
+@triton.jit
+def signed_places(shares, borders, starts):
+    """Places in the table of first moments, to the nearest."""
+    start = start_of(shares, starts)
+    return start + (tl.load(borders + start) < shares).to(tl.int32)
+
+
+@triton.jit
+def squared_places(shares, table, starts, dice):
+    """Places in the table of second moments, at random and right in the mean; never 0 but of 0."""
+    start = tl.maximum(start_of(shares, starts), 1)
+    middle = tl.load(table + start)
+    more = middle < shares
+    other = tl.load(table + tl.where(more, start + 1, start - 1))
+    low, high = tl.where(more, middle, other), tl.where(more, other, middle)
+    chance = tl.math.div_rn(shares - low, high - low) * 65536.0
+    place = tl.where(more, start, start - 1) + (dice.to(tl.float32) < chance).to(tl.int32)
+    return tl.maximum(place, (shares > 0).to(tl.int32))
+
+
+@triton.jit
+def shares_of(values):
+    """Values as shares of the largest of their row, and those largest."""
+    sizes = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # so ordered, NaN is the largest
+    scale = tl.max(sizes, 1, keep_dims=True).to(tl.float32, bitcast=True)
+    divisor = tl.where(scale < TINY, TINY, scale)
+    inverse = tl.math.div_rn(1.0, divisor)
+    # One correction of the product rounds it as the quotient (Markstein, IBM J. R&D 34, 1990);
+    # what is divided by infinity is 0 without.
+    rough = values * inverse
+    rest = tl.fma(-tl.where(divisor < float("inf"), divisor, 0.0), rough, values)
+    return tl.fma(rest, inverse, rough), scale
+
+
+@triton.jit
+def column(table, number, tensors, tensor):
+    """A tensor's entry in a column of the table."""
+    return tl.load(table + number * tensors + tensor)
+
+
+@triton.jit
+def at_address(table, number, tensors, tensor, KIND: tl.constexpr, STEP: tl.constexpr):
+    """The memory that a column of the table tells of."""
+    place = column(table, number, tensors, tensor).to(tl.pointer_type(KIND))
+    if STEP > 1:
+        place = tl.multiple_of(place, 16)
+    return place
+
+
+@triton.jit
+def adamw_kernel(
+    table,
+    rules,
+    divisor,
+    signed,
+    borders,
+    signed_starts,
+    squared,
+    squared_starts,
+    tensors,
+    depth,
+    WEIGHT: tl.constexpr,
+    GRAD: tl.constexpr,
+    MOMENTS: tl.constexpr,
+    COPY: tl.constexpr,
+    DIVIDED: tl.constexpr,
+    STEP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """A chunk of one tensor.
+
+    Args:
+        table: columns of int64, one entry a tensor: its first program; its numbers; the dice's key;
+            and the addresses of weight, gradient, moments, their scales, the copy in bf16.
+        rules: numbers of the update, for each tensor.
+        divisor: of all gradients.
+        signed, borders, signed_starts, squared, squared_starts: of 8 bits (``low_bit.Tables``).
+        depth: halvings that find a tensor.
+        STEP: all addresses and sizes are multiples of so many numbers.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    tensor, beyond = tensors * 0, tensors
+    for _ in range(depth):
+        middle = (tensor + beyond) // 2
+        later = tl.load(table + middle) <= program
+        tensor = tl.where(later, middle, tensor)
+        beyond = tl.where(later, beyond, middle)
+    begin = (program - tl.load(table + tensor)) * CHUNK
+    count = column(table, 1, tensors, tensor)
+    key = column(table, 2, tensors, tensor)
+    weight = at_address(table, 3, tensors, tensor, WEIGHT, STEP)
+    grad = at_address(table, 4, tensors, tensor, GRAD, STEP)
+    kept = tl.float32 if MOMENTS == 0 else tl.bfloat16 if MOMENTS == 1 else tl.uint8
+    first = at_address(table, 5, tensors, tensor, kept, STEP)
+    second = at_address(table, 6, tensors, tensor, kept, STEP)
+    first_scale = at_address(table, 7, tensors, tensor, tl.float32, 1)
+    second_scale = at_address(table, 8, tensors, tensor, tl.float32, 1)
+    copy = at_address(table, 9, tensors, tensor, tl.bfloat16, STEP)
+    rules += tensor * 7
+    rate, keep = tl.load(rules), tl.load(rules + 1)
+    new, beta2, new2 = tl.load(rules + 2), tl.load(rules + 3), tl.load(rules + 4)
+    root, eps = tl.load(rules + 5), tl.load(rules + 6)
+    factor = 1.0
+    if DIVIDED:
+        factor = tl.math.div_rn(1.0, tl.load(divisor))
+    row = tl.arange(0, ROWS)[:, None]
+    offset = row * WIDTH + tl.arange(0, WIDTH)[None, :]
+    tiles = (tl.minimum(count - begin, CHUNK) + ROWS * WIDTH - 1) // (ROWS * WIDTH)
+    for tile in range(tiles.to(tl.int32)):
+        base = begin + tile * (ROWS * WIDTH)
+        left = tl.minimum(count - base, ROWS * WIDTH).to(tl.int32)
+        at = base + offset
+        inside = offset // STEP * STEP < left
+        g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        if DIVIDED:
+            g *= factor
+        w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+        block = base // WIDTH + row
+        used = row * WIDTH < left  # blocks are kept whole
+        if MOMENTS == 2:
+            whole = offset // WIDTH * WIDTH < left
+            m = tl.load(signed + tl.load(first + at, mask=whole, other=0).to(tl.int32))
+            m *= tl.load(first_scale + block, mask=used, other=0.0)
+            v = tl.load(squared + tl.load(second + at, mask=whole, other=0).to(tl.int32))
+            v *= tl.load(second_scale + block, mask=used, other=0.0)
+        else:
+            m = tl.load(first + at, mask=inside, other=0.0).to(tl.float32)
+            v = tl.load(second + at, mask=inside, other=0.0).to(tl.float32)
+        m += (g - m) * new
+        v = v * beta2 + g * g * new2
+        w = w * keep - tl.math.div_rn(m, tl.math.sqrt_rn(v) * root + eps) * rate
+        at_random: tl.constexpr = weight.dtype.element_ty == tl.bfloat16
+        if MOMENTS > 0 or at_random:
+            dice = mixed(offset.to(tl.uint32) + (base + key).to(tl.uint32))
+            dice = mixed(dice ^ ((key >> 32) ^ (base >> 32)).to(tl.uint32))
+        if at_random:
+            own = (mixed(dice + 0x9E3779B9) & 0xFFFF).to(tl.int32)
+            tl.store(weight + at, to_bf16(w, own), mask=inside)
+        else:
+            tl.store(weight + at, w, mask=inside)
+            if COPY:
+                tl.store(copy + at, nearest_bf16(w), mask=inside)
+        if MOMENTS == 2:
+            shares, scale = shares_of(m)
+            tl.store(
+                first + at, signed_places(shares, borders, signed_starts).to(tl.uint8), mask=whole
+            )
+            tl.store(first_scale + block, scale, mask=used)
+            shares, scale = shares_of(v)
+            dice = (dice >> 16).to(tl.int32)
+            places = squared_places(shares, squared, squared_starts, dice)
+            tl.store(second + at, places.to(tl.uint8), mask=whole)
+            tl.store(second_scale + block, scale, mask=used)
+        elif MOMENTS == 1:
+            tl.store(first + at, to_bf16(m, (dice & 0xFFFF).to(tl.int32)), mask=inside)
+            tl.store(second + at, to_bf16(v, (dice >> 16).to(tl.int32)), mask=inside)
+        else:
+            tl.store(first + at, m, mask=inside)
+            tl.store(second + at, v, mask=inside)
