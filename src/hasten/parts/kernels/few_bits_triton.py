@@ -24,19 +24,19 @@ def size_bits(numbers):
 
 
 @triton.jit
-def scale_of(bits, most, least):
-    """The scale under which the largest number becomes ``most``; NaN stays NaN."""
-    scale = tl.math.div_rn(bits.to(tl.float32, bitcast=True), most)
+def scale_of(bits, limit, least):
+    """The scale under which the largest number becomes ``limit``; NaN stays NaN."""
+    scale = tl.math.div_rn(bits.to(tl.float32, bitcast=True), limit)
     return tl.where(scale < least, least, scale)
 
 
 @triton.jit
 def float8_rows_kernel(
-    x, data, scale, n, by_row, most, least, BLOCK: tl.constexpr, WHOLE: tl.constexpr
+    x, data, scale, n, by_row, limit, least, BLOCK: tl.constexpr, WHOLE: tl.constexpr
 ):
     """One row under one scale; ``WHOLE``: a block holds all of it, so that it is read once.
 
-    The conversion takes numbers above ``most`` to ``most``, and a quotient is above it by its own
+    The conversion takes numbers above ``limit`` to ``limit``, and a quotient is above it by its own
     rounding at most.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -44,7 +44,7 @@ def float8_rows_kernel(
     at = tl.arange(0, BLOCK)
     if WHOLE:
         numbers = tl.load(source + at, mask=at < n, other=0.0).to(tl.float32)
-        own = scale_of(tl.max(size_bits(numbers), 0), most, least)
+        own = scale_of(tl.max(size_bits(numbers), 0), limit, least)
         rounded = tl.math.div_rn(numbers, own).to(data.dtype.element_ty)
         tl.store(target + at, rounded, mask=at < n)
     else:
@@ -53,7 +53,7 @@ def float8_rows_kernel(
             place = start + at
             numbers = tl.load(source + place, mask=place < n, other=0.0)
             largest = tl.maximum(largest, size_bits(numbers))
-        own = scale_of(tl.max(largest, 0), most, least)
+        own = scale_of(tl.max(largest, 0), limit, least)
         for start in range(0, n, BLOCK):
             place = start + at
             numbers = tl.load(source + place, mask=place < n, other=0.0).to(tl.float32)
@@ -101,7 +101,7 @@ def float8_tile_kernel(
     n,
     by_row,
     filled,
-    most,
+    limit,
     least,
     ROWS: tl.constexpr,
     HIGH: tl.constexpr,
@@ -116,7 +116,7 @@ def float8_tile_kernel(
     inside = (row < rows)[:, None] & (column < n)[None, :]
     place = row[:, None] * by_row + column[None, :]
     numbers = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-    down = scale_of(tl.load(of_columns + column, mask=column < n, other=0), most, least)
+    down = scale_of(tl.load(of_columns + column, mask=column < n, other=0), limit, least)
     by_columns = tl.math.div_rn(numbers, down[None, :])
     by_columns = tl.where(row[:, None] < rows, by_columns, 0.0)  # and not 0 / NaN
     place = column[:, None] * filled + row[None, :]
@@ -125,7 +125,7 @@ def float8_tile_kernel(
     if tl.program_id(0) == 0:
         tl.store(turned_scale + column, down, mask=column < n)
     if ROWS:
-        across = scale_of(tl.load(of_rows + row, mask=row < rows, other=0), most, least)
+        across = scale_of(tl.load(of_rows + row, mask=row < rows, other=0), limit, least)
         by_rows = tl.math.div_rn(numbers, across[:, None]).to(data.dtype.element_ty)
         place = row[:, None] * n + column[None, :]
         inside = (row < rows)[:, None] & (column < n)[None, :]
@@ -135,17 +135,20 @@ def float8_tile_kernel(
 
 
 @triton.jit
-def nf4_kernel(codes, scale, levels, out, numbers, EACH: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of bytes, two levels in each, times the scale of ``EACH`` bytes."""
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    byte = first + tl.arange(0, BLOCK)
-    inside = 2 * byte < numbers
+def nf4_kernel(
+    codes, scale, levels, out, blocks, numbers, BYTES: tl.constexpr, TOGETHER: tl.constexpr
+):
+    """Some blocks of ``BYTES`` bytes under one scale each, with two levels in a byte."""
+    block = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
+    inside = (block < blocks)[:, None]
+    byte = block[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
     both = tl.load(codes + byte, mask=inside, other=0).to(tl.int32)
-    own = tl.load(scale + byte // EACH, mask=inside, other=0.0)
+    own = tl.load(scale + block[:, None], mask=inside, other=0.0)
     high = tl.load(levels + (both >> 4)) * own
     low = tl.load(levels + (both & 15)) * own
-    at = 2 * first + tl.arange(0, 2 * BLOCK)
-    tl.store(out + at, tl.interleave(high, low).to(out.dtype.element_ty), mask=at < numbers)
+    at = block[:, None] * (2 * BYTES) + tl.arange(0, 2 * BYTES)[None, :]
+    found = tl.interleave(high, low).to(out.dtype.element_ty)
+    tl.store(out + at, found, mask=inside & (at < numbers))
 
 
 @triton.jit

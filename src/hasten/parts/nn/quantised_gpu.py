@@ -33,7 +33,8 @@ NF4_BLOCK: Final = 64  # numbers under one scale
 WIDEST: Final = 16_384  # numbers of a row that one program holds; of a wider one it reads blocks
 LOOP_BLOCK: Final = 4096
 TILE: Final = 64  # rows and columns of a program that looks at both
-WIDEN_BLOCK: Final = 2048
+WARPS: Final = 8  # but of a program that has a row
+WIDEN_BLOCK: Final = 2048  # numbers of a program that widens
 LEAST: Final = torch.finfo(torch.float32).tiny  # of a scale
 
 
@@ -66,6 +67,11 @@ def _launch(name: str, *given: Any, **fixed: Any) -> None:
     fused_gpu.launch(getattr(_kernels(), name), *given, **fixed)
 
 
+def row_warps(block: int) -> int:
+    """Of a program that rounds a row: one that has the widest whole has all that there are."""
+    return fused_gpu.warps(block, 16, 32)
+
+
 @custom_op("hasten_gpu::float8_rows", mutates_args=())
 def float8_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``x`` (T, n) in float8 and its scales (T, 1): a row's largest / the format's largest."""
@@ -73,7 +79,7 @@ def float8_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     rows, n = x.shape
     data, scale = x.new_empty((rows, n), dtype=dtype), x.new_empty((rows, 1), dtype=torch.float32)
     block = fused_gpu.power(n) if n <= WIDEST else LOOP_BLOCK
-    shape = {"BLOCK": block, "WHOLE": n <= WIDEST, "num_warps": fused_gpu.warps(block)}
+    shape = {"BLOCK": block, "WHOLE": n <= WIDEST, "num_warps": row_warps(block)}
     limits = torch.finfo(dtype).max, LEAST
     _launch("float8_rows_kernel", (rows,), x, data, scale, n, x.stride(0), *limits, **shape)
     return data, scale
@@ -127,7 +133,7 @@ def _by_tiles(
     largest = torch.zeros(count + n, dtype=torch.int32, device=x.device)
     of_rows, of_columns = largest[:count], largest[count:]
     programs = -(-filled // TILE), -(-n // TILE)
-    shape = {"ROWS": rows, "HIGH": TILE, "WIDE": TILE}
+    shape = {"ROWS": rows, "HIGH": TILE, "WIDE": TILE, "num_warps": WARPS}
     given, sizes = (programs, x, of_rows, of_columns), (count, n, x.stride(0))
     _launch("largest_kernel", *given, *sizes, **shape)
     made, limits = (*straight, *turned), (torch.finfo(dtype).max, LEAST)
@@ -140,9 +146,10 @@ def widen_nf4(
 ) -> Tensor:
     """The matrix (rows, columns) that nf4 codes, scales and levels stand for."""
     out = codes.new_empty((rows, columns), dtype=dtype)
-    programs = (-(-codes.numel() // WIDEN_BLOCK),)
-    given = codes.contiguous(), scale.contiguous(), levels, out, rows * columns
-    _launch("nf4_kernel", programs, *given, EACH=NF4_BLOCK // 2, BLOCK=WIDEN_BLOCK)
+    blocks, together = scale.numel(), WIDEN_BLOCK // NF4_BLOCK
+    given = codes.contiguous(), scale.contiguous(), levels, out, blocks, rows * columns
+    shape = {"BYTES": NF4_BLOCK // 2, "TOGETHER": together, "num_warps": WARPS}
+    _launch("nf4_kernel", (-(-blocks // together),), *given, **shape)
     return out
 
 
@@ -160,7 +167,7 @@ def widen_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     out = codes.new_empty((rows, n), dtype=dtype)
     programs = rows, -(-n // WIDEN_BLOCK)
     given = codes.contiguous(), scale.contiguous(), out, n
-    _launch("int8_kernel", programs, *given, BLOCK=WIDEN_BLOCK)
+    _launch("int8_kernel", programs, *given, BLOCK=WIDEN_BLOCK, num_warps=WARPS)
     return out
 
 
