@@ -459,14 +459,14 @@ KERNELS = (
         quantised_gpu.FLOAT8,
         _float8_rounding,
         dict.fromkeys(ROUNDING, 0.0),
-        "torch's operators round to float8, in about 9 for 1 and with 10 times the bytes",
+        "torch's operators run, about 9 for 1, which move 10 times the bytes",
         lambda device: fused_gpu.why_not(device) or _from(FLOAT8_CAPABILITY)(device),
     ),
     GpuKernel(
         quantised_gpu.WIDENING,
         _widening,
         dict.fromkeys(ROUNDING, 0.0),
-        "torch's operators widen a base in few bits, in about 8 for 1",
+        "torch's operators run, about 8 for 1, which move 5 times the bytes",
         fused_gpu.why_not,
     ),
     GpuKernel(
