@@ -164,6 +164,8 @@ def test_weights_are_rounded_once_a_step_and_train_the_same(
         assert counted.pop("by_rows") == 14 * 3 * (1 + 1 if keep else 3 + 1), "and an evaluation"
         assert counted.pop("by_columns") == 14 * 3 * (1 if keep else 3)
         losses.append(found)
+        said = float8.probe(session).evidence
+        assert ("their weights rounded once a step" in said) == keep
     assert losses[0] == losses[1]
 
 
@@ -179,6 +181,7 @@ def test_weights_that_are_dealt_out_are_rounded_in_each_pass() -> None:
         assert inner.layers._weights[0].kept is kept
     inner.parameters()  # whoever has them may write to them
     assert not inner.layers._weights[0].kept
+    assert not inner.layers.have_kept, "no pass has run"
 
 
 def test_impossible_settings_are_refused() -> None:

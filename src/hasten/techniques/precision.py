@@ -254,6 +254,9 @@ class Float8(Technique):
         how = "emulated" if layers.emulate else "in hardware"
         ran, names = len(layers.ran), len(layers.names)
         said = f"{ran} of {names} linear layers ran in float8 {layers.recipe}, {how}"
+        if self.keep_weights:
+            kept = "once a step" if layers.have_kept else "in each pass all the same"
+            said += f", their weights rounded {kept}"
         return Proof(ran == names, f"{said}; {len(layers.left)} left out for their sides")
 
 

@@ -286,9 +286,11 @@ class Float8Weight:
     def by_columns(self, weight: Tensor) -> Float8Blocks:
         return self._sides(weight)[1] if self.kept else self._rounding.by_columns(weight, True)
 
-    def drop(self) -> None:
-        """Forget what was rounded."""
+    def drop(self) -> bool:
+        """Forget what was rounded; whether there was something."""
+        held = self._both is not None
         self._both, self._of, self._memory = None, (), None
+        return held
 
     def _sides(self, weight: Tensor) -> tuple[Float8Blocks, Float8Blocks]:
         memory = weight.untyped_storage()
@@ -401,6 +403,7 @@ class Float8Layers:
         self._rounding = Rounding(recipe, emulate)
         self._weights: list[Float8Weight] = []
         self._last = _LastInput()
+        self.have_kept = False  # weights, over the passes of a step
         self.names: list[str] = []  # of the layers that compute in float8
         self.left: list[str] = []  # of those whose sides don't suit the hardware
         self.ran: set[str] = set()  # of them, those that were seen to
@@ -448,7 +451,7 @@ class Float8Layers:
         for weight in self._weights:
             weight.kept = kept
             if not kept:
-                weight.drop()
+                self.have_kept |= weight.drop()
 
     def _forward(self, name: str, layer: nn.Linear, of_weight: Float8Weight, x: Tensor) -> Tensor:
         if is_refused(SCALED_MM) and not self.emulate:
