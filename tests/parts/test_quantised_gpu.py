@@ -261,6 +261,9 @@ def test_a_frozen_weight_takes_its_input_by_rows_alone(calls: Counter[str]) -> N
         net["k"].weight.requires_grad_()
         net["k"](x)
     assert calls == {"float8_rows": 1}, "the input is known, and no gradient is wanted"
+    net["v"].weight.requires_grad_()
+    net["v"](x)
+    assert calls["float8_both"] == 1, "this gradient takes the input by columns"
 
 
 @pytest.mark.usefixtures("on_gpu_code")
