@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 from hasten.parts.kernels import refused
@@ -289,6 +290,36 @@ def test_recomputation_gives_the_same_gradients(calls: Counter[str]) -> None:
         assert isinstance(one, Tensor)
         assert isinstance(other, Tensor)
         same(one, other)
+
+
+@pytest.mark.usefixtures("on_gpu_code")
+def test_a_compiled_graph_keeps_the_operators_whole() -> None:
+    net, layers = stack(), Float8Layers()
+    layers.attach(net)
+    few_bits = QuantisedLinear(nn.Linear(48, 16), "nf4").to(DEVICE)
+
+    def run(x: Tensor) -> Tensor:
+        assert isinstance(quantised_gpu.has_kernels(DEVICE), bool)
+        y: Tensor = few_bits(net["q"](x) * net["k"](x))
+        return y
+
+    graphs: list[Any] = []
+
+    def kept(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled: Any = torch.compile(run, backend=aot_autograd(fw_compiler=kept), fullgraph=True)
+    x = draw(20, 32).requires_grad_()
+    given = x, net["q"].weight, net["k"].weight
+    expected, found = run(x), compiled(x)
+    same(found, expected)
+    slopes = [torch.autograd.grad(y.sum(), given) for y in (found, expected)]
+    for one, other in zip(*slopes, strict=True):
+        same(one, other)
+    named = Counter(str(node.target) for graph in graphs for node in graph.graph.nodes)
+    assert named["hasten_gpu.widen_nf4.default"] == 2, "forward and backward"
+    assert named["hasten_gpu.float8_both.default"] == 4, "two inputs and two gradients"
 
 
 # Ways in which a weight changes, and how a kept one hears of it.

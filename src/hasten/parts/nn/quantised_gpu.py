@@ -52,9 +52,15 @@ def _runs(kernel: str, x: Tensor) -> bool:
     return x.device.type == "cuda" and not is_refused(kernel) and has_kernels(str(x.device))
 
 
-@functools.cache
 def has_kernels(device: str) -> bool:
     """Whether Triton's kernels run on a device."""
+    # A compiler that looks through here takes no cache, and asks once for its graph.
+    ask = _asked.__wrapped__ if torch.compiler.is_compiling() else _asked
+    return ask(device)
+
+
+@functools.cache
+def _asked(device: str) -> bool:
     return not fused_gpu.why_not(device)
 
 
