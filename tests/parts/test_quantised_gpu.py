@@ -31,6 +31,7 @@ from hasten.parts.nn.quantised import (
     linear,
     quantise,
 )
+from hasten.parts.nn.recompute import BlockRecompute, _told
 from interpreted_triton import round_as_a_gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -267,29 +268,60 @@ def test_a_frozen_weight_takes_its_input_by_rows_alone(calls: Counter[str]) -> N
     assert calls["float8_both"] == 1, "this gradient takes the input by columns"
 
 
+class Block(nn.Module):
+    """Two layers of one input, and one that follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(32, 48), nn.Linear(32, 48)
+        self.out = nn.Linear(48, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(self.q(x) * self.k(x))
+        return y
+
+
+def block_gradients(way: str, keep: bool, calls: Counter[str]) -> list[Tensor]:
+    """Result and gradients of two blocks, recomputed in some way; ``calls`` are of forward."""
+    torch.manual_seed(0)
+    net, layers = nn.Sequential(Block(), Block()).to(DEVICE), Float8Layers()
+    layers.attach(net)
+    layers.keep_weights(keep)
+    if way == "hasten":
+        BlockRecompute()(net)
+    x = draw(20, 32).requires_grad_()
+    calls.clear()
+    y = checkpoint(net, x, use_reentrant=False) if way == "torch" else net(x)
+    assert isinstance(y, Tensor)
+    forward = Counter(calls)
+    found = torch.autograd.grad(y.square().sum(), (x, *net.parameters()))
+    calls.clear()
+    calls.update(forward)
+    return [y, *found]
+
+
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.usefixtures("on_gpu_code")
-def test_recomputation_gives_the_same_gradients(calls: Counter[str]) -> None:
-    found = []
-    for again in (False, True):
-        net, layers = stack(), Float8Layers()
-        layers.attach(net)
-        layers.keep_weights(again)
-        x = draw(20, 32).requires_grad_()
+def test_recomputation_gives_the_same_gradients(keep: bool, calls: Counter[str]) -> None:
+    expected = block_gradients("none", keep=False, calls=calls)
+    assert calls == {"float8_both": 4, "float8_rows": 6}, "two inputs and three weights each"
+    for way in ("torch", "hasten"):
+        for one, other in zip(block_gradients(way, keep, calls), expected, strict=True):
+            same(one, other)
+    of_inputs = {"float8_rows": 4} if keep else {"float8_rows": 4 + 6}
+    assert calls == of_inputs | ({"float8_both": 6} if keep else {}), "a pass for its result alone"
 
-        def block(x: Tensor, net: nn.ModuleDict = net) -> Tensor:
-            y: Tensor = net["q"](x) * net["k"](x)
-            return y
 
-        y = checkpoint(block, x, use_reentrant=False) if again else block(x)
-        assert isinstance(y, Tensor)
+@pytest.mark.usefixtures("on_gpu_code")
+def test_what_a_first_pass_left_out_gives_no_gradient() -> None:
+    """Should a backward pass ever read it, torch's product refuses it; and its scales are NaN."""
+    layer = nn.Linear(32, 48, bias=False).to(DEVICE)
+    y = _told(lambda x: linear(x, layer.weight, None, HARDWARE))(draw(20, 32))
+    with pytest.raises((ValueError, RuntimeError)):
         y.sum().backward()
-        weights = [net[name].weight.grad for name in ("q", "k")]
-        found.append([y.detach(), x.grad, *weights])
-        calls.clear()
-    for one, other in zip(*found, strict=True):
-        assert isinstance(one, Tensor)
-        assert isinstance(other, Tensor)
-        same(one, other)
+    data, scale = quantised_gpu.empty_columns(draw(20, 32), E4M3)
+    assert (data.shape, scale.shape) == ((32, 32), (32, 1))
+    assert scale.isnan().all()
 
 
 @pytest.mark.usefixtures("on_gpu_code")

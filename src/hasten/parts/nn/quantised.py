@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from hasten.parts.kernels.refused import is_refused
 from hasten.parts.nn import quantised_gpu
+from hasten.parts.nn.recompute import is_thrown_away
 
 Kind = Literal["int8", "nf4"]
 KINDS: Final = ("int8", "nf4")
@@ -223,21 +224,21 @@ class Rounding(NamedTuple):
 
     def by_rows(self, x: Tensor, weight: bool = False) -> Float8Blocks:
         """A matrix for a product that sums along its rows; ``weight``: it is one."""
-        if self._in_one_pass(x):
+        if self.in_one_pass(x):
             data, scale = quantised_gpu.float8_rows(x, E4M3)
             return Float8Blocks(data, scale, (1, data.shape[1]))
         return quantise(x, self._block(x.shape[1], weight))
 
     def by_columns(self, x: Tensor, weight: bool = False) -> Float8Blocks:
         """The transposed matrix, for a product that sums along the columns."""
-        if self._in_one_pass(x):
+        if self.in_one_pass(x):
             data, scale = quantised_gpu.float8_columns(x, E4M3)
             return Float8Blocks(data, scale, (1, data.shape[1]))
         return quantise(x.t(), self._block(x.shape[0], weight))
 
     def by_both(self, x: Tensor, weight: bool = False) -> tuple[Float8Blocks, Float8Blocks]:
         """``by_rows`` and ``by_columns``, in fewer reads."""
-        if self._in_one_pass(x):
+        if self.in_one_pass(x):
             data, scale, turned, turned_scale = quantised_gpu.float8_both(x, E4M3)
             straight = Float8Blocks(data, scale, (1, data.shape[1]))
             return straight, Float8Blocks(turned, turned_scale, (1, turned.shape[1]))
@@ -254,7 +255,8 @@ class Rounding(NamedTuple):
         )
         return found.to(dtype)
 
-    def _in_one_pass(self, x: Tensor) -> bool:
+    def in_one_pass(self, x: Tensor) -> bool:
+        """Whether the GPU's kernels round a matrix."""
         if self.emulate or self.recipe != "rowwise":
             return False
         return quantised_gpu.may_round(x)
@@ -312,9 +314,17 @@ class Float8Input(NamedTuple):
     def of(cls, x: Tensor, rounding: Rounding, learns: bool) -> Float8Input:
         """``x`` (.., in), its rows one after another."""
         flat = x.detach().reshape(-1, x.shape[-1])
-        if learns:
-            return cls(*rounding.by_both(flat))
-        return cls(rounding.by_rows(flat), None)
+        if not learns:
+            return cls(rounding.by_rows(flat), None)
+        if is_thrown_away() and rounding.in_one_pass(flat):
+            return cls(rounding.by_rows(flat), _not_rounded(flat))
+        return cls(*rounding.by_both(flat))
+
+
+def _not_rounded(x: Tensor) -> Float8Blocks:
+    """What ``by_columns`` gives, in shape alone; whoever should use it all the same gets NaN."""
+    data, scale = quantised_gpu.empty_columns(x, E4M3)
+    return Float8Blocks(data, scale, (1, data.shape[1]))
 
 
 class _QuantisedLinear(torch.autograd.Function):
@@ -471,19 +481,20 @@ class _LastInput:
 
     def __init__(self) -> None:
         self._of: weakref.ref[Tensor] | None = None
-        self._version = 0
+        self._state = (0, False)  # of it then: its version, and whether a pass came for nothing
         self._found: Float8Input | None = None
 
     def of(self, x: Tensor, rounding: Rounding, learns: bool) -> Float8Input | None:
         """``x`` in float8; None where that can't be kept."""
         if torch.compiler.is_compiling() or x.is_inference():  # the latter have no version
             return None
-        same = self._of is not None and self._of() is x and self._version == _version(x)
+        state = _version(x), is_thrown_away()
+        same = self._of is not None and self._of() is x and self._state == state
         if not same or self._found is None or (learns and self._found.columns is None):
             self._forget()
             with torch.no_grad():
                 self._found = Float8Input.of(x, rounding, learns)
-            self._of, self._version = weakref.ref(x, self._forget), _version(x)
+            self._of, self._state = weakref.ref(x, self._forget), state
         return self._found
 
     def _forget(self, _: Any = None) -> None:
