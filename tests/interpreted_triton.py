@@ -5,9 +5,41 @@ Triton reads the variable while it is imported, and Transformers imports it.
 
 from __future__ import annotations
 
+import importlib
 import os
+from typing import Any
 
+import numpy as np
+import pytest
 import torch
+from numpy.typing import NDArray
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+NARROW = {
+    "bf16": torch.bfloat16,
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+}
+
+
+def round_as_a_gpu(patch: pytest.MonkeyPatch) -> None:
+    """Let Triton's interpreter round float32 to nearest even, as PTX's ``cvt.rn`` does.
+
+    Its own conversion to bf16 and float8 cuts, or goes up where a bit is left out; that of bf16 to
+    float32 is off for subnormal numbers.
+    """
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    usual = interpreter._convert_float
+
+    def converted(numbers: NDArray[Any], source: Any, target: Any, mode: Any) -> Any:
+        if (source.name, target.name) == ("bf16", "fp32"):
+            return numbers.astype(np.uint32) << 16
+        if source.name != "fp32" or target.name not in NARROW:
+            return usual(numbers, source, target, mode)
+        wide = torch.from_numpy(np.ascontiguousarray(numbers).view(np.float32))
+        kind = torch.uint16 if target.name == "bf16" else torch.uint8
+        return wide.to(NARROW[target.name]).view(kind).numpy()
+
+    patch.setattr(interpreter, "_convert_float", converted)

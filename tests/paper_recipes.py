@@ -155,7 +155,7 @@ WHOLE_MODELS = {
     ),
     "qlora-llama-3-8b": WholeModel(
         *(LLAMA_3_8B, 2048, 1, MASTERS),
-        *(Budget(1, 227, 12, 331, 18.2), Budget(1, 115, 12, 63, 16.6)),
+        *(Budget(1, 143, 12, 110, 17.6), Budget(1, 115, 12, 63, 16.6)),
         (*_LORA, ("lora_base", "nf4")),
     ),
     "full-8b": WholeModel(
@@ -164,7 +164,7 @@ WHOLE_MODELS = {
     ),
     "full-8b-fp8": WholeModel(
         *(LLAMA_3_8B, 8192, 2, (*FUSED, "float8", SMALL_MOMENTS, "recompute")),
-        *(Budget(1, 1073, 35_250, 471, 96.2), Budget(1, 170, 500, 110, 95)),
+        *(Budget(1, 720, 35_250, 209, 95.3), Budget(1, 170, 500, 110, 95)),
     ),
     "full-1b": WholeModel(
         *(ONE_BILLION, 4096, 4, (*MASTERS, "fused_adamw")),

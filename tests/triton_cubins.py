@@ -21,13 +21,14 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hasten.parts.kernels import adamw, adamw_triton, codec_triton, rowwise_triton
+from hasten.parts.kernels import adamw, adamw_triton, codec_triton, few_bits_triton, rowwise_triton
+from hasten.parts.nn import quantised_gpu
 from hasten.parts.nn.fused_gpu import BLOCK, ON_A_TILE, back_warps, warps
 
 WHOLE = ["rows", "n", "each", "count", "by_row", "by_head", "heads", "width", "m"]
 WHOLE += ["numbers", "ranks", "codes_stride", "scales_stride", "low", "cap", "most", "key"]
-WHOLE += ["tensors", "depth"]
-SINGLE = ["eps", "way", "share", "factor"]
+WHOLE += ["tensors", "depth", "filled", "blocks"]
+SINGLE = ["eps", "way", "share", "factor", "limit", "least"]
 FLOATS = [
     "inverse",
     "dw",
@@ -40,6 +41,9 @@ FLOATS = [
     "borders",
     "squared",
 ]
+FLOAT8_FROM = 90  # as the products; earlier GPUs round to fp16 on the way
+FLOAT8 = {"data": "*fp8e4nv", "turned": "*fp8e4nv", "scale": "*fp32", "turned_scale": "*fp32"}
+FLOAT8 |= {"of_rows": "*i32", "of_columns": "*i32"}
 FORMATS = ("bf16", "fp16", "fp32")
 
 
@@ -52,6 +56,7 @@ class Variant(NamedTuple):
     warps: int
     fixed: dict[str, Any]
     table: str = "fp32"
+    types: dict[str, str] | None = None  # of arguments that aren't of the usual ones
 
 
 def variants(number: str, every: bool) -> Iterator[Variant]:
@@ -79,6 +84,7 @@ def variants(number: str, every: bool) -> Iterator[Variant]:
     if every:
         fixed = {"PAST": True, "BLOCK": 1, "each": 1, "rows": 1, "n": 1}
         yield Variant("norm back of one", rows.norm_back_kernel, number, 1, fixed)
+    yield from few_bits_variants(number, every)
     if number == "fp16":  # gradients travel as float32 or bfloat16
         return
     yield from updates(number, every)
@@ -109,6 +115,45 @@ def updates(number: str, every: bool) -> Iterator[Variant]:
             yield Variant(name, kernel, number, adamw.WARPS, {**fixed, **few})
 
 
+def few_bits_variants(number: str, every: bool) -> Iterator[Variant]:
+    """Float8 rounding by rows (also of rows that no block holds) and by tiles; widening."""
+    kernels, tile, widen = few_bits_triton, quantised_gpu.TILE, quantised_gpu.WIDEN_BLOCK
+    loop = quantised_gpu.LOOP_BLOCK
+    for name, width in (("8192", 8192), ("16384", quantised_gpu.WIDEST), ("by blocks", loop)):
+        if name == "8192" or every:
+            fixed = {"BLOCK": width, "WHOLE": width != loop}
+            kernel = kernels.float8_rows_kernel
+            yield Variant(
+                f"float8 rows {name}",
+                kernel,
+                number,
+                quantised_gpu.row_warps(width),
+                fixed,
+                types=FLOAT8,
+            )
+    for rows in (True, False) if every else (True,):
+        fixed = {"ROWS": rows, "HIGH": tile, "WIDE": tile}
+        for name, kernel in (
+            ("largest", kernels.largest_kernel),
+            ("tile", kernels.float8_tile_kernel),
+        ):
+            yield Variant(
+                f"float8 {name} {rows}",
+                kernel,
+                number,
+                quantised_gpu.WARPS,
+                fixed,
+                types=FLOAT8,
+            )
+    types = {"scale": "*fp32", "levels": "*fp32", "out": f"*{number}"}
+    each = quantised_gpu.NF4_BLOCK
+    fixed = {"BYTES": each // 2, "TOGETHER": widen // each}
+    byte = {"codes": "*u8"}
+    wide = quantised_gpu.WARPS
+    yield Variant("nf4", kernels.nf4_kernel, number, wide, fixed, types=types | byte)
+    yield Variant("int8", kernels.int8_kernel, number, wide, {"BLOCK": widen}, types=types)
+
+
 def cubin(variant: Variant, capability: int) -> bytes:
     """A kernel's code; sizes of 1 are constants, as in a launch."""
     kernel, number = variant.kernel, variant.number
@@ -119,11 +164,15 @@ def cubin(variant: Variant, capability: int) -> bytes:
     known = {"codes": "*i8", "scales": "*i16", "table": "*i64"}
     known |= dict.fromkeys(("signed_starts", "squared_starts"), "*u8")
     types |= {n: t for n, t in known.items() if n in types}
+    types |= {n: t for n, t in (variant.types or {}).items() if n in types}
     types |= dict.fromkeys(variant.fixed, "constexpr")
     constants = {(kernel.arg_names.index(name),): value for name, value in variant.fixed.items()}
     source = ASTSource(kernel, signature=types, constexprs=constants)
     target = GPUTarget("cuda", capability, 32)
-    found: bytes = triton.compile(source, target, {"num_warps": variant.warps}).asm["cubin"]
+    made = triton.compile(source, target, {"num_warps": variant.warps}).asm
+    if "e4m3x2.f16x2" in made["ptx"]:
+        raise ValueError(f"{variant.name} rounds twice on its way to float8")
+    found: bytes = made["cubin"]
     return found
 
 
@@ -145,6 +194,8 @@ def main(capabilities: list[int], every: bool) -> dict[str, int]:
     for capability in capabilities:
         for number in FORMATS if every else ("bf16",):
             for variant in variants(number, every):
+                if "float8" in variant.name and capability < FLOAT8_FROM:
+                    continue
                 name = f"{variant.name} {number} sm_{capability}"
                 spilled = in_local_memory(cubin(variant, capability))
                 found[name] = max(spilled, found.get(name, 0))

@@ -90,8 +90,8 @@ def test_float8_products_are_called_as_they_are(
         return torch.ones(len(a), b.shape[1])
 
     monkeypatch.setattr(torch, "_scaled_mm", stand_in(WRITTEN[release]["_scaled_mm"], heard))
-    a, b = torch.randn(5, 32), torch.randn(16, 32)
-    out = quantised.product(a, b, "rowwise", weight=True, emulate=False, dtype=torch.float32)
+    a, b = (quantised.quantise(torch.randn(rows, 32), (1, 32)) for rows in (5, 16))
+    out = quantised.Rounding("rowwise", emulate=False).product(a, b, torch.float32)
     assert out.shape == (5, 16)
 
 

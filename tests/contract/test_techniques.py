@@ -62,6 +62,7 @@ MORE: tuple[Technique, ...] = (
     BalancedRouting(speed=0.0, sequence_loss=0.0),
     ExpertsImplementation(kind="batched_mm"),
     Float8(recipe="blockwise", emulate=True),
+    Float8(emulate=True, keep_weights=True),
     LoRA(rslora=True, base="int8"),
     LoRA(base="nf4"),
     LoRA(dora=True),

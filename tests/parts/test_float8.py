@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,9 +14,9 @@ from hasten.parts.nn.quantised import (
     Float8Blocks,
     Float8Layers,
     Recipe,
+    Rounding,
     dequantise,
     linear,
-    product,
     quantise,
 )
 
@@ -27,6 +25,7 @@ BOUNDS = {E4M3: (2**-4, 2**-10), torch.float8_e5m2: (2**-3, 2**-17)}
 # Of a product of random numbers: about the root of two rounded inputs' mean square errors.
 PRODUCT_BOUND = 0.05
 SUMMAND_BOUND = 2 * 2**-4 + 2**-8  # of a product of two numbers, each off by 2**-4 at most
+EMULATED = Rounding("rowwise", emulate=True)
 recipes = pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 
 
@@ -90,7 +89,7 @@ def test_a_linear_layer_and_its_gradients_agree_with_float64(
     weight = torch.randn(16 * outside, 16 * inside, generator=draw, requires_grad=True)
     bias = torch.randn(16 * outside, generator=draw)
     dy = torch.randn(2, tokens, 16 * outside, generator=draw)
-    y = linear(x, weight, bias, recipe, emulate=True)
+    y = linear(x, weight, bias, Rounding(recipe, emulate=True))
     exact = nn.functional.linear(x.double(), weight.double(), bias.double())
     a, w, d = (t.detach().double().abs().flatten(0, -2) for t in (x, weight, dy))
     sizes = a @ w.t(), d @ w, d.t() @ a  # of the summands, which may cancel in the sum
@@ -112,7 +111,8 @@ def test_the_recipes_differ_from_each_other_where_there_are_outliers(recipe: Rec
     x[:, 5] *= 1e6
     exact = (x[:, 128:] @ weight[:, 128:].t()).double()
     weight = torch.cat([torch.zeros(32, 128), weight[:, 128:]], 1)
-    error = (linear(x, weight, None, recipe, True).double() - exact).norm() / exact.norm()
+    found = linear(x, weight, None, Rounding(recipe, emulate=True))
+    error = (found.double() - exact).norm() / exact.norm()
     assert (error < PRODUCT_BOUND) == (recipe == "blockwise")
 
 
@@ -121,20 +121,20 @@ def test_torchs_own_product_agrees_with_the_emulation(rows: int, summed: int) ->
     """On a processor too, where torch computes it in software: the same call as on a GPU."""
     torch.manual_seed(0)
     a, b = torch.randn(rows, summed), torch.randn(64, summed)
-    kept: Any = {"recipe": "rowwise", "weight": True, "dtype": torch.float32}
-    emulated = product(a, b, emulate=True, **kept)
-    error = (product(a, b, emulate=False, **kept) - emulated).norm() / emulated.norm()
-    assert error < 4e-3  # it returns bf16
+    near = quantise(a, (1, summed)), quantise(b, (1, summed))
+    emulated = EMULATED.product(*near, torch.float32)
+    found = Rounding("rowwise", emulate=False).product(*near, torch.float32)
+    assert (found - emulated).norm() / emulated.norm() < 4e-3  # it returns bf16
 
 
 def test_a_frozen_weight_gets_no_gradient_and_a_half_precision_input_keeps_its_format() -> None:
     x = torch.randn(4, 32, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(16, 32)
-    y = linear(x, weight, None, "rowwise", True)
+    y = linear(x, weight, None, EMULATED)
     y.sum().backward()
     assert (y.dtype, x.grad.dtype) == (torch.bfloat16, torch.bfloat16)  # type: ignore[union-attr]
     with torch.autocast("cpu", torch.bfloat16):
-        assert linear(x.float(), weight, None, "rowwise", True).dtype == torch.bfloat16
+        assert linear(x.float(), weight, None, EMULATED).dtype == torch.bfloat16
 
 
 def test_heads_routers_and_unsuitable_sides_stay_wide_and_all_is_given_back() -> None:

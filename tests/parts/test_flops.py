@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hasten.models.adapters import add_lora
 from hasten.models.flops import ModelFlops, config_flops, model_flops
 from hasten.models.presets import PRESETS, build_config
+from hasten.parts.nn.quantised import Kind
 from tiny import ARCHITECTURES, tiny_config, tiny_model
 
 LLAMA_31_8B: dict[str, Any] = {
@@ -94,6 +95,16 @@ def test_what_runs_of_a_frozen_model_is_more_by_a_third_of_attention() -> None:
 @every
 def test_a_config_alone_gives_the_count_of_the_model(architecture: str) -> None:
     assert config_flops(tiny_config(architecture)) == model_flops(tiny_model(architecture))
+
+
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_a_base_in_few_bits_owes_what_the_same_model_unquantised_does(base: Kind) -> None:
+    plain, few_bits = (
+        model_flops(add_lora(tiny_model("llama"), rank=2, alpha=4, targets="all-linear", base=b))
+        for b in (None, base)
+    )
+    assert few_bits == plain
+    assert few_bits.per_token > 0
 
 
 def test_only_chosen_experts_count_and_their_adapters_likewise() -> None:

@@ -14,7 +14,13 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import hasten
 from hasten.parts.nn.losses import WholeLogitsLoss
-from hasten.parts.nn.recompute import BlockRecompute, chosen, decoder_blocks, saved_bytes
+from hasten.parts.nn.recompute import (
+    BlockRecompute,
+    chosen,
+    decoder_blocks,
+    is_thrown_away,
+    saved_bytes,
+)
 from tiny import ARCHITECTURES, VOCABULARY, tiny_config
 
 MODES: dict[str, dict[str, Any]] = {
@@ -296,6 +302,28 @@ def test_blocks_may_be_attributes_or_named(blocks: list[str] | None, passes: int
 def test_a_block_that_is_not_there_is_named() -> None:
     with pytest.raises(ValueError, match=r"blocks has 'block9'.*children are block1, block2"):
         BlockRecompute(blocks=["block9"])(Attributes())
+
+
+def test_a_pass_knows_whether_what_it_saves_is_thrown_away() -> None:
+    told = []
+
+    class Listening(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            told.append(is_thrown_away())
+            return super().forward(x).relu()
+
+    net = nn.Sequential(Listening(4, 4), Listening(4, 4), Listening(4, 4))
+    BlockRecompute(segments=3)(net)  # the last of which is kept
+    for _ in range(2):
+        net(torch.ones(2, 4)).sum().backward()
+        assert told == [True, True, False, False, False]
+        told.clear()
+    with torch.no_grad():
+        net(torch.ones(2, 4))
+    with pytest.raises(RuntimeError):
+        net(torch.ones(2, 5))
+    assert told == [False, False, False, True]
+    assert not is_thrown_away()
 
 
 def test_checkpoint_sequential_leaves_every_layer_its_gradient() -> None:

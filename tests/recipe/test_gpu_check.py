@@ -26,11 +26,13 @@ from hasten.parts.nn.gpu_kernels import KERNELS, Sizes, Verdict, checked, kernel
 from hasten.recipe import gpu_check, prepare
 from hasten.recipe.gpu_check import Limits, apply, check_kernels, kept_or_tried, sizes_of
 from hasten.recipe.schema import Recipe
+from interpreted_triton import round_as_a_gpu
 from material import small
 from ranks import on_ranks
 from tiny import job_facts, language_job
 
-TRITON = ("rms_norm", "swiglu", "rotate", "codec", adamw.PLAIN, adamw.COMPACT)
+TRITON = ("rms_norm", "swiglu", "rotate", "codec", "float8_rounding", "widening")
+TRITON += (adamw.PLAIN, adamw.COMPACT)
 HERE = [kernel.name for kernel in KERNELS if not kernel.name.startswith("liger")]
 SMALL = Sizes(hidden=40, between=56, heads=4, groups=2, head=16, rows=5)
 FAULTS = {
@@ -53,7 +55,8 @@ def _nothing_refused() -> Any:
 
 @needs_triton
 @pytest.mark.parametrize("name", HERE)
-def test_a_kernel_agrees_with_float64(name: str) -> None:
+def test_a_kernel_agrees_with_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    round_as_a_gpu(monkeypatch)
     assert checked(kernel_named(name), SMALL, "cpu") == Verdict(name)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,16 @@ import torch
 from hasten.core.facts import Facts
 from hasten.core.setup import once
 from hasten.core.state import restore, state_of
-from hasten.core.step import NotFiniteError
+from hasten.core.step import NotFiniteError, training
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.machine.host import Accelerator
 from hasten.machine.ways import Gain
+from hasten.parts.distributed.local_shards import LocalShards
+from hasten.parts.nn.quantised import Float8Layers, Rounding
 from hasten.techniques import precision
 from hasten.techniques.adapter import LoRA
+from hasten.techniques.batch import Accumulate
 from hasten.techniques.precision import Autocast, BF16MasterWeights, Float8
 from ranks import on_ranks
 from tiny import ARCHITECTURES, job_facts, language_job, run, session_of, tiny_model
@@ -122,6 +126,62 @@ def test_a_layer_that_bypasses_float8_is_seen_by_the_probe() -> None:
     proof = Float8().probe(session)
     assert not proof.acted
     assert "13 of 14 linear layers ran" in proof.evidence
+
+
+class Roundings(Counter[str]):
+    """Counts how often weights are rounded to float8."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        for name in ("by_rows", "by_columns"):
+            patch.setattr(Rounding, name, self._counted(name, getattr(Rounding, name)))
+
+    def _counted(self, name: str, true: Any) -> Any:
+        def run(rounding: Any, x: Any, weight: bool = False) -> Any:
+            self[name] += weight
+            return true(rounding, x, weight)
+
+        return run
+
+
+def test_weights_are_rounded_once_a_step_and_train_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a step of three passes; between steps weights are written to through ``.data``."""
+    counted, losses = Roundings(monkeypatch), []
+    job = language_job(steps=3, batch=6)
+    for keep in (False, True):
+        float8 = Float8(emulate=True, keep_weights=keep)
+        session: Any = session_of(job, float8, Accumulate(micro_batch_size=2))
+        layers = session.setup.precision.layers
+        found = []
+        for metrics in training(session):
+            assert all(weight._both is None for weight in layers._weights), "nothing stays"
+            session.model.model.layers[0].mlp.down_proj.weight.data.mul_(1.01)
+            with torch.no_grad():
+                logits = session.model(input_ids=torch.arange(3, 12)[None]).logits
+            found.append((metrics.loss, logits.square().sum().item()))
+        assert counted.pop("by_rows") == 14 * 3 * (1 + 1 if keep else 3 + 1), "and an evaluation"
+        assert counted.pop("by_columns") == 14 * 3 * (1 if keep else 3)
+        losses.append(found)
+        said = float8.probe(session).evidence
+        assert ("their weights rounded once a step" in said) == keep
+    assert losses[0] == losses[1]
+
+
+def test_weights_that_are_dealt_out_are_rounded_in_each_pass() -> None:
+    """They are brought together in the same memory again and again, and no version tells of it."""
+    net = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    inner = precision.AutocastRegion("cpu", torch.bfloat16, Float8Layers(emulate=True), True)
+    dealt = LocalShards(inner)
+    dealt.prepare(net)
+    assert inner.layers is not None
+    for format, kept in ((dealt, False), (inner, True)):
+        format.before_backward(reduces=True)
+        assert inner.layers._weights[0].kept is kept
+    inner.parameters()  # whoever has them may write to them
+    assert not inner.layers._weights[0].kept
+    assert not inner.layers.have_kept, "no pass has run"
 
 
 def test_impossible_settings_are_refused() -> None:

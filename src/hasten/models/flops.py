@@ -7,10 +7,10 @@ of the kernels that happen to run (PaLM, arXiv:2204.02311, appendix B):
               input embedding is a look-up; of routed experts the chosen ones count
   attention   scores and values, forward and twice that backward, half the square because it is
               causal; by the sum of squared document lengths, so packed documents count as alone
-  frozen      a frozen weight needs no gradient of its own: 4 FLOPs instead of 6. Attention is taken
-              down in the same proportion, as published LoRA figures are (two thirds of the full
-              model). Attention has no weights and saves nothing, so what runs is more by a third
-              of it: 3 % for a LoRA on an 8 B model at 4,096 tokens
+  frozen      a frozen weight, in int8 and nf4 too, needs no gradient of its own: 4 FLOPs instead of
+              6. Attention is taken down in the same proportion, as published LoRA figures are (two
+              thirds of the full model). Attention has no weights and saves nothing, so what runs is
+              more by a third of it: 3 % for a LoRA on an 8 B model at 4,096 tokens
   not counted recomputation, padding, norms, softmax, rotary embedding, the optimizer; the head
               counts on all tokens, though some losses skip those without a label
 """
@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from hasten.parts.nn.quantised import QuantisedLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -61,14 +63,14 @@ def model_flops(model: nn.Module) -> ModelFlops:
     config: Any = getattr(model, "config", None)
     _check(config)
     active = trained = 0.0
-    for weight, share in _weights(model, config):
-        active += weight.numel() * share
-        trained += weight.numel() * share * weight.requires_grad
+    for numbers, share, learns in _weights(model, config):
+        active += numbers * share
+        trained += numbers * share * learns
     if not active:
         raise ValueError("the model has no weights whose FLOPs could be counted")
-    learns = trained / active
+    share = trained / active
     pair = 3 * _attention_width(config)  # 2 FLOPs, half the square, forward and twice that back
-    return ModelFlops(per_token=4 * active + 2 * trained, per_pair=pair * (2 + learns) / 3)
+    return ModelFlops(per_token=4 * active + 2 * trained, per_pair=pair * (2 + share) / 3)
 
 
 def config_flops(config: PreTrainedConfig, frozen: bool = False) -> ModelFlops:
@@ -93,10 +95,11 @@ def _check(config: Any) -> None:
         raise ValueError("the FLOPs of attention within a sliding window aren't counted")
 
 
-def _weights(model: nn.Module, config: Any) -> Iterator[tuple[nn.Parameter, float]]:
-    """Each matrix that tokens are multiplied with, and the share of tokens that meets it.
+def _weights(model: nn.Module, config: Any) -> Iterator[tuple[int, float, bool]]:
+    """Numbers of each matrix that tokens meet, the share of tokens that does, whether it learns.
 
-    A tied head is counted as the head: embeddings are passed over by their module's kind.
+    A tied head is counted as the head: embeddings are passed over by their module's kind. A frozen
+    weight in few bits is no parameter, and counts as what it was: it is widened for its products.
     """
     chosen = getattr(config, "num_experts_per_tok", None) or 0
     adapters = _expert_adapters(model)
@@ -104,12 +107,15 @@ def _weights(model: nn.Module, config: Any) -> Iterator[tuple[nn.Parameter, floa
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             continue
+        if isinstance(module, QuantisedLinear):
+            yield module.in_features * module.out_features, 1.0, False
         for weight in module.parameters(recurse=False):
             if weight.ndim < 2 or id(weight) in seen:  # norms and biases are sums, not products
                 continue
             seen.add(id(weight))
             experts = weight.shape[0] if weight.ndim == 3 else adapters.get(id(weight), 0)
-            yield weight, chosen / experts if experts else 1.0
+            share = chosen / experts if experts else 1.0
+            yield weight.numel(), share, weight.requires_grad
 
 
 def _expert_adapters(model: nn.Module) -> dict[int, int]:

@@ -173,7 +173,7 @@ def _version(package: str) -> str | None:
 def _sources() -> str:
     """A digest of the files that kernels and their checks are written in."""
     root = Path(gpu_kernels.__file__).parents[1]
-    files = sorted([*root.glob("nn/fused_gpu.py"), *root.glob("nn/gpu_kernels.py")])
+    files = sorted([*root.glob("nn/*gpu*.py"), *root.glob("nn/quantised.py")])
     files += sorted([*root.glob("kernels/*_triton.py"), root / "kernels/adamw.py"])
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 

@@ -200,6 +200,11 @@ class Float8(Technique):
     auto = "try"
     recipe: str = knob("rowwise", "what shares a scale: a row, or a block of 128", choices=RECIPES)
     emulate: bool = setting(False, "round as float8 does, but multiply in float32: slow, anywhere")
+    keep_weights: bool = knob(
+        False,
+        "round weights once a step, not in each pass: 2 bytes a weight",
+        choices=(False, True),
+    )
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
@@ -211,7 +216,9 @@ class Float8(Technique):
 
     def apply(self, setup: Setup) -> None:
         layers = Float8Layers("rowwise" if self.recipe == "rowwise" else "blockwise", self.emulate)
-        setup.precision = AutocastRegion(setup.job.device, torch.bfloat16, layers)
+        setup.precision = AutocastRegion(
+            setup.job.device, torch.bfloat16, layers, keep_weights=self.keep_weights
+        )
 
     def obstacles(self, facts: Facts) -> tuple[str, ...]:
         found = []
@@ -236,7 +243,8 @@ class Float8(Technique):
         return tuple(found)
 
     def forecast(self, facts: Facts) -> Forecast:
-        return Forecast(bytes=1.0 if self.emulate else 0.4)
+        kept = 2.0 * facts.model.parameters if self.keep_weights else 0.0
+        return Forecast(bytes=1.0 if self.emulate else 0.4, resident_bytes=kept)
 
     def probe(self, session: Session) -> Proof:
         found = _format(session)
@@ -246,19 +254,32 @@ class Float8(Technique):
         how = "emulated" if layers.emulate else "in hardware"
         ran, names = len(layers.ran), len(layers.names)
         said = f"{ran} of {names} linear layers ran in float8 {layers.recipe}, {how}"
+        if self.keep_weights:
+            kept = "once a step" if layers.have_kept else "in each pass all the same"
+            said += f", their weights rounded {kept}"
         return Proof(ran == names, f"{said}; {len(layers.left)} left out for their sides")
 
 
 class AutocastRegion:
     """The model as it was given, its forward pass under ``torch.autocast``.
 
-    ``layers`` are taken to float8 on top, where there are any.
+    ``layers`` are taken to float8 on top, where there are any. With ``keep_weights`` theirs are
+    rounded once for the passes of a step: from ``before_backward`` until somebody asks for the true
+    weights, whom they may serve to write to them. Where weights are dealt out, it is never called,
+    and each pass brings weights together in memory of its own.
     """
 
-    def __init__(self, device: str, dtype: torch.dtype, layers: Float8Layers | None = None) -> None:
+    def __init__(
+        self,
+        device: str,
+        dtype: torch.dtype,
+        layers: Float8Layers | None = None,
+        keep_weights: bool = False,
+    ) -> None:
         self._device_type = torch.device(device).type
         self._dtype = dtype
         self.layers = layers
+        self._keep_weights = keep_weights
         self._plain = AsGiven()
         self._hooks: list[RemovableHandle] = []
         self.seen: set[torch.dtype] = set()  # formats that linear layers were seen to return
@@ -281,16 +302,22 @@ class AutocastRegion:
         self._plain.own(optimizer)
 
     def before_backward(self, reduces: bool) -> None:
-        return None
+        if self.layers is not None and self._keep_weights:
+            self.layers.keep_weights(True)
 
     def collect(self) -> None:
         return None
 
     def parameters(self) -> list[Tensor]:
+        self._passes_are_over()
         return self._plain.parameters()
 
     def publish(self) -> None:
-        return None
+        self._passes_are_over()
+
+    def _passes_are_over(self) -> None:
+        if self.layers is not None:
+            self.layers.keep_weights(False)
 
     def finish(self, module: nn.Module) -> None:
         for hook in self._hooks:

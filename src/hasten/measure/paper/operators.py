@@ -41,6 +41,8 @@ KERNELS = {
     "_unique2": 8,
     "linalg_vector_norm": 2,
     "_grouped_mm": 2,
+    "float8_both": 3,  # the largest numbers begin as zeros
+    "float8_columns": 3,
     "native_layer_norm_backward": 2,
     "_fused_rms_norm_backward": 2,
     "rms_norm_backward": 2,
@@ -56,6 +58,7 @@ CHUNK, CHUNKS, TENSORS = 65536, 320, 48
 OVERWRITES = frozenset({"zero_", "fill_", "copy_", "random_", "normal_", "uniform_", "bernoulli_"})
 TAKES = frozenset({"embedding", "index_select", "index", "gather"})  # reads what it gives, no more
 NOT_READ = frozenset({"copies"})  # arguments of hasten's operators that are only written
+READS_TWICE = frozenset({"float8_both", "float8_columns"})  # scales come before numbers
 PUTS = frozenset({"scatter_add_", "scatter_", "index_add_", "index_copy_", "index_fill_"})
 
 
@@ -103,7 +106,7 @@ def _moved(func: Any, name: str, args: Any, given: list[Tensor], made: list[Tens
         return 2 * sum(map(touched, made)) + sum(map(touched, given[1:]))
     if name in PUTS:
         return 3 * sum(map(touched, given[1:]))  # of what is changed, so much and no more
-    read = sum(map(touched, given))
+    read = sum(map(touched, given)) * (2 if name in READS_TWICE else 1)
     if not func._schema.is_mutable:
         return read + sum(map(touched, made))
     told = list(zip(args, func._schema.arguments, strict=False))

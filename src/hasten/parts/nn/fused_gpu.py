@@ -65,10 +65,14 @@ def _kernels() -> ModuleType:
     return importlib.import_module("hasten.parts.kernels.rowwise_triton")
 
 
-def _launch(name: str, programs: tuple[int, ...], x: Tensor, *others: Any, **fixed: Any) -> None:
+def launch(kernel: Any, programs: tuple[int, ...], x: Tensor, *others: Any, **fixed: Any) -> None:
     """Run a kernel on the GPU of ``x``, its first argument; Triton would take the current one."""
     with torch.cuda.device_of(x):
-        getattr(_kernels(), name)[programs](x, *others, **fixed)
+        kernel[programs](x, *others, **fixed)
+
+
+def _launch(name: str, *given: Any, **fixed: Any) -> None:
+    launch(getattr(_kernels(), name), *given, **fixed)
 
 
 def why_not(device: str) -> str:
@@ -214,8 +218,8 @@ def rotate(
     y = x.new_empty(x.shape)
     if not y.numel():
         return y
-    block, plain = _power(m), _power(width - 2 * m) if width > 2 * m else 0
-    together = min(_power(heads), max(1, ON_A_TILE // max(block, plain)))
+    block, plain = power(m), power(width - 2 * m) if width > 2 * m else 0
+    together = min(power(heads), max(1, ON_A_TILE // max(block, plain)))
     sizes = (x.stride(0), x.stride(1), heads, width, m, -1.0 if back else 1.0)
     layout = {"PAIRS_IN": pairs_in, "PAIRS_OUT": pairs_out}
     shape = {"HEADS": together, "BLOCK": block, "PLAIN": plain}
@@ -231,10 +235,11 @@ def _(x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, back
 
 def _row(x: Tensor) -> tuple[int, int]:
     """The length of a row, and that of the block that holds it."""
-    return x.shape[-1], _power(x.shape[-1])
+    return x.shape[-1], power(x.shape[-1])
 
 
-def _power(n: int) -> int:
+def power(n: int) -> int:
+    """The smallest power of two that isn't below ``n``."""
     return 1 << max(n - 1, 0).bit_length()
 
 

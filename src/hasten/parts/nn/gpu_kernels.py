@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from hasten.parts.kernels import adamw, adamw_reference, codec_reference, low_bit
 from hasten.parts.kernels.refused import LEAST_CAPABILITY
-from hasten.parts.nn import attention, fused_gpu, quantised
+from hasten.parts.nn import attention, fused_gpu, quantised, quantised_gpu
 
 EPS = 1e-6
 FLOAT8_CAPABILITY = (9, 0)  # of products by rows
@@ -295,12 +295,47 @@ def _scaled_mm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
     inner, out = (-(-n // side) * side for n in (sizes.hidden, sizes.between))
     a = _draw(0, sizes.rows, inner, dtype=dtype, device=device)
     b = _draw(1, out, inner, dtype=dtype, device=device)
-    emulate = device.type == "cpu"  # the same rounding, for where there is no such product
-    found = quantised.product(a, b, "rowwise", weight=True, emulate=emulate, dtype=dtype)
-    near_a, near_b = (
-        quantised.dequantise(quantised.quantise(t.cpu(), (1, inner))).double() for t in (a, b)
+    near = [quantised.quantise(t.cpu(), (1, inner)) for t in (a, b)]
+    one, other = (
+        quantised.Float8Blocks(q.data.to(device), q.scale.to(device), q.block) for q in near
     )
-    yield found, near_a @ near_b.t()
+    emulate = device.type == "cpu"  # the same product, for where there is none of the hardware's
+    found = quantised.Rounding("rowwise", emulate).product(one, other, dtype)
+    wide_a, wide_b = (quantised.dequantise(q).double() for q in near)
+    yield found, wide_a @ wide_b.t()
+
+
+def _float8_rounding(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
+    """By rows, by columns and by both; rows of zeros, of tiny numbers, and one with an infinity."""
+    for n in (sizes.hidden, sizes.between + 3):
+        x = _draw(0, sizes.rows, n, dtype=dtype, device=device)
+        x[0], x[2, 1] = 0.0, torch.inf
+        x[3] *= torch.finfo(dtype).tiny
+        for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
+            straight = quantised.quantise(x.cpu(), (1, n), kind)
+            turned = quantised.quantise(x.cpu().t(), (1, sizes.rows), kind)
+            both = quantised_gpu.float8_both(x, kind)
+            for found, scale in (quantised_gpu.float8_rows(x, kind), both[:2]):
+                yield found.float(), straight.data.float()
+                yield scale, straight.scale
+            for found, scale in (quantised_gpu.float8_columns(x, kind), both[2:]):
+                yield found[:, : sizes.rows].float(), turned.data.float()
+                yield found[:, sizes.rows :].float(), torch.zeros(n, -sizes.rows % quantised.SIDE)
+                yield scale, turned.scale
+
+
+def _widening(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
+    """Both formats of a frozen weight; the last block of nf4 isn't full."""
+    rows, columns = sizes.rows, sizes.hidden + 1
+    weight = _draw(0, rows, columns, dtype=torch.float32, device=torch.device("cpu"))
+    codes, scale = quantised.to_int8(weight)
+    found = quantised_gpu.widen_int8(codes.to(device), scale.to(device), dtype)
+    yield found, quantised.from_int8(codes, scale).to(dtype)
+    codes, scale = quantised.to_nf4(weight)
+    levels = torch.tensor(quantised.NF4_LEVELS, device=device)
+    given = codes.to(device), scale.to(device), levels
+    found = quantised_gpu.widen_nf4(*given, rows, columns, dtype)
+    yield found, quantised.from_nf4(codes, scale, (rows, columns)).to(dtype)
 
 
 def _grouped_mm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
@@ -530,6 +565,20 @@ KERNELS = (
         _times(2, torch.bfloat16),
         "products run in bf16, at half the speed that float8 can have",
         _from(FLOAT8_CAPABILITY),
+    ),
+    GpuKernel(
+        quantised_gpu.FLOAT8,
+        _float8_rounding,
+        dict.fromkeys(ROUNDING, 0.0),
+        "torch's operators run, about 9 for 1, which move 10 times the bytes",
+        lambda device: fused_gpu.why_not(device) or _from(FLOAT8_CAPABILITY)(device),
+    ),
+    GpuKernel(
+        quantised_gpu.WIDENING,
+        _widening,
+        dict.fromkeys(ROUNDING, 0.0),
+        "torch's operators run, about 8 for 1, which move 5 times the bytes",
+        fused_gpu.why_not,
     ),
     GpuKernel(
         "grouped_mm",

@@ -202,6 +202,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 _add_product(grad_weight, grad_logits, rows)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0, dtype=wide)
+            del logits, grad_logits  # before the next chunk takes memory
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.weight_dtype = weight.dtype
         return loss
@@ -218,7 +219,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _loss_and_gradient(logits: Tensor, labels: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor]:
-    """Summed loss of a chunk in float32 or wider, and d loss / d logits in the logits' format."""
+    """Summed loss of a chunk in float32 or wider, and d loss / d logits in the logits' format.
+
+    Narrow logits are written over, so that the two don't take memory together.
+    """
     kernel = terms == PLAIN and row_kernels.fits(logits)
     if kernel and row_kernels.library().library is not None and not (labels == IGNORED).any():
         return row_kernels.cross_entropy_(logits, labels).sum(), logits
@@ -247,7 +251,8 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, terms: LossTerms) -> tupl
     grad.scatter_add_(1, wanted, counted * (terms.label_smoothing - 1))
     if slope is not None:
         grad *= slope
-    return losses.masked_fill(~kept, 0.0).sum(), grad.to(logits.dtype)
+    grad = grad if grad.dtype == logits.dtype else logits.copy_(grad)
+    return losses.masked_fill(~kept, 0.0).sum(), grad
 
 
 def _times(x: Tensor, matrix: Tensor) -> Tensor:

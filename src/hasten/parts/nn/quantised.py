@@ -14,6 +14,7 @@ the paper; its second quantisation, of the scales, saves 0.37 bits more and is l
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple
@@ -23,10 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hasten.parts.kernels.refused import is_refused
+from hasten.parts.nn import quantised_gpu
+from hasten.parts.nn.recompute import is_thrown_away
 
 Kind = Literal["int8", "nf4"]
 KINDS: Final = ("int8", "nf4")
-NF4_BLOCK: Final = 64
+NF4_BLOCK: Final = quantised_gpu.NF4_BLOCK
 # Appendix E of the paper, as its library has them in float32.
 NF4_LEVELS: Final = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -108,10 +111,15 @@ class QuantisedLinear(nn.Module):
 
     def widened(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight that the layer computes with, (out, in)."""
-        if self.kind == "int8":
-            return from_int8(self.codes, self.scale).to(dtype)
         shape = (self.out_features, self.in_features)
-        return from_nf4(self.codes, self.scale, shape, self.levels).to(dtype)
+        one_pass = quantised_gpu.may_widen(self.codes, dtype)
+        if self.levels is not None:
+            if one_pass:
+                return quantised_gpu.widen_nf4(self.codes, self.scale, self.levels, *shape, dtype)
+            return from_nf4(self.codes, self.scale, shape, self.levels).to(dtype)
+        if one_pass:
+            return quantised_gpu.widen_int8(self.codes, self.scale, dtype)
+        return from_int8(self.codes, self.scale).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
@@ -173,7 +181,7 @@ SCALED_MM: Final = "scaled_mm"  # the product's name where it is checked
 Recipe = Literal["rowwise", "blockwise"]
 RECIPES: Final = ("rowwise", "blockwise")
 BLOCK: Final = 128
-SIDE: Final = 16  # the hardware's product takes sides that are multiples of this
+SIDE: Final = quantised_gpu.SIDE
 E4M3: Final = torch.float8_e4m3fn
 # Small errors here change whole predictions or routes, and DeepSeek-V3 keeps them wide too.
 KEPT_WIDE: Final = frozenset(
@@ -208,59 +216,189 @@ def dequantise(q: Float8Blocks) -> Tensor:
     return blocks.flatten(2, 3).flatten(0, 1)[:rows, :columns]
 
 
-def product(
-    a_MK: Tensor, b_NK: Tensor, recipe: Recipe, *, weight: bool, emulate: bool, dtype: torch.dtype
-) -> Tensor:
-    """``a @ b.T`` of float8 inputs, (M, N) in ``dtype``; ``weight``: b is one, not activations."""
-    a = quantise(a_MK, _block(recipe, a_MK.shape[1], weight=False))
-    b = quantise(b_NK, _block(recipe, b_NK.shape[1], weight=weight))
-    if emulate:
-        return (dequantise(a) @ dequantise(b).t()).to(dtype)
-    short = -a_MK.shape[1] % SIDE  # tokens come in any number; filler adds zero to the sum
-    a_data, b_data = _padded(a.data, short), _padded(b.data, short)
-    found: Tensor = torch._scaled_mm(
-        a_data, b_data.t(), scale_a=a.scale, scale_b=b.scale.t(), out_dtype=torch.bfloat16
-    )
-    return found.to(dtype)
+class Rounding(NamedTuple):
+    """How products take their inputs: a recipe, and whether they are ``emulate`` d."""
+
+    recipe: Recipe
+    emulate: bool
+
+    def by_rows(self, x: Tensor, weight: bool = False) -> Float8Blocks:
+        """A matrix for a product that sums along its rows; ``weight``: it is one."""
+        if self.in_one_pass(x):
+            data, scale = quantised_gpu.float8_rows(x, E4M3)
+            return Float8Blocks(data, scale, (1, data.shape[1]))
+        return quantise(x, self._block(x.shape[1], weight))
+
+    def by_columns(self, x: Tensor, weight: bool = False) -> Float8Blocks:
+        """The transposed matrix, for a product that sums along the columns."""
+        if self.in_one_pass(x):
+            data, scale = quantised_gpu.float8_columns(x, E4M3)
+            return Float8Blocks(data, scale, (1, data.shape[1]))
+        return quantise(x.t(), self._block(x.shape[0], weight))
+
+    def by_both(self, x: Tensor, weight: bool = False) -> tuple[Float8Blocks, Float8Blocks]:
+        """``by_rows`` and ``by_columns``, in fewer reads."""
+        if self.in_one_pass(x):
+            data, scale, turned, turned_scale = quantised_gpu.float8_both(x, E4M3)
+            straight = Float8Blocks(data, scale, (1, data.shape[1]))
+            return straight, Float8Blocks(turned, turned_scale, (1, turned.shape[1]))
+        return self.by_rows(x, weight), self.by_columns(x, weight)
+
+    def product(self, a_MK: Float8Blocks, b_NK: Float8Blocks, dtype: torch.dtype) -> Tensor:
+        """``a @ b.T``, (M, N) in ``dtype``."""
+        if self.emulate:
+            return (dequantise(a_MK) @ dequantise(b_NK).t()).to(dtype)
+        # Tokens come in any number; filler adds zero to the sum.
+        a_data, b_data = (_padded(q.data, -q.data.shape[1] % SIDE) for q in (a_MK, b_NK))
+        found: Tensor = torch._scaled_mm(
+            a_data, b_data.t(), scale_a=a_MK.scale, scale_b=b_NK.scale.t(), out_dtype=torch.bfloat16
+        )
+        return found.to(dtype)
+
+    def in_one_pass(self, x: Tensor) -> bool:
+        """Whether the GPU's kernels round a matrix."""
+        if self.emulate or self.recipe != "rowwise":
+            return False
+        return quantised_gpu.may_round(x)
+
+    def _block(self, length: int, weight: bool) -> tuple[int, int]:
+        if self.recipe == "rowwise":
+            return (1, max(length, 1))
+        return (BLOCK if weight else 1, BLOCK)
+
+
+class Float8Weight:
+    """Rounds a layer's weight: for each product anew or, while it is ``kept``, once.
+
+    What is kept is let go by ``drop``, and isn't used where the weight is seen to have changed: by
+    its version, which every operator in place raises, or its memory. A write through ``.data`` is
+    seen by neither; so whoever keeps it drops it before others have the weight.
+    """
+
+    def __init__(self, rounding: Rounding) -> None:
+        self.kept = False
+        self._rounding = rounding
+        self._both: tuple[Float8Blocks, Float8Blocks] | None = None
+        self._of: tuple[Any, ...] = ()  # the state of the weight that was rounded
+        self._memory: Any = None  # held, so that no other memory gets its address
+
+    def by_rows(self, weight: Tensor) -> Float8Blocks:
+        return self._sides(weight)[0] if self.kept else self._rounding.by_rows(weight, True)
+
+    def by_columns(self, weight: Tensor) -> Float8Blocks:
+        return self._sides(weight)[1] if self.kept else self._rounding.by_columns(weight, True)
+
+    def drop(self) -> bool:
+        """Forget what was rounded; whether there was something."""
+        held = self._both is not None
+        self._both, self._of, self._memory = None, (), None
+        return held
+
+    def _sides(self, weight: Tensor) -> tuple[Float8Blocks, Float8Blocks]:
+        memory = weight.untyped_storage()
+        state = memory._cdata, weight.storage_offset(), weight.dtype, _version(weight)
+        if self._both is None or self._of != state:
+            self.drop()  # before the new ones take memory
+            self._both = self._rounding.by_both(weight, True)
+            self._of, self._memory = state, memory
+        return self._both
+
+
+class Float8Input(NamedTuple):
+    """A layer's input in float8; by columns where its weight learns, for that gradient."""
+
+    rows: Float8Blocks
+    columns: Float8Blocks | None
+
+    @classmethod
+    def of(cls, x: Tensor, rounding: Rounding, learns: bool) -> Float8Input:
+        """``x`` (.., in), its rows one after another."""
+        flat = x.detach().reshape(-1, x.shape[-1])
+        if not learns:
+            return cls(rounding.by_rows(flat), None)
+        if is_thrown_away() and rounding.in_one_pass(flat):
+            return cls(rounding.by_rows(flat), _not_rounded(flat))
+        return cls(*rounding.by_both(flat))
+
+
+def _not_rounded(x: Tensor) -> Float8Blocks:
+    """What ``by_columns`` gives, in shape alone; whoever should use it all the same gets NaN."""
+    data, scale = quantised_gpu.empty_columns(x, E4M3)
+    return Float8Blocks(data, scale, (1, data.shape[1]))
 
 
 class _QuantisedLinear(torch.autograd.Function):
-    """The three products; a frozen weight, or an input without gradient, costs none of its own."""
+    """The three products; a frozen weight, or an input without gradient, costs none of its own.
+
+    Of the input stays what the weight's gradient takes: a byte for each number.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, emulate: bool, dtype: torch.dtype
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        rounded: Float8Input,
+        of_weight: Float8Weight,
+        rounding: Rounding,
+        dtype: torch.dtype,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.recipe, ctx.emulate = recipe, emulate
-        rows = x.reshape(-1, x.shape[-1])
-        with torch.autocast(x.device.type, enabled=False):
-            y = product(rows, weight, recipe, weight=True, emulate=emulate, dtype=dtype)
+        columns = rounded.columns
+        ctx.save_for_backward(weight, *(() if columns is None else columns[:2]))
+        ctx.block = None if columns is None else columns.block
+        ctx.rounding, ctx.of_weight, ctx.like = rounding, of_weight, (x.shape, x.dtype)
+        y = rounding.product(rounded.rows, of_weight.by_rows(weight), dtype)
         return y.reshape(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
+        weight, *columns = ctx.saved_tensors
+        rounding: Rounding = ctx.rounding
         dy = gradients[0].reshape(-1, weight.shape[0])
+        needs_dx, needs_dw = ctx.needs_input_grad[:2]
         dx = dw = None
-        if ctx.needs_input_grad[0]:
-            dx = product(
-                dy, weight.t(), ctx.recipe, weight=True, emulate=ctx.emulate, dtype=x.dtype
-            ).reshape(x.shape)
-        if ctx.needs_input_grad[1]:
-            rows = x.reshape(-1, x.shape[-1])
-            dw = product(
-                dy.t(), rows.t(), ctx.recipe, weight=False, emulate=ctx.emulate, dtype=weight.dtype
-            )
-        return dx, dw, None, None, None
+        if needs_dx and needs_dw:
+            rows, turned = rounding.by_both(dy)
+        elif needs_dx:
+            rows = rounding.by_rows(dy)
+        elif needs_dw:
+            turned = rounding.by_columns(dy)
+        if needs_dx:
+            shape, dtype = ctx.like
+            dx = rounding.product(rows, ctx.of_weight.by_columns(weight), dtype).reshape(shape)
+        if needs_dw:
+            data, scale = columns
+            dw = rounding.product(turned, Float8Blocks(data, scale, ctx.block), weight.dtype)
+        return dx, dw, None, None, None, None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, emulate: bool) -> Tensor:
-    """``F.linear`` with float8 products, in the format that autocast, or else ``x``, has."""
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rounding: Rounding,
+    *,
+    rounded: Float8Input | None = None,
+    of_weight: Float8Weight | None = None,
+) -> Tensor:
+    """``F.linear`` with float8 products, in the format that autocast, or else ``x``, has.
+
+    Args:
+        rounded: ``x`` in float8, where that is known from another layer of the same input.
+        of_weight: rounds the weight.
+    """
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    y: Tensor = _QuantisedLinear.apply(x, weight, recipe, emulate, dtype)
+    with torch.autocast(kind, enabled=False):
+        rounded = rounded or Float8Input.of(x, rounding, learns(weight))
+        of_weight = of_weight or Float8Weight(rounding)
+        y: Tensor = _QuantisedLinear.apply(x, weight, rounded, of_weight, rounding, dtype)
     return y if bias is None else y + bias.to(dtype)
+
+
+def learns(weight: Tensor) -> bool:
+    """Whether a backward pass will want the weight's gradient."""
+    return bool(weight.requires_grad) and torch.is_grad_enabled()
 
 
 class Float8Layers:
@@ -272,6 +410,10 @@ class Float8Layers:
         if recipe == "blockwise" and not emulate:
             raise ValueError("blockwise float8 exists emulated only: say emulate, or rowwise")
         self.recipe, self.emulate = recipe, emulate
+        self._rounding = Rounding(recipe, emulate)
+        self._weights: list[Float8Weight] = []
+        self._last = _LastInput()
+        self.have_kept = False  # weights, over the passes of a step
         self.names: list[str] = []  # of the layers that compute in float8
         self.left: list[str] = []  # of those whose sides don't suit the hardware
         self.ran: set[str] = set()  # of them, those that were seen to
@@ -294,7 +436,8 @@ class Float8Layers:
                 continue
             self.names.append(name)
             self._bound.append((layer, vars(layer).get("forward")))
-            layer.forward = partial(self._forward, name, layer)
+            self._weights.append(Float8Weight(self._rounding))
+            layer.forward = partial(self._forward, name, layer, self._weights[-1])
         if not self.names:
             raise ValueError(
                 f"no linear layer is left whose sides are multiples of {SIDE}; layers of a base in "
@@ -307,18 +450,64 @@ class Float8Layers:
             if before is not None:
                 layer.forward = before
         self._bound.clear()
+        self.keep_weights(False)
+        self._weights.clear()
 
-    def _forward(self, name: str, layer: nn.Linear, x: Tensor) -> Tensor:
+    def keep_weights(self, kept: bool) -> None:
+        """Round each weight once, from now on until False is said; 2 bytes for each number.
+
+        Between the two nothing may write to a weight through its ``.data``.
+        """
+        for weight in self._weights:
+            weight.kept = kept
+            if not kept:
+                self.have_kept |= weight.drop()
+
+    def _forward(self, name: str, layer: nn.Linear, of_weight: Float8Weight, x: Tensor) -> Tensor:
         if is_refused(SCALED_MM) and not self.emulate:
             return F.linear(x, layer.weight, layer.bias)
         self.ran.add(name)
-        return linear(x, layer.weight, layer.bias, self.recipe, self.emulate)
+        rounded = self._last.of(x, self._rounding, learns(layer.weight))
+        given = x, layer.weight, layer.bias, self._rounding
+        return linear(*given, rounded=rounded, of_weight=of_weight)
 
 
-def _block(recipe: Recipe, length: int, weight: bool) -> tuple[int, int]:
-    if recipe == "rowwise":
-        return (1, max(length, 1))
-    return (BLOCK if weight else 1, BLOCK)
+class _LastInput:
+    """Rounds an input that several layers are called with, one after the other, once.
+
+    Query, key and value of an attention, gate and up of an MLP. It is kept as long as the tensor
+    lives and no other one comes.
+    """
+
+    def __init__(self) -> None:
+        self._of: weakref.ref[Tensor] | None = None
+        self._state = (0, False)  # of it then: its version, and whether a pass came for nothing
+        self._found: Float8Input | None = None
+
+    def of(self, x: Tensor, rounding: Rounding, learns: bool) -> Float8Input | None:
+        """``x`` in float8; None where that can't be kept."""
+        if torch.compiler.is_compiling() or x.is_inference():  # the latter have no version
+            return None
+        state = _version(x), is_thrown_away()
+        same = self._of is not None and self._of() is x and self._state == state
+        if not same or self._found is None or (learns and self._found.columns is None):
+            self._forget()
+            with torch.no_grad():
+                self._found = Float8Input.of(x, rounding, learns)
+            self._of, self._state = weakref.ref(x, self._forget), state
+        return self._found
+
+    def _forget(self, _: Any = None) -> None:
+        self._of, self._found = None, None
+
+    def __reduce__(self) -> Any:
+        return _LastInput, ()  # a copy of the model begins with none
+
+
+def _version(x: Tensor) -> int:
+    """How often operators have written to a tensor in place."""
+    found: int = x._version
+    return found
 
 
 def _in_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:

@@ -18,6 +18,7 @@ Forwards are bound to the blocks of this one model; ``remove()`` takes them off 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -236,7 +237,7 @@ class BlockRecompute:
         self.passes += 1
         if self._held is not None:
             self._held += [a for a in args if isinstance(a, Tensor)]
-        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        return checkpoint(_told(run), *args, use_reentrant=False, **kwargs)
 
     def _measure(self, start: int, run: Forward, args: Any, kwargs: dict[str, Any]) -> None:
         """What this block would keep, by one more pass of it that leaves no trace."""
@@ -249,6 +250,36 @@ class BlockRecompute:
         if len(self._measured) == len(self.blocks):
             assert self.budget is not None
             self.recomputed = chosen(list(self._measured.values()), self.budget)
+
+
+_first_pass = threading.local()
+
+
+def is_thrown_away() -> bool:
+    """Whether what this pass saves for backward is thrown away: another pass will save it.
+
+    That one has to save tensors of the same shapes, formats and devices, in the same order.
+    """
+    compiling = torch.compiler.is_compiling()  # a graph has the pass once
+    return not compiling and bool(getattr(_first_pass, "now", False))
+
+
+def _told(run: Forward) -> Forward:
+    """``run``, in which ``is_thrown_away`` holds the first time that it is called."""
+    again = False
+
+    def told(*args: Any, **kwargs: Any) -> Any:
+        nonlocal again
+        if torch.compiler.is_compiling():
+            return run(*args, **kwargs)
+        before, _first_pass.now = is_thrown_away(), not again
+        again = True
+        try:
+            return run(*args, **kwargs)
+        finally:
+            _first_pass.now = before
+
+    return told
 
 
 def chosen(sizes: list[tuple[int, int]], budget: float) -> set[int]:
