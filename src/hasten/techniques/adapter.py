@@ -27,6 +27,7 @@ class LoRA(Technique):
     """
 
     slot = Slot.ADAPTER
+    fidelity = Fidelity.LOSSY
     rank: int = knob(16, "rank of the update", choices=(4, 8, 16, 32, 64, 128))
     alpha: int = knob(32, "the update is scaled by alpha / rank", choices=(16, 32, 64, 128, 256))
     dropout: float = knob(0.0, "dropout before the adapter", low=0.0, high=0.2)
@@ -50,10 +51,6 @@ class LoRA(Technique):
             )
         if isinstance(self.targets, list):
             object.__setattr__(self, "targets", tuple(self.targets))
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.LOSSY
 
     @property
     def claims(self) -> tuple[Claim, ...]:

@@ -25,6 +25,7 @@ class Allocator(Technique):
     """Freed memory stays with the process: no page faults at every step for the same tensors."""
 
     slot = Slot.ALLOCATOR
+    fidelity = Fidelity.EXACT
     auto = "try"
     kind: str = knob(
         "glibc",
@@ -40,10 +41,6 @@ class Allocator(Technique):
             raise ValueError(f"kind is {self.kind!r}; it is one of {', '.join(KINDS)}")
         if self.huge_pages and self.kind == "expandable":
             raise ValueError("huge_pages are the host's; leave them out with kind: expandable")
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.EXACT
 
     def apply(self, setup: Setup) -> None:
         setup.allocator = HostAllocator(self)

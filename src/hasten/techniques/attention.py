@@ -28,11 +28,8 @@ class DocumentAttention(Technique):
     """
 
     slot = Slot.ATTENTION
+    fidelity = Fidelity.ROUNDING
     auto = "usual"
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.ROUNDING
 
     def apply(self, setup: Setup) -> None:
         def select(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from hasten.core.loop import evaluating, held_out_loss
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob, setting
+from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob, setting
 from hasten.parts.optim.weight_average import WeightAverage as WeightAveragePart
 
 SAVED = ("both", "average", "last")
@@ -38,10 +38,6 @@ class WeightAverage(Technique):
     def fidelity(self) -> Fidelity:
         """Training itself keeps its bits; with ``save: average`` the saved model is another."""
         return Fidelity.LOSSY if self.save == "average" else Fidelity.EXACT
-
-    @property
-    def claims(self) -> tuple[Claim, ...]:
-        return ()
 
     def apply(self, setup: Setup) -> None:
         setup.average = SavedAverage(self.decay, self.save)

@@ -81,6 +81,7 @@ class Accumulate(Technique):
     """
 
     slot = Slot.BATCH
+    fidelity = Fidelity.ROUNDING
     micro_batch_size: int = knob(8, "records of one pass; 0: cut by tokens", low=1, high=512)
     micro_batch_tokens: int = knob(
         0, "tokens of one pass at most, longest first; 0: cut by records", low=256, high=65536
@@ -91,10 +92,6 @@ class Accumulate(Technique):
             raise ValueError("micro_batch_size and micro_batch_tokens can't be negative")
         if not self.micro_batch_size and not self.micro_batch_tokens:
             raise ValueError("give micro_batch_size or micro_batch_tokens")
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.ROUNDING
 
     def apply(self, setup: Setup) -> None:
         setup.cut = FixedCut(self.micro_batch_size, self.micro_batch_tokens)

@@ -28,6 +28,7 @@ class Checkpoints(Technique):
     """The whole state as often as pays, each checkpoint committed by one rename."""
 
     slot = Slot.CHECKPOINT
+    fidelity = Fidelity.EXACT
     interval: str | int = setting(
         DYNAMIC, "dynamic: from what saves cost; a number of steps; epoch: at each one's end"
     )
@@ -45,10 +46,6 @@ class Checkpoints(Technique):
             )
         if self.max_checkpoints < 1:
             raise ValueError(f"max_checkpoints is {self.max_checkpoints}; at least 1 is kept")
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.EXACT
 
     def apply(self, setup: Setup) -> None:
         if self.folder is None and setup.folder is None:

@@ -25,11 +25,8 @@ class Packed(Technique):
     """
 
     slot = Slot.COLLATE
+    fidelity = Fidelity.ROUNDING
     auto = "usual"
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.ROUNDING
 
     def apply(self, setup: Setup) -> None:
         setup.collate = with_language_counts(collate.packed)

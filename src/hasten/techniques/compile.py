@@ -36,6 +36,7 @@ class Compiled(Technique):
     """torch.compile for the parts of the decoder blocks, on rows of a few fixed lengths."""
 
     slot = Slot.COMPILE
+    fidelity = Fidelity.ROUNDING
     auto = "try"
     bucket: int = knob(256, "rows are filled to a multiple of so many slots", choices=(128, 256))
     dynamic: bool = setting(False, "one translation for all lengths; slower code")
@@ -57,10 +58,6 @@ class Compiled(Technique):
             raise ValueError("CUDA graphs need fixed shapes; leave dynamic out")
         if not 0 < self.share <= 1:
             raise ValueError(f"share is {self.share}; it is a share, above 0 and at most 1")
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.ROUNDING
 
     def apply(self, setup: Setup) -> None:
         expected = seconds_expected(setup.job, setup.facts)

@@ -44,16 +44,13 @@ class ExpertsImplementation(Technique):
     """
 
     slot = Slot.EXPERTS
+    fidelity = Fidelity.ROUNDING
     auto = "usual"
     kind: str = knob("fused", "fused, eager, grouped_mm or batched_mm", choices=KINDS)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind is {self.kind!r}; choose from {', '.join(KINDS)}")
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.ROUNDING
 
     def apply(self, setup: Setup) -> None:
         setup.experts = self._select

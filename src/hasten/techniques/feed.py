@@ -24,6 +24,7 @@ class Prefetched(Technique):
     """
 
     slot = Slot.FEED
+    fidelity = Fidelity.EXACT
     auto = "try"
     lookahead: int = knob(
         4, "steps that may wait; grows while training has to wait", low=1, high=32
@@ -36,10 +37,6 @@ class Prefetched(Technique):
             raise ValueError(
                 "lookahead must be at least 1 and at most max_lookahead, and memory_mb at least 1"
             )
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.EXACT
 
     def apply(self, setup: Setup) -> None:
         setup.feed = PrefetchedFeed(self)

@@ -34,11 +34,8 @@ class FusedLayers(Technique):
     """
 
     slot = Slot.LAYERS
+    fidelity = Fidelity.ROUNDING
     auto = "usual"
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.ROUNDING
 
     @property
     def claims(self) -> tuple[Claim, ...]:

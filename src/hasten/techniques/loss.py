@@ -35,6 +35,7 @@ class LabelledTokenLoss(Technique):
     """Logits for trained tokens alone, a chunk at a time, gradients formed in the forward pass."""
 
     slot = Slot.LOSS
+    fidelity = Fidelity.ROUNDING
     auto = "usual"
     chunk: int | str = knob(
         "auto",
@@ -46,10 +47,6 @@ class LabelledTokenLoss(Technique):
 
     def __post_init__(self) -> None:
         chunk_rows(self.chunk, 1)  # refuses what is neither auto nor a number of rows
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.ROUNDING
 
     @property
     def claims(self) -> tuple[Claim, ...]:

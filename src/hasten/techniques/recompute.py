@@ -11,7 +11,7 @@ from hasten.core.facts import Facts
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Switch, Technique, knob, setting
+from hasten.core.technique import Fidelity, Forecast, Proof, Switch, Technique, knob, setting
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.techniques import batch as changing
 
@@ -23,6 +23,7 @@ class Recompute(Technique):
     """Blocks keep their inputs alone; backward computes the rest of a block again."""
 
     slot = Slot.RECOMPUTE
+    fidelity = Fidelity.EXACT
     segments: int | None = setting(
         None, "recompute in so many runs of blocks, the last kept; none: each block by itself"
     )
@@ -33,14 +34,6 @@ class Recompute(Technique):
 
     def __post_init__(self) -> None:
         BlockRecompute(self.segments, self.budget, self.offload)  # refuses what doesn't fit
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.EXACT
-
-    @property
-    def claims(self) -> tuple[Claim, ...]:
-        return ()
 
     def apply(self, setup: Setup) -> None:
         setup.recompute = BlockRecompute(self.segments, self.budget, self.offload)

@@ -21,6 +21,7 @@ class Threads(Technique):
     """A rank's own cores, as many threads as it has cores, garbage looked for seldom."""
 
     slot = Slot.THREADS
+    fidelity = Fidelity.ROUNDING  # sums are cut into as many pieces as there are threads
     auto = "try"
     count: int | None = setting(
         None, "threads of an operator; none: the rank's share of the machine's cores"
@@ -46,10 +47,6 @@ class Threads(Technique):
             raise ValueError(f"waiting is one of {', '.join(threads.WAITING)}")
         if self.numa and not self.affinity:
             raise ValueError("numa chooses the cores that affinity keeps to; leave affinity on")
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.ROUNDING  # sums are cut into as many pieces as there are threads
 
     def apply(self, setup: Setup) -> None:
         host = HostThreads(self, setup.facts)
