@@ -164,7 +164,7 @@ WHOLE_MODELS = {
     ),
     "full-8b-fp8": WholeModel(
         *(LLAMA_3_8B, 8192, 2, (*FUSED, "float8", SMALL_MOMENTS, "recompute")),
-        *(Budget(1, 720, 35_250, 209, 95.3), Budget(1, 170, 500, 110, 95)),
+        *(Budget(1, 712, 35_250, 206, 95.3), Budget(1, 170, 500, 110, 95)),
     ),
     "full-1b": WholeModel(
         *(ONE_BILLION, 4096, 4, (*MASTERS, "fused_adamw")),
