@@ -121,7 +121,8 @@ def update(updates: Iterable[TensorUpdate], divisor: Tensor | None = None) -> No
     """Move tensors of one device, in place; a launch for each combination of formats.
 
     Args:
-        divisor: one float32 number on the device; all gradients are divided by it on the way.
+        divisor: one number; all gradients are divided by it on the way. The host waits for nothing
+            where it is float32 and lies on the device.
     """
     alike: dict[Any, list[TensorUpdate]] = {}
     for one in updates:
@@ -131,6 +132,8 @@ def update(updates: Iterable[TensorUpdate], divisor: Tensor | None = None) -> No
         formats = one.weight.dtype, one.grad.dtype, one.first.dtype, one.copy is None
         alike.setdefault(formats, []).append(one)
     for tensors in alike.values():
+        if divisor is not None:
+            divisor = divisor.to(tensors[0].weight.device, torch.float32)
         adamw_(
             [one.weight for one in tensors],
             [one.grad for one in tensors],
