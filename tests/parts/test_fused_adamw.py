@@ -94,6 +94,19 @@ def test_masters_lend_their_bf16_gradients_and_get_their_copies_written() -> Non
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-4)
 
 
+def test_copies_in_fp16_are_left_to_the_masters() -> None:
+    model, masters = nn.Linear(4, 1, bias=False), MasterWeights(torch.float16)
+    masters.prepare(model)
+    optimizer = FusedAdamW(model.parameters(), **SETTINGS)
+    masters.own(optimizer)
+    model.weight.grad = torch.ones_like(model.weight)
+    masters.collect()
+    optimizer.step()
+    masters.publish()
+    (master,) = masters.parameters()
+    assert torch.equal(model.weight, master.to(torch.float16))
+
+
 def test_gradients_of_two_micro_batches_add_up_in_float32() -> None:
     model, masters = nn.Linear(4, 1, bias=False), MasterWeights()
     masters.prepare(model)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hasten.parts.optim import weight_average
 from hasten.parts.optim.weight_average import WeightAverage
 
 
@@ -43,6 +44,47 @@ def test_the_mean_does_not_follow_the_weights_it_was_started_with() -> None:
     average.after_update(given_)
     given_[0].add_(1)
     assert torch.equal(average.means[0], weights(0)[0])
+
+
+class Arrival:
+    """Stands for an event of a device's stream."""
+
+    waited = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.recorded = False
+
+    def record(self) -> None:
+        self.recorded = True
+
+    def synchronize(self) -> None:
+        assert self.recorded
+        Arrival.waited += 1
+
+
+def test_copies_from_a_device_join_the_mean_later_and_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device is a processor here; the mean is read in between, saved and gone on with."""
+    expected = averaged(6).means
+    monkeypatch.setattr(torch, "Event", Arrival)
+    monkeypatch.setattr(weight_average, "_devices", lambda parameters: {torch.device("cpu")})
+    average = WeightAverage(0.9)
+    for step in range(6):
+        given_ = weights(step)
+        before = Arrival.waited
+        average.after_update(given_)
+        assert Arrival.waited - before <= 1
+        if step == 2:
+            saved = copy.deepcopy(average.state_dict())
+            assert all(map(torch.equal, saved["means"], averaged(3).means))
+        if step == 3:
+            average.load_state_dict(saved)
+            average.after_update(given_)
+        for weight in given_:
+            weight.zero_()  # a device moves them on after the copy
+    assert all(map(torch.equal, average.means, expected))
+    assert average.updates == 6
 
 
 def test_swapped_weights_are_the_mean_and_come_back_with_their_bits() -> None:

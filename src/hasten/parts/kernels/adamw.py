@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hasten.parts.kernels.codec_reference import key_of
 from hasten.parts.kernels.low_bit import tables
 from hasten.parts.kernels.refused import LEAST_CAPABILITY, is_refused
-from hasten.parts.kernels.rowwise import check_alike
+from hasten.parts.kernels.rowwise import check_alike, is_alike
 
 PLAIN, COMPACT = "adamw_float32_moments", "adamw_compact_moments"  # by which forms are refused
 STEP = 8  # numbers whose memory is moved at once where all addresses and sizes are multiples
@@ -117,11 +117,17 @@ def takes(weight: Tensor, form: str = PLAIN) -> bool:
     return known and not why_not(weight.device) and not is_refused(form)
 
 
+def writes(copy: Tensor, weight: Tensor) -> bool:
+    """Whether an update of ``weight`` can write ``copy``: bf16 of float32, in the same order."""
+    return (copy.dtype, weight.dtype) == (torch.bfloat16, torch.float32) and is_alike(weight, copy)
+
+
 def update(updates: Iterable[TensorUpdate], divisor: Tensor | None = None) -> None:
     """Move tensors of one device, in place; a launch for each combination of formats.
 
     Args:
-        divisor: one float32 number on the device; all gradients are divided by it on the way.
+        divisor: one number; all gradients are divided by it on the way. The host waits for nothing
+            where it is float32 and lies on the device.
     """
     alike: dict[Any, list[TensorUpdate]] = {}
     for one in updates:
@@ -131,6 +137,8 @@ def update(updates: Iterable[TensorUpdate], divisor: Tensor | None = None) -> No
         formats = one.weight.dtype, one.grad.dtype, one.first.dtype, one.copy is None
         alike.setdefault(formats, []).append(one)
     for tensors in alike.values():
+        if divisor is not None:
+            divisor = divisor.to(tensors[0].weight.device, torch.float32)
         adamw_(
             [one.weight for one in tensors],
             [one.grad for one in tensors],
@@ -203,8 +211,8 @@ def _launch(
     programs = [-(-size // kernels.CHUNK) for size in table[0]]
     starts = list(accumulate(programs, initial=0))
     tensors = len(programs)
-    words = torch.tensor([starts[:-1], *table], dtype=torch.int64).view(-1)
-    rules = torch.tensor(numbers, dtype=torch.float32)
+    words = torch.tensor([starts[:-1], *table], dtype=torch.int64, device="cpu").view(-1)
+    rules = torch.tensor(numbers, dtype=torch.float32, device="cpu")
     words, rules = _sent(words, device), _sent(rules, device)
     moments = {torch.float32: kernels.FLOAT32, torch.bfloat16: kernels.BF16}
     with torch.cuda.device_of(weight):  # Triton launches on the current device

@@ -209,8 +209,13 @@ def check_alike(weight: Tensor, *others: Tensor) -> None:
     A loop over plain memory would mix up their numbers.
     """
     _check_dense(weight)
-    if any(t.shape != weight.shape or _order(t) != _order(weight) for t in others):
+    if not is_alike(weight, *others):
         raise ValueError("weight, gradient and moments must lie in memory in the same order")
+
+
+def is_alike(first: Tensor, *others: Tensor) -> bool:
+    """Whether tensors have one shape and their numbers one order in memory."""
+    return all(t.shape == first.shape and _order(t) == _order(first) for t in others)
 
 
 def _told(tensor: Tensor) -> str:

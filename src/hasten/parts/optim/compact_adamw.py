@@ -89,7 +89,7 @@ class CompactAdamW(Optimizer):
 
         False: they aren't written.
         """
-        if not all(_by_kernel(weight) for _, weight in pairs):
+        if not all(_by_kernel(weight) and adamw.writes(copy, weight) for copy, weight in pairs):
             return False
         self._copies = {id(weight): copy for copy, weight in pairs}
         return True

@@ -58,7 +58,12 @@ class FusedAdamW(Optimizer):
         self._copies: dict[int, Tensor] = {}  # by id of the weight
 
     def write_copies(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-        """Each step also writes the weights, rounded to bf16, into the first of each pair."""
+        """Each step also writes the weights, rounded to bf16, into the first of each pair.
+
+        False: it can't, since a copy isn't bf16 or is laid out in another way.
+        """
+        if not all(adamw.writes(copy, weight) for copy, weight in pairs):
+            return False
         self._copies = {id(weight): copy for copy, weight in pairs}
         return True
 

@@ -25,8 +25,8 @@ from hasten.machine import host
 class WeightAverage:
     """Exponential mean of a list of tensors, always given in the same order.
 
-    Weights on a device are copied to the host while training goes on, and join the mean when it is
-    looked at or the next ones come. So a step doesn't wait for the device.
+    Weights on a device are copied to the host without a wait for it, and join the mean when that is
+    looked at or the next ones come.
 
     Raises:
         ValueError: ``decay`` isn't between 0 and 1.
@@ -53,7 +53,7 @@ class WeightAverage:
         self._settle()  # done long ago: the device has since moved these weights
         self._check(parameters)
         self.updates += 1
-        devices = {p.device for p in parameters if p.device.type != "cpu"}
+        devices = _devices(parameters)
         if not devices:
             self._take([p.detach().to(torch.float32) for p in parameters])
             return
@@ -120,6 +120,11 @@ class WeightAverage:
                 f"the average is of {len(self._means)} tensors and other ones were given; keep one "
                 "average per model, with its weights always in the same order"
             )
+
+
+def _devices(parameters: Sequence[Tensor]) -> set[torch.device]:
+    """Whose copies arrive on the host while it does other things."""
+    return {p.device for p in parameters if p.device.type != "cpu"}
 
 
 def _host_memory(parameter: Tensor) -> Tensor:
