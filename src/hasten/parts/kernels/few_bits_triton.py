@@ -78,8 +78,8 @@ def largest_kernel(
 
     As ``size_bits`` has them, in zeros; the order in which tiles come doesn't matter.
     """
-    row = tl.program_id(0).to(tl.int64) * HIGH + tl.arange(0, HIGH)
-    column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)  # neighbours read on in the same rows
+    row = tl.program_id(1).to(tl.int64) * HIGH + tl.arange(0, HIGH)
     inside = (row < rows)[:, None] & (column < n)[None, :]
     place = row[:, None] * by_row + column[None, :]
     bits = size_bits(tl.load(x + place, mask=inside, other=0.0))
@@ -111,8 +111,8 @@ def float8_tile_kernel(
 
     ``turned`` (n, filled) has zeros beyond ``rows``.
     """
-    row = tl.program_id(0).to(tl.int64) * HIGH + tl.arange(0, HIGH)
-    column = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
+    column = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)
+    row = tl.program_id(1).to(tl.int64) * HIGH + tl.arange(0, HIGH)
     inside = (row < rows)[:, None] & (column < n)[None, :]
     place = row[:, None] * by_row + column[None, :]
     numbers = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
@@ -122,7 +122,7 @@ def float8_tile_kernel(
     place = column[:, None] * filled + row[None, :]
     inside = (column < n)[:, None] & (row < filled)[None, :]
     tl.store(turned + place, tl.trans(by_columns.to(turned.dtype.element_ty)), mask=inside)
-    if tl.program_id(0) == 0:
+    if tl.program_id(1) == 0:
         tl.store(turned_scale + column, down, mask=column < n)
     if ROWS:
         across = scale_of(tl.load(of_rows + row, mask=row < rows, other=0), limit, least)
@@ -130,7 +130,7 @@ def float8_tile_kernel(
         place = row[:, None] * n + column[None, :]
         inside = (row < rows)[:, None] & (column < n)[None, :]
         tl.store(data + place, by_rows, mask=inside)
-        if tl.program_id(1) == 0:
+        if tl.program_id(0) == 0:
             tl.store(scale + row, across, mask=row < rows)
 
 

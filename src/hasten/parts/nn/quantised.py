@@ -217,7 +217,7 @@ def dequantise(q: Float8Blocks) -> Tensor:
 
 
 class Rounding(NamedTuple):
-    """How products take their inputs: a recipe, and whether they are ``emulate`` d."""
+    """How products take their inputs: by which recipe, and whether float8 is emulated."""
 
     recipe: Recipe
     emulate: bool

@@ -33,6 +33,7 @@ NF4_BLOCK: Final = 64  # numbers under one scale
 WIDEST: Final = 16_384  # numbers of a row that one program holds; of a wider one it reads blocks
 LOOP_BLOCK: Final = 4096
 TILE: Final = 64  # rows and columns of a program that looks at both
+MOST_ROWS: Final = 65_535 * TILE  # as many tiles as a launch takes there
 WARPS: Final = 8  # but of a program that has a row
 WIDEN_BLOCK: Final = 2048  # numbers of a program that widens
 LEAST: Final = torch.finfo(torch.float32).tiny  # of a scale
@@ -40,7 +41,8 @@ LEAST: Final = torch.finfo(torch.float32).tiny  # of a scale
 
 def may_round(x: Tensor) -> bool:
     """Whether the float8 operators take a matrix."""
-    return _runs(FLOAT8, x) and x.dtype in fused_gpu.DTYPES and x.numel() > 0
+    fits = x.dtype in fused_gpu.DTYPES and x.numel() > 0 and x.shape[0] <= MOST_ROWS
+    return _runs(FLOAT8, x) and fits
 
 
 def may_widen(codes: Tensor, dtype: torch.dtype) -> bool:
@@ -149,7 +151,7 @@ def _by_tiles(
     filled = turned[0].shape[1]
     largest = torch.zeros(count + n, dtype=torch.int32, device=x.device)
     of_rows, of_columns = largest[:count], largest[count:]
-    programs = -(-filled // TILE), -(-n // TILE)
+    programs = -(-n // TILE), -(-filled // TILE)
     shape = {"ROWS": rows, "HIGH": TILE, "WIDE": TILE, "num_warps": WARPS}
     given, sizes = (programs, x, of_rows, of_columns), (count, n, x.stride(0))
     _launch("largest_kernel", *given, *sizes, **shape)
