@@ -9,7 +9,12 @@ from __future__ import annotations
 import copy
 import importlib.util
 import itertools
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,6 +181,20 @@ def test_places_are_found_beside_every_border() -> None:
     low, high = squared[above - 1], squared[above]
     expected = above - 1 + (dice < (shares.abs() - low) / (high - low) * 65536)
     assert torch.equal(found[1].long(), expected.maximum((shares != 0).long()))
+
+
+@pytest.mark.slow
+def test_launches_compile_as_a_gpu_would_ask_for_them(tmp_path: Path) -> None:
+    """In a process of its own, as this one's Triton may interpret."""
+    script = Path(__file__).parents[1] / "triton_launches.py"
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    *aligned, odd = json.loads(done.stdout)
+    assert [programs for programs, _ in aligned] == [2, 4, 32, 3]
+    assert all(loads for _, loads in aligned)
+    assert odd == [3, 0]
 
 
 def test_dice_are_those_of_seed_tensor_and_step() -> None:
