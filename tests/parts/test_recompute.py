@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -341,3 +342,17 @@ def test_checkpoint_sequential_leaves_every_layer_its_gradient() -> None:
     out = hasten.checkpoint_sequential(layers, 2, x, preserve_rng_state=False)
     other = torch.autograd.grad(out.square().mean(), list(layers.parameters()))
     assert not torch.equal(other[0], expected[0])  # dropout fell on other places the second time
+
+
+def test_measuring_a_block_leaves_nothing_behind() -> None:
+    """A result that autograd saves would otherwise hold the node that holds it, for ever."""
+    made: list[weakref.ref[Tensor]] = []
+    given = torch.randn(8, requires_grad=True)
+
+    def forward() -> Tensor:
+        result = given.sigmoid()  # of which autograd saves the result
+        made.append(weakref.ref(result))
+        return result
+
+    assert saved_bytes(forward, nn.Identity()) == given.nbytes
+    assert made[0]() is None

@@ -311,8 +311,8 @@ def saved_bytes(
     kept: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
+        kept.append(tensor.detach())  # a saved result that knows its node would never be freed
+        return kept[-1]
 
     with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
         result = forward()
@@ -353,7 +353,7 @@ def _pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _place(tensor: Tensor) -> int:
-    place: int = tensor.untyped_storage().data_ptr()
+    place: int = tensor.untyped_storage()._cdata  # fakes have no memory
     return place
 
 

@@ -176,7 +176,7 @@ class CompactAdamW(Optimizer):
             _keep(state, part, first, second, dice)
             if in_bf16:
                 weights[part] = to_bf16(moved, noise(len(moved), dice))
-        if whole.data_ptr() != parameter.data_ptr():
+        if not parameter.is_contiguous():
             parameter.copy_(whole)
         if (copy := self._copies.get(id(parameter))) is not None:
             copy.copy_(parameter)
