@@ -1,19 +1,12 @@
 """The rows of docs/measurements/gpu.md as data: shape, load, the ways to fit it, and the goal.
 
 Shapes repeat the published ``config.json`` of each model; the weights are random. A row lists its
-choices in the order in which they are tried: the first whose estimate fits the device's memory is
+choices in the order in which they are tried: the first that fits the device's memory on paper is
 run, and where memory runs out after all, the next.
 
-What a trained weight takes, in bytes, and so what 8.03 B of them take on one GPU:
-
-    AdamW as it is, float32 masters      4 master + 2 working + 6 gradient + 8 moments   161 GB
-    masters, moments in 8 bits           4        + 2         + 6          + 2           112 GB
-    all in bf16, moments in 8 bits                  2         + 2          + 2            48 GB
-
-(6: several passes add up in float32 while backward writes bf16; 4 where a step is one pass.) So a
-full 8 B with masters fits an H200 (141 GB) once its moments are compact, with a row of 4,096 tokens
-half recomputed; on an H100 (80 GB) it takes weights in bf16 alone, whose small updates round to
-nothing: a figure of speed, not a recipe.
+A full 8 B with float32 masters fits an H200 (141 GB) once its moments have 8 bits; an H100 (80 GB)
+takes weights in bf16 alone, which its optimizer rounds at random, so that small updates count in the
+mean.
 """
 
 from __future__ import annotations
@@ -29,7 +22,7 @@ from hasten.techniques.batch import Accumulate
 from hasten.techniques.collate import Packed
 from hasten.techniques.layers import FusedLayers
 from hasten.techniques.loss import LabelledTokenLoss
-from hasten.techniques.optimizer import CompactAdamW
+from hasten.techniques.optimizer import CompactAdamW, FusedAdamW
 from hasten.techniques.precision import Autocast, BF16MasterWeights, Float8
 from hasten.techniques.recompute import Recompute
 
@@ -201,7 +194,7 @@ ROWS: tuple[Row, ...] = (  # by priority
         "trainer-1b",
         "all weights, uneven records up to 1,024 tokens, 16 a step, beside Transformers' Trainer",
         *("llama", ONE_BILLION, 1024, 16),
-        {"hasten": tuple(_sizes(MASTERS, 16, 8))},
+        {"hasten": tuple(_sizes((*MASTERS, FusedAdamW()), 16, 8))},
         uneven=True,
         peers=("hf_trainer", "hf_trainer_liger"),
         ratio_goal=1.5,

@@ -18,7 +18,7 @@ from hasten.core.job import NamedParameters, OptimizerFactory
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Claim, Fidelity, Forecast, Proof, Technique, knob
+from hasten.core.technique import Fidelity, Forecast, Proof, Technique, knob
 from hasten.errors import InputError
 from hasten.machine.ways import Gain
 from hasten.parts.nn import kernel_ways
@@ -40,15 +40,8 @@ class FusedAdamW(Technique):
     """AdamW with clipping, update and the rounded copy of the weights in one pass over memory."""
 
     slot = Slot.OPTIMIZER
+    fidelity = Fidelity.ROUNDING
     auto = "usual"
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.ROUNDING
-
-    @property
-    def claims(self) -> tuple[Claim, ...]:
-        return ()
 
     def apply(self, setup: Setup) -> None:
         def build(adamw: AdamW, named: Named) -> Optimizer:
@@ -79,19 +72,12 @@ class CompactAdamW(Technique):
     """AdamW whose moments are kept in bf16 or 8 bits between steps."""
 
     slot = Slot.OPTIMIZER
+    fidelity = Fidelity.LOSSY  # moments rounded step after step lead to other weights
     moments: str = knob("bf16", "format of both moments of matrices", choices=FORMATS)
 
     def __post_init__(self) -> None:
         if self.moments not in FORMATS:
             raise ValueError(f"moments is {self.moments!r}; it is one of {', '.join(FORMATS)}")
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.LOSSY  # moments rounded step after step lead to other weights
-
-    @property
-    def claims(self) -> tuple[Claim, ...]:
-        return ()
 
     def apply(self, setup: Setup) -> None:
         seed = setup.job.seed
@@ -117,19 +103,12 @@ class Muon(Technique):
     """Muon for hidden matrices, AdamW for embeddings, head, norms and biases."""
 
     slot = Slot.OPTIMIZER
+    fidelity = Fidelity.LOSSY  # another update rule
     momentum: float = knob(0.95, "of Muon, in Nesterov's form", choices=(0.9, 0.95, 0.98))
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum is {self.momentum}; it lies in [0, 1)")
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.LOSSY  # another update rule
-
-    @property
-    def claims(self) -> tuple[Claim, ...]:
-        return ()
 
     def apply(self, setup: Setup) -> None:
         def build(adamw: AdamW, named: Named) -> Optimizer:

@@ -93,13 +93,10 @@ class BF16MasterWeights(Technique):
     """bf16 weights, activations and gradients; the optimizer moves float32 masters."""
 
     slot = Slot.PRECISION
+    fidelity = Fidelity.ROUNDING
     auto = "usual"
     emulate: bool = setting(False, EMULATE)
     only_if_faster: bool = setting(False, IF_FASTER)
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.ROUNDING
 
     @property
     def claims(self) -> tuple[Claim, ...]:
@@ -140,6 +137,7 @@ class Autocast(Technique):
     """
 
     slot = Slot.PRECISION
+    fidelity = Fidelity.ROUNDING
     auto = "try"
     dtype: str = setting("bf16", "bf16, or fp16 with a dynamic loss scale")
     initial_scale: float = setting(65536.0, "the loss scale at the first step, fp16 only")
@@ -150,10 +148,6 @@ class Autocast(Technique):
         if self.dtype not in FORMATS:
             raise ValueError(f"dtype is {self.dtype!r}; it must be bf16 or fp16")
         LossScale(self.initial_scale, interval=self.growth_interval)  # refuses impossible numbers
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.ROUNDING
 
     @property
     def claims(self) -> tuple[Claim, ...]:
@@ -197,6 +191,7 @@ class Float8(Technique):
     """
 
     slot = Slot.PRECISION
+    fidelity = Fidelity.LOSSY
     auto = "try"
     recipe: str = knob("rowwise", "what shares a scale: a row, or a block of 128", choices=RECIPES)
     emulate: bool = setting(False, "round as float8 does, but multiply in float32: slow, anywhere")
@@ -209,10 +204,6 @@ class Float8(Technique):
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
             raise ValueError(f"recipe is {self.recipe!r}; it must be rowwise or blockwise")
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.LOSSY
 
     def apply(self, setup: Setup) -> None:
         layers = Float8Layers("rowwise" if self.recipe == "rowwise" else "blockwise", self.emulate)
