@@ -4,8 +4,8 @@ Shapes repeat the published ``config.json`` of each model; the weights are rando
 choices in the order in which they are tried: the first that fits the device's memory on paper is
 run, and where memory runs out after all, the next.
 
-A full 8 B with float32 masters fits an H200 (141 GB) once its moments have 8 bits; an H100 (80 GB)
-takes weights in bf16 alone, which its optimizer rounds at random, so that small updates count in the
+A full 8 B with float32 masters fits an H200 (141 GB) once its moments have 8 bits. An H100 (80 GB)
+takes weights in bf16 alone; its optimizer rounds them at random, so that small updates count in the
 mean.
 """
 
