@@ -145,12 +145,12 @@ _LORA = (("finetuning_type", "lora"), ("lora_targets", "all-linear"), ("from_scr
 WHOLE_MODELS = {
     "lora-llama-3-8b": WholeModel(
         *(LLAMA_3_8B, 4096, 4, MASTERS),
-        *(Budget(1, 134, 12, 80, 93.2), Budget(1, 110, 12, 66, 91)),
+        *(Budget(1, 134, 12, 80, 92.1), Budget(1, 110, 12, 66, 91)),
         _LORA,
     ),
     "lora-qwen-2.5-7b": WholeModel(
         *(QWEN_2_5_7B, 4096, 4, MASTERS),
-        *(Budget(1, 137, 12, 78, 92.1), Budget(1, 115, 12, 63, 89)),
+        *(Budget(1, 137, 12, 78, 91), Budget(1, 115, 12, 63, 89)),
         _LORA,
     ),
     "qlora-llama-3-8b": WholeModel(
@@ -164,15 +164,15 @@ WHOLE_MODELS = {
     ),
     "full-8b-fp8": WholeModel(
         *(LLAMA_3_8B, 8192, 2, (*FUSED, "float8", SMALL_MOMENTS, "recompute")),
-        *(Budget(1, 712, 35_250, 206, 95.3), Budget(1, 170, 500, 110, 95)),
+        *(Budget(1, 168, 415, 103, 95.3), Budget(1, 150, 415, 95, 95)),
     ),
     "full-1b": WholeModel(
         *(ONE_BILLION, 4096, 4, (*MASTERS, "fused_adamw")),
-        *(Budget(1, 72, 61, 15, 34.9), Budget(1, 70, 61, 14, 34.9)),
+        *(Budget(1, 72, 61, 16, 33.8), Budget(1, 70, 61, 14, 33)),
     ),
     "lora-v2-lite": WholeModel(
         *(V2_LITE, 4096, 2, (*MASTERS, {"experts_implementation": {"kind": "grouped_mm"}})),
-        *(Budget(1, 242, 108, 85, 68.2), Budget(1, 150, 107, 60, 60)),
+        *(Budget(1, 241, 108, 85, 65.5), Budget(1, 150, 107, 60, 60)),
         _LORA,
     ),
     "full-v2-lite": WholeModel(
