@@ -960,7 +960,7 @@ PARTS: tuple[Fault, ...] = (
         name="memory-of-an-unused-layer-is-lost",
         kind="forgotten state",
         file="parts/comm/buckets.py",
-        old="                give_back(left, held, pieces)\n",
+        old="                give_back(left, held)\n",
         new="",
         tests=("tests/parts/test_gradient_compressor.py",),
     ),
@@ -1124,10 +1124,10 @@ PARTS: tuple[Fault, ...] = (
         kind="forgotten reset",
         file="parts/optim/master_weights.py",
         old=(
-            "                master.grad = master.grad.float().add_(working.grad)\n"
+            "                master.grad = _sum(master.grad, working.grad)\n"
             "            working.grad = None\n"
         ),
-        new="                master.grad = master.grad.float().add_(working.grad)\n",
+        new="                master.grad = _sum(master.grad, working.grad)\n",
         tests=("tests/parts/test_master_weights.py", "tests/core/test_step.py"),
     ),
     Fault(

@@ -67,7 +67,7 @@ def test_the_whole_script_runs_on_a_pretended_gpu(tmp_path: Path, lacking: str) 
         assert row["status"] == "complete", (name, row["said"], done.stderr[-2000:])
         assert row["machine"]["device"] == "cuda:0"
     for row in ROWS:
-        assert {len(turns) for turns in found[row.name]["repeats"].values()} == {measure.REPEATS}
+        assert {len(turns) for turns in found[row.name]["repeats"].values()} == {measure.REHEARSED}
         assert found[row.name]["arms"]["hasten"]["left_out"] == []
         assert found[row.name]["arms"]["hasten"]["parts"]["forward"] >= 0
     assert "hasten / hf_trainer" in found["trainer-1b"]["summary"], found["trainer-1b"]["peers"]

@@ -42,6 +42,7 @@ from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.parts.optim.weight_average import decayed_groups
 
 REPEATS, WARMUP, MOST_STEPS = 5, 2, 10
+REHEARSED = 2  # repeats, where their times mean nothing
 SHARE = 0.92  # of a device's memory that a choice may need on paper
 STEPS_OF_RECORDS = 32
 
@@ -236,9 +237,9 @@ def measure(row: Row, device: str, found: Found, path: Path | None, until: float
     count = int(0.85 * left / REPEATS / sum(each.values()))
     if left <= sum(each.values()):
         raise OutOfTimeError(f"a step of every arm takes {sum(each.values()):.0f} s; give more")
-    most = 1 if found.get("rehearsal") else MOST_STEPS
-    count = found["steps_per_turn"] = min(max(count, 1), most)
-    for order in _orders(list(arms)):
+    few = bool(found.get("rehearsal"))
+    count = found["steps_per_turn"] = min(max(count, 1), 1 if few else MOST_STEPS)
+    for order in _orders(list(arms), REHEARSED if few else REPEATS):
         if time.monotonic() + count * sum(each.values()) > until:
             found["said"] = f"the time was up after {len(found['repeats'][order[0]])} repeats"
             break
@@ -277,8 +278,8 @@ def _add_peer(
     return reason
 
 
-def _orders(names: list[str]) -> Iterator[list[str]]:
-    for repeat in range(REPEATS):
+def _orders(names: list[str], repeats: int) -> Iterator[list[str]]:
+    for repeat in range(repeats):
         shift = repeat % len(names)
         yield names[shift:] + names[:shift]
 

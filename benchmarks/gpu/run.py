@@ -47,7 +47,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     given = arguments()
-    if given.rehearse and given.row:
+    if given.rehearse and (given.row or given.all):
         from hasten.measure.paper.pretended import begin
         from hasten.measure.paper.roofline import paper_device
 
@@ -59,11 +59,15 @@ def main() -> int:
         return 0
     if given.all:
         stages.run_all(given.out, given.minutes or ALL_MINUTES, given.rehearse)
-        return 0
+        return _ended(0, given)
     found = stages.run_row(given.row, given.json, given.minutes or MINUTES, given.rehearse)
     print(results.said_of(found), flush=True)
-    code = 0 if found["status"] != "failed" else 1
+    return _ended(0 if found["status"] != "failed" else 1, given)
+
+
+def _ended(code: int, given: argparse.Namespace) -> int:
     if given.rehearse:
+        sys.stdout.flush()
         os._exit(code)  # the pretended device's threads don't end by themselves
     return code
 

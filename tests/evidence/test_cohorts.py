@@ -376,7 +376,7 @@ def late_in_round_1(record: ExperimentRecord) -> Callable[[str, float], None]:
 
 def test_before_a_deadline_a_slow_start_leaves_rows_out_and_says_so(tmp_path: Path) -> None:
     record = ExperimentRecord()
-    tell = late(record, "starting packed", 200.0)  # 40 s are left, and a round takes 2 s an arm
+    tell = late(record, "starting packed", 210.0)  # 30 s are left, and a round takes 2 s an arm
     found = pretend(tmp_path, IN_TIME, SLOW, record=record, tell=tell)
     assert found.design["dropped"] == ["attention: no time for it"]
     assert [arm.name for arm in found.arms] == ["baseline", "packed", "all"]
@@ -440,7 +440,7 @@ def test_a_start_after_a_kill_does_not_begin_the_budget_anew(tmp_path: Path) -> 
 
     def killed(text: str, share: float) -> None:
         if text.startswith("round 4/"):
-            record._began -= 50.0
+            record._began -= 60.0
             record.append("evaluate", arm="all", cohort=1, tokens=0, held_out_loss=None)
             raise KeyboardInterrupt
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import indent
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -43,8 +43,9 @@ from hasten.planner.planning import ClusterPlan
 from hasten.planner.planning import plan as search
 from hasten.planner.text import page, write
 from hasten.recipe.price import Price
-from hasten.recipe.schema import Recipe, recipe_from
-from hasten.recipe.shorthands import catalogue
+
+if TYPE_CHECKING:
+    from hasten.recipe.schema import Recipe  # loads torch, as recipes and techniques do
 
 PAPER_DEVICE = "h100"  # where none is named
 MOST_RANKS = 8  # that are traced
@@ -197,6 +198,8 @@ def untraceable(one: PlanCandidate) -> str:
 
 def recipe_with(recipe: Recipe, one: PlanCandidate, job: PlannedJob) -> Recipe:
     """The recipe in a layout: its techniques take the places of those that do the same."""
+    from hasten.recipe.schema import recipe_from
+
     asked = yaml.safe_load(recipe_lines(one.layout)) or {}
     slots = {_slot(entry) for entry in asked.get("plan", [])}
     own = recipe.plan if recipe.auto_plan is None else USUAL
@@ -214,6 +217,8 @@ def recipe_with(recipe: Recipe, one: PlanCandidate, job: PlannedJob) -> Recipe:
 
 
 def _slot(entry: Any) -> Any:
+    from hasten.recipe.shorthands import catalogue
+
     name = entry if isinstance(entry, str) else next(iter(entry))
     return next((kind.slot for kind in catalogue() if kind.name() == name), name)
 

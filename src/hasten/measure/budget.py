@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 FEWEST_ROUNDS = 2  # one says nothing of its own error
 WORTH_ROUNDS = 5  # fewer leave an interval too wide for most effects: rather fewer arms
-FINISH_LOOKS = 2.0  # that an end takes as long as: a model that is looked at writes samples
 WORTH_IN_PART = 3  # rounds with which an arm is worth its place where partial results count
 GRACE = 0.25  # of a budget: a round that has begun may go on for so long
 STAYS: Kind = "all"  # a kind that is never dropped
@@ -353,7 +352,9 @@ class BudgetTracker:
         turns = tuple(self._design.steps * arm.step_seconds for arm in arms)
         look = statistics.fmean(arm.evaluation_seconds for arm in arms)
         start = statistics.fmean(arm.start_seconds for arm in arms)
-        finish = FINISH_LOOKS * look if self._design.evaluations else 0.0
+        step = statistics.fmean(arm.step_seconds for arm in arms)
+        # At its end an arm that is looked at writes samples, and runs a step to say where it goes.
+        finish = look + step if self._design.evaluations else 0.0
         if self.fresh:
             return Costs(0.0, tuple(start + turn for turn in turns), look, finish)
         return Costs(start, turns, look, finish)
