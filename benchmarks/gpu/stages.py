@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import importlib
 import importlib.util
 import json
 import os
@@ -18,9 +19,10 @@ import time
 import traceback
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from gpu import results
-from gpu.measure import OutOfTimeError, facts_of, measure
+from gpu.measure import OutOfTimeError, config_of, facts_of, measure
 from gpu.results import Found, write
 from gpu.rows import KERNELS, NAMES, ROWS, TESTS, Row, row_named
 from hasten.errors import InputError
@@ -42,6 +44,8 @@ FEW_LAYERS = 2  # of a rehearsal
 def run_all(folder: Path, minutes: float, rehearse: str | None = None) -> None:
     """Every stage within the time, and the report."""
     folder.mkdir(parents=True, exist_ok=True)
+    if rehearse:
+        _preload()
     until = time.monotonic() + 60 * minutes
     for place, name in enumerate(NAMES):
         left = (until - time.monotonic()) / 60
@@ -63,6 +67,19 @@ def run_all(folder: Path, minutes: float, rehearse: str | None = None) -> None:
     text = results.report(folder)
     (folder / "report.md").write_text(text + "\n")
     print(text)
+
+
+def _preload() -> None:
+    """Import what the stages of a rehearsal need, once for all of them."""
+    from transformers import AutoModelForCausalLM
+
+    from hasten.measure.paper.rank import PRELOADED
+
+    for name in (*PRELOADED, "transformers.trainer", "hasten.measure.paper.step"):
+        importlib.import_module(name)
+    for row in ROWS:
+        mapping: Any = AutoModelForCausalLM._model_mapping
+        mapping[type(config_of(row))]
 
 
 def _fork(name: str, path: Path, minutes: float, rehearse: str) -> None:
