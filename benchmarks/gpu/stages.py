@@ -39,6 +39,7 @@ CEILING_SECONDS = 4.0
 SHARE_FOR_CEILING = 0.05  # of a row's time
 PEERS = ("liger-kernel", "triton", "accelerate")
 FEW_LAYERS = 2  # of a rehearsal
+PRELOADED = ("torch._dynamo", "peft", "transformers.trainer", "hasten.measure.paper.step")
 
 
 def run_all(folder: Path, minutes: float, rehearse: str | None = None) -> None:
@@ -73,9 +74,7 @@ def _preload() -> None:
     """Import what the stages of a rehearsal need, once for all of them."""
     from transformers import AutoModelForCausalLM
 
-    from hasten.measure.paper.rank import PRELOADED
-
-    for name in (*PRELOADED, "transformers.trainer", "hasten.measure.paper.step"):
+    for name in PRELOADED:
         importlib.import_module(name)
     for row in ROWS:
         mapping: Any = AutoModelForCausalLM._model_mapping
