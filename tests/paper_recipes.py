@@ -7,11 +7,15 @@ docs/log.md; a goal is what the design allows. Both are of one rank.
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hasten.recipe.schema import Recipe, recipe_from
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from gpu import rows  # shapes of the models that are measured on a GPU
 
 FUSED = ("packed", "document_attention", "fused_layers", "labelled_token_loss")
 MASTERS = (*FUSED, "bf16_master_weights")
@@ -28,65 +32,10 @@ TOY: dict[str, Any] = {
     "vocab_size": 500,
     "max_position_embeddings": 256,
 }
-LLAMA_3_8B: dict[str, Any] = {
-    **_NO_TOKENS,
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-}
-QWEN_2_5_7B: dict[str, Any] = {
-    **_NO_TOKENS,
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-}
-ONE_BILLION: dict[str, Any] = {
-    **_NO_TOKENS,
-    "model_type": "llama",
-    "hidden_size": 1792,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 14,
-    "vocab_size": 102400,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-}
-V2_LITE: dict[str, Any] = {
-    **_NO_TOKENS,
-    "model_type": "deepseek_v2",
-    "hidden_size": 2048,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "vocab_size": 102400,
-    "max_position_embeddings": 163840,
-    "rms_norm_eps": 1e-6,
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "head_dim": 64,
-    "n_routed_experts": 64,
-    "num_experts_per_tok": 6,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-}
+LLAMA_3_8B: dict[str, Any] = {"model_type": "llama", **rows.LLAMA_3_8B}
+QWEN_2_5_7B: dict[str, Any] = {"model_type": "qwen2", **rows.QWEN_2_5_7B}
+ONE_BILLION: dict[str, Any] = {"model_type": "llama", **rows.ONE_BILLION}
+V2_LITE: dict[str, Any] = {"model_type": "deepseek_v2", **rows.DEEPSEEK_V2_LITE}
 
 
 def paper_recipe(folder: Path, config: dict[str, Any], **keys: Any) -> Recipe:

@@ -80,6 +80,7 @@ DEEPSEEK_V2_LITE: Shape = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
+    "head_dim": 64,
     "n_routed_experts": 64,
     "n_shared_experts": 2,
     "num_experts_per_tok": 6,

@@ -83,6 +83,21 @@ def test_the_seconds_are_those_of_the_steps_operators() -> None:
     assert set(counter.seconds) >= {"forward", "backward", "optimizer"}
 
 
+def test_an_evaluation_before_the_counted_step_is_no_part_of_it() -> None:
+    lines: list[list[str]] = [[], []]
+    side = torch.randn(256, 256)
+    for told, evaluates in zip(lines, (False, True), strict=True):
+        found = session()
+        watch = PaperComparison(found, FLOPS, "a GPU", told.append)
+        for step, metrics in enumerate(training(found), start=1):
+            watch.note(metrics)
+            if evaluates and step == comparison.COUNTED_STEP - 1:
+                _ = side @ side
+                watch.between_steps()
+    seconds = [told[0].partition(", and ")[2].partition(" ms")[0] for told in lines]
+    assert seconds[0] == seconds[1]
+
+
 def test_a_training_that_ends_in_the_counted_step_leaves_nothing_behind() -> None:
     found = session()
     clock = found.setup.clock

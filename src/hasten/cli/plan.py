@@ -165,7 +165,8 @@ def counted_on_paper(found: ClusterPlan, recipe: Recipe | None) -> str:
     """The best layouts' memory as their steps are counted on paper, beside what is predicted."""
     assert recipe is not None
     kept = [one for one in found.best if not untraceable(one)]
-    counted = iter(traces([recipe_with(recipe, one, found.job) for one in kept], _device(found)))
+    recipes = [recipe_with(recipe, one, found.job) for one in kept]
+    counted = iter(traces(recipes, found.cluster.device.name))
     rows = [["", "layout", "predicted GB", "on paper GB", ""]]
     first = None
     for place, one in enumerate(found.best, start=1):
@@ -221,10 +222,6 @@ def _slot(entry: Any) -> Any:
 
     name = entry if isinstance(entry, str) else next(iter(entry))
     return next((kind.slot for kind in catalogue() if kind.name() == name), name)
-
-
-def _device(found: ClusterPlan) -> str:
-    return found.cluster.device.name
 
 
 def to_dict(found: ClusterPlan, price: Price | None) -> dict[str, Any]:

@@ -210,7 +210,11 @@ def _train(
         watch = replace(watch, on_step=both(watch.on_step, energy.note))
     comparison = comparison_of(session, run.known, run.tell)
     if comparison is not None:
-        watch = replace(watch, on_step=both(comparison.note, watch.on_step))
+        watch = replace(
+            watch,
+            on_step=both(comparison.note, watch.on_step),
+            on_evaluation=both(comparison.between_steps, watch.on_evaluation),
+        )
     keeping = recorded(watch, session, recipe, run.output)
     counting = closing(comparison) if comparison is not None else nullcontext()
     with counting, advising(helps), watch_notices(session, recipe), keeping as watch:

@@ -82,6 +82,10 @@ class PaperComparison:
             paper = _scaled(self._counter.seconds, metrics.slots / max(self._counted_slots, 1))
             self._tell(line(self._inner.steps[-1], paper, self._name))
 
+    def between_steps(self, *_: Any) -> None:
+        """What ran since the last step is part of none: an evaluation, say."""
+        self._counter.forget()
+
     def close(self) -> None:
         """Stop counting, where a training ends in the counted step."""
         if self._session.setup.clock is not self._inner:
@@ -106,7 +110,12 @@ class OperatorCounter(TorchDispatchMode):
     def mark(self, part: str) -> None:
         """What ran since the mark before was this part."""
         self.seconds[part] += self._pending
+        self.forget()
+
+    def forget(self) -> None:
+        """What ran since the mark before belongs to no part."""
         self._pending = 0.0
+        self._documents = {}  # of tensors that are freed, whose memory others may get
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in (Tensor, torch.nn.Parameter) for kind in types):

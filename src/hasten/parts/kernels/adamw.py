@@ -184,17 +184,7 @@ def adamw_(
 
 
 @adamw_.register_fake
-def _(
-    weights: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    firsts: Sequence[Tensor],
-    seconds: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    copies: Sequence[Tensor],
-    rules: Sequence[float],
-    keys: Sequence[int],
-    divisor: Tensor | None,
-) -> None:
+def _(*given: Any) -> None:
     return None
 
 
