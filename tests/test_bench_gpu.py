@@ -115,6 +115,15 @@ def test_impossible_minutes_are_refused(
     assert "give 0.05 to 1440" in capsys.readouterr().err
 
 
+def test_a_rehearsal_on_an_unknown_gpu_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py", "--all", "--rehearse", "nonsense"])
+    with pytest.raises(SystemExit):
+        run.main()
+    assert "--rehearse: no figures are known of the device 'nonsense'" in capsys.readouterr().err
+
+
 def test_a_report_of_no_folder_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

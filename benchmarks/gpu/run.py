@@ -23,6 +23,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY / "benchmarks"), str(REPOSITORY / "src")]
 # Read when torch starts: near the limit, pieces of memory of the wrong sizes would decide what fits
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+from hasten.errors import InputError  # noqa: E402
+from hasten.measure.paper.roofline import paper_device  # noqa: E402
+
 MINUTES, ALL_MINUTES = 3.0, 9.0
 
 
@@ -42,6 +45,11 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--minutes is {given.minutes:g}; give 0.05 to 1440")
     if given.report and not given.report.is_dir():
         parser.error(f"--report {given.report} is no folder; give the one of --out")
+    if given.rehearse:
+        try:
+            paper_device(given.rehearse)
+        except InputError as error:
+            parser.error(f"--rehearse: {error}")
     return given
 
 
@@ -49,7 +57,6 @@ def main() -> int:
     given = arguments()
     if given.rehearse and (given.row or given.all):
         from hasten.measure.paper.pretended import begin
-        from hasten.measure.paper.roofline import paper_device
 
         begin(paper_device(given.rehearse))  # before torch is imported
     from gpu import results, stages

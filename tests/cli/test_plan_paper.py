@@ -150,3 +150,9 @@ def test_a_layouts_techniques_take_the_places_of_those_that_do_the_same(recipe: 
 def test_a_model_without_a_recipe_is_not_counted() -> None:
     result = CliRunner().invoke(app, ["plan", "deepseek-llm-7b", "--gpu", "h100", "--check-paper"])
     assert "--check-paper counts layouts of a recipe" in str(result.exception)
+
+
+def test_layouts_on_a_device_without_figures_are_refused_before_the_search(recipe: str) -> None:
+    result = CliRunner().invoke(app, ["plan", recipe, "--gpu", "mi300x", "--check-paper"])
+    assert "no step can be traced for mi300x" in str(result.exception)
+    assert not result.output

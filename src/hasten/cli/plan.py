@@ -16,6 +16,7 @@ from hasten.errors import InputError
 from hasten.formatting import aligned
 from hasten.measure.paper import table as paper
 from hasten.measure.paper.request import on_paper, traces
+from hasten.measure.paper.roofline import paper_device
 from hasten.models.architecture import Architecture
 from hasten.planner import advice, reasons, text
 from hasten.planner.accuracy import evaluate
@@ -72,6 +73,8 @@ def plan(
         raise InputError("--check-paper counts layouts of a recipe, and a model alone is none")
     model = Architecture.from_config(recipe.model if recipe else name)
     cluster = cluster_of(wishes)
+    if wishes.check_paper:
+        paper_device(cluster.device.name)  # refuses what can't be counted
     job, assumed = job_of(wishes, recipe, cluster)
     price = price_from(wishes.price) or (recipe.price if recipe else None)
     calibration, stack = calibration_of(wishes, cluster)
